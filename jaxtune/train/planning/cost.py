@@ -58,7 +58,7 @@ TABLE_ROWS = "rows of the per-layer embeddings"
 @dataclasses.dataclass(frozen=True)
 class SegmentCost:
     """The cost of one segment, a function in the chain of functions by which a layer is computed, such as the q, k and
-    v products. It reads residuals and makes others. `work` is the mean over all layers of the model, for forecasts."""
+    v products. It reads residuals and makes others. Seconds are forecast from `work`, a mean over all layers."""
 
     name: str  # the segment's name
     outputs: tuple[str, ...]  # names of the residuals that it makes, and LAYER_OUTPUT if it makes the layer's output
@@ -145,10 +145,10 @@ class StepCost:
     table_on_host: bool = False  # whether `fixed` is that of a plan with this table on the host
 
     def with_table(self, on_host: bool) -> StepCost:
-        """The costs with the table of per-layer embeddings on the host (on_host) or on the device. On the host it
-        leaves its bytes free on the device, which holds the rows of two steps instead: the one that it computes and the
-        next, whose rows are copied meanwhile. These costs must have the table where it is asked for, or have it on the
-        device with `table` allowing it on the host."""
+        """The costs if the table of per-layer embeddings is on the host (on_host) or on the device: a plan is forecast
+        and reported with those for its own place. On the host it leaves its bytes free on the device, which instead
+        has the rows of two steps: the one that it computes and the next, whose rows are copied meanwhile. These costs
+        must have the table where it is asked for, or have it on the device with `table` allowing it on the host."""
         if on_host == self.table_on_host:
             return self
         assert on_host and self.table.bytes
@@ -157,8 +157,9 @@ class StepCost:
         return dataclasses.replace(self, fixed=fixed, table_on_host=True)
 
     def head_time(self, device: Device) -> float:
-        """How many times as long a product with the head takes on `device` as one in the compute dtype: for a head in
-        float32 beside 16 bits (a precision map) a measured number on Hopper and float32_time elsewhere, else 1."""
+        """How many times as long a product with the head takes on `device` as one in the compute dtype, by which
+        head_forecast multiplies the head's FLOPs: for a head in float32 beside 16 bits (a precision map) a measured
+        number on Hopper and float32_time elsewhere, else 1."""
         if self.head_dtype != jnp.float32 or self.dtype.itemsize == 4:
             return 1.0
         return FLOAT32_HEAD_TIME.of("xla", device.name) if device.hopper else float32_time(device.name)
@@ -166,15 +167,15 @@ class StepCost:
     def head_parts_bytes(self, device: Device) -> tuple[float, float]:
         """(bytes, bytes for each logit of a chunk) that the products with a head in float32 take on a Hopper GPU for
         the parts into which XLA divides their operands (linear_cross_entropy's `precision_of`): two arrays of the
-        head's size, and one of the logits'. (0.0, 0.0) elsewhere, and with a head in 16 bits."""
+        head's size, and one of the logits'. (0.0, 0.0) elsewhere, and with a head in 16 bits. Forecasts add them."""
         if self.head_dtype != jnp.float32 or not device.hopper:
             return 0.0, 0.0
         return 8.0 * self.vocab_size * self.hidden_size, 4.0
 
     @property
     def table_rows_bytes(self) -> float:
-        """Bytes on a device of the rows of the table of per-layer embeddings that two steps have, the one that it
-        computes and the next, which are copied there if the table is on the host; 0 with the table on the device."""
+        """Bytes on a device of two steps' rows of a table of per-layer embeddings on the host; 0 with the table on the
+        device. The look-up's time is forecast by it, and Engine.first_sums leaves as much device memory free."""
         return self.fixed.get(TABLE_ROWS, 0.0)
 
     @property
@@ -200,13 +201,13 @@ class StepCost:
     def resident_bytes(self, resident: int) -> float:
         """Bytes added on a device if it keeps the whole frozen weights of `resident` layers for the whole run, each
         taken to be as large as the largest; with all layers, also those of embedding and head. They replace its share
-        of these weights, unless the model that was given stays in memory (step_cost's keeps_model)."""
+        of these weights, unless the given model stays in memory (step_cost's keeps_model). Forecasts add them."""
         around = self.resident_around_bytes if resident == self.num_layers else 0.0
         return resident * self.resident_layer_bytes + around
 
     def residual_bytes(self, name: str, tokens: float) -> float:
         """Bytes of the residual `name` of the mean layer, for `tokens` tokens on a device. Layers without it count as
-        zero in the mean."""
+        zero in the mean. Forecasts of the mean layer and the report of a plan use it."""
         return self.residuals[name] * tokens + self.padding[name]
 
 
@@ -304,14 +305,14 @@ def _stored(masters, storage: str):
 def _sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
     """({name: bytes of the errors that a quantised sync of gradients keeps on a device}, if it keeps any; bytes that
     the sync takes in the update); ({}, 0.0) if gradients are exchanged in float32. masters: the trained weights'
-    shapes. config: says how gradients are exchanged. shape: of the mesh."""
+    shapes. config: says how gradients are exchanged. shape: of the mesh. Both are for StepCost."""
     sync = gradient_sync_of(config.mesh)
     kept, taken = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
     return {SYNC_ERRORS: kept} if kept else {}, taken
 
 
 def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The optax optimizer that `config` asks for, of which only the shapes of its states are used; its learning rates
+    """The optax optimizer that `config` asks for, of which step_cost uses only the shapes of the states; its rates
     are those of a run of 1,000 steps if config.steps is not set."""
     schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
     return make_optimizer(config.optim, schedule)
@@ -320,7 +321,7 @@ def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float, jnp.dtype]:
     """The planner's estimate of device memory for the head, on one device if nothing is divided: (bytes in addition to
     the head's weight while the loss and its gradient are computed; bytes of the head's gradient, and with "fp32" of its
-    copy in a 16-bit dtype, after that, 0 if it does not train; the dtype in which the head multiplies).
+    copy in a 16-bit dtype, after that, 0 if it does not train; the dtype in which the head multiplies), for StepCost.
 
     Args:
       model: has the head, which trains if its variable is an nnx.Param, and may compute in a dtype of its own.
@@ -338,7 +339,7 @@ def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float, jnp.
 def _whole_layer_bytes(trees, layers: int, parts: int) -> float:
     """The largest number of bytes that the gathered weights of one of the `layers` layers take; only weights that are
     divided over devices count. trees: nnx.States of the model's trained and of its frozen weights. parts: the number of
-    devices over which weights are divided."""
+    devices over which weights are divided. By it `gathered_bytes` forecasts the gathered weights of a step."""
     by_layer = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
     return max(sum(partition.divided_sizes(tree, parts)[0] for tree in layer) for layer in by_layer)
 
@@ -384,7 +385,7 @@ def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
     """The largest number of bytes that the gradients of the trained matrices of one layer of `model` take, each once as
     it is computed, in the dtype `storage`, and once in float32 as it is summed; neither is divided. A layer's backward
     takes as much if weights are divided over devices. storage: the dtype in which trained weights are stored, "fp32" or
-    "bf16"."""
+    "bf16". The forecast of a layer's backward adds the result (StepCost.whole_gradient_bytes)."""
     layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
     sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)
@@ -392,7 +393,7 @@ def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
 
 def _adapter_bytes(layer: Block, dtype) -> float:
     """Bytes of the adapters of a layer's experts, copied to the layout and compute dtype (`dtype`) of the kernels; 0 if
-    that is float32, because adapters are stored in it and are not copied."""
+    that is float32, because adapters are stored in it and are not copied. StepCost.shared_bytes is their sum."""
     experts = (matrix for *_, matrix in layer.matrices() if matrix.num_experts and dtype.itemsize < 4)
     return sum(matrix.adapter_bytes(dtype.itemsize) for matrix in experts)
 
@@ -409,7 +410,7 @@ def _given_bytes(model: Decoder, dtype) -> float:
     """Bytes per token of the values that layers of `model` read but do not compute, in the compute dtype `dtype`. A
     value that the decoder computes for one layer counts three times: itself, what it is computed from, and its
     gradient. A value that an earlier layer computed counts twice, for itself and its gradient, however many layers read
-    it, and even if the earlier layer's plan keeps it."""
+    it, and even if the earlier layer's plan keeps it. Forecasts of a step's memory add it (StepCost.given_bytes)."""
     from_decoder, from_layers, given = 0, dict[str, int](), set[str]()
     for layer in model.layers:
         for name, shape in layer.takes.items():
@@ -449,7 +450,7 @@ def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
 
 def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
     """Whether layers of this `kind` have a segment (one of the functions by which a layer is computed) called `name`
-    that makes exactly the residuals `outputs`; other layers count as zero in the segment's mean work."""
+    that makes exactly the residuals `outputs`; other layers count as zero in the mean work of `_segment_costs`."""
     return any((segment.name, segment.outputs) == (name, outputs) for segment in kind.block.segments())
 
 
@@ -457,7 +458,7 @@ def _update_bytes(masters, config: TrainConfig) -> float:
     """Device bytes that the update takes in addition to weights, states and gradients, on one device if nothing is
     divided. It is done tensor by tensor (optimizer_offload.py), so they are those of the largest tensor. 0 with an
     adapter, where they are negligible, and if the states are on the device, unless the optimizer is adamw_8bit.
-    masters: the trained weights' shapes in float32. config: has the optimizer."""
+    masters: the trained weights' shapes in float32. config: has the optimizer. StepCost.update_bytes has it."""
     if config.adapter is not None:
         return 0.0
     size = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0)
@@ -472,8 +473,8 @@ def _update_bytes(masters, config: TrainConfig) -> float:
 
 def abstract_model(shape, config: TrainConfig) -> Decoder:
     """The model that `config` asks for (quantised or in FP8, with the objective's head, adapter and teacher), with
-    shapes in place of arrays: for plans of models that are not loaded. `shape` is its DecoderConfig. Of a teacher the
-    config.json is read."""
+    shapes in place of arrays: for plans of models that are not loaded (yet). `shape` is its DecoderConfig. Of a
+    teacher the config.json is read."""
 
     def make():
         """The model, without a teacher; jax.eval_shape gives its shapes."""
@@ -493,7 +494,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 def _trained_matrix_bytes(layer: Block, dtype) -> float:
     """Bytes of the copies, in the compute dtype `dtype`, of those weight matrices of a layer that are trained whole. An
     adapter's A and B are not counted, nor matrices that compute in float32. 0 if `dtype` is float32, in which trained
-    weights are stored, so that no copy is made."""
+    weights are stored, so that no copy is made. StepCost.cast_bytes is the sum over the layers."""
     cast = (matrix.weight for *_, matrix in layer.matrices() if matrix.compute != "float32")
     trained = [weight for weight in cast if isinstance(weight, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)

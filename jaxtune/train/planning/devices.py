@@ -38,7 +38,7 @@ _FRAGMENTS, _FRAGMENT_BYTES = 0.02, 0.5e9
 @dataclasses.dataclass(frozen=True)
 class Device:
     """The planner's view of a device: its memory, and the rates (FLOP/s and bytes/s) from which it forecasts times.
-    `find_device` makes it."""
+    `find_device` makes it. It need not exist here: --plan plans for devices of other machines, too."""
 
     # jax.Device.device_kind, a card's name as the user wrote it, or "cpu".
     name: str
@@ -97,7 +97,7 @@ def _group_limits() -> Iterator[int]:
     """The limits of memory, in bytes, of the control groups that this process is in: of its own and of those around it,
     which limit it too. Groups without a limit give none, or with version 1 a number larger than any memory; outside
     Linux nothing is yielded. A container sees its own as the root; SLURM and systemd make others further down (the
-    kernel's documentation of cgroups, versions 1 and 2)."""
+    kernel's documentation of cgroups, versions 1 and 2). `host_memory_bytes` takes the smallest."""
     lines = []
     with contextlib.suppress(OSError):  # no Linux
         lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
@@ -137,7 +137,8 @@ def allow_pinned_memory() -> None:
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
     """Bytes of host memory that one device may pin: the smaller of its share of 70 % of the memory that this
-    process may use, and its share of what XLA lets this process pin (see allow_pinned_memory).
+    process may use, and its share of what XLA lets this process pin (see allow_pinned_memory). `find_device` stores it
+    in Device.host_bytes, by which plans limit what they offload and the optimizer's states on the host.
 
     Args:
       on_host: number of the run's devices on this host.
@@ -180,7 +181,8 @@ def find_device(
     sharing: tuple[int, int] = (1, 1),
 ) -> Device:
     """Returns the planner's Device of this name, with rates measured on it (`jaxtune profile ceilings`) or from its
-    data sheet. A GPU of this machine that has neither gets the rates of an RTX 3060, which only rank plans.
+    data sheet. A GPU of this machine that has neither gets the rates of an RTX 3060, which only rank plans. Planner
+    and ForwardPlanner, the choice of a mesh, and --plan (also for devices of other machines) call it.
 
     Args:
       name: jax.Device.device_kind, a card's name, or "cpu", whose rates are made up, and which has no host link.
@@ -263,7 +265,7 @@ def limit(config: TrainConfig, device: Device) -> float | None:
 def budget(config: TrainConfig, device: Device) -> float | None:
     """The part of `limit`, in bytes, that the arrays and programs of a step of `config` may take on `device`, without
     what fragmentation of the allocator's memory loses (2 %, and on a GPU at least 0.5 GB); None if nothing limits it.
-    Plans must fit in it."""
+    Plans are chosen so that their forecasts fit in it; only the smallest plan may need more."""
     if (most := limit(config, device)) is None:
         return None
     return most - max(most * _FRAGMENTS, 0.0 if device.name == "cpu" else _FRAGMENT_BYTES)
@@ -277,8 +279,8 @@ def with_fragments(needed: float) -> float:
 
 
 def memory_peak_bytes(device: int = 0) -> int:
-    """The largest memory use so far, in bytes, for the log: of this process's device with index `device`, or of the
-    process on the host if the device does not record it (CPU)."""
+    """The largest memory use so far, in bytes: of this process's device with index `device`, or of the process on the
+    host if the device does not record it (CPU). The Monitor logs it as `peak_memory_bytes`; no plan depends on it."""
     import jax
 
     stats = jax.local_devices()[device].memory_stats()
@@ -308,7 +310,7 @@ def float32_time(device_kind: str) -> float:
 def device_peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     """Dense peak FLOP/s of matrix products in `dtype` on one device (jax.Device.device_kind), fp32 without TF32; None
     if no data sheet states it. dtype: "bfloat16", "float16", "float32", "float8_e4m3fn" or "float8_e5m2"; None is
-    returned for any other. A run's metric mfu is its FLOP/s over this peak."""
+    returned for any other. A run's metric mfu is its FLOP/s over this peak, and float32_time is a ratio of two."""
     sheet = data_sheet(device_kind)
     tflops = None if sheet is None or dtype not in _WIDTH else getattr(sheet, _WIDTH[dtype])
     return None if tflops is None else tflops * 1e12

@@ -39,7 +39,7 @@ def fitting_settings(
     reference_runs: int = 0,
 ) -> list[str]:
     """Up to `wanted` changes of the config, each of which alone lets a plan fit by forecast; the least intrusive first,
-    and at most one of each first key (such as the longest data.length). A PlanError shows them.
+    and at most one of each first key (such as the longest data.length). A PlanError shows them; none is applied.
 
     Args:
       shape: the model's DecoderConfig.
@@ -138,8 +138,8 @@ def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: f
 
 
 def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
-    """The longest single row with which some plan fits, for the report of --plan. The step then has one row on each
-    device and one micro-batch; what config.memory.plan sets stays.
+    """The longest single row with which some plan fits by forecast, for the report of --plan alone: it limits no run.
+    The step then has one row on each device and one micro-batch; what config.memory.plan sets stays.
 
     Args:
       parts: the step's costs.

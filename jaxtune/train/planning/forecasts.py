@@ -33,7 +33,7 @@ type Figure = Any  # a float, or an array of floats, one for each plan
 class LayerForecast:
     """Bytes and seconds of one layer under a plan, for one micro-batch: means over the layers, but in `work_forward`
     and `work` the largest kind of layer decides. Each field is a float, or, if several plans are forecast at once, an
-    array with a value for each plan."""
+    array with a value for each plan. Layer plans are compared by it, and a step is forecast from it."""
 
     kept: Figure  # bytes on the device from forward to backward
     hosted: Figure  # bytes on the host from forward to backward
@@ -47,7 +47,7 @@ class LayerForecast:
     wait: Figure  # the part of the seconds that waits for the host link
 
     def at(self, index: Any) -> LayerForecast:
-        """The forecasts of the plans at `index` (as numpy indexes) of a LayerForecast of arrays, such as the best."""
+        """The forecasts of some plans, such as the best: those at `index` (as numpy indexes) of arrays of them."""
         return LayerForecast(*(array[index] for array in vars(self).values()))
 
 
@@ -67,7 +67,7 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> float:
-        """The predicted device bytes at the peak of a step, the sum of `parts`, which the budget must have."""
+        """The predicted device bytes at a step's peak, the sum of `parts`, for the choice of a plan and reports."""
         return sum(self.parts.values())
 
     @property
@@ -90,7 +90,7 @@ def _step_time(device: Device) -> StepTime:
 
 def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
     """Bytes that values on their way to the host take in the memory of `device`: their own (`leaving`), and the gaps
-    that they leave in the allocator's memory."""
+    that they leave in the allocator's memory. The forecast of a layer's forward counts them."""
     return ALLOCATOR_BYTES.of("xla", device.name).leaving * leaving
 
 
@@ -102,7 +102,7 @@ def _decode_seconds(work: Work, device: Device) -> float:
 
 def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> tuple[float, float]:
     """(forward, backward) seconds on `device` of the `work` of one segment, a part of a layer such as the attention,
-    over `tokens` tokens in documents of `length` tokens. The backward is without recomputation."""
+    over `tokens` tokens in documents of `length` tokens, for layer_forecasts. The backward does not recompute."""
     fit, attend = product_time(device), ATTENTION_TIME.of("cudnn", device.name)
     rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy
@@ -132,9 +132,10 @@ def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
     """The forecasts of the mean layer under many plans: a LayerForecast of arrays [plans], in whose `work_forward` and
-    `work` the largest kind of layer decides. parts: the step's costs. placed: int[plans, len(parts.known)], the
-    placement of each of parts.known, an index into PLACEMENTS. tokens: of a micro-batch. tile_tokens: of an MLP's tile
-    under plans that recompute all of parts.tiled; otherwise MLPs run whole, as with None."""
+    `work` the largest kind of layer decides. The choice of a plan forecasts all layer plans at once by it, and
+    `_surely_fits` does, too. parts: the step's costs. placed: int[plans, len(parts.known)], the placement of each of
+    parts.known, an index into PLACEMENTS. tokens: of a micro-batch. tile_tokens: of an MLP's tile under plans that
+    recompute all of parts.tiled; otherwise MLPs run whole, as with None."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
@@ -211,7 +212,7 @@ def layer_forecasts(
 
 
 def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device, tiles) -> tuple[float, ...]:
-    """Costs of a layer's recomputed residuals, from the step's costs `parts`, on `device`.
+    """Costs of a layer's recomputed residuals, from the step's costs `parts`, on `device`, for `layer_forecasts`.
 
     Args:
       dropped, rounded: names of residuals that are recomputed, and of those that are kept in FP8.
@@ -257,7 +258,7 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
 
 def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, device) -> tuple[float, float]:
     """(in the forward, in the backward) bytes that are still being copied over the host link while the feed-forward of
-    the next layer runs, and therefore take device memory there.
+    the next layer runs, and therefore take device memory there: `leaving` and `arriving` of a LayerForecast.
 
     The largest offloaded residuals are copied out first and back last, while the mixer runs if its time is enough.
 
@@ -286,7 +287,7 @@ def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, devic
 
 
 def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
-    """The most device bytes that a layer's backward takes for recomputed residuals and for what it makes itself.
+    """The most device bytes that a layer's backward takes for recomputed residuals and its own values, for `_remade`.
 
     Args:
       kind: the layer.
@@ -328,8 +329,8 @@ def _mixers_before(kind: LayerKind, part: str) -> list[str]:
 
 
 def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, float]) -> float:
-    """Bytes that are not in memory yet while a layer's feed-forward is differentiated: the dropped residuals that the
-    mixer's first segment makes.
+    """Bytes that are not in memory yet while a layer's feed-forward is differentiated, so that `_backward_bytes`
+    subtracts them there: the dropped residuals that the mixer's first segment makes.
 
     They count as 0 if a middle segment of the mixer is recomputed as well: it reads them, so they come back earlier.
     outputs: for each segment of the mixer, the names of the residuals that it makes. dropped: bytes by name of the
@@ -399,23 +400,22 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
 def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
     """(seconds, device bytes of a layer's values) of a forward of a frozen reference or teacher over `tokens` tokens.
     parts: the costs of that model. plan: has the number of tokens whose logits exist at a time. Its head needs one
-    matrix product, of the two or three that head_forecast counts."""
+    matrix product, of the two or three that head_forecast counts. The bytes count only for a teacher."""
     layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)
     seconds = layer.forward * parts.num_layers + head[1] / (3 if parts.head_trains else 2)
     return seconds, layer.kept + layer.work_forward
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds a step to copy optimizer states on the host to `device` and back, 0 without any. parts: the costs."""
+    """Seconds a step to copy optimizer states on the host to `device` and back, 0 without any; also for reports."""
     return 2 * parts.hosted_bytes / (device.link or device.copy)
 
 
 def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
     """Seconds of a step's collective operations between devices. parts: the step's costs, with the bytes. plan: the
     StepPlan. forward, backward: seconds of all layers in a micro-batch, when collectives can run. device: has the rate.
-
-    Returns:
-      (seconds of all collectives, seconds in which the step waits for them)
+    Returns (seconds of all collectives, seconds in which the step waits for them), both for a step's Forecast; only
+    the second are part of its seconds.
     """
     of, rate, micro, fit = parts.exchange, device.peer, plan.micro_batches, _step_time(device)
     resident, trained = plan.residuals.resident, of.weights - of.frozen
@@ -431,7 +431,7 @@ def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, 
 
 
 def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
-    """The forecast of a step from those of its layers and head.
+    """The forecast of a step from those of its layers and head, for `forecast`.
 
     Args:
       parts: the step's costs.

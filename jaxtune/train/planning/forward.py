@@ -127,9 +127,10 @@ class ForwardPlanner:
 
     def smaller(self, program: Any) -> bool:
         """Changes `plan` to a smaller one if the compiler says that `program` (jax.stages.Compiled), compiled for the
-        present plan, needs more device memory than there is. Trainer calls it for its evaluation. The next plan must
-        fit even if its forecast is as much too low as this one's was; if none does, the smallest is taken. If the
-        budget is limited, all processes of a run must call it, and the largest need of any decides.
+        present plan, needs more device memory than there is. A Trainer that only evaluates calls it, and a teacher's
+        pass. The next plan must fit even if its forecast is as much too low as this one's was; if none does, the
+        smallest is taken. If the budget is limited, all processes of a run must call it, and the largest need of any
+        decides.
 
         Returns:
           whether the plan was changed, so that it must be compiled again. False: the program fits, or its need is

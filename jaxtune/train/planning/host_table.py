@@ -55,7 +55,8 @@ def table_of(model: Decoder, config: TrainConfig, parts: int) -> Table:
     """The planner's facts about the table of per-layer embeddings of `model` in a run of `config`: a Table with its
     sizes if it may be on the host, otherwise with zeros (and trains=True if it trains). It may not if it trains, if
     `parts`, the number of devices over which weights are divided, is more than 1, if the config does not allow it
-    (may_be_on_host), or if the model was given with the table on a device, where the caller keeps it."""
+    (may_be_on_host), or if the model was given with the table on a device, where the caller keeps it. step_cost calls
+    it; where the table then is, the choice of a plan decides."""
     table = None if model.per_layer is None else model.per_layer.weight
     if table is None or isinstance(table, nnx.Param):
         return Table(trains=table is not None)

@@ -46,7 +46,8 @@ class KnownFailures:
 
     def _read(self) -> list[dict[str, Any]]:
         """The stored failures, one dict each: "plan" (StepPlan.to_record), "need" (the bytes that it needs, or None)
-        and "budget" (the bytes that it might take); [] if nothing is cached."""
+        and "budget" (the bytes that it might take); [] if nothing is cached. They are read
+        once, by the first process, when the object is made."""
         content = None if self._cache is None else self._cache.get(self._key)
         return [] if content is None else json.loads(content)
 
@@ -54,7 +55,7 @@ class KnownFailures:
         """The recorded failure of exactly the plan of `forecast`, if it shows that the plan is too large for
         `budget_bytes` of device memory (None: no limit, and then every failure of this plan counts); otherwise
         None. A known need must exceed the budget; a plan that ran out of memory while it ran is too large for budgets
-        up to the one that it had then (for any, if it had none)."""
+        up to the one that it had then (for any, if it had none). `Planner.skip_known_failures` asks it."""
         plan = forecast.plan.to_record()
         for one in self._found:
             # A plan that ran out of memory may still fit a larger budget.
@@ -67,7 +68,7 @@ class KnownFailures:
 
     def add(self, failed: Failed, budget_bytes: float | None) -> None:
         """Records that the plan `failed` was too large, in this object and, by the first process, in the cache; a later
-        run with the same facts reads it there.
+        run with the same facts reads it there. `Planner.replan` calls it.
         budget_bytes: the device memory that it might take; None: nothing limited it, and memory ran out."""
         self._found.append({"plan": failed.plan.to_record(), "need": failed.need_bytes, "budget": budget_bytes})
         if self._cache is not None and processes.first():
@@ -75,8 +76,8 @@ class KnownFailures:
 
 
 def _cache() -> ProgramCache | None:
-    """The cache of compiled programs, in which the failures are stored; None if programs are not cached, and on a CPU,
-    whose plans are for tests and tiny runs."""
+    """The cache of compiled programs, in which KnownFailures reads and stores its record; None if programs are not
+    cached, and on a CPU, whose plans are for tests and tiny runs."""
     return None if jax.local_devices()[0].platform == "cpu" else in_use()
 
 

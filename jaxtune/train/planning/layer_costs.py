@@ -60,7 +60,8 @@ class Work:
     def expert_gradient_seconds(self, tokens: float, rate: float, device: Device) -> float:
         """Seconds on `device` to compute the gradients of experts' weights from the rows of `tokens` tokens, with those
         that pad the experts' last tiles; 0 if none trains. rate: FLOPs a second of dense products of these tokens.
-        On Hopper a kernel computes them, elsewhere XLA does (pallas/grouped_matmul)."""
+        On Hopper a kernel computes them, elsewhere XLA does (pallas/grouped_matmul). The forecast of a segment's
+        backward adds them."""
         if not self.expert_weight_flops:
             return 0.0
         fit = EXPERT_GRADIENT_TIME.of("mosaic" if device.hopper else "reference", device.name)
@@ -85,7 +86,8 @@ class LayerKind:
 
     def residual_bytes(self, name: str, tokens: float) -> float:
         """Bytes of the residual `name` (an intermediate value that the backward reads) of such a layer, for `tokens`
-        tokens: in proportion to the tokens, plus its padding. KeyError if the layer has no such residual."""
+        tokens: in proportion to the tokens, plus its padding. KeyError if the layer has no such residual. Forecasts of
+        a layer's peak ask each kind for it; StepCost has a method of this name for the mean of all layers."""
         return self.residuals[name] * tokens + self.padding[name]
 
     @functools.cached_property
@@ -121,7 +123,8 @@ class LayerKind:
 def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
     """The LayerKind of a layer: its residuals (the intermediate values that the backward reads) and its work, by which
     the planner counts it. Layers with the same structure, shapes, dtypes and other arguments get the same object (a
-    cache of 64), so that each kind is traced once, and callers tell kinds apart by identity.
+    cache of 64), so that each kind is traced once, and step_cost, which calls it for each layer, tells kinds apart by
+    identity.
 
     Args:
       layer: the layer, whose arrays may be abstract.
@@ -208,16 +211,18 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
 
 def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
     """{residual, a value that the backward reads: its shape and dtype} of a layer for one row of `tokens` tokens, by
-    tracing its forward; nothing is computed. graph: the layer's nnx.GraphDef. arrays: the shapes of its (trained,
-    other) arrays. spec: its entry in DecoderConfig.layers. shape: the DecoderConfig. dtype: the compute dtype."""
+    tracing its forward; nothing is computed. `_kind_of` asks for two lengths, and takes bytes per token and padding
+    from the difference. graph: the layer's nnx.GraphDef. arrays: the shapes of its (trained, other) arrays. spec: its
+    entry in DecoderConfig.layers. shape: the DecoderConfig. dtype: the compute dtype."""
     return _traced(graph, spec, shape, dtype, arrays, tokens, lambda block, values, layout: values)
 
 
 def _state_bytes(graph, spec, shape, dtype, arrays, prompt: int, new: int) -> float:
     """Bytes of what a layer keeps of one row for generation, such as caches, after a prompt of `prompt` tokens and
-    `new` further ones, by tracing `Block.first_state`. graph: the layer's nnx.GraphDef. arrays: the shapes of its
-    (trained, other) arrays. spec: its entry in DecoderConfig.layers. shape: the DecoderConfig. dtype: the compute
-    dtype."""
+    `new` further ones, by tracing `Block.first_state`. It is LayerKind.state_bytes, by which only the memory of
+    answering held-out questions is forecast (Sampled.bytes), not that of a step. graph: the layer's nnx.GraphDef.
+    arrays: the shapes of its (trained, other) arrays. spec: its entry in DecoderConfig.layers. shape: the
+    DecoderConfig. dtype: the compute dtype."""
 
     def state(block: Block, values, layout: PackedLayout):
         """What the layer keeps of a row when the prompt was read, with room for the new tokens."""
@@ -228,7 +233,8 @@ def _state_bytes(graph, spec, shape, dtype, arrays, prompt: int, new: int) -> fl
 
 def _traced(graph, spec: LayerSpec, shape: DecoderConfig, dtype, arrays, tokens: int, result: Callable):
     """Traces the forward of one layer on a row of `tokens` tokens, without running it, and then result(block,
-    {residual: value}, layout): returns the shapes (jax.ShapeDtypeStruct) of what that returns.
+    {residual: value}, layout): returns the shapes (jax.ShapeDtypeStruct) of what that returns. `_residual_shapes` and
+    `_state_bytes` find the sizes of residuals and of generation's caches by it.
 
     Args:
       graph: the layer's nnx.GraphDef.

@@ -43,7 +43,7 @@ class LayerPlans(Sequence[LayerPlan]):
 def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
     """The plans to choose from, each for one layer: every combination of placements that its residuals allow. Residuals
     that are decided jointly (Residual.decided_with) have the same placement, and residuals that are declared `small`
-    are kept.
+    are kept. All are forecast (`layer_forecasts`), and the choice of a plan combines the best of them.
 
     If there are more than seven groups that may be recomputed, the seven largest of them are placed independently and
     the others of them alike: each further group triples the number of plans, and small groups have too few bytes to

@@ -73,7 +73,7 @@ def choose_mesh(
     on_one_host: int | None = None,
 ) -> tuple[MeshConfig, str]:
     """The mesh with the fastest plan by forecast, over as many of `count` devices as can share the rows of a step
-    equally, or those of a micro-batch if config.micro_batches is set.
+    equally, or those of a micro-batch if config.micro_batches is set. `mesh_of` calls it in the first process.
 
     Meshes that divide weights are left out for runs that cannot divide them: with optim.offload, or if the model
     generates during the run. Of meshes whose forecasts are too close to tell apart, the one that divides weights over
@@ -130,5 +130,5 @@ def _name(mesh: MeshConfig) -> str:
 
 
 def _figures(forecast: Forecast) -> str:
-    """The predicted speed (tokens/s) and memory (GB a device) of a forecast as text, for the reason of a mesh."""
+    """The predicted speed (tokens/s) and memory (GB a device) of a forecast as text, for the words about a mesh."""
     return f"{forecast.tokens_per_second:,.0f} tokens/s at {forecast.peak_bytes / 1e9:.1f} GB a device"

@@ -53,7 +53,7 @@ _SHORTER = {
 @dataclasses.dataclass(frozen=True)
 class Phase:
     """The memory that one phase of a run (such as "load", "step" or "export") needs at its peak, by forecast, and what
-    helps if that does not fit. `phase_lines` makes the text of all of them."""
+    helps if that does not fit. `phase_lines` makes the text of all of them. No plan is chosen by it."""
 
     # The phase's name in the report and in errors.
     name: str
@@ -159,7 +159,8 @@ def phases_of(
     """The phases of a run under a plan, in their order: "load", "resume" (of this run or a later one), "reference" (dpo
     and kto only), "step", "evaluate" (with held-out rows), those of `slots` ("answers" and "generate"), "save" (with
     checkpoint.every_steps or every_minutes), "sample" (with `sampled`) and "export" (with export.merged, or with
-    export.adapter and an adapter). The pass of a teacher is not among them (TeacherPass.phase).
+    export.adapter and an adapter). The pass of a teacher is not among them (TeacherPass.phase). Trainer makes the
+    table of phases from them, which warns of those that will not fit; none is refused by it.
 
     Args:
       model: what trains; its arrays may be abstract.
@@ -245,7 +246,8 @@ def phase_lines(
 
 def phase_warnings(phases: Sequence[Phase], budget_bytes: float | None, host_bytes: float | None) -> list[str]:
     """A line for each phase that will not fit the memory of a device, `budget_bytes`, or of this machine, `host_bytes`
-    (None: no limit, or unknown), with its remedy; two lines if it fits neither, [] if all phases fit."""
+    (None: no limit, or unknown), with its remedy; two lines if it fits neither, [] if all phases fit. The table of
+    phases has them, and they are printed before a teacher is loaded (TeacherPass.warnings); nothing is refused here."""
     found = []
     for phase in phases:
         for need, there, what in (

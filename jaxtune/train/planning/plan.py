@@ -39,7 +39,8 @@ from jaxtune.models.residual_plan import (
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """How a step is run, as the planner chooses it. A plan is static: a program is compiled for one plan."""
+    """How a step is run, as a planner chooses it. Forecasts are made of it, and Engine compiles its programs for it: a
+    plan is static, so that another plan needs other programs. Of a ForwardPlanner's plan, `residuals` do not count."""
 
     residuals: ResidualPlan  # the placements, by layer, with the tile and the layers whose divided weights are whole
     micro_batches: int  # number of micro-batches into which the rows of a step are divided
@@ -60,7 +61,8 @@ class StepPlan:
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
         """The plan in a `record` that to_record made, in a checkpoint or another process, for a model of `num_layers`
         layers that have these residuals; further entries of the record are ignored. Raises ValueError, as
-        parse_residuals does, if the plan is not possible for these layers and residuals."""
+        parse_residuals does, if the plan is not possible for these layers and residuals. Planner reads records by it;
+        those of failed plans (known.py) are only compared."""
         plan = parse_residuals(record["residuals"], num_layers, residuals)
         on_host = record.get("per_layer_embeddings") == "host"
         return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), on_host)

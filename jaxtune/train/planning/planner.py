@@ -28,8 +28,8 @@ from jaxtune.train.planning.search import Failed, Room, goal, next_plan
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error of XLA (JaxRuntimeError) says that device or host memory ran out. Only its message is searched,
-    for RESOURCE_EXHAUSTED or "out of memory"; the caller must have tested the type. If so, another plan is tried, or
-    the error is raised with a remedy."""
+    for RESOURCE_EXHAUSTED or "out of memory"; the caller must have tested the type. If so, Engine tries another plan
+    (while it compiles, and in the first step), and `phase` raises the error with a remedy."""
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
@@ -99,12 +99,15 @@ class Planner:
 
     @property
     def cost(self) -> StepCost:
-        """The costs of a step, with the table of per-layer embeddings where the plan in force has it."""
+        """The costs of a step, with the table of per-layer embeddings where the plan in force has it, for
+        `compiled_bytes`, the phases of the run, and the plan of sampled answers. Plans are chosen from `_cost`, which
+        leaves the table's place open."""
         return self._cost.with_table(self.plan.table_on_host)
 
     @property
     def budget_bytes(self) -> float | None:
-        """Bytes of device memory that a step may take; None if nothing limits them."""
+        """Bytes of device memory that a step may take; None if nothing limits them. Reports, the phases of the run and
+        the plan of sampled answers take it; whether a compiled step may run, `fits` decides."""
         return self.room.budget_bytes
 
     @property
@@ -114,8 +117,8 @@ class Planner:
         return len(self._failed) + 1
 
     def lines(self) -> list[str]:
-        """The plan in force as the lines of text that a run prints: the planner's `note` if there is one, then
-        placements, memory and speed (report.plan_lines)."""
+        """The plan in force as the lines of text that a run prints and logs: the planner's `note` if there
+        is one (the reason for the mesh), then placements, memory and speed (report.plan_lines)."""
         lines = plan_lines(self.forecast, self.cost, self.device, self.budget_bytes)
         return lines if self._note is None else [self._note, *lines]
 
@@ -145,7 +148,8 @@ class Planner:
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
         """The StepPlan for this model in a `record` that StepPlan.to_record made, in a checkpoint or in the first
-        process of the run. Raises ValueError if the plan is not possible for this model's layers and residuals."""
+        process of the run: `adopt` and `_next` read it. Raises ValueError if the plan is not possible for this model's
+        layers and residuals."""
         return StepPlan.from_record(record, self._cost.num_layers, self._cost.known)
 
     def skip_known_failures(self, known: KnownFailures) -> None:
@@ -195,7 +199,7 @@ class Planner:
     def fits(self, need_bytes: float) -> bool:
         """Whether a compiled step that needs `need_bytes` of device memory may run: within the budget, which it may
         exceed by half a percent, or, if the plan in force was chosen as the smallest there is, within
-        `room.limit_bytes`. True if nothing limits it."""
+        `room.limit_bytes`. True if nothing limits it. Engine asks after compiling; if not, it calls `replan`."""
         return self.room.fits(need_bytes, self._smallest)
 
     def _next(self, resident: int = 0) -> tuple[Forecast, bool]:

@@ -42,7 +42,8 @@ class Failed:
     def goal(self, budget_bytes: float | None) -> float:
         """The largest predicted peak, in bytes, that the next plan may have if its forecast is as wrong as this one
         and budget_bytes may be used, with 1 % to spare. Without a budget (None), or if the need is unknown, it is this
-        plan's peak over 1.15. It is never more than this plan's peak."""
+        plan's peak over 1.15. It is never more than this plan's peak. The function `goal` takes the least of those of
+        all failures."""
         if self.need_bytes is None or budget_bytes is None:
             return self.peak_bytes / _MORE
         return min(_CLOSE * budget_bytes * self.peak_bytes / self.need_bytes, self.peak_bytes)
@@ -65,7 +66,7 @@ class Room:
     def fits(self, need_bytes: float, smallest: bool) -> bool:
         """Whether a compiled step that needs `need_bytes` of device memory may run: within the budget, which it may
         exceed by half a percent. smallest: True: its plan is the smallest there is, and may use `limit_bytes`; False:
-        it is not."""
+        it is not. Planner.fits asks it of the compiler's figure; forecasts are compared with the two fields."""
         if self.budget_bytes is None or self.limit_bytes is None:
             return True
         within = self.budget_bytes * (1 + _EXCESS)
@@ -89,7 +90,8 @@ def next_plan(
     parts: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = (), resident: int = 0
 ) -> tuple[Forecast, bool]:
     """The plan to compile next for a step of which the plans `failed` were too large: after fewer than three failures
-    the fastest one within `goal` that resembles none of them, if there is one, else the smallest.
+    the fastest one within `goal` that resembles none of them, if there is one, else the smallest. Planner calls it for
+    the first plan and after each failure; --plan, which compiles nothing, calls it once.
 
     Args:
       parts: the step's costs.

@@ -15,7 +15,8 @@ from jaxtune.pallas.formats import Stored, format_of
 
 def nbytes(tree) -> float:
     """Bytes of all arrays of a tree, which may be abstract (jax.ShapeDtypeStruct), counted whole and not per device:
-    shape times item size, 0 for a tree without arrays. It is a float, as all bytes of the planner's forecasts are."""
+    shape times item size, 0 for a tree without arrays. It is a float, as all bytes of the planner's forecasts are.
+    Trained weights, optimizer states and a layer's values are counted by it."""
     return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))
 
 
@@ -28,9 +29,10 @@ def packed_slack(frozen) -> float:
 
 
 def weight_bytes(frozen, parts: int) -> float:
-    """Bytes of frozen weights on each device, with what the allocator loses on quantised ones; forecasts of a step and
-    of a teacher's pass begin with it. frozen: their nnx.State. parts: the number of devices over which weights are
-    divided; those that cannot be divided count in full."""
+    """Bytes of frozen weights on each device, with what the allocator loses on quantised ones, for the forecast of a
+    step, and of all the student's weights, which do not train meanwhile, for that of a teacher's pass. frozen: their
+    nnx.State. parts: the number of devices over which weights are divided; those that cannot be divided count in
+    full."""
     return partition.bytes_per_device(frozen, parts) + packed_slack(frozen) / parts
 
 

@@ -59,19 +59,21 @@ class TeacherPass:
     @property
     def own_config(self) -> TrainConfig:
         """The config of the pass: the run's with the mesh of `shape`, without QAT, and with one precision, the compute
-        dtype, instead of a map of precisions: QAT and the map are the student's alone."""
+        dtype, instead of a map of precisions: QAT and the map are the student's alone. The pass is planned with it, and
+        its programs are made with it."""
         mesh = MeshConfig(data=self.shape.copies, fsdp=self.shape.parts)
         return dataclasses.replace(self.config, qat=None, precision=self.config.computes_in, mesh=mesh)
 
     def teacher(self, load_in: str | None = None) -> Decoder:
         """The teacher, of which only shapes are read (jax.ShapeDtypeStruct) unless it was attached in Python. load_in:
         a format for its weights in place of the one that the config asks for (None: that one); it changes nothing about
-        an attached teacher."""
+        an attached teacher. It is for forecasts; the pass itself loads its teacher elsewhere."""
         return self.given or pass_shapes(self.config, self.name, load_in)
 
     def planner(self, teacher: Decoder, length: int | None = None) -> ForwardPlanner:
         """The planner of the pass of this `teacher`, whose arrays may be shapes; it counts the student's weights as
-        well, which are on the devices meanwhile. length: tokens of a row; None: those of the run."""
+        well, which are on the devices meanwhile. Forecasts make one, also for other lengths, and the pass one of its
+        own, with which its programs are compiled. length: tokens of a row; None: those of the run."""
         beside = weight_bytes(self.student, self.shape.parts)
         return ForwardPlanner(teacher, self.own_config, length or self.length, self.device, beside)
 
@@ -110,7 +112,7 @@ class TeacherPass:
     def _need(self, teacher: Decoder, planner: ForwardPlanner) -> tuple[float, float]:
         """(device bytes, host bytes) that the pass of `teacher` needs at its peak: on the device the weights of both
         models, and the larger of what a forward pass takes under the plan of its `planner` and what loading takes; on
-        the host what loading takes."""
+        the host what loading takes. `phase` has them, and `_changes` compares those of changed configs."""
         device, host = loading_bytes(teacher, planner.cost.dtype.itemsize, stored_in(teacher) is not None)
         weights = planner.beside_bytes + planner.weight_bytes
         return weights + max(planner.working_bytes(planner.plan), device), host
@@ -118,8 +120,8 @@ class TeacherPass:
     def _changes(self, teacher: Decoder, budget_bytes: float | None) -> Iterator[str]:
         """Changes of the config, as they are written on the command line, each of which alone lets the pass fit
         `budget_bytes`; with None they are not checked. They are the teacher in NF4, if it has to be loaded and is not
-        quantised yet, and the longest row of half, a quarter and so on of the tokens, down to 256. teacher: the one of
-        the config."""
+        quantised yet, and the longest row of half, a quarter and so on of the tokens, down to 256. The remedy of
+        `phase` names them; none is applied. teacher: the one of the config."""
 
         def fits(made: Callable[[], Decoder], length: int | None = None) -> bool:
             """Whether the pass of the teacher that `made` returns fits, over rows of `length` tokens (None: the
@@ -139,8 +141,9 @@ class TeacherPass:
 
 
 def pass_lines(config: TrainConfig, shape: DecoderConfig, device: Device) -> list[str]:
-    """The lines about the pass of the teacher in a plan that is made without weights and rows; [] for a config without
-    such a pass. Raises ConfigError if the teacher's config.json cannot be used.
+    """The lines about the pass of the teacher in a plan that is made without weights and rows, which --plan prints; []
+    for a config without such a pass. A run has the pass in its table of phases instead (phase_lines). Raises
+    ConfigError if the teacher's config.json cannot be used.
 
     Args:
       config: the run's, with its mesh.

@@ -61,8 +61,8 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
 
 def _seen(lengths: np.ndarray, window: int | None) -> float:
     """About twice the number of pairs of tokens that see each other in causal attention: the sum of length^2 over the
-    documents, less what is outside of a sliding window. lengths: the documents' tokens. window: the window's tokens;
-    None: no window."""
+    documents, less what is outside of a sliding window. The function of `flop_counter` counts attention by it. lengths:
+    the documents' tokens. window: the window's tokens; None: no window."""
     hidden = 0 if window is None else np.maximum(lengths - window, 0)
     return float((lengths.astype(float) ** 2 - hidden**2).sum())
 
@@ -76,7 +76,7 @@ def model_flops_per_step(
     attention: float,
 ) -> float:
     """FLOPs that the model needs for one optimizer step on all devices, without recomputation; the basis of model FLOP
-    utilisation.
+    utilisation. Only the function of `flop_counter` calls it, and adds the layers' other work; no plan depends on it.
 
     The count uses T tokens (without padding); N = matmul_params, the elements of every matrix that a token is
     multiplied by (with the head, without the embedding look-up, and of a mixture only the experts that a token visits);

@@ -66,7 +66,8 @@ class Buffer:
 
     @property
     def size(self) -> int:
-        """How many numbers the whole buffer has, the zeros at its end included: `part` for each of the devices."""
+        """How many numbers the whole buffer has, the zeros at its end included: `part` for each of the devices. Each
+        device pads the joined gradients to it, and with error feedback keeps as many errors of what it sends."""
         return self.part * self.devices
 
 
@@ -92,8 +93,9 @@ class GradientSync:
     @staticmethod
     def buffers(tensors: Sequence[tuple[int, bool]], shape: MeshShape) -> list[Buffer]:
         """The buffers in which a mesh of this shape adds gradients: first those of whole tensors, then those of divided
-        ones, each kind in the tensors' order. A kind that is on one device along its axes has none. tensors: for each
-        of the trained ones (the numbers of it that a device has, whether `fsdp` divides it)."""
+        ones, each kind in the tensors' order. A kind that is on one device along its axes has none. `added` and
+        `error_sizes` both make them, so that each buffer has errors. tensors: for each of the trained ones (the numbers
+        of it that a device has, whether `fsdp` divides it)."""
         names = tuple(axis.name for axis in partition.AXES)
         rest = tuple(name for name in names if name != partition.TENSORS)
         found: list[Buffer] = []
@@ -116,7 +118,8 @@ class GradientSync:
     def error_sizes(self, trainable, shape: MeshShape) -> dict[str, list[int]]:
         """How many errors each device keeps: of the gradients that it sends ("sent") and of the sums that it makes
         ("summed"), and in int4 of the sums' usual sizes ("usual"), each as a list with one number for each buffer; {}
-        without error feedback or with one device. trainable: the trained tensors, which may be abstract. shape: the
+        without error feedback or with one device. The first errors, the planner's bytes, and the shapes of the errors
+        in a checkpoint (`as_saved`) follow from it. trainable: the trained tensors, which may be abstract. shape: the
         mesh's."""
         if not self.feedback or shape.size == 1:
             return {}
@@ -131,8 +134,8 @@ class GradientSync:
 
     def first_errors(self, trainable, shape: MeshShape) -> dict[str, list[jax.Array]]:
         """The errors with which a run starts, by the names of `error_sizes`: lists of zeros bfloat16[devices, n], one
-        for each buffer; {} without error feedback or with one device. trainable: the trained tensors. shape: the
-        mesh's."""
+        for each buffer; {} without error feedback or with one device. StepProgram.init puts them into the train
+        state. trainable: the trained tensors. shape: the mesh's."""
         sizes = self.error_sizes(trainable, shape)
         return {name: [jnp.zeros((shape.size, n), ERRORS) for n in one] for name, one in sizes.items()}
 
@@ -231,7 +234,8 @@ class GradientSync:
 
 def gradient_sync_of(mesh: MeshConfig | None) -> GradientSync | None:
     """The quantised sync that the config's section `mesh` asks for; None if gradients are exchanged in float32, also
-    without this section. It does not look at the number of devices; StepProgram.sync does."""
+    without this section. It does not look at the number of devices; StepProgram.sync does. The step's program takes it,
+    and the planner's costs."""
     if mesh is None or mesh.gradient_sync == "fp32":
         return None
     return GradientSync(mesh.gradient_sync, mesh.gradient_rounding == "error_feedback")
@@ -240,7 +244,7 @@ def gradient_sync_of(mesh: MeshConfig | None) -> GradientSync | None:
 def as_saved(like, saved: Mapping):
     """The shapes with which the state of a checkpoint is read, because its errors of error feedback (`sync_errors`,
     what rounding took from the gradients that each device sent) may have other shapes than this run's; `fitted` then
-    makes the state that was read fit the run.
+    makes the state that was read fit the run. Trainer calls both when it resumes, this one before arrays are read.
 
     Args:
       like: the shapes, with shardings, of this run's TrainState; or {"trainable": weights}, which is returned as it is.
@@ -270,7 +274,8 @@ def fitted(state, like, note: Callable[[list[str]], object]):
     """A state that was read with the shapes of `as_saved`, with errors of error feedback (`sync_errors`: what rounding
     took from the gradients that each device sent) that this run can use. It is returned as it is if neither run has
     errors, if they are on this mesh with the arrays that this format has (those of bf16 and int8 are alike), or if it
-    has weights alone (a dict). Otherwise this run's errors start from zero, or are left out if it keeps none.
+    has weights alone (a dict). Otherwise this run's errors start from zero, or are left out if it keeps none. Trainer
+    calls it when it resumes. Nothing but the errors is changed, and no run is refused for them.
 
     Args:
       state: the state that was read.

@@ -64,18 +64,20 @@ class AuxLosses:
 
     def values(self, sums: Mapping[str, object]) -> jax.Array:
         """float32[n]: the value of each of the n losses, at least one, in the order of `names`, not yet multiplied by
-        its coefficient. sums: {name in `made_of`: the sum over all layers, rows and devices}."""
+        its coefficient: Forward adds them to its `aux`. sums: {name in `made_of`: the sum over all layers, rows and
+        devices}."""
         return jnp.stack([loss.value(sums[name]) for name, loss, _ in self.losses])
 
     def added(self, values: jax.Array) -> jax.Array:
-        """float32[]: the sum of the losses times their coefficients, which is added to the mean loss; there must be at
-        least one loss. values: float32[n], what `values` returned."""
+        """float32[]: the sum of the losses times their coefficients, which the train step adds to the loss of a
+        micro-batch, times its number of targets; there must be at least one loss. values: float32[n], what
+        `values` returned."""
         terms = [coefficient * values[index] for index, (*_, coefficient) in enumerate(self.losses)]
         return functools.reduce(operator.add, terms)
 
     def weighted(self, coefficients: Mapping[str, float | None]) -> AuxLosses:
         """Returns the same losses with other coefficients, given as {loss's name: coefficient}, such as those of a
-        run's config; a loss that is not named, or whose entry is None, keeps its coefficient."""
+        run's config; a loss that is not named, or whose entry is None, keeps its coefficient. `aux_losses` calls it."""
 
         def one(loss: AuxLoss, old: float) -> float:
             """The new coefficient of `loss`: the one that is given under its name, or `old` if none is."""
@@ -105,7 +107,8 @@ def declared_losses(model: Decoder) -> AuxLosses:
 
 def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
     """The layers' losses of a run, each with the coefficient `{name}_coef` of the run's config, or that of the model if
-    the key is unset, as in transformers.
+    the key is unset, as in transformers. The setup of a run gives them to its StepProgram, and its first screen names
+    them.
 
     Raises:
       ValueError: the config has a coefficient other than 0 for a loss that no layer of the model declares.
@@ -181,7 +184,7 @@ class Forward:
 
     def frozen(self, model: Decoder, batch: Batch) -> jax.Array:
         """[rows, length, hidden]: the hidden states of `batch` after the final norm of `model`, without dropout, noise
-        and gradient; `runs` and `aux` do not count it. model: one that does not train, such as the reference of a
+        and gradient; `runs` and `aux` do not count it. model: one that gets no gradient, such as the reference of a
         preference loss, without_adapter(model), or a teacher."""
         with jax.named_scope("reference"):
             hidden, _ = self._run(model, batch)
@@ -189,7 +192,7 @@ class Forward:
 
     def _run(self, model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, dict[str, Any]]:
         """Runs `model` over `batch`: (hidden states [rows, length, hidden], {name: value} of what the layers return for
-        their own losses). options: further arguments of Decoder.run."""
+        their own losses). A call and `frozen` share it. options: further arguments of Decoder.run."""
         arrays = (batch.tokens, batch.segment_ids, batch.positions)
         # The batch's rows are those of the run's model; a teacher has a table of its own on the device.
         hosted = model.per_layer is not None and model.per_layer.needs_rows
@@ -198,25 +201,26 @@ class Forward:
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """The cross-entropy of the batch's targets under the head of `model`, without logits that exist as a whole:
-        (sum of weighted next-token losses in nats, sum of weights), float32 scalars. hidden: [rows, length, hidden],
-        what a call of this object returned for `batch`."""
+        (sum of weighted next-token losses in nats, sum of weights), float32 scalars. Supervised fine-tuning has its
+        loss from it. hidden: [rows, length, hidden], what a call of this object returned for `batch`."""
         return self._of_head(linear_cross_entropy, model, hidden, batch)
 
     def token_losses(self, model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
         """float32[rows, length]: the next-token loss of each target of `batch` in nats, times its weight, under the
-        head of `model`. The logits never exist as a whole. hidden: [rows, length, hidden], what a call of this object
-        returned for `batch`."""
+        head of `model`. The logits never exist as a whole. The losses of preferences sum them to the log-probabilities
+        of answers. hidden: [rows, length, hidden], what a call of this object or `frozen` returned for `batch`."""
         return self._of_head(linear_token_losses, model, hidden, batch)
 
     def log_probs(
         self, model: Decoder, hidden: jax.Array, batch: Batch, *, temperature: float, entropy_gradient: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """The log-probabilities of the targets and the entropies of the predicted distributions, without logits that
-        exist as a whole.
+        exist as a whole. Reinforcement learning (GRPO, RLOO) compares the policy with its
+        reference and with the earlier policy by them.
 
         Args:
           model: whose head is used.
-          hidden: [rows, length, hidden], hidden states as a call returns them.
+          hidden: [rows, length, hidden], hidden states as a call or `frozen` returns them.
           batch: whose targets are scored.
           temperature: divides the logits.
           entropy_gradient: whether gradients flow through the entropies (True), or they are only measured (False).
