@@ -131,11 +131,10 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """The forecasts of the mean layer under many plans: a LayerForecast of arrays [plans], in whose `work_forward` and
-    `work` the largest kind of layer decides. The choice of a plan forecasts all layer plans at once by it, and
-    `_surely_fits` does, too. parts: the step's costs. placed: int[plans, len(parts.known)], the placement of each of
-    parts.known, an index into PLACEMENTS. tokens: of a micro-batch. tile_tokens: of an MLP's tile under plans that
-    recompute all of parts.tiled; otherwise MLPs run whole, as with None."""
+    """The forecasts of the mean layer under many plans, for the choice of a plan: a LayerForecast of arrays [plans], in
+    whose `work_forward` and `work` the largest kind of layer decides. placed: int[plans, len(parts.known)], the
+    placement of each of parts.known, an index into PLACEMENTS. tokens: of a micro-batch. tile_tokens: of an MLP's tile
+    under plans that recompute all of parts.tiled; otherwise MLPs run whole, as with None."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
