@@ -336,9 +336,9 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int:
-        """The number of positions that the model supports, which longer rows are checked against:
-        max_position_embeddings, or `factor` times the original context (max_position_embeddings if that is 0) of a
-        rotary base of kind yarn, if that is more."""
+        """The number of positions that the model supports, against which documents, prompts and lengths of rows are
+        checked: max_position_embeddings, or `factor` times the original context (max_position_embeddings if that is 0)
+        of a rotary base of kind yarn, if that is more."""
         stretched = (
             int(rope.factor * (rope.original_max_position_embeddings or self.max_position_embeddings))
             for rope in self.rotary
@@ -366,8 +366,8 @@ class DecoderConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Passthrough:
-    """The parts of a checkpoint that are not the text model: they are not loaded, and copied when the model is
-    saved."""
+    """The parts of a checkpoint that are not the text model: they are not loaded, and copied when the model is saved,
+    so that for example a vision tower is not lost."""
 
     # where each tensor is (headers.TensorEntry), such as a vision tower's or a multi-token prediction layer's
     tensors: tuple[Any, ...]

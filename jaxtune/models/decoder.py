@@ -185,11 +185,12 @@ class Decoder(nnx.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def head_operands(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The two factors of the logits, which the loss multiplies itself, a part of the vocabulary at a time, as do
-        generation and `logits`: (the head's whole weight, [vocab, hidden] or of another head [outputs, hidden], as it
-        is stored, gathered if it is divided over devices; the argument `hidden`, the hidden states [..., hidden], cast
-        to the dtype in which the logits are computed). That is the hidden states' own dtype, or the one that a
-        precision map gives the head (models/precision.py)."""
+        """The two factors of the logits, which the loss multiplies itself, a part of the vocabulary at a time.
+        `logits`, by which generation chooses tokens, calls it too, and so does training_logprobs (generate.py). They
+        are: (the head's whole weight, [vocab, hidden] or of another head [outputs, hidden], as it is stored, gathered
+        if it is divided over devices; the argument `hidden`, the hidden states [..., hidden], cast to the dtype in
+        which the logits are computed). That is the hidden states' own dtype, or the one that a precision map gives the
+        head (models/precision.py)."""
         head, hidden = gathers.whole_beside(self.head_variable, hidden)
         return head, hidden.astype(self.head_compute or hidden.dtype)
 
@@ -211,7 +212,8 @@ class Decoder(nnx.Module):
     def name_or_path(self) -> str | None:
         """The folder or hub name that the weights were loaded from, as the caller named it; for random weights of
         model_from_config the config's path, or "a config" if it was given as a mapping; None if the Decoder was made
-        directly."""
+        directly. The report of a run that distils, and the config that the compat package makes for one, name the
+        teacher by it."""
         return None if self.source is None else self.source.path
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -258,7 +260,8 @@ class Decoder(nnx.Module):
         max_documents: int | None = None,
     ) -> PackedLayout:
         """Computes what all layers need of a batch beside its values, once for all of them: a PackedLayout with the
-        document boundaries and the rotary tables.
+        document boundaries and the rotary tables. `run` calls it, in training and in forward passes over whole texts;
+        decoding steps make layouts of their own.
 
         Args:
           shape: (rows, length) of the batch.

@@ -50,7 +50,8 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """{name: entry} of the tensors of a safetensors file, from its header alone; the file's metadata are left out. The
+    """{name: entry} of the tensors of a safetensors file, from its header alone; the file's metadata are left out.
+    Models and adapters are read by it, and passthrough tensors are found again by it when they are saved. The
     safetensors library decides whether the header is valid. Whether the tensors have dtypes that can be used is left to
     check_entry and check_size.
 

@@ -83,8 +83,9 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
 
 
 def dequantize(model: Decoder, modules: Sequence[str] | None = None) -> Decoder:
-    """A new model whose quantised weights are decoded to model.dtype, for example to save 16-bit weights. All other
-    arrays, adapters included, are shared with `model`, and frozen weights stay frozen.
+    """A new model whose quantised weights are decoded to model.dtype, for example to save 16-bit weights. Saving and
+    exporting do not call it: they decode one weight at a time (Weights.dequantized). All other arrays, adapters
+    included, are shared with `model`, and frozen weights stay frozen.
 
     modules: names, or last parts of names, of the linears and experts that are decoded; a name that matches none has no
     effect. None: all are decoded.
