@@ -181,7 +181,7 @@ def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
     """The precision map that `model` follows, with whole names as patterns: {module's name in checkpoints: word} of the
     modules that differ from what the format common_format(model) for all linears and experts of the layers, and the
     model's dtype for all else, would give; {} if none does. Runs and adapters record it, so that the model can be
-    loaded again as it was.
+    loaded again as it was, and a run's report lists these modules.
 
     plain: whether linears and experts of the layers that are in the model's own dtype beside quantised ones are listed.
     False where the model's own files store them so, and loading therefore needs no word for them."""

@@ -108,8 +108,9 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Parts that all read the same value of the residual stream, and whose outputs are added to it. Raises ValueError
-    if a part names another than an earlier part of the stage for its norm."""
+    """Parts that all read the same value of the residual stream, and whose outputs are added to it; a LayerSpec lists
+    the stages of its layer, which the Block runs in turn. Raises ValueError if a part names another than an earlier
+    part of the stage for its norm."""
 
     parts: tuple[Part, ...]  # in the order in which they run
     # whether the sum of their outputs passes a norm, `{name of the first part}_sum_norm`, before it is added
@@ -140,10 +141,11 @@ PARALLEL = (Stage((MIXER, Part("mlp", norm="mixer"))),)
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The kind of one layer: what may differ between the layers of a model. Layers with equal specs are traced once.
-    `parts` lists the layer's mixers and feed-forwards, `config_of` and `hf_names` give their settings and names in
-    files, and `replaced` makes a spec with other settings. Raises ValueError for a window below 1, no parts, two of one
-    name, or a part without a config that is neither "mixer" nor "mlp"."""
+    """The kind of one layer: what may differ between the layers of a model; DecoderConfig.layers has one for each
+    layer. Layers with equal specs are traced once. `parts` lists the layer's mixers and feed-forwards, `config_of` and
+    `hf_names` give their settings and names in files, and `replaced` makes a spec with other settings. Raises
+    ValueError for a window below 1, no parts, two of one name, or a part without a config that is neither "mixer" nor
+    "mlp"."""
 
     # sliding window in tokens (a query sees itself and the window - 1 keys before it); None: full attention
     window: int | None = None

@@ -197,7 +197,7 @@ class Decoder(nnx.Module):
     @property
     def head_compute(self) -> str | None:
         """The name of the dtype that a precision map gives the head for its product; None: the dtype of the hidden
-        states, which is the model's."""
+        states, which is the model's. head_operands and generation compute by it, and the planner counts with it."""
         return (self.embedding if self.head is None else self.head).compute
 
     @property
@@ -218,8 +218,8 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """tokens int32[B, T] -> their embeddings [B, T, hidden] in the compute dtype (`dtype`), multiplied by
-        config.embedding_scale. Ids outside the vocabulary raise no error here; they are refused where data is
-        prepared."""
+        config.embedding_scale. `run` and generation call it. Ids outside the vocabulary raise no error here; they are
+        refused where data is prepared."""
         with jax.named_scope("embed"):
             # Ids outside the vocabulary are refused where data is prepared; XLA would clamp them without an error.
             x = gathers.rows_of(self.embedding.weight, tokens, _rows).astype(self.dtype)
@@ -235,8 +235,9 @@ class Decoder(nnx.Module):
         per_layer_rows: jax.Array | None = None,
     ) -> list[dict[str, jax.Array]] | None:
         """Computes the inputs that the layers get in addition to the residual stream: the embeddings that each layer
-        has of its own (per-layer embeddings, Gemma 4). Returns one {name of the input: [B, T, size]} for each layer,
-        for run_stack's argument `given`, or None for a model without such embeddings.
+        has of its own (per-layer embeddings, Gemma 4). Returns one {name of the input: [B, T, size]} for each layer, or
+        None for a model without such embeddings. `run` passes them to run_stack (its argument `given`), and generation
+        to the layers that it runs itself.
 
         Args:
           tokens: int32[B, T].
@@ -337,7 +338,9 @@ class Decoder(nnx.Module):
             return self.norm(x), values
 
     def hidden_states(self, *arguments: Any, **options: Any) -> jax.Array:
-        """The hidden states [B, T, hidden] after the final norm, in the compute dtype, from which the loss is computed.
+        """The hidden states [B, T, hidden] after the final norm, in the compute dtype. What runs a model over whole
+        texts without a training step calls it, such as scoring by lm-eval, training_logprobs and the check of a merge.
+        Training steps and their losses call `run` itself.
 
         It takes the arguments of `run` (tokens int32[B, T], then segment_ids, positions and its options), and leaves
         out the auxiliary values that `run` returns.
@@ -347,7 +350,9 @@ class Decoder(nnx.Module):
     @_on_any_mesh
     def logits(self, hidden: jax.Array, rows: slice | None = None) -> jax.Array:
         """Hidden states [..., hidden] -> logits float32[..., vocab], scaled and soft-capped where the config says so.
-        The product is computed in the hidden states' dtype, or in the one that a precision map gives the head.
+        The product is computed in the hidden states' dtype, or in the one that a precision map gives the head. Decoding
+        steps, lm-eval's scores and reward models use it; the losses of language models compute logits themselves
+        (head_operands).
 
         A score head gives float32[..., 1], neither scaled nor capped, as in transformers. rows: the part of the
         vocabulary for which logits are computed, so that fewer are in memory at a time; None: all of it."""

@@ -356,7 +356,8 @@ class FakeQuant:
     @property
     def clips(self) -> bool:
         """Whether numbers outside the grid's range get no gradient (`gradients` is "clipped"), as opposed to the
-        straight-through gradient of all numbers."""
+        straight-through gradient of all numbers. Linears and experts choose by it how they differentiate, and a run's
+        report says it."""
         return self.gradients == CLIPPED
 
     @property

@@ -318,10 +318,11 @@ def require_tokenizer(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path):
-    """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files. Code that comes with the folder
-    is never run. The first call imports transformers, which takes seconds, and sets the environment variable
-    TRANSFORMERS_NO_ADVISORY_WARNINGS unless it is set. If sys.modules has None for torch, by which the command hides
-    torch from transformers, that entry is removed.
+    """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files; loading a model, runs, the
+    server's adapters and the compat package call it. Code that comes with the folder is never run. The first call
+    imports transformers, which takes seconds, and sets the environment variable TRANSFORMERS_NO_ADVISORY_WARNINGS
+    unless it is set. If sys.modules has None for torch, by which the command hides torch from transformers, that entry
+    is removed.
 
     Raises:
       ValueError: files from which no tokenizer can be built; a value of the wrong type, with file and key.

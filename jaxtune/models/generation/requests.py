@@ -59,12 +59,13 @@ class Piece:
 
 class StopStrings:
     """Finds the token that completes one of several strings in the new text of a row (`end`), at which the row ends.
-    The prompt's text is not searched.
+    Sampler.submit makes one for a request with stop strings, so for `generate` and the server too. The prompt's text is
+    not searched.
 
     Args:
       strings: at least one, none of them empty.
       tokenizer: its `decode` turns token ids into text. None is refused.
-      what: the name of the calling function, with which error messages begin.
+      what: the name with which error messages begin, such as that of the calling function.
 
     Raises:
       ValueError: there is no tokenizer, or an empty string.
