@@ -126,7 +126,8 @@ class Stage:
 
 def in_sequence(*parts: Part) -> tuple[Stage, ...]:
     """Makes one stage of each part, in this order, so that every part reads the residual stream after the parts before
-    it: the usual layer, as LayerSpec.stages takes it."""
+    it: the usual layer, as LayerSpec.stages takes it. PRE_NORM, POST_NORM and PRE_AND_POST_NORM, of which families
+    choose, are made by it."""
     return tuple(Stage((part,)) for part in parts)
 
 

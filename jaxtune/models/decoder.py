@@ -122,9 +122,9 @@ def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
 
 class Decoder(nnx.Module):
     """A causal language model, or with another head (config.head) a model that scores texts. Calling it computes logits
-    or scores; training calls `run`, or `hidden_states`, and computes the loss from the hidden states, because the
-    logits of all tokens would need much memory. `embed`, `given` and `layout` make what a pass through the layers
-    needs; generation, which runs the layers itself, calls the first two.
+    or scores; training calls `run` and computes the loss from the hidden states, because the logits of all tokens would
+    need much memory. `embed`, `given` and `layout` make what a pass through the layers needs; generation, which runs
+    the layers itself, calls the first two.
 
     Every weight starts as an `nnx.Param` (trainable), except a layer's `layer_scalar`, which is `Frozen`;
     get_peft_model turns the base's weights into `Frozen`. Weights are cast to the compute dtype on use, so fp32 master

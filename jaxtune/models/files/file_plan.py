@@ -82,7 +82,8 @@ Planned = dict[str, Group]  # by the model's tensor names, in the order in which
 
 
 def one(name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], of: Callable[[Any], Any]) -> Group:
-    """The Group of a model's tensor that is one tensor of a file, as most tensors are that are not quantised.
+    """The Group of a model's tensor that is one tensor of a file, as most tensors are that are not quantised; saving
+    plans passthrough tensors so too.
 
     Args:
       name: of the tensor in the file.
