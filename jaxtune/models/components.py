@@ -158,8 +158,9 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
 
 def common_format(model: Decoder) -> str | None:
     """The name of the format in which most of the quantised weights of `model` are, such as "nf4"; of formats with
-    equally many weights, the first by name; None if no weight is quantised. Runs and adapters record it as load_in,
-    the format in which the model can be loaded again."""
+    equally many weights, the first by name; None if no weight is quantised. Runs and adapters record it as load_in, the
+    format in which the model can be loaded again, and an adapter's record is compared with a base by it. Whether
+    anything is quantised is asked of quant.stored_in."""
     names = Counter(word for word in _words(model).values() if word in FORMATS)
     return min(names, key=lambda name: (-names[name], name), default=None)
 
@@ -180,7 +181,7 @@ def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
     """The precision map that `model` follows, with whole names as patterns: {module's name in checkpoints: word} of the
     modules that differ from what the format common_format(model) for all linears and experts of the layers, and the
     model's dtype for all else, would give; {} if none does. Runs and adapters record it, so that the model can be
-    loaded again as it was.
+    loaded again as it was, and a run's report lists these modules.
 
     plain: whether linears and experts of the layers that are in the model's own dtype beside quantised ones are listed.
     False where the model's own files store them so, and loading therefore needs no word for them."""

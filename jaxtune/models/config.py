@@ -108,8 +108,9 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Parts that all read the same value of the residual stream, and whose outputs are added to it. Raises ValueError
-    if a part names another than an earlier part of the stage for its norm."""
+    """Parts that all read the same value of the residual stream, and whose outputs are added to it; a LayerSpec lists
+    the stages of its layer, which the Block runs in turn. Raises ValueError if a part names another than an earlier
+    part of the stage for its norm."""
 
     parts: tuple[Part, ...]  # in the order in which they run
     # whether the sum of their outputs passes a norm, `{name of the first part}_sum_norm`, before it is added
@@ -125,7 +126,8 @@ class Stage:
 
 def in_sequence(*parts: Part) -> tuple[Stage, ...]:
     """Makes one stage of each part, in this order, so that every part reads the residual stream after the parts before
-    it: the usual layer, as LayerSpec.stages takes it."""
+    it: the usual layer, as LayerSpec.stages takes it. PRE_NORM, POST_NORM and PRE_AND_POST_NORM, of which families
+    choose, are made by it."""
     return tuple(Stage((part,)) for part in parts)
 
 
@@ -140,10 +142,11 @@ PARALLEL = (Stage((MIXER, Part("mlp", norm="mixer"))),)
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The kind of one layer: what may differ between the layers of a model. Layers with equal specs are traced once.
-    `parts` lists the layer's mixers and feed-forwards, `config_of` and `hf_names` give their settings and names in
-    files, and `replaced` makes a spec with other settings. Raises ValueError for a window below 1, no parts, two of one
-    name, or a part without a config that is neither "mixer" nor "mlp"."""
+    """The kind of one layer: what may differ between the layers of a model; DecoderConfig.layers has one for each
+    layer. Layers with equal specs are traced once. `parts` lists the layer's mixers and feed-forwards, `config_of` and
+    `hf_names` give their settings and names in files, and `replaced` makes a spec with other settings. Raises
+    ValueError for a window below 1, no parts, two of one name, or a part without a config that is neither "mixer" nor
+    "mlp"."""
 
     # sliding window in tokens (a query sees itself and the window - 1 keys before it); None: full attention
     window: int | None = None
@@ -336,9 +339,9 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int:
-        """The number of positions that the model supports, which longer rows are checked against:
-        max_position_embeddings, or `factor` times the original context (max_position_embeddings if that is 0) of a
-        rotary base of kind yarn, if that is more."""
+        """The number of positions that the model supports, against which documents, prompts and lengths of rows are
+        checked: max_position_embeddings, or `factor` times the original context (max_position_embeddings if that is 0)
+        of a rotary base of kind yarn, if that is more."""
         stretched = (
             int(rope.factor * (rope.original_max_position_embeddings or self.max_position_embeddings))
             for rope in self.rotary
@@ -366,8 +369,8 @@ class DecoderConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Passthrough:
-    """The parts of a checkpoint that are not the text model: they are not loaded, and copied when the model is
-    saved."""
+    """The parts of a checkpoint that are not the text model: they are not loaded, and copied when the model is saved,
+    so that for example a vision tower is not lost."""
 
     # where each tensor is (headers.TensorEntry), such as a vision tower's or a multi-token prediction layer's
     tensors: tuple[Any, ...]

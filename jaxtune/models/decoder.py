@@ -122,9 +122,9 @@ def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
 
 class Decoder(nnx.Module):
     """A causal language model, or with another head (config.head) a model that scores texts. Calling it computes logits
-    or scores; training calls `run`, or `hidden_states`, and computes the loss from the hidden states, because the
-    logits of all tokens would need much memory. `embed`, `given` and `layout` make what a pass through the layers
-    needs; generation, which runs the layers itself, calls the first two.
+    or scores; training calls `run` and computes the loss from the hidden states, because the logits of all tokens would
+    need much memory. `embed`, `given` and `layout` make what a pass through the layers needs; generation, which runs
+    the layers itself, calls the first two.
 
     Every weight starts as an `nnx.Param` (trainable), except a layer's `layer_scalar`, which is `Frozen`;
     get_peft_model turns the base's weights into `Frozen`. Weights are cast to the compute dtype on use, so fp32 master
@@ -185,18 +185,19 @@ class Decoder(nnx.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def head_operands(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The two factors of the logits, which the loss multiplies itself, a part of the vocabulary at a time, as do
-        generation and `logits`: (the head's whole weight, [vocab, hidden] or of another head [outputs, hidden], as it
-        is stored, gathered if it is divided over devices; the argument `hidden`, the hidden states [..., hidden], cast
-        to the dtype in which the logits are computed). That is the hidden states' own dtype, or the one that a
-        precision map gives the head (models/precision.py)."""
+        """The two factors of the logits, which the loss multiplies itself, a part of the vocabulary at a time.
+        `logits`, by which generation chooses tokens, calls it too, and so does training_logprobs (generate.py). They
+        are: (the head's whole weight, [vocab, hidden] or of another head [outputs, hidden], as it is stored, gathered
+        if it is divided over devices; the argument `hidden`, the hidden states [..., hidden], cast to the dtype in
+        which the logits are computed). That is the hidden states' own dtype, or the one that a precision map gives the
+        head (models/precision.py)."""
         head, hidden = gathers.whole_beside(self.head_variable, hidden)
         return head, hidden.astype(self.head_compute or hidden.dtype)
 
     @property
     def head_compute(self) -> str | None:
         """The name of the dtype that a precision map gives the head for its product; None: the dtype of the hidden
-        states, which is the model's."""
+        states, which is the model's. head_operands and generation compute by it, and the planner counts with it."""
         return (self.embedding if self.head is None else self.head).compute
 
     @property
@@ -211,13 +212,14 @@ class Decoder(nnx.Module):
     def name_or_path(self) -> str | None:
         """The folder or hub name that the weights were loaded from, as the caller named it; for random weights of
         model_from_config the config's path, or "a config" if it was given as a mapping; None if the Decoder was made
-        directly."""
+        directly. The report of a run that distils, and the config that the compat package makes for one, name the
+        teacher by it."""
         return None if self.source is None else self.source.path
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """tokens int32[B, T] -> their embeddings [B, T, hidden] in the compute dtype (`dtype`), multiplied by
-        config.embedding_scale. Ids outside the vocabulary raise no error here; they are refused where data is
-        prepared."""
+        config.embedding_scale. `run` and generation call it. Ids outside the vocabulary raise no error here; they are
+        refused where data is prepared."""
         with jax.named_scope("embed"):
             # Ids outside the vocabulary are refused where data is prepared; XLA would clamp them without an error.
             x = gathers.rows_of(self.embedding.weight, tokens, _rows).astype(self.dtype)
@@ -233,8 +235,9 @@ class Decoder(nnx.Module):
         per_layer_rows: jax.Array | None = None,
     ) -> list[dict[str, jax.Array]] | None:
         """Computes the inputs that the layers get in addition to the residual stream: the embeddings that each layer
-        has of its own (per-layer embeddings, Gemma 4). Returns one {name of the input: [B, T, size]} for each layer,
-        for run_stack's argument `given`, or None for a model without such embeddings.
+        has of its own (per-layer embeddings, Gemma 4). Returns one {name of the input: [B, T, size]} for each layer, or
+        None for a model without such embeddings. `run` passes them to run_stack (its argument `given`), and generation
+        to the layers that it runs itself.
 
         Args:
           tokens: int32[B, T].
@@ -258,7 +261,8 @@ class Decoder(nnx.Module):
         max_documents: int | None = None,
     ) -> PackedLayout:
         """Computes what all layers need of a batch beside its values, once for all of them: a PackedLayout with the
-        document boundaries and the rotary tables.
+        document boundaries and the rotary tables. `run` calls it, in training and in forward passes over whole texts;
+        decoding steps make layouts of their own.
 
         Args:
           shape: (rows, length) of the batch.
@@ -334,7 +338,9 @@ class Decoder(nnx.Module):
             return self.norm(x), values
 
     def hidden_states(self, *arguments: Any, **options: Any) -> jax.Array:
-        """The hidden states [B, T, hidden] after the final norm, in the compute dtype, from which the loss is computed.
+        """The hidden states [B, T, hidden] after the final norm, in the compute dtype. What runs a model over whole
+        texts without a training step calls it, such as scoring by lm-eval, training_logprobs and the check of a merge.
+        Training steps and their losses call `run` itself.
 
         It takes the arguments of `run` (tokens int32[B, T], then segment_ids, positions and its options), and leaves
         out the auxiliary values that `run` returns.
@@ -344,7 +350,9 @@ class Decoder(nnx.Module):
     @_on_any_mesh
     def logits(self, hidden: jax.Array, rows: slice | None = None) -> jax.Array:
         """Hidden states [..., hidden] -> logits float32[..., vocab], scaled and soft-capped where the config says so.
-        The product is computed in the hidden states' dtype, or in the one that a precision map gives the head.
+        The product is computed in the hidden states' dtype, or in the one that a precision map gives the head. Decoding
+        steps, lm-eval's scores and reward models use it; the losses of language models compute logits themselves
+        (head_operands).
 
         A score head gives float32[..., 1], neither scaled nor capped, as in transformers. rows: the part of the
         vocabulary for which logits are computed, so that fewer are in memory at a time; None: all of it."""

@@ -98,8 +98,9 @@ def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 
 def int8_scales(groups: jax.Array, dtype: str) -> jax.Array:
     """The scales with which `int8` rounds a weight in groups, [..., out, n, 1] in `dtype`, one for each group: its
-    largest magnitude / 127, so 0 for a group of zeros. groups: float32[..., out, n, group], the weight in n groups a
-    row. dtype: the name of the scales' dtype."""
+    largest magnitude / 127, so 0 for a group of zeros. No export calls it, because no quantised format that is exported
+    has int8 in groups. groups: float32[..., out, n, group], the weight in n groups a row. dtype: the name of the
+    scales' dtype."""
     return (jnp.abs(groups).max(-1, keepdims=True) * np.float32(1 / 127)).astype(dtype)
 
 
@@ -355,7 +356,8 @@ class FakeQuant:
     @property
     def clips(self) -> bool:
         """Whether numbers outside the grid's range get no gradient (`gradients` is "clipped"), as opposed to the
-        straight-through gradient of all numbers."""
+        straight-through gradient of all numbers. Linears and experts choose by it how they differentiate, and a run's
+        report says it."""
         return self.gradients == CLIPPED
 
     @property
@@ -367,7 +369,7 @@ class FakeQuant:
     @property
     def rounds_inputs(self) -> bool:
         """Whether activations are rounded before they are multiplied by rounded weights: if the format rounds them and
-        `inputs` is True."""
+        `inputs` is True. `round_inputs` goes by it, and a run's report says it."""
         return self.inputs and ROUNDINGS[self.format].activations is not None
 
     @property
@@ -397,13 +399,15 @@ class FakeQuant:
 
     def round(self, weight: jax.Array) -> jax.Array:
         """Rounds a weight [..., out, in], whose `in` the grid `fits`, to the grid; the result has its shape and the
-        grid's dtype. It adds no straight-through gradient; `straight_through` does."""
+        grid's dtype. Forward passes of QAT call it, and so do the functions that round weights for good at its end
+        (round_to_grid, the merge of an adapter). It adds no straight-through gradient; `straight_through` does."""
         with jax.named_scope("fake_quantise"):
             return ROUNDINGS[self.format].weights(weight, self.group_size, self.dtype)
 
     def within(self, weight: jax.Array) -> jax.Array:
         """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is in the grid's range,
-        between the least and the largest number with its scale. If gradients are clipped, others get none."""
+        between the least and the largest number with its scale. If gradients are clipped, others get none: backward
+        rules (qat_gradients.py) ask it."""
         with jax.named_scope("fake_quantise"):
             return ROUNDINGS[self.format].within(weight, self.group_size, self.dtype)
 
@@ -415,10 +419,10 @@ class FakeQuant:
         return ROUNDINGS[self.format].observed is not None
 
     def round_inputs(self, x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-        """Rounds activations [..., in] as the format does before a product, in their dtype; the gradient passes
-        unchanged, or if gradients are clipped, where they are in the format's range. If `rounds_inputs` is False, x
-        itself is returned. scale: float32[], the linear's observed scale (Linear.input_scale), of formats that observe
-        it (`observes`), and None of others; no gradient passes to it."""
+        """Rounds activations [..., in] as the format does before a product, in their dtype, for linears and experts in
+        QAT; the gradient passes unchanged, or if gradients are clipped, where they are in the format's range. If
+        `rounds_inputs` is False, x itself is returned. scale: float32[], the linear's observed scale
+        (Linear.input_scale), of formats that observe it (`observes`), and None of others; no gradient passes to it."""
         return _rounded_inputs(self, x, scale) if self.rounds_inputs else x
 
 

@@ -225,7 +225,8 @@ STEP_TIME = Fitted(
 class DeviceShares:
     """The shares of a rate that a device sustains, numbers from 0 to 1. The planner multiplies the rates of a device's
     data sheet by the first four. Where rates were measured on the machine, it multiplies that of products by
-    `sustained` instead, and takes those of copies as they are; that of collectives always comes from the data sheet."""
+    `sustained` instead, and takes those of copies as they are; that of collectives always comes from the data sheet,
+    times `peers`."""
 
     products: float  # of matrix products
     copies: float  # of copies within the device

@@ -95,12 +95,12 @@ class ExpertTensor:
         return (first, second * experts) if self.is_b else (experts * first, second)
 
     def get_value(self) -> jax.Array:
-        """The variable's value rearranged to the layout of the file, whose shape is `shape`."""
+        """The variable's value rearranged to the layout of the file, whose shape is `shape`, for saving."""
         value = self.variable.get_value()
         return (value.transpose(1, 2, 0) if self.is_b else value).reshape(self.shape)
 
     def set_value(self, value: jax.Array) -> None:
-        """Sets the variable, in the model's layout, from a value in the layout of the file, whose shape is `shape`."""
+        """Sets the variable, in the model's layout, from a value in the layout of the file (`shape`), for loading."""
         experts, first, second = self.variable.shape
         if self.is_b:
             value = value.reshape(first, second, experts).transpose(2, 0, 1)
@@ -179,7 +179,7 @@ def write_adapter(
 
 
 class AdapterContent(NamedTuple):
-    """The content of an adapter's two files, before they are written."""
+    """The content of an adapter's two files, before they are written. write_adapter writes it."""
 
     config: dict[str, Any]  # adapter_config.json
     arrays: dict[str, np.ndarray]  # float32, by PEFT's keys
@@ -320,8 +320,8 @@ def _some(names: Sequence[str], limit: int = 8) -> str:
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Reads adapter_model.safetensors in `folder`: ({PEFT's key: array in the file's dtype}, the file's metadata, {} if
-    it has none).
+    """Reads adapter_model.safetensors in `folder` for load_adapter: ({PEFT's key: array in the file's dtype}, the
+    file's metadata, {} if it has none).
 
     Raises:
       ValueError: no such file, a pickle (adapter_model.bin) in its place, a damaged file, or a tensor that is not of
@@ -380,8 +380,8 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
 
 
 def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tensors of an adapter file as a new dict, with those of experts converted to PEFT's current layout.
-    Tensors whose shapes fit neither layout are left as they are; _check_tensors refuses them.
+    """Returns the tensors of an adapter file as a new dict, with those of experts converted to PEFT's current layout,
+    for load_adapter. Tensors whose shapes fit neither layout are left as they are; _check_tensors refuses them.
 
     PEFT before 0.19 assumed that every expert's weight is [in, out]. For weights that are [out, in] its A was [E r,
     out] and its B [in, r E], and (B A)^T was added: the current A is its B^T, and the current B is its A^T. The shapes
@@ -430,9 +430,10 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 
 
 def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> None:
-    """Raises ValueError for an adapter that was trained over another base than `model`. It compares the base's digest,
-    which covers every byte of the weights and the config, if both the adapter's file and the model have one. Otherwise
-    it compares the fingerprint over samples that older versions recorded, and nothing if one of them lacks that too.
+    """Raises ValueError for an adapter that was trained over another base than `model`; load_adapter calls it. It
+    compares the base's digest, which covers every byte of the weights and the config, if both the adapter's file and
+    the model have one. Otherwise it compares the fingerprint over samples that older versions recorded, and nothing if
+    one of them lacks that too.
 
     folder: the adapter's folder, for the error. metadata: that of the adapter's safetensors file."""
     for key, attribute in _BASE.items():

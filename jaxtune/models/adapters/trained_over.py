@@ -61,10 +61,11 @@ class TrainedOver:
 
     def words(self, dtype: str, load_in: str | None) -> dict[str, str]:
         """Returns the precision map {module's name: word} for loading the adapter's base in `dtype`, a name such as
-        "bfloat16", and in the format `load_in` (None: none), so that single modules are as in training. Modules that
-        were in another dtype than the model's keep it. If `load_in` is the format of training, modules in a further
-        format keep that, and modules that were in the model's dtype beside the format get `dtype`; otherwise both are
-        left out, so that they are as `dtype` and `load_in` say. {} if no module differs."""
+        "bfloat16", and in the format `load_in` (None: none), so that single modules are as in training. load_base and
+        train/scoring.py load a base by it, and `difference` compares with it. Modules that were in another dtype than
+        the model's keep it. If `load_in` is the format of training, modules in a further format keep that, and modules
+        that were in the model's dtype beside the format get `dtype`; otherwise both are left out, so that they are as
+        `dtype` and `load_in` say. {} if no module differs."""
         own, found = WORDS.get(self.dtype or ""), {}
         for name, word in self.precision.items():
             if word in DTYPES and word != own:
@@ -89,7 +90,8 @@ def of_model(model: Decoder) -> TrainedOver:
 
 def _stored_so(model: Decoder) -> bool:
     """Whether the weights are quantised in the files that the model was loaded from, by their config.json; False for a
-    model that was not loaded. If they are, weights that the files have in 16 bits need no entry in a record."""
+    model that was not loaded. If they are, weights that the files have in 16 bits need no entry in a record: `of_model`
+    and `difference` ask it for that."""
     return model.source is not None and "quantization_config" in json.loads(model.source.config)
 
 
@@ -118,8 +120,8 @@ def read(folder: Path) -> TrainedOver | None:
 
 def _from_record(where: str, record: Any) -> TrainedOver:
     """Makes a TrainedOver (how the base's weights were stored and computed in training) from the JSON object `record`
-    in the metadata of an adapter's file. A key that is missing or null gets the field's default; `skip_modules` of
-    older versions becomes entries of `precision`. where: the file and key, for errors.
+    in the metadata of an adapter's file, for `read`. A key that is missing or null gets the field's default;
+    `skip_modules` of older versions becomes entries of `precision`. where: the file and key, for errors.
 
     Raises:
       ValueError: `record` is no object, has a key that this version does not know, or a value that is not supported.

@@ -23,7 +23,8 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 class Sums:
     """The checksums of the bytes of one Writer.append, one for each chunk of CHUNK_BYTES (16 MiB). Writer.append
-    returns them while the bytes are still being written; is_as_written compares the finished file with them.
+    returns them while the bytes are still being written; is_as_written compares the finished file with them, in exports
+    only: saving a model does not read it back.
 
     Args:
       size_bytes: the number of bytes; also an attribute.
@@ -41,9 +42,10 @@ class Sums:
 
 
 class Writer:
-    """A new file to which threads append data, used as a context manager. Leaving the context waits for all writes,
-    closes the file and raises the first error. If the block itself failed, chunks that wait are not written, and only
-    its error is raised. `size_bytes` is the number of bytes that were appended so far.
+    """A new file to which threads append data, used as a context manager; safetensors and GGUF files are written by it.
+    Leaving the context waits for all writes, closes the file and raises the first error. If the block itself failed,
+    chunks that wait are not written, and only its error is raised. `size_bytes` is the number of bytes that were
+    appended so far.
 
     Args:
       file: is created or overwritten.

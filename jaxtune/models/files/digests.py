@@ -58,8 +58,9 @@ class Digest:
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:
-        """Both digests of a tensor in host memory (`array`). Its dtype, shape and `name` are digested too: the model's
-        name of the tensor, or for a tensor of a quantised weight the label that its format's layout gives it."""
+        """Both digests of a tensor in host memory (`array`), for a load, which digests most tensors by it. Its dtype,
+        shape and `name` are digested too: the model's name of the tensor, or for a tensor of a quantised weight the
+        label that its format's layout gives it."""
         what, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
         whole = xxhash.xxh3_128(what.encode())
         whole.update(data)
@@ -203,7 +204,8 @@ class DigestCache:
 
     def get(self, name: str) -> bytes | None:
         """The digest over every byte of the tensor of this name (`Digest.whole`) that an earlier load saved or `put`
-        added; None if there is none, or the files had changed between that load and the making of this cache."""
+        added, so that a load need not read the whole tensor; None if there is none, or the files had changed between
+        that load and the making of this cache."""
         known = self._known.get(name)
         return None if known is None else bytes.fromhex(known)
 

@@ -30,8 +30,9 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """All tensors that files contain for one tensor of the model, and how they are computed from it. A file's header is
-    made from `tensors`, and `arrays` then computes the values in the same order."""
+    """All tensors that files contain for one tensor of the model, and how they are computed from it. Saving and
+    exporting plan a folder of safetensors files as such groups before they write. A file's header is made from
+    `tensors`, and `arrays` then computes the values in the same order."""
 
     make: Callable[[], Any]  # computes the model's tensor, an array or quantised
     pieces: tuple[Piece, ...]  # the tensors of files, in order
@@ -81,7 +82,8 @@ Planned = dict[str, Group]  # by the model's tensor names, in the order in which
 
 
 def one(name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], of: Callable[[Any], Any]) -> Group:
-    """The Group of a model's tensor that is one tensor of a file, as most tensors are that are not quantised.
+    """The Group of a model's tensor that is one tensor of a file, as most tensors are that are not quantised; saving
+    plans passthrough tensors so too.
 
     Args:
       name: of the tensor in the file.

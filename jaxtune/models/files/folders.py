@@ -49,7 +49,8 @@ def require_space(folder: Path, need_bytes: int) -> None:
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
     """Context manager that yields a temporary folder beside `path`, which is renamed to `path` if the block succeeds.
-    The caller writes the files into it.
+    The caller writes the files into it. Saving a model or adapter, exports, and the results at a run's end are written
+    so.
 
     Its content is flushed to the disk before the rename, and missing parents of `path` are created. If the block fails,
     the temporary folder is removed, and the error is raised again. Temporary folders of the same `path` that killed

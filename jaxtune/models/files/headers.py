@@ -50,7 +50,8 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """{name: entry} of the tensors of a safetensors file, from its header alone; the file's metadata are left out. The
+    """{name: entry} of the tensors of a safetensors file, from its header alone; the file's metadata are left out.
+    Models and adapters are read by it, and passthrough tensors are found again by it when they are saved. The
     safetensors library decides whether the header is valid. Whether the tensors have dtypes that can be used is left to
     check_entry and check_size.
 
@@ -119,7 +120,8 @@ def check_entry(entry: TensorEntry) -> None:
 
 def check_size(entry: TensorEntry) -> None:
     """Raises ValueError for a tensor's entry, of any kind, whose size in bytes does not fit its shape, or whose dtype
-    cannot be read (STORED has those that can). The tensors of quantised weights are checked by it."""
+    cannot be read (STORED has those that can). The tensors of quantised weights are checked by it, and read_header
+    looks with it for what is wrong in a file that safetensors refuses."""
     if entry.dtype not in STORED:
         raise ValueError(f"{entry.file}: {entry.name} is stored as {entry.dtype}, which is not supported")
     want = math.prod(entry.shape) * STORED[entry.dtype].itemsize

@@ -61,9 +61,10 @@ def _encoded_bytes(shape: tuple[int, ...], dtype: str, load_in: str) -> int:
 
 
 def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None) -> None:
-    """Raises ValueError where a model's weights are larger than the free memory of this process's first device. A
-    device that does not report its memory, such as a CPU, always has room. Models that nothing refers to any more are
-    freed before the error.
+    """Raises ValueError where a model's weights are larger than the free memory of this process's first device.
+    Pretrained.load calls it before it reads a tensor, unless the weights are divided over a mesh. A device that does
+    not report its memory, such as a CPU, always has room. Models that nothing refers to any more are freed before the
+    error.
 
     Without this check an allocation that cannot succeed is retried for seconds, and its error does not say what would
     fit.

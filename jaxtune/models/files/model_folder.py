@@ -176,7 +176,8 @@ def resolve_folder(path: str | os.PathLike) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder, by which loading, plans and exports know the model.
+    """The parsed config.json of a model folder, by which the loader knows the model. find_config calls it for a folder,
+    and an export reads back by it what it wrote.
 
     Raises:
       ValueError: there is none, or it is not a JSON object. Of a run's folder the error names the subfolders "merged"
@@ -192,10 +193,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_config(path: str | os.PathLike) -> dict[str, Any]:
-    """The parsed config.json of a model whose weights are not needed, for example to plan memory. `path` is a folder, a
-    JSON file, the name of a published model whose config this package contains (PUBLISHED, published.py), or another
-    name on the Hugging Face hub, from which this one file is then fetched into the local cache. The first of these that
-    there is, in this order, is used. The caller may change what is returned.
+    """The parsed config.json of a model whose weights are not needed: for a plan that a command shows without a run,
+    and for the planned memory of a teacher. `path` is a folder, a JSON file, the name of a published model whose config
+    this package contains (PUBLISHED, published.py), or another name on the Hugging Face hub, from which this one file
+    is then fetched into the local cache. The first of these that there is, in this order, is used. The caller may
+    change what is returned.
 
     Raises:
       ValueError: there is none of them, a folder has no config.json, or the file is not a JSON object.
@@ -316,10 +318,11 @@ def require_tokenizer(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path):
-    """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files. Code that comes with the folder
-    is never run. The first call imports transformers, which takes seconds, and sets the environment variable
-    TRANSFORMERS_NO_ADVISORY_WARNINGS unless it is set. If sys.modules has None for torch, by which the command hides
-    torch from transformers, that entry is removed.
+    """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files; loading a model, runs, the
+    server's adapters and the compat package call it. Code that comes with the folder is never run. The first call
+    imports transformers, which takes seconds, and sets the environment variable TRANSFORMERS_NO_ADVISORY_WARNINGS
+    unless it is set. If sys.modules has None for torch, by which the command hides torch from transformers, that entry
+    is removed.
 
     Raises:
       ValueError: files from which no tokenizer can be built; a value of the wrong type, with file and key.

@@ -48,8 +48,9 @@ def encode(array: jax.Array, load_in: str) -> Stored:
 
 
 def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] = ()) -> Decoder:
-    """Quantises the linears and experts in the layers of a model. `model` itself keeps its weights, and the arrays that
-    are not quantised are shared with it.
+    """Quantises the linears and experts in the layers of a model that is in memory. Loading with load_in does not call
+    it (each tensor is quantised as it is read); the planner derives from it the shapes of a teacher. `model` itself
+    keeps its weights, and the arrays that are not quantised are shared with it.
 
     Embeddings, head, norms, routers and biases keep their dtype, and so do weights that are quantised already, whatever
     their format is.
@@ -83,8 +84,9 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
 
 
 def dequantize(model: Decoder, modules: Sequence[str] | None = None) -> Decoder:
-    """A new model whose quantised weights are decoded to model.dtype, for example to save 16-bit weights. All other
-    arrays, adapters included, are shared with `model`, and frozen weights stay frozen.
+    """A new model whose quantised weights are decoded to model.dtype, for example to save 16-bit weights. Saving and
+    exporting do not call it: they decode one weight at a time (Weights.dequantized). All other arrays, adapters
+    included, are shared with `model`, and frozen weights stay frozen.
 
     modules: names, or last parts of names, of the linears and experts that are decoded; a name that matches none has no
     effect. None: all are decoded.

@@ -169,8 +169,8 @@ def write_file(
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A tensor that was written to a file, with what is needed to verify the file (is_as_written); write_file returns
-    one for each tensor."""
+    """A tensor that was written to a file, with what is needed to verify the file (is_as_written), as only exports do;
+    write_file returns one for each tensor."""
 
     shape: tuple[int, ...]  # its dimensions
     dtype: np.dtype  # its dtype

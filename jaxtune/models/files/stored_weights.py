@@ -37,7 +37,7 @@ class StoredEntry(headers.TensorEntry):
     @property
     def format_name(self) -> str:
         """The name of the format in which files store the weight, such as "nf4", a key of FORMATS. The loader compares
-        it with the format that is asked for."""
+        it with the format that is asked for, and with the one that config.json names."""
         return format_of(self.layout).name
 
 

@@ -93,7 +93,8 @@ class Weights:
         return Weights(model, made)
 
     def dequantized(self, modules: Sequence[str] | None = None) -> Weights:
-        """These weights with quantised ones decoded to model.dtype, each when it is needed.
+        """These weights with quantised ones decoded to model.dtype, each when it is needed. Exports in 16 bits write
+        them, and exports to other formats encode them anew.
 
         modules: names, or last parts of names, of the linears and experts that are decoded; a name that matches none
         has no effect. None: all are decoded. Raises ValueError as `changed` does.

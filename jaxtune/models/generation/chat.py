@@ -15,8 +15,8 @@ _INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character 
 
 
 class Conversation:
-    """A conversation in which the model sees all earlier questions and answers. An answer ends at one of the model's
-    end tokens or the tokenizer's EOS, or with max_new_tokens tokens (by default generate's number).
+    """A conversation in which the model sees all earlier questions and answers, for `jaxtune chat`. An answer ends at
+    one of the model's end tokens or the tokenizer's EOS, or with max_new_tokens tokens (by default generate's number).
 
     Args:
       model: with or without an adapter.
@@ -50,11 +50,13 @@ class Conversation:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the model has an adapter, so that the conversation can be continued with it and without it."""
+        """Whether the model has an adapter, so that the conversation can be continued with it and without it; if it
+        has, the command chat offers /adapter."""
         return self._with is not self._without
 
     def reset(self) -> None:
-        """Removes all messages but the system message, so that a new conversation begins; `adapter` stays as it is."""
+        """Removes all messages but the system message, so that a new conversation begins (/reset of the command chat);
+        `adapter` stays as it is."""
         self.messages: list[dict[str, str]] = list(self._system)
 
     def ask(self, text: str, show: Callable[[str], None] = lambda piece: None) -> str:

@@ -79,7 +79,8 @@ def convertible_of(
 def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
     """For each layer of `model` the list of (linear, its weight) of the linears whose quantised weight a product would
     decode: not those that multiply in FP8 or round their weights. Experts stay as they are: a step reads nearly all of
-    them, and in fewer bits faster. The linear that computes per-layer embeddings (Gemma 4 E2B) is in the last list."""
+    them, and in fewer bits faster. The linear that computes per-layer embeddings (Gemma 4 E2B) is in the last list.
+    Convertible.of measures these weights, and `_form` plans their conversion."""
     layers = [[matrix for *_, matrix in layer.matrices() if not matrix.num_experts] for layer in model.layers]
     if model.per_layer is not None:
         layers[-1].append(model.per_layer.projection)
@@ -96,7 +97,7 @@ def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
 def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
     """For each layer of `model` the list of the experts' matrices whose adapters each product would cast and pad
     (fills_adapters); not those that round their weights, whose adapters' float32 numbers are used too, nor those that
-    multiply in FP8."""
+    multiply in FP8. Convertible.of measures these adapters, and `_form` plans their conversion."""
     layers = [[matrix for *_, matrix in layer.matrices() if matrix.num_experts] for layer in model.layers]
     return [
         [

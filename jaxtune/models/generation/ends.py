@@ -13,7 +13,8 @@ from jaxtune.models.decoder import Decoder
 def end_token_ids(model: Decoder) -> list[int]:
     """Ids of the tokens that end a text, from the model's generation_config.json, or if that names none, from its
     config.json; [] if neither names any, and for random weights without such files. Generation ends rows at them unless
-    its caller names others, and an adapter's folder records them."""
+    its caller names others, runs and evaluations that sample answers end them there too, and an adapter's folder
+    records them."""
     if model.source is not None:
         for text in (model.source.generation_config, model.source.config):
             ids = json.loads(text).get("eos_token_id") if text else None

@@ -103,7 +103,8 @@ class JaxtuneLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id of the token before a text that has no context: BOS, or the end token if there is none."""
+        """The id of the token before a text that has no context: BOS, or the end token if there is none.
+        loglikelihood_rolling puts it before the text, and so does lm-eval for an empty context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 

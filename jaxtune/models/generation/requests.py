@@ -29,7 +29,8 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row that has ended: one of the answers that Sampler.run yields."""
+    """A row that has ended: one of the answers that Sampler.run yields. Evaluations, and training from samples where
+    nothing reads single steps, call that."""
 
     index: int  # of its prompt in the prompts given to `run`
     ids: list[int]  # the new tokens, up to and including the one that ended it
@@ -45,7 +46,8 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The new tokens of one request that one step returns."""
+    """The new tokens of one request that one step (Sampler.step) returns; `generate`, the server and training from
+    samples read them. Sampler.run makes a Row of all pieces of a request."""
 
     request: int  # the request's number, from `submit`
     ids: list[int]  # new tokens since the last piece; may be empty in the last piece
@@ -57,12 +59,13 @@ class Piece:
 
 class StopStrings:
     """Finds the token that completes one of several strings in the new text of a row (`end`), at which the row ends.
-    The prompt's text is not searched.
+    Sampler.submit makes one for a request with stop strings, so for `generate` and the server too. The prompt's text is
+    not searched.
 
     Args:
       strings: at least one, none of them empty.
       tokenizer: its `decode` turns token ids into text. None is refused.
-      what: the name of the calling function, with which error messages begin.
+      what: the name with which error messages begin, such as that of the calling function.
 
     Raises:
       ValueError: there is no tokenizer, or an empty string.

@@ -64,7 +64,7 @@ class Entry(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of config.json, its check and the field that it sets.
+    """One key of config.json, its check and the field that it sets: the usual Entry of a family's table (Family.keys).
 
     A default is a value, or a function of the config.json in which all keys that were declared earlier have values.
 
@@ -144,9 +144,10 @@ class Record:
         return () if self.field is None else (self.field,)
 
     def made(self, hf: Config) -> Any:
-        """Makes the object that a config.json describes: calls the class `make` with the fields of `keys` and with
-        `fixed`. hf: a config.json in which every key has a value (`completed`); one that is missing is a KeyError.
-        Errors of `make`, such as ValueError for values that do not fit each other, are passed on."""
+        """Makes the object that a config.json describes, for `read` or for another entry that uses it, such as
+        LayerTypes: calls the class `make` with the fields of `keys` and with `fixed`. hf: a config.json in which every
+        key has a value (`completed`); one that is missing is a KeyError. Errors of `make`, such as ValueError for
+        values that do not fit each other, are passed on."""
         arguments = dict(self.fixed)
         for key in self.keys:
             arguments |= key.read(hf, {})

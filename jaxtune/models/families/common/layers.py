@@ -27,7 +27,8 @@ LAYER_TYPES = Key("layer_types", (), values.texts, None)
 
 @dataclasses.dataclass(frozen=True)
 class LayerType:
-    """A type of layer: one name in the key layer_types, and the properties of the layers with that name."""
+    """A type of layer: one name in the key layer_types, and the properties of the layers with that name. A family lists
+    its types in LayerTypes.types, which reads and writes layers by them."""
 
     name: str
     """The name in layer_types."""

@@ -99,7 +99,8 @@ SOFT_CAP = Key("final_logit_softcapping", "final_soft_cap", values.positive, Non
 
 
 def _whole(number: float) -> float:
-    """A number that is whole as an int, as files have it; any other one as it is."""
+    """A number that is whole as an int, any other one as it is: query_pre_attn_scalar is written by it as published
+    files have it (256 and not 256.0)."""
     return int(number) if number == int(number) else number
 
 
