@@ -19,7 +19,8 @@ from jaxtune.models.lora import copy_structure, has_adapter
 def reward_model(model: Decoder, seed: int = 0) -> Decoder:
     """Makes a reward model of a causal language model: the same model with a head that scores texts, `score` [1,
     hidden], which is Hugging Face's ForSequenceClassification with one label. `Decoder.logits` then gives the scores,
-    which mean nothing until the head is trained.
+    which mean nothing until the head is trained. It is for users and the compat package; a run with the objective
+    reward calls with_head itself.
 
     Args:
       model: without adapters; a reward model is returned unchanged, with or without adapters.

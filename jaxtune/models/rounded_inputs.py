@@ -94,9 +94,10 @@ def nvfp4_scale(largest: jax.Array, dtype: str) -> jax.Array:
 
 def between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     """Returns a bool array of the shape of `numbers`: whether each number is between the least and the largest number
-    of its grid; clipped gradients pass only to those. A number beyond a bound by no more than 2^-22 of the bound counts
-    as between, because the rounding of a float32 scale may add that. numbers: float32[...]. low, high: the bounds,
-    float32, whose shapes broadcast to that of `numbers`."""
+    of its grid. Clipped gradients of QAT pass only to those; the functions `within_...` here and in fake_quant.py call
+    it. A number beyond a bound by no more than 2^-22 of the bound counts as between, because the rounding of a float32
+    scale may add that. numbers: float32[...]. low, high: the bounds, float32, whose shapes broadcast to that of
+    `numbers`."""
     slack = np.float32(2**-22)
     return (numbers >= low - slack * jnp.abs(low)) & (numbers <= high + slack * jnp.abs(high))
 

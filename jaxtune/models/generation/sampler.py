@@ -216,7 +216,8 @@ class Sampler:
 
     def cancel(self, request: int) -> None:
         """Ends a request that waits or decodes; the next step returns an empty last piece. Other numbers do nothing.
-        The server calls it when a client has gone, and `run` for the rows that are left if its caller stops early."""
+        The server calls it when a client has gone or it shuts down, and `run` for the rows left if its caller stops
+        early."""
         found = self._requests.get(request)
         if found is not None:
             self._finish(found, [], [], "cancelled")

@@ -292,7 +292,7 @@ class DeltaNet(nnx.Module):
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
         """Runs the next N tokens of each row in generation: x [B, N, hidden] -> (output [B, N, hidden], the state after
-        them).
+        them). Block.step calls it.
 
         state: (the inputs of the convolution [B, taps - 1, 2 key_size + value_size], the recurrence's state float32[B,
         heads, key_dim, value_dim]), from `first_state` or the previous step; the returned one has the same form. The

@@ -310,7 +310,7 @@ class MoE(nnx.Module):
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
-        planner's forecasts of forwards.
+        planner's forecasts of a training step's forward and of passes without a backward.
 
         It is a multiple of the bytes of the layer's input that was fitted to compiled programs (models/fitted.py).
         sizes: the bytes of the layer's residuals by name, with the device's name and whether it is a Hopper GPU."""

@@ -98,8 +98,8 @@ class PerLayerGate(nnx.Module):
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
-        planner's forecasts of forwards: the gated embedding, and input, output and normed output of the part. sizes:
-        the bytes of the layer's residuals by name."""
+        planner's forecasts of a training step's forward and of passes without a backward: the gated embedding, and
+        input, output and normed output of the part. sizes: the bytes of the layer's residuals by name."""
         return sizes["per_layer_gate"] + 3.0 * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
@@ -143,7 +143,8 @@ class PerLayerInputs(nnx.Module):
     @property
     def needs_rows(self) -> bool:
         """Whether the table here has no rows, because a run has it on the host, so that each call must be given the
-        rows of its tokens; a call without them raises ValueError."""
+        rows of its tokens; a call without them raises ValueError. A run asks it before each forward pass, and passes
+        the batch's rows only then."""
         return self.weight.shape[0] == 0
 
     def __call__(

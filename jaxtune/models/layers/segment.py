@@ -290,7 +290,8 @@ class Mixer(LayerPart, Protocol):
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> Any:
         """The mixer's state for generation (such as caches of keys and values) after prompts, any pytree of arrays
-        whose first axis is rows.
+        whose first axis is rows. Block.first_state calls it, when prompts are prefilled and when sizes of states are
+        traced.
 
         Args:
           values: {name: value} of the residuals that `state_reads` names, computed from the prompts.
@@ -302,6 +303,7 @@ class Mixer(LayerPart, Protocol):
 
     def step(self, x: jax.Array, state: Any, at: jax.Array, context: Context) -> tuple[jax.Array, Any]:
         """Runs the next N tokens of each row in generation: (the part's output [B, N, hidden], the state after them).
+        Block.step calls it, unless the mixer gives values to later layers (GivingMixer).
 
         N is 1 while rows decode; a long prompt is prefilled in chunks of more tokens.
 
@@ -344,7 +346,7 @@ class FeedForward(LayerPart, Protocol):
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
-        planner's forecasts of forwards.
+        planner's forecasts of a training step's forward and of passes without a backward.
 
         sizes: of one micro-batch on one device, by the feed-forward's own names of residuals."""
         ...
