@@ -26,7 +26,8 @@ def inverse(scales: jax.Array) -> jax.Array:
 def _shortened(scales: jax.Array, kept: int, up: bool) -> jax.Array:
     """Rounds float32 scales of any shape and sign to 1 + `kept` significant bits; `kept` is 0 to 22. A shortened scale
     has exact products with codes in 16 bits. up: True: to the next number of no smaller magnitude; False: to the
-    nearest, and to that of larger magnitude from the middle between two."""
+    nearest, and to that of larger magnitude from the middle between two. q8_0_codes and signed_codes call it for a
+    16-bit `dtype`."""
     dropped = 23 - kept
     more = (1 << dropped) - 1 if up else 1 << (dropped - 1)
     bits = lax.bitcast_convert_type(scales, jnp.int32)

@@ -29,7 +29,9 @@ class Head:
     @property
     def is_text(self) -> bool:
         """True for a language model's head, whose logits can be scaled and capped, sampled from, and tied to the
-        embedding; False for a head with a fixed number of outputs, such as a reward model's."""
+        embedding; False for a head with a fixed number of outputs, such as a reward model's. Sampling, GGUF export and
+        objectives that need a language model refuse others by it, and get_peft_model trains the heads of others
+        whole."""
         return self.outputs is None
 
     def hf_config(self) -> dict[str, Any]:

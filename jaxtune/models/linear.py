@@ -38,7 +38,7 @@ from jaxtune.pallas.quant_matmul.reference import dropout
 
 class Frozen(nnx.Variable):
     """A variable whose tensor is not trained and never receives a gradient. Its value is an array or a quantised
-    weight."""
+    weight. `frozen` makes it, so that nnx.Param selects what trains."""
 
 
 class NeverTrained(Frozen):
@@ -131,12 +131,14 @@ class Lora(nnx.Module):
 
     @property
     def rank(self) -> int:
-        """The rank r of the adapter, read from the shape of a."""
+        """The rank r of the adapter, read from the shape of a. `scale` divides by it, and saved adapters and exports
+        record it."""
         return self.a.shape[0]
 
     @property
     def scale(self) -> float:
-        """The factor on the adapter's product b a x: alpha / r, or alpha / sqrt(r) with rslora (arXiv 2312.03732)."""
+        """The factor on the adapter's product b a x: alpha / r, or alpha / sqrt(r) with rslora (arXiv 2312.03732).
+        `weights` passes it to the products, and a GGUF export of adapters computes its alpha from it."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self, base: jax.Array | Stored) -> LoraWeights:
@@ -256,8 +258,8 @@ class Linear(nnx.Module):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(out, in), the shape of the weight, also of a quantised one, whose codes have another shape. The shapes of
-        the adapter's matrices follow from it."""
+        """(out, in), the shape of the weight, also of a quantised one, whose codes have another shape. Adapters are
+        made in these sizes, and a format is checked against `in` before the weight is quantised."""
         out_size, in_size = self.weight.shape
         return out_size, in_size
 

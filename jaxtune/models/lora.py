@@ -121,7 +121,7 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
 
 def _ends(name: str) -> list[str]:
     """The strings that a pattern may match for the dotted name `name`: the whole name, and what follows each dot; for
-    "a.b.c" ["a.b.c", "b.c", "c"]."""
+    "a.b.c" ["a.b.c", "b.c", "c"]. `pattern_values` tries its patterns on them."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 

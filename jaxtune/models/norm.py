@@ -61,7 +61,8 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer normalisation over the last axis, without bias: (x - mean(x)) / sqrt(variance(x) + eps) * weight.
 
-    Everything is computed in fp32 before the cast to x's dtype, as in transformers' CohereLayerNorm.
+    Everything is computed in fp32 before the cast to x's dtype, as in transformers' CohereLayerNorm. Only models whose
+    config says `centred_norm` (Command R) have it.
 
     Args:
       size: of the last axis, which is normed.
@@ -90,7 +91,8 @@ class LayerNorm(nnx.Module):
 def norm_of(config: DecoderConfig, size: int, dtype) -> RMSNorm | LayerNorm:
     """Makes the norm over `size` numbers that the decoder's config asks for: a LayerNorm if it says `centred_norm`,
     otherwise an RMSNorm with the config's offset (`norm_offset`) and rounding (`float32_norm`). Both have the config's
-    norm_eps. dtype: of its weight."""
+    norm_eps. The norms of the residual stream, of queries and keys, of per-layer embeddings and before the head are
+    made so; a delta net's output norm is not. dtype: of its weight."""
     if config.centred_norm:
         return LayerNorm(size, config.norm_eps, dtype)
     return RMSNorm(size, config.norm_eps, config.norm_offset, dtype, config.float32_norm)

@@ -126,6 +126,7 @@ def known_scales(model: Decoder) -> dict[str, float]:
 def recorded(model: Decoder, spec: FakeQuant) -> FakeQuant:
     """The grid that the files of adapters and converted models record of a model that is prepared for QAT with `spec`:
     a FakeQuant with the format, group size and dtype of `spec` (`spec.grid`), and with the model's scales of
-    activations as `input_scales` if the format observes them."""
+    activations as `input_scales` if the format observes them. Saved adapters record it, and so do models whose adapters
+    are merged or whose QAT is converted."""
     pairs = tuple(sorted(known_scales(model).items())) if spec.observes else ()
     return dataclasses.replace(spec.grid, input_scales=pairs)

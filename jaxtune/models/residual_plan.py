@@ -67,8 +67,8 @@ class LayerPlan(Mapping[str, Placement]):
         return f"LayerPlan({', '.join([*words, *(f'{name}={value!r}' for name, value in self._named.items())])})"
 
     def of(self, residual: Residual) -> Placement:
-        """The placement that the plan gives to a residual: the one by its name, otherwise `rest`, or "keep" where the
-        residual cannot have the placement `rest`.
+        """The placement that the plan gives to a residual, by which the stack's programs and the planner's forecasts
+        go: the one by its name, otherwise `rest`, or "keep" where the residual cannot have the placement `rest`.
 
         Raises:
           ValueError: the plan names the residual as recompute or fp8, which it cannot be.

@@ -19,7 +19,8 @@ from jaxtune.models.lora import copy_structure, has_adapter
 def reward_model(model: Decoder, seed: int = 0) -> Decoder:
     """Makes a reward model of a causal language model: the same model with a head that scores texts, `score` [1,
     hidden], which is Hugging Face's ForSequenceClassification with one label. `Decoder.logits` then gives the scores,
-    which mean nothing until the head is trained.
+    which mean nothing until the head is trained. It is for users and the compat package; a run with the objective
+    reward calls with_head itself.
 
     Args:
       model: without adapters; a reward model is returned unchanged, with or without adapters.
@@ -34,8 +35,9 @@ def reward_model(model: Decoder, seed: int = 0) -> Decoder:
 
 def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     """Makes a copy of the model with a new head in place of its own; a model that has that head already is returned
-    unchanged. The copy's config, and the config.json that it is saved with, name the new head. An embedding that was
-    tied to the old head stays, untied.
+    unchanged. The copy's config, and the config.json that it is saved with, name the new head. reward_model calls it,
+    and load_adapter and runs for an adapter or an objective that has another head. An embedding that was tied to the
+    old head stays, untied.
 
     Args:
       model: without adapters, unless it has that head; get_peft_model adds them later, and the head is trained with

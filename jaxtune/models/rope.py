@@ -21,7 +21,7 @@ from jaxtune.models.config import DecoderConfig, RopeConfig
 
 class RotaryFrequencies(NamedTuple):
     """The angles, in radians, by which a rotary base turns each pair of numbers of a head from one position to the
-    next."""
+    next, as rotary_frequencies computes them."""
 
     # float32[rotary_dim / 2], the angle of each pair (transformers' inv_freq); for the kind "proportional" float32[head
     # dim / 2], with 0 for pairs that are not rotated
@@ -99,9 +99,10 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
 def rotary_table(
     rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, lengths: jax.Array | None = None
 ):
-    """Computes the table by which queries and keys of a batch are rotated: (cos, sin), each float32[B, T, rotary_dim /
-    2] and multiplied by RotaryFrequencies.scale. With llama_4_scaling_beta a third array follows, the factor on queries
-    by position, float32[B, T, 1]: 1 + beta * log(1 + floor(position / original context)).
+    """Computes the table by which queries and keys of a batch are rotated, for rotary_tables: (cos, sin), each
+    float32[B, T, rotary_dim / 2] and multiplied by RotaryFrequencies.scale. With llama_4_scaling_beta a third array
+    follows, the factor on queries by position, float32[B, T, 1]: 1 + beta * log(1 + floor(position / original
+    context)).
 
     Args:
       rope: the rotary base: its kind, theta and scaling factors.
@@ -129,8 +130,8 @@ def rotary_table(
 
 
 def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
-    """Rotates queries or keys x [B, T, heads, D] by their positions, computed in float32 and returned in x's dtype.
-    Dimensions of a head beyond the table's rotary_dim stay unchanged.
+    """Rotates queries or keys x [B, T, heads, D] by their positions, for Attention: computed in float32 and returned in
+    x's dtype. Dimensions of a head beyond the table's rotary_dim stay unchanged.
 
     Args:
       x: queries or keys.
@@ -144,7 +145,8 @@ def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
 def scaled_by_position(query: jax.Array, table) -> jax.Array:
     """Multiplies the query [B, T, heads, D] by the third array of its rotary table, the factor on queries by position
     (llama_4_scaling_beta), which is first cast to the query's dtype as in transformers. The query is returned unchanged
-    if the table is None or has no third array. table: from rotary_table."""
+    if the table is None or has no third array. Attention calls it after `rotate`; keys get no such factor. table: from
+    rotary_table."""
     if table is None or len(table) < 3:
         return query
     return query * table[2][:, :, None, :].astype(query.dtype)

@@ -16,7 +16,8 @@ from jaxtune.pallas.formats.division import divide
 def int8_by_token(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to symmetric int8 with one scale for each token (each vector of the last axis):
     integers from -128 to 127 times its largest magnitude / 127.5, computed in float32. This is compressed-tensors'
-    definition for W4A8 (dynamic, by token). The result has x's dtype. `FakeQuant.round_inputs` adds the gradient."""
+    definition for W4A8 (dynamic, by token), and QAT's format int8-int4. The result has x's dtype.
+    `FakeQuant.round_inputs` adds the gradient."""
     wide = x.astype(jnp.float32)
     scale = _token_scales(wide)
     codes = jnp.clip(jnp.round(divide(wide, jnp.broadcast_to(scale, wide.shape))), -128, 127)
@@ -34,9 +35,9 @@ def _token_scales(wide: jax.Array) -> jax.Array:
 
 def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to int8 with one scale and one zero point for each token (each vector of the last
-    axis), as torchao's Int8DynamicActivationInt4WeightConfig does: the scale is (max - min) / 255, where min is at most
-    0 and max at least 0, and the zero point -128 - round(min / scale). Computed in float32; the result has x's dtype.
-    `FakeQuant.round_inputs` adds the gradient."""
+    axis), as torchao's Int8DynamicActivationInt4WeightConfig does, for QAT's format int8-int4-asymmetric: the scale is
+    (max - min) / 255, where min is at most 0 and max at least 0, and the zero point -128 - round(min / scale). Computed
+    in float32; the result has x's dtype. `FakeQuant.round_inputs` adds the gradient."""
     wide = x.astype(jnp.float32)
     scale, zero = _token_zero_points(wide)
     # torchao multiplies by the reciprocal of the scale.
@@ -58,24 +59,25 @@ def _token_zero_points(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def fp8_by_token(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to e4m3 with one float32 scale for each token (each vector of the last axis), its
-    largest magnitude / 448, as servers do with FP8 checkpoints whose activation scales are dynamic. The result has x's
-    dtype. `FakeQuant.round_inputs` adds the gradient."""
+    largest magnitude / 448, as servers do with FP8 checkpoints whose activation scales are dynamic. QAT's format fp8
+    rounds so. The result has x's dtype. `FakeQuant.round_inputs` adds the gradient."""
     return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
 
 
 def mxfp4_activations(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in], `in` a multiple of 32, to MXFP4 with a scale for each block of 32 numbers, as
-    compressed-tensors does in its scheme MXFP4 (MXFP4.encode_activations). The result has x's dtype.
-    `FakeQuant.round_inputs` adds the gradient."""
+    compressed-tensors does in its scheme MXFP4 (MXFP4.encode_activations), for QAT's format mxfp4-mxfp4. The result has
+    x's dtype. `FakeQuant.round_inputs` adds the gradient."""
     return formats.MXFP4.encode_activations(x).decode(x.dtype)
 
 
 def nvfp4_activations(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Rounds activations [..., in], `in` a multiple of 16, to NVFP4 with a scale in e4m3 for each block of 16 numbers
     under the observed scale of the whole tensor, as compressed-tensors does in its scheme NVFP4
-    (NVFP4.encode_activations). Numbers beyond what that scale allows, 448 * 6 / scale, become that bound. The result
-    has x's dtype. `FakeQuant.round_inputs` adds the gradient. scale: float32[], input_global_scale of
-    compressed-tensors' files, the observed scale (`nvfp4_scale`), by which the scales of blocks are divided."""
+    (NVFP4.encode_activations), for QAT's format nvfp4-nvfp4. Numbers beyond what that scale allows, 448 * 6 / scale,
+    become that bound. The result has x's dtype. `FakeQuant.round_inputs` adds the gradient. scale: float32[],
+    input_global_scale of compressed-tensors' files, the observed scale (`nvfp4_scale`), by which the scales of blocks
+    are divided."""
     return formats.NVFP4.encode_activations(x, scale).decode(x.dtype)
 
 
@@ -92,9 +94,10 @@ def nvfp4_scale(largest: jax.Array, dtype: str) -> jax.Array:
 
 def between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     """Returns a bool array of the shape of `numbers`: whether each number is between the least and the largest number
-    of its grid; clipped gradients pass only to those. A number beyond a bound by no more than 2^-22 of the bound counts
-    as between, because the rounding of a float32 scale may add that. numbers: float32[...]. low, high: the bounds,
-    float32, whose shapes broadcast to that of `numbers`."""
+    of its grid. Clipped gradients of QAT pass only to those; the functions `within_...` here and in fake_quant.py call
+    it. A number beyond a bound by no more than 2^-22 of the bound counts as between, because the rounding of a float32
+    scale may add that. numbers: float32[...]. low, high: the bounds, float32, whose shapes broadcast to that of
+    `numbers`."""
     slack = np.float32(2**-22)
     return (numbers >= low - slack * jnp.abs(low)) & (numbers <= high + slack * jnp.abs(high))
 

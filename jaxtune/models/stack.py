@@ -87,7 +87,7 @@ def _barrier(order, saved_inputs, doutputs, total):
 
 def _differentiable(names, gradients) -> dict[str, jax.Array]:
     """{name: gradient} of a segment's inputs, without those of integers, whose gradients are of dtype float0 and are
-    never used. names, gradients: of the inputs, in the same order."""
+    never used. names, gradients: of the inputs, in the same order. `layer_backward` adds up what is left."""
     named = zip(names, gradients, strict=True)
     return {name: value for name, value in named if value.dtype != jax.dtypes.float0}
 

@@ -39,7 +39,8 @@ class StackLayer:
 
     @property
     def gives(self) -> dict[str, str]:
-        """{its name of a residual: the name under which later layers take it}: the field `given` as a dict."""
+        """{its name of a residual: the name under which later layers take it}: the field `given` as a dict. The stack
+        passes these residuals on to later layers by it."""
         return dict(self.given)
 
     def taken(self, given: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -54,7 +55,8 @@ class StackLayer:
 
 @dataclasses.dataclass(frozen=True)
 class StackProgram:
-    """The static description of the whole stack: the argument of _stack by which its program is compiled."""
+    """The static description of the whole stack: the argument of _stack by which its program is compiled. run_stack
+    makes it."""
 
     layers: tuple[StackLayer, ...]  # the descriptions of all layers, in order
     aux: tuple[str, ...]  # names of the auxiliary values, such as router_sums, that the caller wants

@@ -28,8 +28,8 @@ def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> None:
 
 def number(key: str, value: Any, above: float | None = None, least: float | None = None) -> None:
     """Raises ValueError unless the value is a finite number (not a bool) that is greater than `above` and at least
-    `least`; a bound that is None does not count. Factors and rates from config files are checked so. key: the name by
-    which the error mentions the value, such as a config key."""
+    `least`; a bound that is None does not count. Numbers of config.json, such as rope_theta, are checked so. key: the
+    name by which the error mentions the value, such as a config key."""
     fits = isinstance(value, Real) and not isinstance(value, bool) and _finite(value)
     if not fits or (above is not None and value <= above) or (least is not None and value < least):
         both = "" if above is None or least is None else " and"
@@ -48,34 +48,37 @@ def _finite(value: Real) -> bool:
 
 
 def positive(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a finite number (not a bool) above 0; factors from config files are checked
-    so. key: the name by which the error mentions the value, such as a config key."""
+    """Raises ValueError unless the value is a finite number (not a bool) above 0; factors of config.json and
+    adapter_config.json, such as lora_alpha, are checked so. key: the name by which the error mentions the value, such
+    as a config key."""
     number(key, value, above=0)
 
 
 def not_negative(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a finite number (not a bool) of at least 0; coefficients from config files
-    are checked so. key: the name by which the error mentions the value, such as a config key."""
+    """Raises ValueError unless the value is a finite number (not a bool) of at least 0; coefficients of config.json,
+    such as router_aux_loss_coef, and an adapter's dropout are checked so. key: the name by which the error mentions the
+    value, such as a config key."""
     number(key, value, least=0)
 
 
 def boolean(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is True or False; switches from config files are checked so. key: the name by
-    which the error mentions the value, such as a config key."""
+    """Raises ValueError unless the value is True or False; switches of config.json and adapter_config.json, such as
+    use_dora, are checked so. key: the name by which the error mentions the value, such as a config key."""
     if not isinstance(value, bool):
         raise ValueError(f"{key} = {_shown(value)}: must be true or false")
 
 
 def text(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a string; names from config files are checked so. key: the name by which
-    the error mentions the value, such as a config key."""
+    """Raises ValueError unless the value is a string; names in config.json, adapter and tokenizer files are checked so.
+    key: the name by which the error mentions the value, such as a config key."""
     if not isinstance(value, str):
         raise ValueError(f"{key} = {_shown(value)}: must be a string")
 
 
 def mapping(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a mapping (an object in JSON), as some keys of config files must be; the
-    mapping's own keys and values are not checked. key: the name by which the error mentions the value."""
+    """Raises ValueError unless the value is a mapping (an object in JSON), as some keys of config.json, adapter and
+    tokenizer files must be; the mapping's own keys and values are not checked. key: the name by which the error
+    mentions the value."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{key} = {_shown(value)}: must be an object with keys of its own")
 
@@ -98,8 +101,8 @@ def texts(key: str, value: Any) -> None:
 
 def token_ids(key: str, value: Any) -> None:
     """Raises ValueError unless the value is a token id (an integer from 0 to 2^31 - 1), or a list or tuple of token
-    ids, which may be nested; whether the vocabulary has them is not checked. Special tokens of config files are checked
-    so. key: the name by which the error mentions the value."""
+    ids, which may be nested; whether the vocabulary has them is not checked. Special tokens of config.json and
+    generation_config.json are checked so. key: the name by which the error mentions the value."""
     if isinstance(value, list | tuple):
         items(key, value, token_ids)
     else:

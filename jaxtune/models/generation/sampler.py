@@ -58,7 +58,8 @@ _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
 
 @dataclasses.dataclass
 class _Round:
-    """A round: a call of `decode` (a few tokens in every slot) that was dispatched and whose results are not read."""
+    """A round: a call of `decode` (a few tokens in every slot) that was dispatched and whose results are not read.
+    `_dispatch` appends it to a queue, and `_look` reads the oldest one."""
 
     emitted: device.Emitted  # its results, which may not have arrived
     # {slot: (the request that it decodes, Request.placed at that time, by which `_look` sees if it was placed anew)}
@@ -214,14 +215,17 @@ class Sampler:
         return request.number
 
     def cancel(self, request: int) -> None:
-        """Ends a request that waits or decodes; the next step returns an empty last piece. Other numbers do nothing."""
+        """Ends a request that waits or decodes; the next step returns an empty last piece. Other numbers do nothing.
+        The server calls it when a client has gone or it shuts down, and `run` for the rows left if its caller stops
+        early."""
         found = self._requests.get(request)
         if found is not None:
             self._finish(found, [], [], "cancelled")
 
     @property
     def pending(self) -> int:
-        """The number of requests that are not done; at 0, a step only returns pieces that were not returned yet."""
+        """The number of requests that are not done; at 0, a step only returns pieces that were not returned yet.
+        Callers step until it is 0, and DividedSampler gives a request to the sampler with the fewest."""
         return len(self._requests)
 
     def step(self) -> list[Piece]:
@@ -282,7 +286,8 @@ class Sampler:
             self._pieces = [*earlier, *(piece for piece in self._pieces if piece.request not in rows)]
 
     def _ended(self, rows: dict[int, Row], in_order: bool) -> Iterator[Row]:
-        """Steps until all rows have ended, and yields each as it ends, or, if in_order, in the order of their indices.
+        """For `run`: steps until all rows have ended, and yields each as it ends, or, if in_order, in the order of
+        their indices.
 
         rows: {request's number: its row, still without tokens}; its lists are filled."""
         ended: dict[int, Row] = {}
@@ -348,12 +353,14 @@ class Sampler:
             self._states = batch.insert(self._programs, self._states, placed)
 
     def _nearest(self, count: int) -> list[Request]:
-        """The first `count` waiting requests in the order of the queue, which get the next slots."""
+        """The first `count` waiting requests in the order of the queue, which get the next slots. `_fill` reserves
+        caches for them and prefills their prompts."""
         return list(itertools.islice(self._waiting, count))
 
     def _place(self, request: Request, slot: int) -> None:
-        """Puts a request into a free slot: sets the slot's numbers and settings for the next round, and with a
-        repetition penalty marks its tokens as seen. Batch.insert copies the states of its prompt, not this method."""
+        """For `_fill`: puts a request into a free slot: sets the slot's numbers and settings for the next round, and
+        with a repetition penalty marks its tokens as seen. Batch.insert copies the states of its prompt, not this
+        method."""
         self._slots[slot], request.slot = request, slot
         request.placed += 1
         self._change(slot, request.tokens[-1], len(request.tokens), True)
@@ -376,14 +383,16 @@ class Sampler:
             self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
 
     def _widen_ends(self, needed: int) -> None:
-        """Gives the array of end tokens at least `needed` columns, a row's number of end tokens, padded with -1."""
+        """Gives the array of end tokens at least `needed` columns, a row's number of end tokens, padded with -1.
+        `_place` calls it for the row that gets a slot."""
         have = self._rows.ends.shape[1]
         if needed > have:
             more = (1 << (needed - 1).bit_length()) - have
             self._rows = self._rows._replace(ends=np.pad(self._rows.ends, ((0, 0), (0, more)), constant_values=-1))
 
     def _change(self, slot: int, token: int, length: int, active: bool) -> None:
-        """Sets a slot's newest token, its row's length and whether it decodes (active), for the device's next round."""
+        """Sets a slot's newest token, its row's length and whether it decodes (active), for the device's next round.
+        `_place` starts a row so, and `_finish` empties the slot."""
         self._changed[slot] = True
         for array, value in zip(self._given, (token, length, active), strict=True):
             array[slot] = value

@@ -93,8 +93,8 @@ class Sampling:
 
     @property
     def kind(self) -> Kind:
-        """The operations that a program must contain for this row. A program that serves several rows contains those of
-        all of them (their Kinds joined with `|`)."""
+        """The operations that a program must contain for this row. The sampler joins it (`|`) with the Kinds of the
+        rows that it placed in slots before, and `decode` is compiled for the result."""
         draws = self.temperature > 0
         filters = draws and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
         return Kind(draws, filters, self.repetition_penalty != 1.0, self.top_logprobs > 0)

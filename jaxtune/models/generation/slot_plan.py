@@ -191,7 +191,7 @@ def _planned(
 def room_bytes(share: float = 1.0) -> float | None:
     """The bytes of device memory by which a sampler plans its slots and converted weights (plan_slots): the fraction
     `share` (0 to 1) of what is free on this process's first device. None if the device does not report its memory, as a
-    CPU."""
+    CPU. Only Sampler calls it, when it is made; slots_for, for the plan of a training run, is given its room."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None

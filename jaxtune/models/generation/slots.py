@@ -58,7 +58,8 @@ SAME_CHOICES: dict[str, bool | int] = {"xla_gpu_deterministic_ops": True, "xla_g
 
 
 class Live(NamedTuple):
-    """What each decoding step changes of the row in each of the N slots, apart from its states."""
+    """What each decoding step changes of the row in each of the N slots, apart from its states. `decode` takes and
+    returns it."""
 
     token: Array  # int32[N]: the newest token, which no state contains yet
     length: Array  # int32[N]: tokens of the row, the newest one included

@@ -268,9 +268,9 @@ class Block(nnx.Module):
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
-        planner's forecasts of forwards. It is the largest need of a feed-forward; a layer without one needs its input,
-        its output and the difference of the two. sizes: the sizes of the residuals of one micro-batch on one device, by
-        the block's names."""
+        planner's forecasts of forwards, in training and without a backward. It is the largest need of a feed-forward; a
+        layer without one needs its input, its output and the difference of the two. sizes: the sizes of the residuals
+        of one micro-batch on one device, by the block's names."""
         found = [
             module.forward_bytes(self.sizes_of(part, sizes))
             for part, module in self.parts.items()
@@ -347,7 +347,7 @@ class Block(nnx.Module):
         context: Context,
         taken: Mapping[str, object] | None = None,
     ):
-        """Runs the next N tokens of each row in generation.
+        """Runs the next N tokens of each row in generation, except where plain_layer.py has a faster step for them.
 
         Args:
           layer_input: [B, N, hidden].
@@ -387,7 +387,7 @@ class Block(nnx.Module):
 @functools.lru_cache(64)
 def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _SumNorm]]:
     """Computes from a layer's stages how its parts are connected to the residual stream: ({part's name: its _Place},
-    {name of the last part of a stage whose sum is normed: the _SumNorm of that sum})."""
+    {name of the last part of a stage whose sum is normed: the _SumNorm of that sum}). Block runs parts by it."""
     places, norms = {}, {}
     count, made, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
     for stage in stages:

@@ -37,9 +37,9 @@ _OUT = "remembered"  # the recurrence's output, by the name that checkpoints of 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetShape:
-    """The sizes of a gated delta net, given as Part.config; `make` builds the module. Queries and keys have `key_heads`
-    heads, and values have `heads`, a multiple of it. Raises ValueError for a size that is not a positive integer, or no
-    such multiple, with the key of Hugging Face's config.json."""
+    """The sizes of a gated delta net (Qwen3-Next, Qwen3.5), given as Part.config; `make` builds the module. Queries and
+    keys have `key_heads` heads, and values have `heads`, a multiple of it. Raises ValueError for a size that is not a
+    positive integer, or no such multiple, with the key of Hugging Face's config.json."""
 
     hf_name: ClassVar[str] = "linear_attn"  # the part's name in Hugging Face's tensor names
 
@@ -71,13 +71,14 @@ class DeltaNetShape:
     @property
     def key_size(self) -> int:
         """key_heads * key_dim: how many numbers a token's queries have over all heads, and its keys as many. The
-        projection of queries, keys and values has 2 * key_size + value_size outputs."""
+        projection of queries, keys and values has 2 * key_size + value_size outputs. Matrices are made and projections
+        split by it, and the planner's estimates count by it."""
         return self.key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
         """heads * value_dim: how many numbers a token's values have over all heads; the output before the last
-        projection has as many."""
+        projection has as many. It is read where key_size is."""
         return self.heads * self.value_dim
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> DeltaNet:
@@ -275,7 +276,8 @@ class DeltaNet(nnx.Module):
     # ---- generation
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
-        """The state for generation after prompts: (inputs of the convolution, the recurrence's state).
+        """The state for generation after prompts, which `step` continues: (inputs of the convolution, the recurrence's
+        state).
 
         The first is [B, taps - 1, 2 key_size + value_size], the qkv of each prompt's last tokens, with zeros where the
         prompt is shorter; the second is float32[B, heads, key_dim, value_dim]. The state does not grow, so `new_tokens`
@@ -290,7 +292,7 @@ class DeltaNet(nnx.Module):
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
         """Runs the next N tokens of each row in generation: x [B, N, hidden] -> (output [B, N, hidden], the state after
-        them).
+        them). Block.step calls it.
 
         state: (the inputs of the convolution [B, taps - 1, 2 key_size + value_size], the recurrence's state float32[B,
         heads, key_dim, value_dim]), from `first_state` or the previous step; the returned one has the same form. The

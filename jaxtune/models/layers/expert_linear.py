@@ -62,17 +62,19 @@ class ExpertLora(nnx.Module):
 
     @property
     def rank(self) -> int:
-        """The rank r of the adapters, read from the shape of a."""
+        """The rank r of the adapters, read from the shape of a. `scale` divides by it, and saved adapters and exports
+        record it."""
         return self.a.shape[1]
 
     @property
     def scale(self) -> float:
-        """The factor on the adapters' product b a x: alpha / r, or alpha / sqrt(r) with rslora."""
+        """The factor on the adapters' product b a x: alpha / r, or alpha / sqrt(r) with rslora. `weights` passes it to
+        the products, and a GGUF export of adapters computes its alpha from it."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self) -> GroupedLora:
         """The adapters as the argument of grouped_matmul, the product of rows that are sorted by expert: a, b and the
-        scale."""
+        scale. ExpertLinear.adapter returns it, and merging reads it."""
         return GroupedLora(self.a[...], self.b[...], self.scale)
 
 
@@ -190,6 +192,7 @@ class ExpertLinear(nnx.Module):
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(experts, out, in), the sizes of the weight, always in this order, whether or not it is transposed or
+        quantised. Adapters are made in these sizes, and a format is checked against `in` before the weight is
         quantised."""
         experts, first, second = self.weight.shape
         return (experts, second, first) if self.transposed else (experts, first, second)
@@ -197,7 +200,8 @@ class ExpertLinear(nnx.Module):
     @property
     def trains(self) -> bool:
         """Whether the weight trains (its variable is an nnx.Param), and so is an array with a gradient. It says nothing
-        of the adapters."""
+        of the adapters. Under `fake_quant` it decides how the weight is rounded (`rounded_weight`), and it is part of
+        product_has_weight_gradient."""
         return isinstance(self.weight, nnx.Param)
 
     @property
@@ -234,7 +238,8 @@ class ExpertLinear(nnx.Module):
         return _merged_and_rounded(self.fake_quant, self.transposed, weight, lora, x)
 
     def adapter(self) -> GroupedLora | None:
-        """The adapters as the argument of grouped_matmul (a, b and the scale); None if there are none."""
+        """The adapters as the argument of grouped_matmul (a, b and the scale); None if there are none. `of_tokens` and
+        `rounded_weight` call it here, and MoE.down, which passes them to `to_tokens`."""
         return None if self.lora is None else self.lora.weights()
 
     def adapter_bytes(self, itemsize: int) -> float:

@@ -132,14 +132,15 @@ class MoE(nnx.Module):
     def _logits(self, x: jax.Array) -> jax.Array:
         """The router's logits [B * T, E] over the E experts, float32 from a plain router. x: the router's input [B, T,
         hidden], which it multiplies; or, with a scaled router, which is a segment of its own, the logits [B, T, E] that
-        it has computed, which are only reshaped."""
+        it has computed, which are only reshaped. `choose`, `router_sums` and `down` call it, so that an unscaled router
+        runs again in each."""
         x = x.reshape(-1, x.shape[-1])
         return self.router(x) if isinstance(self.router, Router) else x
 
     @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Chooses each token's k of E experts, those with the largest logits of the router, the largest first: their
-        numbers int32[B * T, k], without a gradient.
+        numbers int32[B * T, k], without a gradient. The segment `route` calls it.
 
         x: [B, T, hidden], the input of this feed-forward, after the block's norm; the router computes the logits from
         it. If the router is a ScaledRouter, whose logits are computed in a segment of their own, x is these logits, [B,
@@ -160,7 +161,7 @@ class MoE(nnx.Module):
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
         """Multiplies each token of x [B, T, hidden] by the gate and up matrices of its experts: [rows, 2 *
         expert_size], one row for each pair of token and expert, sorted by expert; empty rows pad the rows of each
-        expert to whole tiles. It is the segment `expand`.
+        expert to whole tiles. The segment `expand` calls it.
 
         choice: int32[B * T, k], each token's experts; E, the number of experts, stands for none, and gets no row."""
         routing = route(choice, self.moe.num_experts)
@@ -169,7 +170,8 @@ class MoE(nnx.Module):
     @jax.named_scope("experts")
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
         """Computes the experts' output from gate and up: activation and down projection, summed over each token's
-        experts with the router's weights: [B, T, hidden].
+        experts with the router's weights: [B, T, hidden]. The segment `contract` calls it, and adds a shared expert's
+        output.
 
         Args:
           gate_up: [rows, 2 * expert_size], rows sorted by expert, from the method `gate_up`.
@@ -185,10 +187,10 @@ class MoE(nnx.Module):
         return linear.to_tokens(inner, lora, routing, choice, weights).reshape(*x.shape[:-1], -1)
 
     def _activated(self, gate_up: jax.Array) -> jax.Array:
-        """The input of the down projection, float32[rows, expert_size], from gate_up [rows, 2 * expert_size]:
-        activation(gate) * up, or with swiglu_limit gpt-oss's clipped form (MoEConfig.swiglu_limit). Gate is the first
-        half of the columns and up the second, or gate the even and up the odd columns if the config says `interleaved`.
-        """
+        """The input of the down projection, float32[rows, expert_size], from gate_up [rows, 2 * expert_size], for the
+        method `down`: activation(gate) * up, or with swiglu_limit gpt-oss's clipped form (MoEConfig.swiglu_limit). Gate
+        is the first half of the columns and up the second, or gate the even and up the odd columns if the config says
+        `interleaved`."""
         if self.moe.interleaved:
             gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
         else:
@@ -308,7 +310,7 @@ class MoE(nnx.Module):
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
-        planner's forecasts of forwards.
+        planner's forecasts of a training step's forward and of passes without a backward.
 
         It is a multiple of the bytes of the layer's input that was fitted to compiled programs (models/fitted.py).
         sizes: the bytes of the layer's residuals by name, with the device's name and whether it is a Hopper GPU."""

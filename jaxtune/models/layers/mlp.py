@@ -37,9 +37,10 @@ class MLP(nnx.Module):
     and down_proj.
 
     `segments` divides its computation into the steps that the stack runs forward and backward, and whose results a plan
-    keeps, offloads or recomputes. `order` has settings of the stack's backward (BackwardOrder): here a recomputed step
-    runs once more when its gradient arrives, and the backward of a step waits for the weight gradients of later ones.
-    `forward_bytes` and `backward_bytes` are the planner's estimates of its memory.
+    keeps, offloads or recomputes. It is the usual feed-forward of a model without experts, and the shared expert of a
+    MoE. `order` has settings of the stack's backward (BackwardOrder): here a recomputed step runs once more when its
+    gradient arrives, and the backward of a step waits for the weight gradients of later ones. `forward_bytes` and
+    `backward_bytes` are the planner's estimates of its memory.
 
     Args:
       config: gives the sizes, the activation, and whether matrices are fused and have biases.
@@ -67,7 +68,8 @@ class MLP(nnx.Module):
 
     def gate_up(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Multiplies x [B, T, hidden] by the gate and up matrices: (gate, up), each [B, T, intermediate], before the
-        activation. It is the segment `expand`. key: draws the adapters' dropout masks; None: no dropout."""
+        activation. The segment `expand` calls it, and a MoE for its shared expert. key: draws the adapters' dropout
+        masks; None: no dropout."""
         if self.config.fused_gate_up:
             both = self.gate_up_proj(x, key)
             half = self.config.intermediate_size
@@ -77,7 +79,8 @@ class MLP(nnx.Module):
 
     def down(self, gate: jax.Array, up: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Computes the MLP's output down(activation(gate) * up), [B, T, hidden], from gate and up [B, T, intermediate],
-        which are from `gate_up`, with a derivative that needs little memory (_down).
+        which are from `gate_up`, with a derivative that needs little memory (_down). The segment `contract` calls it,
+        and a MoE for its shared expert.
 
         key: draws the dropout mask of down_proj's adapter; None: no dropout."""
         return _down(self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
@@ -111,7 +114,7 @@ class MLP(nnx.Module):
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
-        planner's forecasts of forwards.
+        planner's forecasts of a training step's forward and of passes without a backward.
 
         It counts the activation's output, those of gate and up that are recomputed in the backward instead of kept, and
         values of the residual stream, a multiple of the layer's input (models/fitted.py). sizes: the bytes of the

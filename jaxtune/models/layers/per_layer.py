@@ -27,8 +27,8 @@ PER_LAYER = "per_layer_input"  # the name of a layer's own value among what it t
 
 @dataclasses.dataclass(frozen=True)
 class PerLayerShape:
-    """The settings of the part that adds a layer's embedding of the token to the residual stream, given as Part.config;
-    `make` builds the module."""
+    """The settings of the part (Gemma 4 E2B) that adds a layer's embedding of the token to the residual stream, given
+    as Part.config; `make` builds the module."""
 
     size: int  # how many numbers a layer's embedding of a token has
     # the part's name in Hugging Face's tensor names: empty, because these name its matrices directly under the layer
@@ -98,8 +98,8 @@ class PerLayerGate(nnx.Module):
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
-        planner: the gated embedding, and input, output and normed output of the part. sizes: the bytes of the layer's
-        residuals by name."""
+        planner's forecasts of a training step's forward and of passes without a backward: the gated embedding, and
+        input, output and normed output of the part. sizes: the bytes of the layer's residuals by name."""
         return sizes["per_layer_gate"] + 3.0 * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
@@ -143,7 +143,8 @@ class PerLayerInputs(nnx.Module):
     @property
     def needs_rows(self) -> bool:
         """Whether the table here has no rows, because a run has it on the host, so that each call must be given the
-        rows of its tokens; a call without them raises ValueError."""
+        rows of its tokens; a call without them raises ValueError. A run asks it before each forward pass, and passes
+        the batch's rows only then."""
         return self.weight.shape[0] == 0
 
     def __call__(

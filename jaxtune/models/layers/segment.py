@@ -53,7 +53,7 @@ class Residual:
 @dataclasses.dataclass(frozen=True)
 class Context:
     """What a segment, or a mixer's step in generation, receives beside its values: its layer's spec, the batch's layout
-    and a dropout key."""
+    and a dropout key. The stack makes one for each segment, and generation one for each layer."""
 
     spec: LayerSpec  # the layer's kind: its parts, attention window and rotary base
     layout: PackedLayout  # document boundaries and rotary tables (by rotary base) of the batch
@@ -65,7 +65,8 @@ class Context:
     @property
     def rotary(self) -> Any:
         """The rotary table of this layer's rotary base: (cos, sin), each float32[B, T, rotary_dim / 2], and for some
-        models a third array, the factor on queries by position. None for a layer without rotary embeddings."""
+        models a third array, the factor on queries by position. None for a layer without rotary embeddings. Attention
+        rotates queries and keys by it."""
         return None if self.spec.rotary is None else self.layout.rotary[self.spec.rotary]
 
 
@@ -101,7 +102,8 @@ class Backward(Protocol):
 @dataclasses.dataclass(frozen=True)
 class AuxLoss:
     """An auxiliary loss, which a part of the model computes from its own values and which training may add to the
-    objective's loss, such as a router's load-balancing loss."""
+    objective's loss, such as a router's load-balancing loss. A Segment declares it (Segment.aux); so far only experts
+    do."""
 
     # the name of its metric; the config key `{name}_coef` sets the factor by which training multiplies the loss
     name: str
@@ -288,7 +290,8 @@ class Mixer(LayerPart, Protocol):
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> Any:
         """The mixer's state for generation (such as caches of keys and values) after prompts, any pytree of arrays
-        whose first axis is rows.
+        whose first axis is rows. Block.first_state calls it, when prompts are prefilled and when sizes of states are
+        traced.
 
         Args:
           values: {name: value} of the residuals that `state_reads` names, computed from the prompts.
@@ -300,6 +303,7 @@ class Mixer(LayerPart, Protocol):
 
     def step(self, x: jax.Array, state: Any, at: jax.Array, context: Context) -> tuple[jax.Array, Any]:
         """Runs the next N tokens of each row in generation: (the part's output [B, N, hidden], the state after them).
+        Block.step calls it, unless the mixer gives values to later layers (GivingMixer).
 
         N is 1 while rows decode; a long prompt is prefilled in chunks of more tokens.
 
@@ -342,7 +346,7 @@ class FeedForward(LayerPart, Protocol):
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
-        planner's forecasts of forwards.
+        planner's forecasts of a training step's forward and of passes without a backward.
 
         sizes: of one micro-batch on one device, by the feed-forward's own names of residuals."""
         ...

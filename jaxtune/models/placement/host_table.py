@@ -19,7 +19,8 @@ _PATH = ("per_layer", "weight")
 def table_of(state: nnx.State) -> Array | None:
     """The table of per-layer embeddings in a Decoder's `state`, [vocabulary, layers * size]; None if the state has
     none, as that of another family, or the frozen part of a state whose table is trained. It is a numpy array in host
-    memory if the run keeps it there, else an array on the device or only its shape."""
+    memory if the run keeps it there, else an array on the device or only its shape. TrainedModel asks it which table to
+    move, or to give to the programs apart. The planner has a function of its own with this name."""
     return next((variable.get_value() for path, variable in nnx.to_flat_state(state) if path == _PATH), None)
 
 
@@ -36,7 +37,8 @@ def with_table(state: nnx.State, table: Array) -> nnx.State:
 
 def without_table(state: nnx.State) -> nnx.State:
     """A new state whose table has no rows, only the width and dtype of the table of `state`, which has one. A program
-    that gets it computes with the rows that it is given beside the tokens."""
+    that gets it computes with the rows that it is given beside the tokens. A run whose table is on the host gives it to
+    its programs."""
     table = table_of(state)
     assert table is not None
     return with_table(state, np.zeros((0, table.shape[1]), table.dtype))

@@ -135,7 +135,7 @@ def weights_in_blocks(usual: jax.Array) -> jax.Array:
 def decode(encoded: dict[str, jax.Array], format: SyncFormat) -> jax.Array:
     """Decodes `encoded`, what `encode` returned for `format`, to float32[..., n]: bfloat16 numbers from their bits; in
     int8 each code times the scale of its block; in int4 k |k| / 49 times that scale for each code k. Receiving devices
-    do so before they add the numbers."""
+    call it (reduce_scatter then adds the numbers), and senders, to know what rounding took from them."""
     codes = encoded["codes"]
     if format == "bf16":
         return jax.lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
