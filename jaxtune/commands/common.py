@@ -60,11 +60,11 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_numbers(parser: argparse.ArgumentParser) -> None:
-    """Adds --dtype and --load-in to `parser`, that of a command that loads a model: the dtype of its weights, such as
-    "bfloat16", and the quantised format in which its layers' weights are loaded, such as "nf4". `load` reads both. Each
-    is None if it is not given: `load` then takes the dtype that the run recorded, else bfloat16, never a checkpoint's
-    own; and loads an adapter's base as it was in training, and any other model as its files store it, which may be
-    quantised."""
+    """Adds --dtype and --load-in to `parser`, that of a command that loads a model (chat, generate, export, serve): the
+    dtype of its weights, such as "bfloat16", and the quantised format in which its layers' weights are loaded, such as
+    "nf4". `load` reads both. Each is None if it is not given: `load` then takes the dtype that the run recorded, else
+    bfloat16, never a checkpoint's own; and loads an adapter's base as it was in training, and any other model as its
+    files store it, which may be quantised."""
     parser.add_argument(
         "--dtype", help="dtype of the weights: bfloat16, float16 or float32 (default: that of the run; else bfloat16)"
     )

@@ -250,9 +250,9 @@ class RewardedTrainer(PreferenceTrainer):
 
     @property
     def _answers(self) -> int:
-        """The number of answers that an update trains on: per_device_train_batch_size * gradient_accumulation_steps. If
-        that is not a multiple of num_generations, the number of answers to one prompt, it is num_generations *
-        gradient_accumulation_steps, and a line says so."""
+        """The number of answers that an update trains on, the config's rows_per_step: per_device_train_batch_size *
+        gradient_accumulation_steps. If that is not a multiple of num_generations, the number of answers to one prompt,
+        it is num_generations * gradient_accumulation_steps, and a line says so."""
         args, parts = self.args, self.args.gradient_accumulation_steps
         batch, group = args.per_device_train_batch_size, args.num_generations
         if batch * parts % group:

@@ -62,8 +62,9 @@ def is_short(tensor: Tensor, outtype: str) -> bool:
 
 def not_trained(tensors: Sequence[Tensor], kinds: Mapping[str, str]) -> list[str]:
     """Names of the tensors that a file rounds to a quantised type though quantisation-aware training, which rounded
-    others to the type of the file, did not round them, such as embedding and head. Empty without such training, and for
-    files of plain numbers. kinds: {tensor's name: gguf's name of the type in which it is stored}."""
+    others to the type of the file, did not round them, such as embedding and head. The export names them in a note to
+    the user. Empty without such training, and for files of plain numbers. kinds: {tensor's name: gguf's name of the
+    type in which it is stored}."""
     if not any(tensor.grid for tensor in tensors):
         return []
     return [each.name for each in tensors if each.grid is None and kinds[each.name] in gguf_blocks.BLOCK_TYPES]

@@ -202,9 +202,9 @@ class _Api:
         return Json(self._card(self._models[name]))
 
     def _card(self, served: Served) -> dict[str, object]:
-        """OpenAI's JSON object of a served model, with two more keys: `parent` is the name of an adapter's base model
-        (null for the base itself), and `max_model_len` the most tokens of a prompt with its answer, as vLLM names it.
-        `created` is the time at which the server was made."""
+        """OpenAI's JSON object of a served model, for `list_models` and `one_model`, with two more keys: `parent` is
+        the name of an adapter's base model (null for the base itself), and `max_model_len` the most tokens of a prompt
+        with its answer, as vLLM names it. `created` is the time at which the server was made."""
         card = {"id": served.name, "object": "model", "created": self._began, "owned_by": "jaxtune"}
         return card | {"parent": served.base, "max_model_len": self._engine.plans[served.name].length}
 

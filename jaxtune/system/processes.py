@@ -213,7 +213,8 @@ def _client() -> Any:
 
 
 def count() -> int:
-    """The number of processes of the run; 1 before `join` and in a run of one process."""
+    """The number of processes of the run; 1 before `join` and in a run of one process. Unlike jax.process_count it does
+    not start JAX's devices."""
     if _client() is None:
         return 1
     from jaxtune.system.private_jax import distributed
@@ -412,8 +413,8 @@ def _get(client: Any, key: str) -> str:
 
 
 def last_words(text: str) -> None:
-    """Stores `text`, the message that the other processes print if this one fails; `leave` sends it to them. Without it
-    they print this process's exit code."""
+    """Stores `text`, an error's message or the signal that stopped the command. If the exit code is not 0, `leave`
+    sends it to the other processes, which print it. Without it they print the exit code."""
     _Run.last_words = text
 
 

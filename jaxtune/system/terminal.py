@@ -219,9 +219,10 @@ def _console_class() -> type[Console]:
 
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A context with a progress bar on stderr for work on bytes, such as a download. It yields a function that is
-    called with the number of bytes done since its last call, by any thread. The bar disappears at the end of the
-    context. Without a terminal, or if this process is silent (`be_silent`), nothing is shown.
+    """A context with a progress bar on stderr for work on bytes: the writing of a model's files, and the reading back
+    of an export. It yields a function that is called with the number of bytes done since its last call, by any thread.
+    The bar disappears at the end of the context. Without a terminal, or if this process is silent (`be_silent`),
+    nothing is shown.
 
     Args:
       what: the work in words, printed before the bar.
@@ -246,9 +247,10 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A context with a progress bar on stderr for work that is counted, such as prompts to answer. It yields a function
-    that is called with the number of items done since its last call. The bar stays on the screen at the end. Without a
-    terminal, or if this process is silent (`be_silent`), nothing is shown.
+    """A context with a progress bar on stderr for work that is counted: `jaxtune generate` counts the answers to a file
+    of prompts by it. Training has a display of its own. It yields a function that is called with the number of items
+    done since its last call. The bar stays on the screen at the end. Without a terminal, or if this process is silent
+    (`be_silent`), nothing is shown.
 
     Args:
       what: the items in words, printed before the bar.
