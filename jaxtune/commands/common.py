@@ -85,8 +85,8 @@ def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> N
 
 
 def load(options: argparse.Namespace):
-    """Loads the model that `options.model` names, for commands such as `chat` and `export`: a model folder, a hub name,
-    or an adapter folder, which is loaded over its base.
+    """Loads the model that `options.model` names, for the commands chat, generate, export and serve: a model folder, a
+    hub name, or an adapter folder, which is loaded over its base.
 
     Args:
       options: parsed options. `model`, `dtype` and `load_in` are read; the last two are the options --dtype and

@@ -266,9 +266,9 @@ class RewardedTrainer(PreferenceTrainer):
         return batch * parts
 
     def _steps_per_generation(self) -> int:
-        """Returns the number of updates among which the answers that are sampled at once are divided. It is computed
-        from generation_batch_size, which counts answers, or if that is None, steps_per_generation, which counts
-        micro-batches; both None: 1.
+        """Returns the number of updates among which the answers that are sampled at once are divided, for the option of
+        `_objective`. It is computed from generation_batch_size, which counts answers, or if that is None,
+        steps_per_generation, which counts micro-batches; both None: 1.
 
         Raises:
           ValueError: the number of answers that are sampled at once is not a multiple of an update's answers.

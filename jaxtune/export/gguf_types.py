@@ -35,7 +35,8 @@ def stored_types(
     In q4_0, embedding and head are stored in Q8_0: they are read once a token, and their errors reach the logits
     undamped. In q4_k_m and q6_k, the types are those that llama-quantize of llama.cpp gives to the same tensors. A
     tensor whose rows are not whole blocks gets a type of smaller blocks, or f16 if its rows are no multiple of 32
-    either. A tensor that must stay in float32 (Tensor.plain) has F32.
+    either. A tensor that must stay in float32 (Tensor.plain) has F32. gguf_file.write calls it, and the export before,
+    for its notes and the size that the disk needs.
 
     Args:
       tensors: all tensors of the file.

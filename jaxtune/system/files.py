@@ -211,7 +211,8 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 def require_makeable(key: str, value: str) -> None:
     """Checks, without creating anything, that the folder `value` exists or can be created, and can be written to;
-    returns nothing. It is called before a run begins, so that the run does not fail when it saves its result.
+    returns nothing. `jaxtune train` calls it for the key `output` before a run begins, so that the run does not fail
+    when it saves its result.
 
     Args:
       key: the name of the setting that has this value, for the message.

@@ -45,7 +45,8 @@ def writes(folder: Path) -> bool:
 def seen(look: Callable[[], bool]) -> bool:
     """Calls `look`, a function without arguments that looks for what another process has written, five times a second
     until it returns True or half a minute has passed, because a network file system may show a new file late. Returns
-    whether it returned True. It is called at least once."""
+    whether it returned True. It is called at least once. A process waits by it for stored scores of a teacher, and
+    `_see_first` for the first process's file."""
     deadline = time.monotonic() + _LATE_SECONDS
     while not (there := look()) and time.monotonic() < deadline:
         time.sleep(0.2)
