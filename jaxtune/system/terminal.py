@@ -7,7 +7,7 @@ that reverse the order of a line, and lone surrogates that no encoding accepts. 
 reader of a terminal or a pipe may disappear at any time, and a run must not end with it (`outlive`, `outliving`).
 `printable` escapes characters, `fitted` breaks lines to a terminal's width, `plain` makes text for a console of a
 user's own, `progress` and `counted` show progress bars, and `be_silent` stops what a process of a larger run shows. The
-module imports nothing of jaxtune, so every package may use it. """
+module imports nothing of jaxtune, so every package may use it."""
 
 from __future__ import annotations
 
