@@ -157,7 +157,7 @@ def _run(arguments: list[str]) -> int:
 
 def _out_of_memory(error: Exception) -> str | None:
     """The message for an error that says that host or device memory ran out, which `main` prints in place of a
-    traceback; None for any other error."""
+    traceback, before it asks `_is_user_error`; None for any other error."""
     first_line = (str(error).splitlines() or [""])[0]
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")

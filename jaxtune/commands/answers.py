@@ -245,7 +245,8 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
 
 def encoded(row: Row) -> bytes:
     """Returns a row of prompts or answers as JSON in UTF-8, one line without the newline, as the output file has it.
-    Lone surrogates, which UTF-8 cannot encode, are written as escapes."""
+    `append` writes an answer so, and `count_answers` compares with it the file's last line if that was cut off. Lone
+    surrogates, which UTF-8 cannot encode, are written as escapes."""
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 

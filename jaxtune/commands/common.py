@@ -60,11 +60,11 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_numbers(parser: argparse.ArgumentParser) -> None:
-    """Adds --dtype and --load-in to `parser`, that of a command that loads a model: the dtype of its weights, such as
-    "bfloat16", and the quantised format in which its layers' weights are loaded, such as "nf4". `load` reads both. Each
-    is None if it is not given: `load` then takes the dtype that the run recorded, else bfloat16, never a checkpoint's
-    own; and loads an adapter's base as it was in training, and any other model as its files store it, which may be
-    quantised."""
+    """Adds --dtype and --load-in to `parser`, that of a command that loads a model (chat, generate, export, serve): the
+    dtype of its weights, such as "bfloat16", and the quantised format in which its layers' weights are loaded, such as
+    "nf4". `load` reads both. Each is None if it is not given: `load` then takes the dtype that the run recorded, else
+    bfloat16, never a checkpoint's own; and loads an adapter's base as it was in training, and any other model as its
+    files store it, which may be quantised."""
     parser.add_argument(
         "--dtype", help="dtype of the weights: bfloat16, float16 or float32 (default: that of the run; else bfloat16)"
     )
@@ -85,8 +85,8 @@ def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> N
 
 
 def load(options: argparse.Namespace):
-    """Loads the model that `options.model` names, for commands such as `chat` and `export`: a model folder, a hub name,
-    or an adapter folder, which is loaded over its base.
+    """Loads the model that `options.model` names, for the commands chat, generate, export and serve: a model folder, a
+    hub name, or an adapter folder, which is loaded over its base.
 
     Args:
       options: parsed options. `model`, `dtype` and `load_in` are read; the last two are the options --dtype and

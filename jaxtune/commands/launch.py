@@ -163,8 +163,9 @@ class _Processes:
 
 
 def _exit_code(code: int) -> int:
-    """Converts Popen.returncode to the exit code that a shell reports: 128 plus the signal's number for a process that
-    a signal ended (a negative `code`), else `code` itself."""
+    """Converts the Popen.returncode of the first process that failed to the exit code that a shell reports, with which
+    `jaxtune launch` ends: 128 plus the signal's number for a process that a signal ended (a negative `code`), else
+    `code` itself."""
     return 128 - code if code < 0 else code
 
 

@@ -60,7 +60,8 @@ def findings(measure: bool = True) -> Iterator[Finding]:
 
 
 def _on_gpu() -> bool:
-    """Whether JAX's first device is a GPU; False on a CPU or a TPU."""
+    """Whether JAX's first device is a GPU; False on a CPU or a TPU. Only on a GPU does `findings` measure rates;
+    elsewhere `_devices` says why no GPU is used."""
     import jax
 
     return jax.devices()[0].platform == "gpu"
@@ -79,8 +80,9 @@ def _packages() -> Finding:
 
 
 def _nvidia_smi() -> dict[str, str] | None:
-    """Asks nvidia-smi for the first GPU: {"name", "driver_version", "memory.total", "memory.used": value as text},
-    memory in MiB without the unit. {"error": message} if it fails or takes over 30 s; None if it is not installed."""
+    """For `_driver` and `_devices`: asks nvidia-smi for the first GPU: {"name", "driver_version", "memory.total",
+    "memory.used": value as text}, memory in MiB without the unit. {"error": message} if it fails or takes over 30 s;
+    None if it is not installed."""
     from jaxtune.profile.device import nvidia_smi
 
     return nvidia_smi("name", "driver_version", "memory.total", "memory.used", units=False)

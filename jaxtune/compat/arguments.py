@@ -75,7 +75,8 @@ def tell(where: str, name: str, text: str) -> None:
 
 
 def choose(where: str, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
-    """Translates an argument's value to jaxtune's: returns table[value].
+    """Translates an argument's value to jaxtune's: returns table[value]. Where jaxtune has the same values, the callers
+    use it only as a check.
 
     Args:
       where: the called function or class, for the message.

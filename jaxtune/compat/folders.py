@@ -138,7 +138,8 @@ class Checkpoints:
         self.written: set[int] = set()
 
     def folder(self, step: int) -> Path:
-        """The path of a step's folder, output_dir/checkpoint-STEP, which may not exist."""
+        """The path of a step's folder, output_dir/checkpoint-STEP, which may not exist. `write` writes it, and the
+        state's best_model_checkpoint names it."""
         return self._output / f"checkpoint-{step}"
 
     def write(self, module: Decoder, step: int) -> bool:

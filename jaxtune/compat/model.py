@@ -47,7 +47,7 @@ class ModelSettings(SimpleNamespace):
     """The values of config.json as attributes, for scripts that read model.config; setting one does nothing."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the values as a new dict, by their names in config.json."""
+        """For scripts: returns the values as a new dict, by their names in config.json."""
         return dict(vars(self))
 
 
@@ -107,7 +107,7 @@ class CompatModel(ModelMethods):
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the module has LoRA adapters; saving and the trainers depend on it."""
+        """Whether the module has LoRA adapters: save_pretrained then saves these alone, and trainers check it."""
         return has_adapter(self.module)
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:

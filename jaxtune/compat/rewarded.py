@@ -250,9 +250,9 @@ class RewardedTrainer(PreferenceTrainer):
 
     @property
     def _answers(self) -> int:
-        """The number of answers that an update trains on: per_device_train_batch_size * gradient_accumulation_steps. If
-        that is not a multiple of num_generations, the number of answers to one prompt, it is num_generations *
-        gradient_accumulation_steps, and a line says so."""
+        """The number of answers that an update trains on, the config's rows_per_step: per_device_train_batch_size *
+        gradient_accumulation_steps. If that is not a multiple of num_generations, the number of answers to one prompt,
+        it is num_generations * gradient_accumulation_steps, and a line says so."""
         args, parts = self.args, self.args.gradient_accumulation_steps
         batch, group = args.per_device_train_batch_size, args.num_generations
         if batch * parts % group:
@@ -266,9 +266,9 @@ class RewardedTrainer(PreferenceTrainer):
         return batch * parts
 
     def _steps_per_generation(self) -> int:
-        """Returns the number of updates among which the answers that are sampled at once are divided. It is computed
-        from generation_batch_size, which counts answers, or if that is None, steps_per_generation, which counts
-        micro-batches; both None: 1.
+        """Returns the number of updates among which the answers that are sampled at once are divided, for the option of
+        `_objective`. It is computed from generation_batch_size, which counts answers, or if that is None,
+        steps_per_generation, which counts micro-batches; both None: 1.
 
         Raises:
           ValueError: the number of answers that are sampled at once is not a multiple of an update's answers.

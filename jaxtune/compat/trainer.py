@@ -236,8 +236,9 @@ class SFTTrainer(Evaluations):
         """The TrainConfig for the arguments: an update has as many examples as in transformers, each cut at max_length,
         and there are as many updates. Examples share rows without changing results, unless packing is asked for; then
         an update has that number of packed rows, as in TRL. Raises ValueError for an argument that is not supported.
-        resume: "auto" continues the run in output_dir, "never" starts a new one. prepared: True: rows are tokenised if
-        the steps of an epoch must be known; False: they are not, and numbers that depend on them are left out."""
+        The constructor makes one to refuse such arguments early, and each call of train() its own. resume: "auto"
+        continues the run in output_dir, "never" starts a new one. prepared: True: rows are tokenised if the steps of an
+        epoch must be known; False: they are not, and numbers that depend on them are left out."""
         args, source = self.args, self.model.module.source
         batch, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
         saves, evaluates = self._strategies()
@@ -353,8 +354,8 @@ class SFTTrainer(Evaluations):
 
     @property
     def _epoch_steps(self) -> int:
-        """The number of steps of an epoch, at least 1; the rows are tokenised for it if they are not yet. Raises
-        ValueError if they are streamed, because their number is unknown."""
+        """The number of steps of an epoch, at least 1, by which `config` counts epochs in steps; the rows are tokenised
+        for it if they are not yet. Raises ValueError if they are streamed, because their number is unknown."""
         per_epoch = self._prepared.batches.steps_per_epoch
         if per_epoch is None:
             raise ValueError(
@@ -377,7 +378,8 @@ class SFTTrainer(Evaluations):
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
         """The tokenised rows, each {"input_ids": token ids, "labels": the same, -100 where a token is not trained on}.
         Trainers of pairs of answers, and KTOTrainer, have two of them for each row of the script. Rows of an
-        IterableDataset, and prompts to which answers are sampled, are as the script gave them."""
+        IterableDataset, and prompts to which answers are sampled, are as the script gave them. It is for scripts that
+        look at the rows: train() does not read it."""
         data = self._prepared.train_data
         return self._rows["train"] if data is None else Tokenised(data.documents)
 

@@ -86,8 +86,9 @@ _PART = 1 << 30  # a larger tensor is divided into parts of this size, because p
 
 
 def block_size(kind: str) -> int:
-    """How many numbers of a row are encoded as one block in a type. For the plain types F32, F16 and BF16, which have
-    no blocks, it is the 32 numbers that are handled as one. kind: gguf's name of the type."""
+    """How many numbers of a row are encoded as one block in a type. `encode` divides tensors by it, and gguf_types
+    stores rows that are not whole blocks in another type. For the plain types F32, F16 and BF16, which have no blocks,
+    it is the 32 numbers that are handled as one. kind: gguf's name of the type."""
     return BLOCK_TYPES[kind].numbers if kind in BLOCK_TYPES else _PLAIN_ROW
 
 

@@ -48,9 +48,10 @@ def _f16_of(pair: jax.Array) -> jax.Array:
 
 
 def encode_q8_0(blocks: jax.Array, dtype: str = "float32") -> jax.Array:
-    """Encodes blocks float32[n, 32] in Q8_0: uint8[n, 34]. The bytes of a block are its scale d in f16, then 32 codes
-    int8 of -127 to 127; a number is d * code. dtype: the name of the dtype in which quantisation-aware training in Q8_0
-    made the numbers, which are then encoded exactly; "float32" also for numbers that were not trained so."""
+    """Encodes blocks float32[n, 32] in Q8_0, for exports: uint8[n, 34]. The bytes of a block are its scale d in f16,
+    then 32 codes int8 of -127 to 127; a number is d * code. dtype: the name of the dtype in which quantisation-aware
+    training in Q8_0 made the numbers, which are then encoded exactly; "float32" also for numbers that were not trained
+    so."""
     scales, codes = q8_0_codes(blocks, dtype)
     return jnp.concatenate([_bytes_of(scales), lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)], -1)
 
@@ -83,10 +84,10 @@ def _five_bits(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def encode_q4_0(blocks: jax.Array, dtype: str = "float32") -> jax.Array:
-    """Encodes blocks float32[n, 32] in Q4_0: uint8[n, 18]. The bytes of a block are its scale d in f16, then 32 codes
-    of four bits, two in a byte; a number is d * (code - 8). dtype: the name of the dtype in which quantisation-aware
-    training in Q4_0 made the numbers, which are then encoded exactly; "float32" also for numbers that were not trained
-    so."""
+    """Encodes blocks float32[n, 32] in Q4_0, for exports: uint8[n, 18]. The bytes of a block are its scale d in f16,
+    then 32 codes of four bits, two in a byte; a number is d * (code - 8). dtype: the name of the dtype in which
+    quantisation-aware training in Q4_0 made the numbers, which are then encoded exactly; "float32" also for numbers
+    that were not trained so."""
     scales, codes = signed_codes(blocks, 8, dtype)
     return jnp.concatenate([_bytes_of(scales), _halves(codes.astype(jnp.uint8))], -1)
 
@@ -99,8 +100,8 @@ def decode_q4_0(coded: jax.Array) -> jax.Array:
 
 
 def encode_q5_0(blocks: jax.Array) -> jax.Array:
-    """Encodes blocks float32[n, 32] in Q5_0: uint8[n, 22]. The bytes of a block are its scale d in f16, four bytes with
-    the fifth bits of the codes, and 16 with their low four bits; a number is d * (code - 16)."""
+    """Encodes blocks float32[n, 32] in Q5_0, for exports: uint8[n, 22]. The bytes of a block are its scale d in f16,
+    four bytes with the fifth bits of the codes, and 16 with their low four bits; a number is d * (code - 16)."""
     scales, wide = signed_codes(blocks, 16)
     codes = wide.astype(jnp.uint8)
     return jnp.concatenate([_bytes_of(scales), _fifth_bits(codes), _halves(codes)], -1)
@@ -113,9 +114,9 @@ def decode_q5_0(coded: jax.Array) -> jax.Array:
 
 
 def encode_q5_1(blocks: jax.Array) -> jax.Array:
-    """Encodes blocks float32[n, 32] in Q5_1: uint8[n, 24]. The bytes of a block are its scale d and its least number m,
-    both in f16, four bytes with the fifth bits of the codes, and 16 with their low four bits; a number is d * code +
-    m."""
+    """Encodes blocks float32[n, 32] in Q5_1, for exports: uint8[n, 24]. The bytes of a block are its scale d and its
+    least number m, both in f16, four bytes with the fifth bits of the codes, and 16 with their low four bits; a number
+    is d * code + m."""
     least, most = blocks.min(-1, keepdims=True), blocks.max(-1, keepdims=True)
     scales = divide(most - least, jnp.full_like(most, 31))
     numbers = lax.optimization_barrier((blocks - least) * inverse(scales)) + jnp.float32(0.5)

@@ -35,7 +35,8 @@ def stored_types(
     In q4_0, embedding and head are stored in Q8_0: they are read once a token, and their errors reach the logits
     undamped. In q4_k_m and q6_k, the types are those that llama-quantize of llama.cpp gives to the same tensors. A
     tensor whose rows are not whole blocks gets a type of smaller blocks, or f16 if its rows are no multiple of 32
-    either. A tensor that must stay in float32 (Tensor.plain) has F32.
+    either. A tensor that must stay in float32 (Tensor.plain) has F32. gguf_file.write calls it, and the export before,
+    for its notes and the size that the disk needs.
 
     Args:
       tensors: all tensors of the file.
@@ -62,8 +63,9 @@ def is_short(tensor: Tensor, outtype: str) -> bool:
 
 def not_trained(tensors: Sequence[Tensor], kinds: Mapping[str, str]) -> list[str]:
     """Names of the tensors that a file rounds to a quantised type though quantisation-aware training, which rounded
-    others to the type of the file, did not round them, such as embedding and head. Empty without such training, and for
-    files of plain numbers. kinds: {tensor's name: gguf's name of the type in which it is stored}."""
+    others to the type of the file, did not round them, such as embedding and head. The export names them in a note to
+    the user. Empty without such training, and for files of plain numbers. kinds: {tensor's name: gguf's name of the
+    type in which it is stored}."""
     if not any(tensor.grid for tensor in tensors):
         return []
     return [each.name for each in tensors if each.grid is None and kinds[each.name] in gguf_blocks.BLOCK_TYPES]

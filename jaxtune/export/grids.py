@@ -28,7 +28,8 @@ def grid_of_export(model: Decoder) -> FakeQuant | None:
     """The grid to which quantisation-aware training (QAT) rounded the weights that an export of the model writes; None
     if it did not. For a model with an adapter it is the grid to which the adapter's own training rounded the merged
     weights, so None if that was without QAT, even if an earlier QAT rounded the base (model.qat). Without an adapter it
-    is model.qat."""
+    is model.qat. `require_representable` refuses formats that would round these weights again, and `notes_on_adapter`
+    writes its note by it."""
     return qat_spec(model) if has_adapter(model) else model.qat
 
 

@@ -34,8 +34,9 @@ _PACKED = 8  # codes in an int32
 
 
 def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, activations: bool = False) -> list[str]:
-    """Writes a model into a folder in compressed-tensors' pack-quantized format, or its int-quantized one: the weights
-    of linears and experts in int4, with a scale for each group of neighbouring weights of a row.
+    """For export_model's formats w4a16 and w4a8: writes a model into a folder in compressed-tensors' pack-quantized
+    format, or its int-quantized one: the weights of linears and experts in int4, with a scale for each group of
+    neighbouring weights of a row.
 
     Quantised weights are decoded first. If the model was trained with QAT, its weights are stored exactly, in the
     groups of QAT; otherwise they are rounded here, in groups of 128. The folder is verified by reading it back. Linears

@@ -202,9 +202,9 @@ class _Api:
         return Json(self._card(self._models[name]))
 
     def _card(self, served: Served) -> dict[str, object]:
-        """OpenAI's JSON object of a served model, with two more keys: `parent` is the name of an adapter's base model
-        (null for the base itself), and `max_model_len` the most tokens of a prompt with its answer, as vLLM names it.
-        `created` is the time at which the server was made."""
+        """OpenAI's JSON object of a served model, for `list_models` and `one_model`, with two more keys: `parent` is
+        the name of an adapter's base model (null for the base itself), and `max_model_len` the most tokens of a prompt
+        with its answer, as vLLM names it. `created` is the time at which the server was made."""
         card = {"id": served.name, "object": "model", "created": self._began, "owned_by": "jaxtune"}
         return card | {"parent": served.base, "max_model_len": self._engine.plans[served.name].length}
 
@@ -264,7 +264,7 @@ class _Api:
 
 
 async def _body(request: Request) -> object:
-    """Reads a request's body and returns its decoded JSON.
+    """Reads a request's body and returns its decoded JSON, which read_chat or read_completion then checks.
 
     Raises:
       ApiError: 413 for more than 16 MiB, 408 for a body that does not arrive within 30 s, 400 for what is not JSON.
@@ -290,9 +290,9 @@ async def _body(request: Request) -> object:
 
 
 async def _whole(asked: Asked, answers: Answers) -> dict[str, object]:
-    """Waits until all answers to a request that is not streamed are complete, and returns OpenAI's JSON object of the
-    response. asked: what the request asks for. answers: the queue through which the engine's thread hands over the
-    tokens, which the caller closes. Raises ApiError if the engine fails or the server stops."""
+    """For `_answer`: waits until all answers to a request that is not streamed are complete, and returns OpenAI's JSON
+    object of the response. asked: what the request asks for. answers: the queue through which the engine's thread hands
+    over the tokens, which the caller closes. Raises ApiError if the engine fails or the server stops."""
     answer = Answer(asked)
     while answers.left:
         answer.add(*await answers.next())
@@ -300,9 +300,9 @@ async def _whole(asked: Asked, answers: Answers) -> dict[str, object]:
 
 
 async def _events(asked: Asked, answers: Answers) -> AsyncIterator[dict[str, object]]:
-    """Yields OpenAI's JSON objects (chunks) of a streamed response, as its tokens arrive. asked: what the request asks
-    for. answers: the queue through which the engine's thread hands over the tokens, which `_Stream` closes. Raises
-    ApiError if the engine fails or the server stops."""
+    """For `_Stream`: yields OpenAI's JSON objects (chunks) of a streamed response, as its tokens arrive. asked: what
+    the request asks for. answers: the queue through which the engine's thread hands over the tokens, which `_Stream`
+    closes. Raises ApiError if the engine fails or the server stops."""
     answer = Answer(asked)
     for chunk in answer.first_chunks():
         yield chunk

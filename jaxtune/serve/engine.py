@@ -79,8 +79,9 @@ class Answers:
         self._closed = False
 
     async def next(self) -> tuple[int, Piece]:
-        """Waits for the next tokens of any row; it must only be awaited while `left` is not 0. With the last tokens of
-        a row (finish_reason is set) `left` becomes one less; an error does not change it.
+        """Waits for the next tokens of any row, for the request's handler (app._whole or app._events); it must only be
+        awaited while `left` is not 0. With the last tokens of a row (finish_reason is set) `left` becomes one less; an
+        error does not change it.
 
         Returns:
           (index of the row in the request, its new tokens).

@@ -28,8 +28,9 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, object]:
-        """The JSON object of the error in OpenAI's form: {"error": {"message", "type", "param", "code"}}.
-        `type` is server_error for a status of 500 and above, and invalid_request_error below."""
+        """The JSON object of the error in OpenAI's form, which `app` sends as a response or as a stream's last event:
+        {"error": {"message", "type", "param", "code"}}. `type` is server_error for a status of 500 and above, and
+        invalid_request_error below."""
         kind = _SERVER if self.status >= 500 else _INVALID
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

@@ -223,6 +223,7 @@ class Answer:
         return self._head | {"choices": [choice]} | ({"usage": None} if self._asked.include_usage else {})
 
     def _usage(self) -> dict[str, int]:
-        """OpenAI's `usage` object: the number of tokens of all prompts, that of all answers so far, and their sum."""
+        """OpenAI's `usage` object, for `whole` and, in a stream whose request asks for it, for `last_chunks`: the
+        number of tokens of all prompts, that of all answers so far, and their sum."""
         asked, made = self._asked.prompt_tokens, sum(choice.tokens for choice in self._choices)
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}

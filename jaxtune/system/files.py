@@ -148,9 +148,9 @@ def remove_left(path: Path) -> None:
 
 
 def read_plain(path: str | os.PathLike) -> bytes:
-    """Returns the content of a regular file; symbolic links are followed. It is for folders that others may write to,
-    such as caches: in place of the file there may be a named pipe or a device, on which an ordinary read could wait
-    forever; here it raises an error.
+    """Returns the content of a regular file; symbolic links are followed. It is for folders that others may write to:
+    the cache of tokenised rows and the file of kernels' block sizes are read by it. In place of the file there may be a
+    named pipe or a device, on which an ordinary read could wait forever; here it raises an error.
 
     Raises:
       OSError: the path is not a regular file, or cannot be read.
@@ -166,9 +166,10 @@ _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 
 def remove_temporary(folder: str | os.PathLike) -> None:
-    """Removes temporary files and folders (with names from `temporary_path`) that killed processes left in `folder`.
-    Those that a living process is writing stay, such as an export into a run's folder: it has locked them (`hold`). On
-    a file system without locks they are removed, too."""
+    """Removes temporary files and folders (with names from `temporary_path`) that killed processes left in `folder`. A
+    run calls it once, on its output folder, before it trains; no other folder is cleaned by it. Those that a living
+    process is writing stay, such as an export into a run's folder: it has locked them (`hold`). On a file system
+    without locks they are removed, too."""
     for left in Path(folder).glob(".*.tmp"):
         if _TEMPORARY.fullmatch(left.name):
             remove_left(left)
@@ -176,7 +177,9 @@ def remove_temporary(folder: str | os.PathLike) -> None:
 
 def sync(path: str | os.PathLike) -> None:
     """Waits until the disk has what was written to the file `path`, or, if it is a folder, the names of its files.
-    Afterwards a power failure does not lose them. Raises OSError if the path cannot be opened or the disk fails."""
+    Afterwards a power failure does not lose them. Writers of checkpoints, results and model folders call it for a file
+    before they rename it, and for the folder afterwards. Raises OSError if the path cannot be opened or the disk
+    fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -208,7 +211,8 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 def require_makeable(key: str, value: str) -> None:
     """Checks, without creating anything, that the folder `value` exists or can be created, and can be written to;
-    returns nothing. It is called before a run begins, so that the run does not fail when it saves its result.
+    returns nothing. `jaxtune train` calls it for the key `output` before a run begins, so that the run does not fail
+    when it saves its result.
 
     Args:
       key: the name of the setting that has this value, for the message.

@@ -16,7 +16,8 @@ HOST = "127.0.0.1"
 def is_loopback(host: str | None) -> bool:
     """Whether a host, a name or an IP address without port and brackets, is that of this machine alone: the name
     localhost or a loopback address. False for any other name, for None and for "". On any other host `jaxtune serve`
-    demands an API key; on a loopback one it checks each request by `refusal`.
+    demands an API key; on a loopback one it checks each request by `refusal`. In a run of several processes `join` asks
+    it about the first one's address.
 
     >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "example.com")]
     [True, True, True, False, False]
@@ -31,7 +32,8 @@ def is_loopback(host: str | None) -> bool:
 
 def refusal(host: str | None, origin: str | None) -> str | None:
     """The reason why a server on a loopback address must not answer a request, in words for its sender; None if it may.
-    Without this check a page of another site could read the server's answers through the user's browser.
+    `jaxtune serve` and `jaxtune watch` ask it for each request. Without this check a page of another site could read
+    the server's answers through the user's browser.
 
     Args:
       host: the header Host; None or one that is not this machine's (`is_loopback`) is refused.

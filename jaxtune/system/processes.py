@@ -7,7 +7,7 @@ each, `of_first` what the first one computes, `smallest` the least number, `host
 `written_by_first` are contexts for files that one process fills or writes for others.
 
 What all of them compute from the same numbers needs no communication. What a process sees alone (a signal, a clock, a
-folder, free memory) they exchange through the coordination service of `jax.distributed`, which runs in the first
+folder, its memory) they exchange through the coordination service of `jax.distributed`, which runs in the first
 process. None of this touches a device, so no step waits for it. In a run of one process nothing is exchanged, and each
 function returns at once, with what this process gives.
 
@@ -213,7 +213,8 @@ def _client() -> Any:
 
 
 def count() -> int:
-    """The number of processes of the run; 1 before `join` and in a run of one process."""
+    """The number of processes of the run; 1 before `join` and in a run of one process. Unlike jax.process_count it does
+    not start JAX's devices."""
     if _client() is None:
         return 1
     from jaxtune.system.private_jax import distributed
@@ -306,17 +307,17 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
 
 
 def smallest(value: float | None) -> float | None:
-    """Returns the smallest of all processes' numbers (`value`), for example of their free memory. A process without a
-    number passes None; the result is None if all do. Collective: every process must call it, in the same order as its
-    other collective calls and in its main thread."""
+    """Returns the smallest of all processes' numbers (`value`): the planner plans for the least memory of their
+    devices. A process without one passes None; the result is None if all do. Collective: every process must call it, in
+    the same order as its other collective calls and in its main thread."""
     found = [number for number in all_of(value) if number is not None]
     return min(found, default=None)
 
 
 def require_same(what: dict[str, Any], fix: str) -> None:
-    """Raises ValueError if the processes have different values, such as settings of the run. Without this check each
-    process would compute another run, and nobody would notice. Collective: every process must call it, in the same
-    order as its other collective calls and in its main thread.
+    """Raises ValueError if the processes have different settings, versions, rows, weights or stored scores. Without
+    this check each process would compute another run, and nobody would notice. Collective: every process must call it,
+    in the same order as its other collective calls and in its main thread.
 
     Args:
       what: {name: value that JSON can express} of this process.
@@ -346,8 +347,8 @@ def hosts() -> int:
 @contextlib.contextmanager
 def one_a_host() -> Iterator[None]:
     """A context that processes enter in turns: first the first process, then the first one of each other host, then all
-    others. It is for filling a cache on disk, such as that of tokenised rows: later processes read what earlier ones
-    wrote, and do not compute it again. If a process raises an Exception in its turn, all raise it after that turn (as
+    others. A run prepares its rows in it, which fills the cache on disk: later processes read what earlier ones wrote,
+    and do not compute it again. If a process raises an Exception in its turn, all raise it after that turn (as
     `of_first`). Collective: every process must call it, in the same order as its other collective calls and in its main
     thread; nothing within may be collective. A single process enters it at once."""
     if count() == 1:
@@ -372,7 +373,7 @@ def one_a_host() -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
-    """A context for writing what all processes have to compute but only one may write: it yields `path` in the first
+    """A context for writing what all processes compute and one writes, as a run's result: it yields `path` in the first
     process, and in the others a path of the same name in a temporary folder that is removed at the end. Its end waits
     until all processes have reached it, so that the first has written. A process that raises an Exception within does
     not wait, and the others raise it at their end (as `of_first`). Collective: every process must enter it, in the same
@@ -412,8 +413,8 @@ def _get(client: Any, key: str) -> str:
 
 
 def last_words(text: str) -> None:
-    """Stores `text`, the message that the other processes print if this one fails; `leave` sends it to them. Without it
-    they print this process's exit code."""
+    """Stores `text`, an error's message or the signal that stopped the command. If the exit code is not 0, `leave`
+    sends it to the other processes, which print it. Without it they print the exit code."""
     _Run.last_words = text
 
 

@@ -33,10 +33,10 @@ def require_shared(folder: Path) -> None:
 
 
 def writes(folder: Path) -> bool:
-    """Returns whether this process must write the files that every process reads from the path `folder`, such as stored
-    scores of a teacher. The first process writes them. Processes on a host that does not share this folder cannot see
-    these files; there the process with the smallest number writes them too. The folder must exist in the first process
-    and be writable there. Collective, as require_shared."""
+    """Returns whether this process must write the files that every process reads from the path `folder`: the stored
+    scores of a teacher, the one case in which it is asked. The first process writes them. Processes on a host that does
+    not share this folder cannot see these files; there the process with the smallest number writes them too. The folder
+    must exist in the first process and be writable there. Collective, as require_shared."""
     own, hosts = processes.index(), processes.all_of(socket.gethostname())
     without = [number for number, there in enumerate(_see_first(folder)) if not there and hosts[number] == hosts[own]]
     return own == 0 or own in without[:1]
@@ -45,7 +45,8 @@ def writes(folder: Path) -> bool:
 def seen(look: Callable[[], bool]) -> bool:
     """Calls `look`, a function without arguments that looks for what another process has written, five times a second
     until it returns True or half a minute has passed, because a network file system may show a new file late. Returns
-    whether it returned True. It is called at least once."""
+    whether it returned True. It is called at least once. A process waits by it for stored scores of a teacher, and
+    `_see_first` for the first process's file."""
     deadline = time.monotonic() + _LATE_SECONDS
     while not (there := look()) and time.monotonic() < deadline:
         time.sleep(0.2)

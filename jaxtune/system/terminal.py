@@ -5,10 +5,9 @@ Such text may contain rich's markup ("OUT[/b]"), escape sequences that move the 
 that reverse the order of a line, and lone surrogates that no encoding accepts. Therefore jaxtune prints only through
 `say`, through a console that `console` made, or through logging with `PrintableFormatter`; a test checks this rule. The
 reader of a terminal or a pipe may disappear at any time, and a run must not end with it (`outlive`, `outliving`).
-`printable` escapes characters, `fitted` breaks lines to a terminal's width, `plain` makes text for rich's tables,
-`progress` and `counted` show progress bars, and `be_silent` stops what a process of a larger run shows. The module
-imports nothing of jaxtune, so every package may use it.
-"""
+`printable` escapes characters, `fitted` breaks lines to a terminal's width, `plain` makes text for a console of a
+user's own, `progress` and `counted` show progress bars, and `be_silent` stops what a process of a larger run shows. The
+module imports nothing of jaxtune, so every package may use it."""
 
 from __future__ import annotations
 
@@ -219,9 +218,10 @@ def _console_class() -> type[Console]:
 
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A context with a progress bar on stderr for work on bytes, such as a download. It yields a function that is
-    called with the number of bytes done since its last call, by any thread. The bar disappears at the end of the
-    context. Without a terminal, or if this process is silent (`be_silent`), nothing is shown.
+    """A context with a progress bar on stderr for work on bytes: the writing of a model's files, and the reading back
+    of an export. It yields a function that is called with the number of bytes done since its last call, by any thread.
+    The bar disappears at the end of the context. Without a terminal, or if this process is silent (`be_silent`),
+    nothing is shown.
 
     Args:
       what: the work in words, printed before the bar.
@@ -246,9 +246,10 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A context with a progress bar on stderr for work that is counted, such as prompts to answer. It yields a function
-    that is called with the number of items done since its last call. The bar stays on the screen at the end. Without a
-    terminal, or if this process is silent (`be_silent`), nothing is shown.
+    """A context with a progress bar on stderr for work that is counted: `jaxtune generate` counts the answers to a file
+    of prompts by it. Training has a display of its own. It yields a function that is called with the number of items
+    done since its last call. The bar stays on the screen at the end. Without a terminal, or if this process is silent
+    (`be_silent`), nothing is shown.
 
     Args:
       what: the items in words, printed before the bar.
@@ -274,8 +275,9 @@ def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], No
 
 
 def plain(text: object, style: str = "") -> Text:
-    """Returns `text` as a rich Text, for a console or a table that may be rich's own: its characters are made
-    printable, and rich's markup in it is shown as it is written. style: a style of rich, such as "bold"; "": none."""
+    """Returns `text` as a rich Text, for a console that may be rich's own, on which a run prints its messages: its
+    characters are made printable, and rich's markup in it is shown as it is written. style: a style of rich, such as
+    "bold"; "": none."""
     from rich.text import Text
 
     return Text(printable(text), style)
