@@ -76,9 +76,8 @@ def read_tensors(
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
     stay: Collection[str] = (),
 ) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
-    """Reads tensors, casts, encodes or decodes them, places them on devices, and checks there that they are finite; a
-    checkpoint is loaded by it, an adapter is not. Eight threads read them in the order of the files; at a time at most
-    1 GiB of the files, or one larger tensor.
+    """Reads tensors of a checkpoint, not of an adapter, casts, encodes or decodes them, places them on devices, and checks
+    there that they are finite. Eight threads read, in the order of the files, at most 1 GiB or a larger tensor at once.
 
     Args:
       entries: {name: entry in files}.
