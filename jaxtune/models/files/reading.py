@@ -76,8 +76,8 @@ def read_tensors(
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
     stay: Collection[str] = (),
 ) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
-    """Reads tensors of a checkpoint, not of an adapter, casts, encodes or decodes them, places them on devices and checks
-    there that they are finite. Eight threads read, in the order of the files, at most 1 GiB or a larger tensor at once.
+    """Reads tensors of a checkpoint, not of an adapter; casts, encodes or decodes them, places them, and checks on the
+    devices that they are finite. Eight threads read, in the files' order, at most 1 GiB or a larger tensor at a time.
 
     Args:
       entries: {name: entry in files}.
