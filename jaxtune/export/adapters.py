@@ -41,7 +41,8 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
       ValueError: the model has no adapter, or one that PEFT's files cannot express; other weights are trainable too; a
         value is not finite; the disk has no room.
       ArithmeticError: the tensors that were read back differ from those written, or the product B A of an adapted
-        matrix, as PEFT computes it from the files, is not the model's.
+        matrix (without the factor alpha / r and DoRA's magnitudes), as PEFT computes it from the files, is not close to
+        the model's.
     """
     config, arrays, metadata = adapter_content(model)
     require_space(folder, sum(array.nbytes for array in arrays.values()) + (16 << 20))

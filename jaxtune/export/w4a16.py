@@ -180,12 +180,14 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, t
 
 def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.Array, int]:
     """Quantises a linear's weight [out, in] to int4. Returns (codes int8[out, in], scales [out, in / group] in dtype,
-    the number of groups that these do not represent exactly). group: how many numbers of a row share a scale.
+    the number of groups in which codes * scales, rounded to dtype, are not the weight). After QAT, `_piece` raises
+    ValueError if that number is not 0. group: how many numbers of a row share a scale. dtype: of the scales, the
+    model's (of 16 bits, or float32).
 
     For weights that are on such a grid already, the scale is recovered from the extreme values of the group
     (fake_quant.int4_scales), which were themselves rounded; the result may be a neighbour of the scale. Where a
     neighbour gives the exact weights, it is taken. The function is not jitted, because XLA would remove the rounding to
-    16 bits within one program.
+    dtype within one program.
     """
     groups = weight.astype(jnp.float32).reshape(len(weight), -1, group)
     first = int4_scales(groups, dtype)

@@ -246,9 +246,9 @@ def _without_number(name: str) -> str:
 
 
 def _identity(row: KernelRow) -> str:
-    """The name under which the kernel of `row` is paired with the other profile's: its own without the compiler's
-    number. It is "" for matrix products and attention of known shape and FLOPs, because libraries give kernels of the
-    same work different names."""
+    """The name by which, with category, scope, phase and shape, the kernel of `row` is paired with the other profile's:
+    its own without the compiler's number. It is "" for matrix products and attention of known shape and FLOPs, because
+    libraries give kernels of the same work different names."""
     return "" if row.category in ("GEMM", "attention") and row.shape and row.tflops else _without_number(row.name)
 
 

@@ -94,8 +94,8 @@ def create_temporary(path: str | os.PathLike, mode: int = 0o666) -> tuple[Path, 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
     """A context for writing a file. An OSError within it that names no file (those of write and flush name none) is
-    raised as an OSError of the same number that names this file and has the number of bytes in its message, so that the
-    user learns which disk is full. An OSError that names a file passes unchanged.
+    raised as an OSError of the same number (EIO if it has none) that names this file and has the number of bytes in its
+    message, so that the user learns which disk is full. An OSError that names a file passes unchanged.
 
     Args:
       path: the file that is written.

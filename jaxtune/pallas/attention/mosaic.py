@@ -461,7 +461,8 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
         are float32[B, heads, T], the log-sum-exp in units of log2, and the sum of out * dout over a head times scale.
       lower: int32[B, T], the first key that each query sees, from `_prepare`.
       blocks: how the kernel divides its work.
-      layout: the documents of the call; only `full` is used.
+      layout: the PackedLayout of the call; only `full` is used. True: every row is one document without padding, so
+        that the table of work needs no sort; False: the table is sorted.
       options: {"scale": the factor on scores, "soft_cap": the cap or None}.
     """
     query, key = operands[:2]
@@ -495,7 +496,8 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
         are float32[B, heads, T], the log-sum-exp in units of log2, and the sum of out * dout over a head times scale.
       upper: int32[B, T], the query after the last that sees each key, from `_prepare`.
       blocks: how the kernel divides its work.
-      layout: the documents of the call; only `full` is used.
+      layout: the PackedLayout of the call; only `full` is used. True: every row is one document without padding, so
+        that the table of work needs no sort; False: the table is sorted.
       options: {"scale": the factor on scores, "soft_cap": the cap or None}.
     """
     query, key, value = operands[:3]
@@ -530,7 +532,8 @@ def _halved_key_gradients(operands, upper, blocks: Blocks, value_blocks: Blocks,
       upper: int32[B, T], the query after the last that sees each key, from `_prepare`.
       blocks: how the kernel of dk divides its work.
       value_blocks: how the kernel of dv divides its work.
-      layout: the documents of the call; only `full` is used.
+      layout: the PackedLayout of the call; only `full` is used. True: every row is one document without padding, so
+        that the table of work needs no sort; False: the table is sorted.
       options: {"scale": the factor on scores, "soft_cap": the cap or None}.
     """
     query, key, value, dout, stat, _ = operands

@@ -129,8 +129,9 @@ class LLMInt8(Layout):
     """The layout of bitsandbytes' checkpoints with `load_in_8bit`, by which jaxtune/models/files reads and writes them.
 
     The tensors are `X.weight` int8[out, in], `X.SCB` float32[out], the largest magnitudes of the rows, and
-    `X.weight_format` uint8[], the order of the codes: 0 for row-major order, which is assumed if it is missing. The
-    attributes and methods are explained in Layout.
+    `X.weight_format` uint8[], the order of the codes: 0 for row-major order, which is assumed if it is missing.
+    `recognises` decides by a config.json, and `claims` by the tensors of one module. The attributes and methods are
+    explained in Layout.
     """
 
     title = "bitsandbytes' in eight bits (LLM.int8)"

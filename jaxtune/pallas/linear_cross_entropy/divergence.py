@@ -30,8 +30,9 @@ NOTHING = -1e30
 
 def within(logits: jax.Array, size: int) -> jax.Array:
     """The logits [..., n] with those from index `size` on replaced by NOTHING, so that they have probability 0: they
-    come from the rows of zeros with which `filled_up` pads a head. size: the number of tokens in the vocabulary. If n
-    is `size`, the logits are returned unchanged. The functions `_chunk` of this file and of top_k.py call it, and
+    come from the rows of zeros with which `filled_up` pads a head, or are zeros that were appended to the logits of one
+    model because the other's head has more rows. size: the number of tokens in the vocabulary. If n is `size`, the
+    logits are returned unchanged. The functions `_chunk` of this file and of top_k.py call it, and
     linear_top_k."""
     return logits if logits.shape[-1] == size else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, NOTHING)
 

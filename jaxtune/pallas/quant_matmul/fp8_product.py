@@ -383,8 +383,8 @@ def _first_rounding(dtype) -> str | None:
     """Compares the kernel of fp8_rounding.py with `rounded` for arrays of `dtype`, at the first use for each dtype.
     Returns the reason, in words, why this GPU must not run the kernel, or None if the two agree. Without a GPU nothing
     is compared, and the result is None. `side_by_side` calls it. A warpgroup reads a row in runs of 1,024 or 512
-    numbers; in one of the two small cases they divide the row, and in the other the last run overlaps the one
-    before."""
+    numbers; in one of the two small cases they divide the row, and in the other the last run overlaps the one before.
+    dtype: bfloat16 or float16, the dtypes that the kernel supports."""
 
     def compare():
         got, wanted = [], []

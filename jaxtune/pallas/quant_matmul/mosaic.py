@@ -10,7 +10,7 @@ alone.
 
 `refusal` and `small_refusal` say whether the two functions support a call; `few_refusal`, `line_refusal` and
 `row_refusal` say it of the kernels for more than 16 tokens, by lines and by rows. `line_tile` reads the measurement
-that is stored under the name `small_bucket`.
+that is stored under the name that `small_bucket` returns.
 """
 
 from __future__ import annotations

@@ -52,9 +52,10 @@ class Feed(Protocol):
 class RowSet(Protocol):
     """The interface of a set of rows, read before or during the run: a stream, or one of several sets that are mixed.
     `FedBatches` makes one feed by `feed` for each lane, that is for each device (or group of devices) that computes on
-    rows of its own, takes rows from these feeds, and writes them into a batch that `empty` makes. `identity` goes into
-    checkpoints, so that a run cannot resume with other rows; `described`, `warnings` and `news` are texts for the
-    screen."""
+    rows of its own, takes rows from these feeds, and writes them into a batch that `empty` makes.
+    `with_max_documents` may change the set in place, so only the set that it returns is used afterwards. `identity`
+    goes into checkpoints, so that a run cannot resume with other rows; `described`, `warnings` and `news` are texts for
+    the screen."""
 
     @property
     def name(self) -> str:

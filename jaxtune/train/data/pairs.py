@@ -136,7 +136,7 @@ class PackedPairs:
 
         Args:
             rows: the number of rows of the batch.
-            length: the number of tokens in a row of the batch; None is `self.length`.
+            length: the number of tokens in a row of the batch; None is `self.length`, that of these rows.
             shared: how many of these rows may be written into one row of the batch.
         """
         most = self.max_pairs * shared

@@ -53,9 +53,9 @@ def masked_spans(
     takes them out of the mask.
 
     A span goes from an opening to the next closing, both included, within one response. If the prompt ends with the
-    opening (white space after it does not count), as with templates that ask for a thought, the response begins within
-    a span. A span without a closing reaches to the end of its response. A token is excluded if any character of it is
-    in a span.
+    opening, as with templates that ask for a thought, the response begins within a span. There up to 16 characters of
+    white space may follow the opening, and an opening that itself ends with white space is not recognised. A span
+    without a closing reaches to the end of its response. A token is excluded if any character of it is in a span.
 
     Args:
         text: the text of the row.
@@ -83,7 +83,8 @@ def _spans(text: str, low: int, high: int, opening: str, closing: str) -> Iterat
     """Yields the (start, end) character ranges, as indices of `text`, of the spans that are not trained on in the
     response `text[low:high]`: from each `opening` to the next `closing`, both included, or to the end of the response
     if there is no `closing`. `masked_spans` calls it for each pair of texts. A response begins within a span if the
-    prompt before it ends with `opening`, white space after that not counted."""
+    prompt before it ends with `opening` and at most 16 characters of white space after it; an `opening` that itself
+    ends with white space is not recognised there."""
     # White space at the end of the prompt is not part of the opening: "<think>\n" comes before a thought.
     before = text[max(low - len(opening) - 16, 0) : low].rstrip()
     at = low if before.endswith(opening) else text.find(opening, low, high)

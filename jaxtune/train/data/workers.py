@@ -1,12 +1,12 @@
-"""Tokenises rows in chunks (`encode_rows`; `encode_chunk` makes one `Chunk`), in this process (`_InProcess`) or in
-several others (`_Process`, which run `_serve`).
-
+"""Tokenises rows in chunks (`encode_rows`; `encode_chunk` makes one `Chunk`). Each `_Worker` is a thread of this
+process with an `_Encoder`: `_InProcess` tokenises in that thread, `_Process` in a process that it starts (`_serve`).
 The processes are started as separate commands and receive their work through pipes. Nothing is forked, because JAX may
 already be running here. The caller's main module is not imported again, as multiprocessing's spawn would do, so a
 training script need not guard its main code.
 
 The caller can interrupt the work at any time, because its wait wakes several times a second. On an interrupt, or when a
-chunk takes far too long (a template is a program, and may loop), processes are killed, and a thread is made to exit.
+chunk takes far too long (a template is a program, and may loop), a `_Process` kills its process, and an `_InProcess`
+raises SystemExit in its thread, so that the thread exits.
 """
 
 from __future__ import annotations

@@ -470,7 +470,7 @@ def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.A
       logps: float32[answers, tokens], log-probabilities under the model that is trained.
       ratio: float32[answers, tokens or 1], new over old probabilities.
       advantages: float32[answers, 1].
-      options: its loss_type and the bounds of clipping are used.
+      options: "cispo" uses bound_above, "sapo" the two sapo_temperatures, other loss types epsilon, bound_above, delta.
     """
     low, high = options.epsilon, options.bound_above
     if options.loss_type == "cispo":

@@ -41,8 +41,8 @@ class Objective(Protocol):
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
         """Reads and tokenises rows, for training or for evaluation, into a data set that gives packed batches; or opens
-        the token cache that an earlier call wrote for the same rows. A run calls it for each of its sets of rows,
-        except those to which it samples answers.
+        the token cache that an earlier call wrote for the same rows (a list of dicts is not cached). A run calls it for
+        each of its sets of rows, except those to which it samples answers.
 
         Args:
           rows: a path, a data set's name, a list of dicts, or a data set that this method returned earlier, which is

@@ -110,14 +110,15 @@ class GRPO:
     @property
     def sums(self) -> tuple[str, ...]:
         """The names of the sums for metrics that `loss` returns, beside the loss and the count. The train step adds up
-        as many over micro-batches and devices, and `metrics` makes means of them."""
+        as many over micro-batches and devices. `metrics` divides them by "tokens" or "ratios" to make means, and leaves
+        "answers" a total."""
         corrected = (_RATIO,) if self.importance_sampling_correction else ()
         return (*self._measured, "answers", _MISMATCH, *corrected)
 
     @property
     def _measured(self) -> tuple[str, ...]:
-        """The names of the sums for metrics that `_sums` returns; `loss` adds a few more, `sums` has the names of all,
-        and `metrics` makes means of them."""
+        """The names of the sums for metrics that `_sums` returns; `loss` adds a few more, `sums` has the names of all.
+        `metrics` makes means of them, which it divides by "tokens" or "ratios"."""
         return grpo.metric_names(self.losses)
 
     @property

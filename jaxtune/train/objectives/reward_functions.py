@@ -289,7 +289,7 @@ class RewardFunctions:
 def unique(names: Sequence[str]) -> tuple[str, ...]:
     """Makes `names` different from each other, in their order, so that metrics have a name for each reward function and
     each class of environments that rewards: a name that stood before gets a number behind it, ("f", "f_2"), the
-    smallest from 2 on that makes a new name."""
+    smallest from 2 on that makes a name which is neither in `names` nor made before."""
     found: list[str] = []
     for name in names:
         numbered = (f"{name}_{number}" for number in itertools.count(2))

@@ -247,7 +247,8 @@ def phase_lines(
 def phase_warnings(phases: Sequence[Phase], budget_bytes: float | None, host_bytes: float | None) -> list[str]:
     """A line for each phase that will not fit the memory of a device, `budget_bytes`, or of this machine, `host_bytes`
     (None: no limit, or unknown), with its remedy; two lines if it fits neither, [] if all phases fit. The table of
-    phases has them, and they are printed before a teacher is loaded (TeacherPass.warnings); nothing is refused here."""
+    phases has them, and TeacherPass.warnings returns them, to be printed before a teacher is loaded; nothing is refused
+    here."""
     found = []
     for phase in phases:
         for need, there, what in (

@@ -99,9 +99,9 @@ class Planner:
 
     @property
     def cost(self) -> StepCost:
-        """The costs of a step, with the table of per-layer embeddings where the plan in force has it, for
-        `compiled_bytes`, the phases of the run, and the plan of sampled answers. Plans are chosen from `_cost`, which
-        leaves the table's place open."""
+        """The costs of a step, which are its bytes and its work (its times are in `forecast`), with the table of
+        per-layer embeddings where the plan in force has it, for `compiled_bytes`, the phases of the run, and the plan
+        of sampled answers. Plans are chosen from `_cost`, which leaves the table's place open."""
         return self._cost.with_table(self.plan.table_on_host)
 
     @property
