@@ -1,8 +1,9 @@
 """The answers of `jaxtune generate MODEL`. With `--prompts FILE --output FILE`, `answer_file` writes one line of JSON
 for each answer (there may be several to a prompt), in the order of the prompts; if the command was stopped, the same
-command makes the answers that are missing. With `--prompt TEXT`, `show` prints the answers. For the file `read_rows`
-reads the prompts, `prompt_ids` tokenises one, `count_answers` finds how many answers there are already, `in_order`
-yields the new ones in order, and `append` writes one (`encoded` as JSON)."""
+command makes the answers that are missing. With `--prompt TEXT`, which may be repeated, `show` prints the answers to
+all prompts once they have ended. For the file `read_rows` reads the prompts, `prompt_ids` tokenises one,
+`count_answers` finds how many answers there are already, `in_order` yields the new ones in order, and `append` writes
+one (`encoded` as JSON)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The command `jaxtune evaluate`, which prints a model's scores on held-out rows as JSON: the loss, and what else the
-config asks for, such as exact match with sampled answers.
+config, a run's or a recipe, asks for, such as exact match with sampled answers.
 
 `run` takes the words of the command line after `evaluate`; its docstring is the text that --help prints.
 """

@@ -31,9 +31,9 @@ from jaxtune.train.display.metrics import read_metrics
 @dataclasses.dataclass
 class TrainerControl:
     """What callbacks request of the run: a callback sets a field to True, and the run does it after this step. Before
-    on_step_end the run itself sets the last three fields: True if SFTConfig makes that due after this step, else False,
-    so that earlier requests are lost. A callback cannot prevent what is due by setting the field to False; should_log
-    False only keeps on_log from being called."""
+    on_step_end the run itself sets the last three fields: True if SFTConfig makes that due after this step, else False.
+    So earlier requests are lost, but should_log passes the last step's numbers to on_log if they arrive before that. A
+    callback cannot prevent what is due by setting the field to False, but should_log False prevents on_log."""
 
     should_training_stop: bool = False  # end the run
     should_epoch_stop: bool = False  # raises ValueError, because an epoch is not a loop of its own here
@@ -98,9 +98,9 @@ class TrainerCallback:
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before the first step of an epoch, and before the first step of train(), even if it continues within
         an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
-        return another one (None keeps it), but only should_training_stop has an effect from here, after that step, and
-        should_epoch_stop raises ValueError. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None
-        for transformers' other objects, such as `optimizer`."""
+        return another one (None keeps it): should_training_stop has an effect after that step, should_log passes
+        numbers of the step before to on_log if they arrive before on_step_end, should_epoch_stop raises ValueError, and
+        the rest does nothing. `kwargs` has `model`, `processing_class`, also as `tokenizer`, and None for others."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after the last step of an epoch, and after the last step of the run, but not if a callback ends the
@@ -111,10 +111,10 @@ class TrainerCallback:
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before an optimizer step. `args` is the SFTConfig, `state` the TrainerState. It may change `control`,
-        the TrainerControl, or return another one (None keeps it), but only should_training_stop has an effect from
-        here, after this step: the run sets the requests to log, evaluate and save anew before on_step_end, and
-        should_epoch_stop raises ValueError. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None
-        for transformers' other objects, such as `optimizer`."""
+        the TrainerControl, or return another one (None keeps it): should_training_stop has an effect after this step,
+        should_log passes numbers of the step before to on_log if they arrive before on_step_end, should_epoch_stop
+        raises ValueError, and the rest does nothing. `kwargs` has `model`, `processing_class` (also as `tokenizer`),
+        and None for transformers' other objects, such as `optimizer`."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an optimizer step was dispatched; its numbers may not have arrived. `args` is the SFTConfig,
@@ -390,8 +390,8 @@ class Events(Callback):
 
     def _at(self, step: int, model: Callable[[], Decoder]) -> None:
         """Sets the state's step and epoch, and makes the script's model refer to the current weights. step: the number
-        of steps done. model: a function that assembles the current module; it is called only if a callback accesses the
-        weights."""
+        of steps done. model: a function that assembles the current module; it is called only when the script's model is
+        next accessed: by a callback or compute_metrics, to write a checkpoint-N folder, or to copy the best weights."""
         self.state.global_step, self.state.epoch = step, step / self._steps_per_epoch
         self.model.module = lambda: self._handed_back(model())
 

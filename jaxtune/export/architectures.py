@@ -31,8 +31,8 @@ _GEMMA3_LOCAL_THETA = 10_000.0
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """How llama.cpp computes the models of one family, as far as its architectures differ. The table ARCHITECTURES has
-    one for each family. An export compares a model with it, and refuses one that llama.cpp would compute differently.
-    "It" below is llama.cpp."""
+    one for each family. An export compares a model with it, and refuses one that llama.cpp would compute differently,
+    except for what `hyperparameters` only notes. "It" below is llama.cpp."""
 
     name: str  # general.architecture of the file
     # rotary pairs are the neighbours (2i, 2i + 1) of a head, and those of Hugging Face's model are not, so rows of q

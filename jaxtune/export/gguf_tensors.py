@@ -132,9 +132,9 @@ def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
 
 
 def of_model(weights: Weights, arch: Architecture) -> list[Source]:
-    """Returns the Sources of every tensor of a model's GGUF file, in the order of the file: the rotary factors, the
-    model's weights, and the head where llama.cpp needs a tied one as a tensor of its own. Each tensor is made only when
-    it is written.
+    """Returns the Sources of a model's GGUF file, one for each value of the model, in the order of the file: the rotary
+    factors, the model's weights, and the head where llama.cpp needs a tied one as a tensor of its own. A Source may
+    have several tensors, such as gate and up of a fused matrix. Each tensor is made only when it is written.
 
     Args:
       weights: the model's weights. If it has an adapter, they must be the merged ones.

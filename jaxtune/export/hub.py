@@ -1,4 +1,5 @@
-"""Upload of a folder with a model or an adapter to a model repository of the Hugging Face hub (`push`)."""
+"""Upload of a folder with a model or an adapter to a model repository of the Hugging Face hub (`push`), for
+`jaxtune export --push` and the push_to_hub methods of jaxtune.compat's models."""
 
 from __future__ import annotations
 

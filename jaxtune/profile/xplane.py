@@ -299,9 +299,10 @@ def _is_copy(raw: _Raw) -> bool:
 
 
 class _WorkCache:
-    """Reads shapes, FLOPs, bytes, linear layers and scopes of instructions for `_events`. Work and layers are computed
-    once per instruction and kept, because many events of a trace have the same one. The keys are id(instruction), so it
-    is used only while the program's Module exists."""
+    """Reads of an instruction, for `_events`, its FLOPs, bytes, shapes and dtype (`of`), its linear layer (`linear`),
+    and the op_name from which scope_of takes scope and phase (`scope`). The first two are computed once per instruction
+    and kept, because many events of a trace have the same one. The keys are id(instruction), so it is used only while
+    the program's Module exists."""
 
     def __init__(self):
         self._work: dict[int, tuple[float, float, str, str]] = {}
@@ -355,10 +356,10 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
     """(start_ns, end_ns) of each step, in order. A step is a period of the sequence in which programs run, apart from
     those that take less than 0.02 % of the time, or, if that gives none, 0.2 % or 2 %; if there is still none, because
     programs change with their shapes, a period of the functions' names. If there is none either, all runs are one step.
-    If the program marked steps, and their number divides that of the runs, the runs are divided equally among them
-    instead. Work before the first step and after the last belongs to none, and a step that the capture cut is left out
-    (_whole). If no program takes 2 % of the time, or none ran, and no period was found, the whole trace is one step, to
-    which all events belong.
+    If the program marked steps, and their number divides that of the runs that were not left out for their time at the
+    last attempt, these runs are divided equally among the steps instead. Work before the first step and after the last
+    belongs to none, and a step that the capture cut is left out (_whole). If no program takes 2 % of the time, or none
+    ran, and no period was found, the whole trace is one step, to which all events belong.
 
     Args:
       events: of the trace; their field `step` is set.

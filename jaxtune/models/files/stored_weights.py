@@ -1,6 +1,7 @@
 """Quantised weights in checkpoints: finds their tensors by name (`gather`), reads them (`read`) and plans how they are
 written (`group`), for loading, saving and exporting; `stacked` combines the entries of single experts' quantised
-matrices, and `require_alike` checks those of quantised and other experts. A StoredEntry describes a weight in files.
+matrices, and `require_alike` checks that single experts' matrices, quantised or not, have one shape and dtype. A
+StoredEntry describes a weight in files.
 
 How each format stores its weights is described by its layouts (jaxtune/pallas/formats/layout.py).
 """

@@ -113,9 +113,11 @@ def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
 
 
 def _buffer_bytes(model: Decoder, tokens: int) -> int:
-    """Convertible.buffer_bytes of a model, an upper estimate: the head as steps multiply by it, if that is a copy, and
-    for the layer that needs the most, its weights as products decode them, experts too, and the inputs and outputs of
-    its products with the `tokens` tokens that one program prefills."""
+    """Convertible.buffer_bytes of a model, an upper estimate: the head as steps multiply by it, if that is a copy
+    (head_of_step casts or pads it), and for the layer that needs the most, its weights as products decode them, experts
+    too, and the inputs and outputs of its products with the `tokens` tokens that one program prefills. plan_slots
+    leaves these bytes free when it decides of how many layers weights are converted, but not when it chooses the number
+    of slots."""
     moe, layers = model.config.moe, []
     for layer in model.layers:
         numbers = 0

@@ -297,7 +297,9 @@ class ExpertLinear(nnx.Module):
         Args:
           rows: they have been multiplied by the router's weights already.
           lora: the adapters, from `adapter()`, which the caller may have passed through an identity that orders their
-            gradients; None: there are none. Where `fake_quant` clips gradients, `self.lora` is merged instead.
+            gradients; None: there are none. Under `fake_quant`, `self.lora` is merged into the weights before they are
+            rounded, and `lora` only gets the gradients (gradients_of); if `fake_quant` clips gradients, the adapters
+            get their gradients through the merged weights, and `lora` is not used.
           routing: which expert and token each row belongs to, from `route`.
           choice: int32[T, k], each token's experts; E for none.
           weights: float32[T, k], the router's weights of these experts, by which the biases are multiplied if there are

@@ -225,8 +225,8 @@ class FP8Files(Layout):
     """The layout of FP8 checkpoints, by which jaxtune/models/files reads and writes them: codes in F8_E4M3 in
     `X.weight`, with one tensor of scales beside them, of two kinds.
 
-    - `quant_method: fp8` (Qwen, DeepSeek): `X.weight_scale_inv` has a scale for each 128 x 128 numbers, by which,
-      despite its name, the codes are multiplied.
+    - `quant_method: fp8` (Qwen, DeepSeek): `X.weight_scale_inv` has a scale for each 128 x 128 numbers or, in files
+      that are read, one for the whole matrix, by which, despite its name, the codes are multiplied.
     - `quant_method: compressed-tensors` with `format: float-quantized` (vLLM's llm-compressor): `X.weight_scale` has
       one for each row ("channel"), for the whole matrix ("tensor") or, in files that are read, for each 128 x 128
       numbers ("block").

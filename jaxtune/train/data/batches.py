@@ -237,7 +237,8 @@ class Rows(Protocol):
     @property
     def lengths(self) -> np.ndarray:
         """int64[n]: the number of tokens in each row, padding not counted, in the order of the rows. With
-        data.packing=step, steps are packed by them (steps.py); other sources do not read them."""
+        data.packing=step, the rows of each micro-batch, which the order of the epoch chooses, are packed by them into
+        common rows of the batch, whose length follows from the longest (steps.py). Other sources do not read them."""
         ...
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:

@@ -427,8 +427,8 @@ def write_config(output: Path, config: TrainConfig) -> None:
 def require_same_config(output: Path, config: TrainConfig) -> bool:
     """Checks that the folder `output`, which has no checkpoint, belongs to no other run. True: its config.yaml is
     exactly that of this run's `config`. False: it has yet to be written, because the file is missing, incomplete, or
-    was written by an older version but means the same. The Trainer calls it before a new run, for the error alone: it
-    writes the config in any case.
+    was written by an older version but means the same. The Trainer calls it before a run starts from step 0, for the
+    error alone: it writes the config in any case.
 
     A file that is empty, or a beginning of this run's file, was left by a full disk or a power failure and counts as
     incomplete.
@@ -450,7 +450,8 @@ def require_same_config(output: Path, config: TrainConfig) -> bool:
 
 def _reads_as(path: Path, config: TrainConfig) -> bool:
     """Whether the config.yaml at `path`, which an older version may have written without newer keys, is read as
-    `config`; False if it cannot be read. `require_same_config` asks it if the bytes differ."""
+    `config`, that of the run that is about to start in its folder, which has no checkpoint. True: the file is this
+    run's own. False: it is another run's, or cannot be read. `require_same_config` asks it if the bytes differ."""
     try:
         return load_config(str(path)) == config
     except ConfigError:

@@ -180,9 +180,9 @@ class StepCost:
 
     @property
     def frozen_bytes(self) -> float:
-        """Bytes on a device of the weights that do not train, the model's and its teacher's, to which the forecasts of
-        a run's phases add others. A table of per-layer embeddings on the host does not count, nor does what a plan adds
-        by keeping weights whole (`resident_bytes`)."""
+        """Bytes on a device of the weights that do not train, the model's and its teacher's, without per-layer
+        embeddings on the host and without what a plan adds by keeping weights whole (`resident_bytes`). phases.py adds
+        to it what a phase such as "load" needs; the step's own forecast takes `fixed_bytes`, which includes it."""
         return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
