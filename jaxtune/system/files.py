@@ -86,7 +86,7 @@ def create_temporary(path: str | os.PathLike, mode: int = 0o666) -> tuple[Path, 
     while True:
         temporary = temporary_path(path)
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        if hold(descriptor) and os.fstat(descriptor).st_nlink:
+        if hold(descriptor) and temporary.exists():
             return temporary, descriptor
         os.close(descriptor)  # another process removes it, as a leftover, which it found before it was locked
 

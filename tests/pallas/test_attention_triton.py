@@ -19,7 +19,7 @@ def chosen(capability, dim=128, dtype=jnp.bfloat16, packed=False, **features):
     query = jax.ShapeDtypeStruct((1, 128, 4, dim), dtype)
     layout = packed_layout((1, 128), jnp.ones((1, 128), jnp.int32)) if packed else packed_layout((1, 128))
     with dispatch.compile_for(capability):
-        return dispatch.choose("attention", api.implementations(query, layout, **features), None)
+        return dispatch.choose("attention", api.implementations(query, layout, kv_heads=2, **features), None)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (12, 0)])
