@@ -48,10 +48,11 @@ def _f16_of(pair: jax.Array) -> jax.Array:
 
 
 def encode_q8_0(blocks: jax.Array, dtype: str = "float32") -> jax.Array:
-    """Encodes blocks float32[n, 32] in Q8_0, for exports: uint8[n, 34]. The bytes of a block are its scale d in f16,
-    then 32 codes int8 of -127 to 127; a number is d * code. dtype: the name of the dtype in which quantisation-aware
-    training in Q8_0 made the numbers, which are then encoded exactly; "float32" also for numbers that were not trained
-    so."""
+    """Encodes blocks float32[n, 32] in Q8_0: uint8[n, 34]. Exports to GGUF files call it. A block begins with its scale
+    d in f16, and its 32 codes follow, each an int8 from -127 to 127; a code stands for the number d * code.
+
+    dtype: the name of the dtype in which quantisation-aware training rounded the numbers to Q8_0; they are then encoded
+    without an error. The default, "float32", is also right for numbers that were not rounded to Q8_0 in training."""
     scales, codes = q8_0_codes(blocks, dtype)
     return jnp.concatenate([_bytes_of(scales), lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)], -1)
 

@@ -193,9 +193,10 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
 
 
 def require_fit_for_processes(config: TrainConfig) -> None:
-    """Raises ValueError for a run of several processes if their configs or the versions of their packages differ, or if
-    the config asks for what several processes cannot do yet: answers that train or are evaluated, or optim.offload. A
-    single process is always accepted. The train and evaluate commands call it before they read anything."""
+    """Checks, before the train and evaluate commands read anything, that a run of several processes is possible. Raises
+    ValueError if the processes' configs or package versions differ, or if the config asks for what several processes
+    cannot do yet: training on sampled answers, evaluating them, or optim.offload. A single process is always accepted.
+    """
     if (count := processes.count()) == 1:
         return
     require_same_settings(config)

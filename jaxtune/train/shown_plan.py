@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 
 def show_plan(config: TrainConfig, console: Console) -> None:
-    """Does `jaxtune train --plan` where it needs no rows: prints on `console` the memory plan (what becomes of the
-    values that the backward reads, with the memory and time of a step, and the longest row that fits) for the device
-    that the config names, or for this machine's, from the model's shapes alone: without weights, rows or compiling.
-    Before it comes the reason for the mesh, if one was chosen here. Then come how many answers are sampled at a time
-    (GRPO and RLOO), the pass that stores a teacher's log-probabilities (objective.teacher_top_k), and at last the time
-    of config.steps steps, or of a million tokens if `steps` is not set.
+    """Prints the memory plan of a run on `console`, for `jaxtune train --plan` where it needs no rows. The plan is made
+    from the model's shapes alone, without weights, rows or compiling, for the device that the config names or else for
+    this machine's. It says what becomes of the values that the backward reads, the memory and time of a step, and the
+    longest row that fits.
+
+    The reason for the mesh is printed first, if a mesh was chosen here. These follow the plan: how many answers are
+    sampled at a time (GRPO and RLOO); the pass that stores a teacher's log-probabilities (objective.teacher_top_k); the
+    time of config.steps steps, or of a million tokens if `steps` is not set.
 
     Raises:
       ValueError: no device is named and there is no GPU here, or fewer than the mesh asks for; a device is named, and

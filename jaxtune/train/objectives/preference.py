@@ -202,9 +202,10 @@ class Preference(Pairs):
         raise NotImplementedError
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The loss of `batch`, a micro-batch of pairs: (sum of the losses, number of pairs, {name: sum} for each name
-        in `sums`), float32 scalars that are added up over micro-batches and devices. The train step differentiates it,
-        and evaluation calls it too. forward: runs `model`, and its reference if it has one."""
+        """The loss of a micro-batch of pairs, `batch`: (the sum of the losses, the number of pairs, {name: sum} for
+        each name in `sums`). All are float32 scalars, which the caller adds up over micro-batches and devices. The
+        train step differentiates the first, and evaluations call it too. forward: runs `model`, and its reference if
+        there is one."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward, self.documents)
         unscaled = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]
