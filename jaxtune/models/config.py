@@ -9,6 +9,7 @@ from, with a Passthrough for tensors of the checkpoint that are not loaded."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -72,6 +73,18 @@ class RopeConfig:
             raise ValueError(
                 "original_max_position_embeddings = 1: longrope's attention factor divides by its logarithm"
             )
+
+
+def context_length(positions: int, rotary: Sequence[RopeConfig]) -> int:
+    """The number of positions that a model with max_position_embeddings = `positions` and these rotary bases supports:
+    `positions`, or `factor` times the original context (`positions` if that is 0) of a base of kind yarn, if that is
+    more. DecoderConfig.context_length is it, and a window that is read from config.json is compared with it."""
+    stretched = (
+        int(rope.factor * (rope.original_max_position_embeddings or positions))
+        for rope in rotary
+        if rope.kind == "yarn"
+    )
+    return max(positions, *stretched, 0)
 
 
 class PartConfig(Protocol):
@@ -340,14 +353,8 @@ class DecoderConfig:
     @property
     def context_length(self) -> int:
         """The number of positions that the model supports, against which documents, prompts and lengths of rows are
-        checked: max_position_embeddings, or `factor` times the original context (max_position_embeddings if that is 0)
-        of a rotary base of kind yarn, if that is more."""
-        stretched = (
-            int(rope.factor * (rope.original_max_position_embeddings or self.max_position_embeddings))
-            for rope in self.rotary
-            if rope.kind == "yarn"
-        )
-        return max(self.max_position_embeddings, *stretched, 0)
+        checked, by the function `context_length`."""
+        return context_length(self.max_position_embeddings, self.rotary)
 
     @property
     def num_layers(self) -> int:

@@ -375,6 +375,18 @@ def test_a_window_as_long_as_the_context_stays_where_yarn_extends_it():
         config = config_from_hf({**given, "sliding_window": 64, "rope_scaling": scaling})
         assert [layer.window for layer in config.layers] == [window] * len(config.layers)
         assert config.context_length == length
+    of_context = config_from_hf({**given, "sliding_window": 256, "rope_scaling": yarn})
+    assert {layer.window for layer in of_context.layers} == {None}
+
+
+@pytest.mark.parametrize("name", ["olmo3", "ministral3", "gpt_oss"])
+def test_a_model_of_families_with_yarn_whose_layers_have_no_window_is_read_back_as_it_is(name):
+    """transformers' classes need a window, which must then be no shorter than what yarn makes of the context."""
+    config = config_from_hf(CONFIGS[name])
+    assert any(rope.kind == "yarn" for rope in config.rotary)
+    layers = tuple(dataclasses.replace(layer, window=None) for layer in config.layers)
+    config = dataclasses.replace(config, layers=layers)
+    assert config_from_hf(family(config.family).to_hf(config)) == config
 
 
 def test_a_scale_of_queries_that_is_no_whole_number_is_written_as_it_was():

@@ -54,7 +54,7 @@ class _Rotary(Rotary):
 FAMILY = Family(
     "ministral3",
     "Ministral3ForCausalLM",
-    (OneWindow(), _Rotary(_ROPE)),
+    (_Rotary(_ROPE), OneWindow()),
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     text_of=("mistral3",),
 )

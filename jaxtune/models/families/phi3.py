@@ -45,7 +45,7 @@ class _Rotary(Rotary):
 FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
-    (OneWindow(), _Rotary(), PARTIAL_ROTARY),
+    (_Rotary(), OneWindow(), PARTIAL_ROTARY),
     defaults={ORIGINAL_POSITIONS: 4096, "rms_norm_eps": 1e-5},
     fields={"fused_qkv": True, "fused_gate_up": True},
     written={"embd_pdrop": 0.0, "resid_pdrop": 0.0},

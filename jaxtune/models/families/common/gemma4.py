@@ -376,8 +376,8 @@ KEYS: tuple[Entry, ...] = (
     ATTENTION_BIAS,
     Key("per_layer_config", (), _check_layers, None),
     Key("use_bidirectional_attention", (), _check_direction, None),
-    _Layers(_default_types, (LayerType(FULL, mixer=_ATTENTION), LayerType(SLIDING, window=True, rotary=1))),
     _Rotary(),
+    _Layers(_default_types, (LayerType(FULL, mixer=_ATTENTION), LayerType(SLIDING, window=True, rotary=1))),
 )
 # Entries that follow KEYS, in this order: each changes the layers that the earlier ones made.
 EXPERTS, SHARING, PER_LAYER = _Experts(), _Sharing(), _PerLayer()

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from jaxtune.models import values
-from jaxtune.models.config import DecoderConfig, LayerSpec, PartConfig
+from jaxtune.models.config import DecoderConfig, LayerSpec, PartConfig, RopeConfig, context_length
 from jaxtune.models.families.common import rope
 from jaxtune.models.families.common.key import Config, Fields, Key, Record
 from jaxtune.models.layers.mlp import MLPShape
@@ -98,10 +98,10 @@ def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: S
     return names
 
 
-def window_of(hf: Config) -> int | None:
+def window_of(hf: Config, rotary: Sequence[RopeConfig]) -> int | None:
     """The window in tokens from the key sliding_window of a config.json (`hf`), for its sliding layers (LayerTypes,
-    OneWindow). None if the window is at least as long as max_position_embeddings, because full attention is then the
-    same and faster, unless the rotary base is of the kind yarn, which extends the context (context_length).
+    OneWindow). None if the window is at least as long as the context, because full attention is then the same and
+    faster. rotary: the rotary bases that were read from the file, of which yarn extends the context (context_length).
 
     Raises:
       ValueError: sliding_window is null or below 1.
@@ -109,9 +109,7 @@ def window_of(hf: Config) -> int | None:
     window = hf["sliding_window"]
     if not isinstance(window, int) or window < 1:
         raise ValueError(f"config.json: layers have a window, but sliding_window is {window!r}: it must be at least 1")
-    extension = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    longer = "yarn" in (extension.get("rope_type"), extension.get("type"))  # rows may then pass max_position_embeddings
-    return None if window >= hf["max_position_embeddings"] and not longer else window
+    return None if window >= context_length(hf["max_position_embeddings"], rotary) else window
 
 
 def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None:
@@ -132,15 +130,16 @@ def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None
 @dataclasses.dataclass(frozen=True)
 class LayerTypes:
     """An entry of families' tables (key.Entry) for the key layer_types: gives each LayerSpec in DecoderConfig.layers
-    the window, rotary base and mixer of the layer's type, and writes the types of layers back."""
+    the window, rotary base and mixer of the layer's type, and writes the types of layers back. It stands after the
+    family's own entry for rotary bases, if there is one, because the context that yarn extends limits windows."""
 
     default: Callable[[Config], Sequence[str]]
     """Computes the types for a config.json without layer_types; it may read all keys of the family."""
     types: tuple[LayerType, ...] = (FULL, SLIDING)
     """The types that exist; a layer is written as the first one that fits it."""
     needs_window: bool = True
-    """What is written for sliding_window if no layer has a window: True: max_position_embeddings, because transformers'
-    class needs a number; False: null."""
+    """What is written for sliding_window if no layer has a window: True: the length of the context, because
+    transformers' class needs a number; False: null."""
 
     gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
 
@@ -152,13 +151,13 @@ class LayerTypes:
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, each with the window, rotary base and mixer of its type} by the
-        config.json `hf`. fields: the fields of DecoderConfig that earlier entries set, `layers` among them. Raises
-        ValueError for another number of types than layers, types that the family does not have, or a window that is
-        missing or 0."""
+        config.json `hf`. fields: the fields of DecoderConfig that earlier entries set, with `layers` and `rotary`.
+        Raises ValueError for another number of types than layers, types that the family does not have, or a window that
+        is missing or 0."""
         types = {kind.name: kind for kind in self.types}
         names = layer_types(hf, self.default, tuple(types))
         mixers = {kind.name: kind.mixer.made(hf) for kind in self.types if kind.mixer is not None}
-        window = window_of(hf) if any(types[name].window for name in names) else None
+        window = window_of(hf, fields["rotary"]) if any(types[name].window for name in names) else None
         layers = (
             dataclasses.replace(
                 layer.replaced(mixer=mixers.get(name)),
@@ -182,7 +181,7 @@ class LayerTypes:
         for kind in self.types:
             layers = [layer for layer, one in zip(config.layers, kinds, strict=True) if one is kind]
             if kind.window:
-                longest = config.max_position_embeddings if self.needs_window else None
+                longest = config.context_length if self.needs_window else None
                 written["sliding_window"] = one_window(config, layers) or longest
             if kind.mixer is not None and layers:
                 mixers = {layer.config_of("mixer") for layer in layers}
@@ -211,16 +210,17 @@ class LayerTypes:
 
 class OneWindow:
     """An entry of families' tables (key.Entry) for a sliding_window that all layers have: sets it in each LayerSpec,
-    and writes it back. Null in the file means that no layer has a window."""
+    and writes it back. Null in the file means that no layer has a window. It stands after the family's own entry for
+    rotary bases, as LayerTypes does."""
 
     keys = (SLIDING_WINDOW,)
     gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, each with the window of the config.json `hf`}, None for a window that
-        is null or at least max_position_embeddings. fields: the fields of DecoderConfig that earlier entries set.
-        Raises ValueError for a window of 0."""
-        window = None if hf["sliding_window"] is None else window_of(hf)
+        is null or at least as long as the context. fields: the fields of DecoderConfig that earlier entries set,
+        `layers` and `rotary` among them. Raises ValueError for a window of 0."""
+        window = None if hf["sliding_window"] is None else window_of(hf, fields["rotary"])
         return {"layers": tuple(dataclasses.replace(layer, window=window) for layer in fields["layers"])}
 
     def write(self, config: DecoderConfig) -> Fields:
