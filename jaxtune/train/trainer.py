@@ -491,10 +491,10 @@ class Trainer:
             self.model.resume(saved)
 
         step, restored, meta = checkpointer.restore(from_step, like=like, check=check, partial=weights_only)
-        if is_longer(meta, self.record()):
-            note(report.new_rates(self.config.schedule, self.program.schedule, step, self.total_steps))
         if step > (steps := self.total_steps):
             raise CheckpointError(f"steps = {steps}: the last checkpoint is of step {step}; give it as many or more")
+        if not weights_only and is_longer(meta, self.record()):
+            note(report.new_rates(self.config.schedule, self.program.schedule, step, restored["state"].skipped, steps))
         if self.trains:
             self.batches.resume(step, meta.get(POSITION))
         return step, gradient_sync.fitted(restored["state"], wanted, note)

@@ -71,7 +71,9 @@ def test_rows_that_a_run_trained_on_are_not_evaluated_as_held_out(finished, tmp_
     assert train(finished, "steps=2", "data.eval=null", "data.eval_rows=3", f"output={tmp_path}") == 0
     capsys.readouterr()
     assert evaluate(tmp_path) == 0
-    assert capsys.readouterr().out
+    own = json.loads(capsys.readouterr().out)
+    assert evaluate(tmp_path, "data.eval=null") == 0  # which the run has: its own rows again
+    assert json.loads(capsys.readouterr().out)["eval_targets"] == own["eval_targets"]
     assert evaluate(tmp_path, "data.max_rows=20") == cli.USER_ERROR
     assert "the run held out 3 rows of other rows, or by another template" in capsys.readouterr().err
 

@@ -151,6 +151,17 @@ HELD_OUT = dict(data=dataclasses.replace(make_config("x").data, eval="held out")
 REWARDED = dict(objective=ObjectiveConfig("grpo", reward_funcs=("brevity",)))
 
 
+def test_the_best_checkpoint_can_be_by_the_second_function_of_one_name(tmp_path):
+    """Whose metric has a number behind the name."""
+    asked = EvaluationConfig(generate=("a.py:right", "b.py:right"))
+    for name in ("right", "right_2"):
+        best = CheckpointConfig(best=f"eval_answers/{name}")
+        make_config(tmp_path, **HELD_OUT, checkpoint=best, evaluation=asked)
+    with pytest.raises(ConfigError, match="they have right, right_2"):
+        best = CheckpointConfig(best="eval_answers/right_3")
+        make_config(tmp_path, **HELD_OUT, checkpoint=best, evaluation=asked)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -433,6 +433,23 @@ def test_more_devices_than_there_are():
 # ---- guards
 
 
+def test_the_rate_of_a_run_that_is_made_longer_is_said_as_it_is_taken(tmp_path, capsys):
+    """Updates that were skipped, here because the first loss scales of fp16 are too large, move no schedule on."""
+
+    def train(steps):
+        settings = dict(precision="fp16", schedule=ScheduleConfig("linear", warmup_steps=1), steps=steps)
+        saves = CheckpointConfig(every_steps=6, every_minutes=None)
+        trainer = Trainer(lora_model(), None, make_config(tmp_path, checkpoint=saves, **settings), dataset(TRAIN))
+        trainer.train()
+        return trainer.history
+
+    assert 0 < train(6)[-1]["skipped"] < 6
+    capsys.readouterr()
+    rate = next(line["learning_rate"] for line in train(12) if line["step"] == 7)
+    said = re.search(r"schedule of 12 steps, and is (\S+) in step 7", " ".join(capsys.readouterr().out.split()))
+    assert said[1] == f"{rate:.3g}"
+
+
 def test_nothing_to_train(tmp_path):
     with pytest.raises(ValueError, match="the model has no trainable tensor: add adapters"):
         Trainer(freeze(tiny_model()), None, make_config(tmp_path), dataset(TRAIN))

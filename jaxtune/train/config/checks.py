@@ -2,13 +2,15 @@
 
 Most functions check one value. `require_usable_numbers` walks a whole configuration, and refuses integers that are
 above the limit of their key (2**31 - 1 for most keys), and floats that float32 cannot represent (infinity and NaN
-included).
+included). `unique_names` gives the names that metrics of functions of equal names have.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
@@ -49,6 +51,18 @@ def fraction(key: str, value: float | None, below_one: bool = False) -> None:
     itself is refused (True) or accepted (False)."""
     inside = value is None or (0 <= value < 1 if below_one else 0 <= value <= 1)
     require(inside, key, value, "must be from 0 to " + ("below 1" if below_one else "1"))
+
+
+def unique_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Makes the `names` of reward functions and classes of environments different from each other, in their order, so
+    that each has metrics of its own: a name that stood before gets a number behind it, ("f", "f_2"), the smallest from
+    2 on that makes a name which is neither in `names` nor made before. A config's checks find the metrics' names with
+    it too."""
+    found: list[str] = []
+    for name in names:
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        found.append(next(one for one in numbered if one not in (*names, *found)) if name in found else name)
+    return tuple(found)
 
 
 # The ranges of the compiled programs' int32 and float32.

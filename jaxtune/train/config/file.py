@@ -180,7 +180,8 @@ def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, 
 
 def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainConfig, float]:
     """Reads a recipe for `jaxtune evaluate`, whose held-out rows may be replaced by an override of data.eval. Such an
-    override also unsets the recipe's data.eval_rows, which cannot be set beside data.eval, unless an override sets it.
+    override also unsets the recipe's data.eval_rows, which cannot be set beside data.eval, unless an override sets it;
+    data.eval=null leaves it as it is.
 
     Args:
         recipe: the path of a YAML file, or the name of a packaged recipe.
@@ -191,8 +192,8 @@ def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainC
     Raises:
         ConfigError: the recipe cannot be read, or it has faults.
     """
-    keys = {override.split("=")[0].strip() for override in overrides}
-    if "data.eval" in keys and "data.eval_rows" not in keys:
+    given = {key.strip(): value.strip() for key, _, value in (override.partition("=") for override in overrides)}
+    if _scalar(given.get("data.eval", "")) is not None and "data.eval_rows" not in given:
         try:
             others = [override for override in overrides if override.split("=")[0].strip() != "data.eval"]
             taken = load_config(recipe, others).data.eval_rows

@@ -19,6 +19,7 @@ from jaxtune.train.config.checks import (
     positive,
     require,
     require_usable_numbers,
+    unique_names,
 )
 from jaxtune.train.config.model import AdapterConfig, ModelConfig
 from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
@@ -396,7 +397,7 @@ class TrainConfig:
             "evaluations have it with evaluation.generate = [rewards]; set that, or eval_answers/NAME",
         )
         functions = (self.objective.reward_funcs or ()) if rewards else asked
-        names = [name.rpartition(":")[2] for name in functions]
+        names = unique_names([name.rpartition(":")[2] for name in functions])
         require(
             not best.startswith("eval_answers/") or best.removeprefix("eval_answers/") in names,
             "checkpoint.best",

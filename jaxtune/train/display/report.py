@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.typing import ArrayLike
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -455,7 +456,9 @@ def plan_elsewhere(
     console.print(Group(summary, Text(), _parts_table(forecast), Text(row)))
 
 
-def new_rates(wanted: ScheduleConfig, schedule: optax.Schedule | None, step: int, total_steps: int) -> list[str]:
+def new_rates(
+    wanted: ScheduleConfig, schedule: optax.Schedule | None, step: int, skipped: ArrayLike, total_steps: int
+) -> list[str]:
     """[a sentence about the learning rate of a run that is resumed with more steps than before: its schedule from here,
     and the rate in the next step]; [] if the rate does not depend on the number of steps, or is not known. A run prints
     it when it resumes. The caller finds out whether the run is longer.
@@ -463,12 +466,14 @@ def new_rates(wanted: ScheduleConfig, schedule: optax.Schedule | None, step: int
     Args:
       wanted: config.schedule.
       schedule: maps the number of updates made to the learning rate; None if it is not known.
-      step: the number of steps done; the sentence takes each of them for an update that was made.
+      step: the number of steps done.
+      skipped: the number of them whose updates were skipped, because numbers were not finite.
       total_steps: the number of steps of the longer run.
     """
     if schedule is None or (wanted.name == "constant" and wanted.warmup_ratio is None):
         return []
+    rate = float(np.asarray(schedule(step - np.asarray(skipped))))
     return [
         f"the run is longer than it was: from here the learning rate follows the {wanted.name} schedule of "
-        f"{total_steps:,} steps, and is {float(np.asarray(schedule(step))):.3g} in step {step + 1:,}"
+        f"{total_steps:,} steps, and is {rate:.3g} in step {step + 1:,}"
     ]

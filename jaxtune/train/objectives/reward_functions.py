@@ -19,7 +19,6 @@ side by side."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import math
 import re
@@ -30,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtune.train.config import ConfigError
+from jaxtune.train.config.checks import unique_names
 from jaxtune.train.objectives.user_functions import EventLoop, arguments, in_words, is_async, load_from_file
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class RewardFunctions:
                 f"objective.reward_weights = {list(weights)}: there are {len(functions)} reward functions; give "
                 "each a weight, in their order"
             )
-        names = unique([getattr(function, "__name__", type(function).__name__) for function in functions])
+        names = unique_names([getattr(function, "__name__", type(function).__name__) for function in functions])
         return cls(tuple(functions), names, weights, **options)
 
     @classmethod
@@ -284,17 +284,6 @@ class RewardFunctions:
                 in_words(failed[0][1]),
             )
         return values
-
-
-def unique(names: Sequence[str]) -> tuple[str, ...]:
-    """Makes `names` different from each other, in their order, so that metrics have a name for each reward function and
-    each class of environments that rewards: a name that stood before gets a number behind it, ("f", "f_2"), the
-    smallest from 2 on that makes a name which is neither in `names` nor made before."""
-    found: list[str] = []
-    for name in names:
-        numbered = (f"{name}_{number}" for number in itertools.count(2))
-        found.append(next(one for one in numbered if one not in (*names, *found)) if name in found else name)
-    return tuple(found)
 
 
 def load_function(name: str, key: str = _KEY) -> RewardFunction:

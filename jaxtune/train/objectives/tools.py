@@ -36,7 +36,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from jaxtune.train.config import ConfigError
-from jaxtune.train.objectives.reward_functions import Message, RewardFunction, RewardFunctions, Turns, unique
+from jaxtune.train.config.checks import unique_names
+from jaxtune.train.objectives.reward_functions import Message, RewardFunction, RewardFunctions, Turns
 from jaxtune.train.objectives.tool_formats import Call, Schemas
 from jaxtune.train.objectives.user_functions import arguments, awaited, in_thread, is_async, load_from_file
 
@@ -162,7 +163,7 @@ class Tools:
         added: list[RewardFunction] = [_reward_of(kind) for kind in kinds]
         if functions is None:
             return RewardFunctions.of(added)
-        names = unique([*functions.names, *(kind.__name__ for kind in kinds)])
+        names = unique_names([*functions.names, *(kind.__name__ for kind in kinds)])
         weights = (*functions.weights, *(1.0 for _ in kinds))
         return dataclasses.replace(functions, functions=(*functions.functions, *added), names=names, weights=weights)
 
