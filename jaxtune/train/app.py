@@ -244,7 +244,7 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     """Does what --plan asks for on this machine, without training: prints on `console` the plan of `trainer` (what
     becomes of the values that the backward reads, and the number of micro-batches), compiles its step (and that of
     further plans until one fits), and prints the predicted memory and the compiler's figure. The train command ignores
-    what is returned; tests compare it.
+    what is returned; tests read it.
 
     Returns:
       {name: GB}: `predicted` and `compiled`, the step's peak memory by the planner and by the compiler; and `limit`,

@@ -181,10 +181,9 @@ def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, 
 def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainConfig, float]:
     """Reads a recipe for `jaxtune evaluate`, whose held-out rows may be replaced by an override of data.eval. Such an
     override also unsets the recipe's data.eval_rows, which cannot be set beside data.eval, unless an override sets it.
-    data.train must be set, as for training.
 
     Args:
-        recipe: the path of a YAML file, or the name of a packaged recipe.
+        recipe: the path of a YAML file, or the name of a packaged recipe; data.train must be set, as for training.
         overrides: texts such as "data.eval=rows.jsonl".
     Returns:
         The configuration, and the data.eval_rows that was unset (0 if none was): a number of rows, or below 1 a share.
@@ -364,7 +363,7 @@ def _adapter() -> pydantic.TypeAdapter[TrainConfig]:
 
 def config_from_dict(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> TrainConfig:
     """Checks nested plain values, such as those of a recipe, and makes a TrainConfig of them: `load_config` returns it,
-    and `jaxtune convert` only checks. Nothing else calls it: configs that checkpoints record are not read by it.
+    and `jaxtune convert` only checks. Configs that checkpoints record are not read by it.
 
     Args:
         values: dicts, lists and scalars.

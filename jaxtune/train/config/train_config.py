@@ -234,8 +234,8 @@ class TrainConfig:
     def require_whole_weights(self, mesh: MeshConfig) -> None:
         """Raises `ConfigError` if mesh.fsdp is not 1, because nothing is sampled from weights that are divided over
         devices. It is for runs that train on answers which the model samples. mesh: the one that the run chose
-        (setup.require_sampling), because self.mesh may be None or leave a size open; the config's own checks give
-        self.mesh."""
+        (setup.require_sampling), because self.mesh may be None or leave a size open; the checks of the config, and of a
+        run of several processes before it reads anything, give self.mesh (a default one for None)."""
         require(
             mesh.fsdp == 1,
             "mesh.fsdp",
