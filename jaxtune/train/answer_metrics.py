@@ -65,9 +65,9 @@ class Answered:
 @dataclasses.dataclass(frozen=True)
 class AnswerMetrics:
     """Generates a model's answers to the questions of held-out rows, and scores them. `answer_metrics` makes it once
-    for a run; each evaluation calls it with the model and gets the results, an `Answered`. The evaluate command makes
-    and calls one too. `identity` is a checksum of the questions' tokens only, and `sampled_rows` the size, in tokens
-    and rows, of what is generated at a time.
+    for a Trainer; each evaluation of a run calls it with the model and gets the results, an `Answered`. The evaluate
+    command calls that of its Trainer. `identity` is a checksum of the questions' tokens only, and `sampled_rows` the
+    size, in tokens and rows, of what is generated at a time.
 
     Example:
       metrics = answer_metrics(config, config.data.eval, tokenizer, model)
@@ -125,7 +125,7 @@ class AnswerMetrics:
     def sampled_rows(self) -> SampledRows:
         """The size of what is generated at a time: the most tokens of a row (the longest question and an answer) and
         the most rows. `setup.with_slots` plans by it how many answers fit beside the weights and the optimizer's
-        states."""
+        states, and a call of the object makes its sampler of this size."""
         longest = max(len(prompt.ids) for prompt in self.prompts)
         return SampledRows(longest + self.max_new_tokens, min(self.most_slots, len(self.prompts)))
 
@@ -193,8 +193,9 @@ def answer_metrics(
       tokenizer: a Hugging Face tokenizer with the chat template of the run.
       model: the run's model, of which the context length and the end tokens are read; its arrays may be
         `jax.ShapeDtypeStruct`s.
-      rewards: the run's reward functions, which score the answers if evaluation.generate = [rewards]; None: those that
-        config.objective names. They are not used otherwise.
+      rewards: the reward functions of the batch source that was given to the Trainer, as jaxtune.compat does; they
+        score the answers if evaluation.generate = [rewards], and are not used otherwise. None: no such source was
+        given, and those that config.objective names are loaded here.
     Raises:
       ConfigError: a function cannot be loaded, or no row has a question; or a row has none, or its question leaves no
         room for an answer, unless data.on_bad_row is "skip", which leaves such rows out.

@@ -59,10 +59,10 @@ BEFORE, AFTER = "before training", "after training"  # printed before the answer
 def answered(config: TrainConfig, limit: int) -> tuple[list[Example], int]:
     """Reads the held-out rows (data.eval of `config`) whose answers exact match compares with the model's: those that
     are conversations and end with an assistant's message that is not empty. Returns (the first `limit` of them, as
-    examples; the number of other rows that were read until then and are left out, because they have another form or end
-    otherwise). Reading stops once there are `limit`; fewer are returned if the rows have no more. `sampled_by` and
-    `answer` call it, and `next_commands` for one question. Raises ValueError if there is no such row, or if a row
-    cannot be read or does not fit its format and data.on_bad_row is "error" (with "skip" it is left out)."""
+    examples; the number of other rows that were read until then and are left out, because they have another form, end
+    otherwise or are bad). Reading stops once there are `limit`; fewer are returned if the rows have no more.
+    `sampled_by` and `answer` call it, and `next_commands` for one question. A row is bad if it cannot be read or does
+    not fit its format. Raises ValueError if there is no row to return, or one is bad and data.on_bad_row is "error"."""
     rows, left_out = [], 0
     sources = open_sources(config.data.eval, columns=config.data.columns)
     for row in read_rows(sources, config.data.format):
@@ -243,8 +243,8 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
 def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     """Does what --plan asks for on this machine, without training: prints on `console` the plan of `trainer` (what
     becomes of the values that the backward reads, and the number of micro-batches), compiles its step (and that of
-    further plans until one fits), and prints the predicted memory and the compiler's figure. The train command only
-    prints; it ignores what is returned.
+    further plans until one fits), and prints the predicted memory and the compiler's figure. The train command ignores
+    what is returned; tests read it.
 
     Returns:
       {name: GB}: `predicted` and `compiled`, the step's peak memory by the planner and by the compiler; and `limit`,

@@ -50,8 +50,8 @@ class Callback:
     and `evaluated` are called before and after an evaluation, and `saved` after a checkpoint.
 
     All methods are called in the thread of the training loop, between steps. During `between` and `stepped` the device
-    computes, so that a quick callback costs no time. An exception ends the run; TrainingStopped (monitor.py) ends it
-    with a message of one line.
+    usually computes, so that a quick callback costs no time; during the others it is idle. An exception ends the run;
+    TrainingStopped (monitor.py) ends it with a message of one line.
     """
 
     def between(self, moment: Between) -> None:

@@ -92,7 +92,7 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
 
 
 def _short(value: Any) -> str:
-    """`value` as JSON, cut to at most 60 characters, for messages about keys that could not be translated."""
+    """`value` as JSON, cut to at most 60 characters, for messages in `lacking` about what could not be translated."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -210,13 +210,13 @@ def _common(made: Translation, left: dict[str, Any]) -> None:
 def _choose(
     made: Translation, left: dict[str, Any], names: tuple[str, str], key: str, table: Mapping[str, str]
 ) -> None:
-    """Sets the recipe's dotted key `key` from whichever of two names has a value of the table in `left`, and removes
-    that name; if both do, both are removed and the second decides. Nothing is set if neither does.
+    """Sets the recipe's dotted key `key` from whichever of two names, one of each program, has a value of the table in
+    `left`, and removes that name; if both do, both are removed and the second decides. If neither does, nothing is set.
 
     Args:
       made: the recipe.
       left: the keys not translated yet; a value that the table lacks stays there, and is then reported as lacking.
-      names: the names of the key in the other program.
+      names: axolotl's name of the key, and LLaMA-Factory's.
       key: the dotted key of the recipe: optim.name or schedule.name, which `_common` translates so.
       table: {value in the other program: value in the recipe}.
     """

@@ -135,7 +135,7 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
             of the jaxtune package; in `output`, `{recipe}` becomes the recipe's name.
         overrides: such as `["optim.learning_rate=1e-4", "adapter=null", "adapter.target_modules=[q_proj, v_proj]"]`; a
             value is a YAML scalar, `[list]`, `{mapping}` or quoted string.
-        rows_needed: whether data.train must be set. If False, it is "" when it is missing.
+        rows_needed: whether data.train must be set. If False, as only `jaxtune train --plan` says, a missing one is "".
     Raises:
         ConfigError: the recipe cannot be read, is the config of another program (`jaxtune convert` translates those),
             or has faults. The message has one line for each fault: the key, the value, the file and line, and the
@@ -184,11 +184,12 @@ def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainC
     data.eval=null leaves it as it is.
 
     Args:
-        recipe: the path of a YAML file, or the name of a packaged recipe.
+        recipe: the path of a YAML file, or the name of a packaged recipe; data.train must be set, as for training.
         overrides: texts such as "data.eval=rows.jsonl".
     Returns:
-        The configuration, and the data.eval_rows that was unset (0 if none was): the number of rows, or below 1 the
-            share of them, that a run of the recipe would not have trained on.
+        The configuration, and the data.eval_rows that was unset (0 if none was): a number of rows, or below 1 a share.
+            The command leaves these rows out of data.train as the run did, because a run's checkpoint is recognised by
+            its training rows.
     Raises:
         ConfigError: the recipe cannot be read, or it has faults.
     """
@@ -362,8 +363,8 @@ def _adapter() -> pydantic.TypeAdapter[TrainConfig]:
 
 
 def config_from_dict(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> TrainConfig:
-    """Checks nested plain values, such as `config_to_dict` returns, and makes a TrainConfig of them: `load_config`
-    returns it, and `jaxtune convert` only checks.
+    """Checks nested plain values, such as those of a recipe, and makes a TrainConfig of them: `load_config` returns it,
+    and `jaxtune convert` only checks. Configs that checkpoints record are not read by it.
 
     Args:
         values: dicts, lists and scalars.
@@ -414,8 +415,8 @@ def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
 
 def _where(key: str, origins: Mapping[str, str]) -> str:
     """Returns the place where the dotted key `key` was set, as " (file:line)" for `_explain`'s message. If `origins`
-    does not have the key, it is the place of the innermost section around it that `origins` has; "" if there is none.
-    origins: {dotted key: "file:line", or the override that set it}."""
+    does not have the key, as for one in a mapping that an override set, it is the place of the innermost section around
+    it that `origins` has; "" if there is none. origins: {dotted key: "file:line", or the override that set it}."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         origin = origins.get(".".join(parts[:end]))
@@ -468,7 +469,7 @@ def _nearest(key: str, section: type) -> str:
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
     """`config` as nested dicts, lists and scalars with every key, as checkpoints and profiles record it;
-    `config_from_dict` reads it back to an equal config."""
+    `config_from_dict` would make an equal config of it."""
     return json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
 
 

@@ -164,8 +164,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The section `optim` of a configuration: the optimizer with its learning rates and other numbers, and how trained
-    weights and its states are stored. Values out of range, and `offload` with adafactor or sgd, raise ConfigError."""
+    """The section `optim` of a configuration: the optimizer and its numbers, and how trained weights and its states are
+    stored. If `weights` is null, trained matrices are bf16 if the run computes in bf16 and trains over 2 billion
+    parameters, else fp32. Values out of range, and `offload` with adafactor or sgd, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -245,9 +246,9 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """The section `memory` of a configuration: the memory that a run may use, and whether each residual (a value that
-    the forward pass computes and the backward pass needs) is kept, recomputed, stored in FP8 or offloaded to the host.
-    Whether `plan` can be read is checked when the run is planned; here an empty one raises ConfigError."""
+    """The section `memory`: the memory that a run may use (budget_gb, in GiB: a card sold as 24 GB has 24 GiB), and
+    whether each residual (a value that the forward computes and the backward needs) is kept, recomputed, stored in FP8
+    or offloaded. Whether `plan` can be read is checked when the run is planned. An empty one raises ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -268,7 +269,7 @@ class MemoryConfig:
 @dataclass(frozen=True)
 class PlanConfig:
     """The section `plan` of a configuration: the device that --plan makes a forecast for, here or elsewhere, the host
-    memory beside it, and the price of a device, from which the cost of a run is printed. host_gb without device, and
+    memory beside it, and the price of a device, from which --plan and a run print the cost. host_gb without device, and
     values that are not above 0, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
@@ -428,7 +429,7 @@ class EvaluationConfig:
     @property
     def asking(self) -> list[tuple[str, object]]:
         """The (dotted key, value) of each setting that makes evaluations generate answers to held-out rows; [] if none
-        does. Beside them, the planner divides no weights, and mesh.fsdp and several processes are refused."""
+        does. With one, the planner divides no weights, and mesh.fsdp and several processes are refused."""
         settings = ("exact_match_rows", self.exact_match_rows), ("generate", list(self.generate))
         return [(f"evaluation.{name}", value) for name, value in settings if value]
 
@@ -438,8 +439,7 @@ class EvaluationConfig:
         return self.at_end or self.between(step)
 
     def between(self, step: int) -> bool:
-        """Whether an evaluation is asked for after step number `step` (from 1), because `every_steps` is set and
-        divides that number. Whether there are held-out rows is not asked."""
+        """Whether `every_steps` asks for an evaluation after step `step` (from 1); held-out rows are not looked for."""
         return self.every_steps is not None and step % self.every_steps == 0
 
 
@@ -492,7 +492,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """The section `export` of a configuration: what is exported to the output folder at the end of a run."""
+    """The section `export`: what `jaxtune train` exports to the output folder in the end; a Trainer exports nothing."""
 
     __pydantic_config__ = _STRICT
 

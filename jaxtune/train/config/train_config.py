@@ -235,8 +235,8 @@ class TrainConfig:
     def require_whole_weights(self, mesh: MeshConfig) -> None:
         """Raises `ConfigError` if mesh.fsdp is not 1, because nothing is sampled from weights that are divided over
         devices. It is for runs that train on answers which the model samples. mesh: the one that the run chose
-        (setup.require_sampling), because self.mesh may be None or leave a size open; the config's own checks give
-        self.mesh."""
+        (setup.require_sampling), because self.mesh may be None or leave a size open; the checks of the config, and of a
+        run of several processes before it reads anything, give self.mesh (a default one for None)."""
         require(
             mesh.fsdp == 1,
             "mesh.fsdp",
@@ -247,8 +247,8 @@ class TrainConfig:
 
     def _check_exact_match(self) -> None:
         """Raises `ConfigError` if evaluation.exact_match_rows is set with an objective whose rows have no single right
-        answer (such as dpo) or whose model writes no answers (reward), or if evaluation.generate is set with the
-        objective reward. `__post_init__` calls it; nothing is loaded for it."""
+        answer (dpo, orpo and simpo, but not kto) or whose model writes no answers (reward), or if evaluation.generate
+        is set with the objective reward. `__post_init__` calls it; nothing is loaded for it."""
         why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
         require(
             self.objective.name in ("sft", "kto", "grpo", "rloo", "distill") or not self.evaluation.exact_match_rows,
@@ -291,7 +291,8 @@ class TrainConfig:
     def _check_adapter(self) -> None:
         """Raises `ConfigError` if a key is set that needs an adapter and there is none (model.load_in), or that an
         adapter rules out (model.from_config, optim.weights=bf16, optim.offload), or optim.offload without
-        max_grad_norm. `__post_init__` calls it; nothing is loaded for it."""
+        max_grad_norm: offloaded states are updated tensor by tensor, and only with clipping does a step know before an
+        update whether all new weights will be finite. `__post_init__` calls it; nothing is loaded for it."""
         if self.model.from_config is not None and self.adapter is not None:
             raise ConfigError(
                 "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
