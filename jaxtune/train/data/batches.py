@@ -4,8 +4,8 @@ A `Batch` is what a train step computes on. A `BatchSource` makes the batch of e
 must record so that a resumed run gets the same batches. `Batches` is the source for rows that are all known before the
 run. It writes packed rows (the interface `Rows`) into batches, in an order of each epoch that one of the functions in
 `ORDERS` (`epoch_order`, `torch_order`, `given_order`) computes from (seed, epoch) alone, so a checkpoint need record
-only the number of the step. `SampledRows` is for sources that sample answers from the model: the size of what they
-sample at a time.
+only the number of the step. `SampledRows` is the size of what a source or an evaluation that samples answers from the
+model samples at a time.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class BatchSource:
     """Whether `batch_at` is given the model (True), or None in its place (False). With the model, a batch is made only
     after the step before it, and the device waits for it; otherwise batches are made ahead."""
     sampled_rows: SampledRows | None = None
-    """The size of the batch in which the source samples answers with the model; None if it samples none."""
+    """The size of the batch in which the source samples answers with the model, by which the run plans memory for them
+    (`limit_slots`). None if it samples none, or, as in on-policy distillation, takes the memory that is free when it
+    samples."""
     lanes: int = 1
     """1 if each process makes all rows of a batch. Otherwise the number of lanes: blocks of consecutive rows, all of
     the same size, into which a batch is divided, each computed by one device. A process then makes only the rows of its
@@ -112,8 +114,8 @@ class BatchSource:
     @property
     def max_documents(self) -> int | None:
         """The most documents in any row of any step, for which attention's kernels are compiled (for more, if held-out
-        rows have more), so that no row may have more. None, the default, if no limit is known; some faster attention is
-        then not used, as in a deterministic run."""
+        rows have more), so that no row may have more. None, the default, if no limit is known; attention that needs
+        one, such as cuDNN's, is then not used. A deterministic run takes no limit, even if there is one."""
         return None
 
     @property
@@ -124,9 +126,10 @@ class BatchSource:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The number of steps in which every row is seen once; None, the default, if it is not known. The run turns the
-        config's `epochs` into steps by it, and shows how much of an epoch is done. If it is None, the config must set
-        `steps`."""
+        """The number of steps in which every row is seen once; None, the default, if it is not known, as for streams
+        and mixtures (`feeds.FedBatches`). Sources that sample answers know it from the number of prompts. The run turns
+        the config's `epochs` into steps by it, and shows how much of an epoch is done. If it is None, the config must
+        set `steps`."""
         return None
 
     def empty(self, rows: int) -> Batch:
@@ -158,9 +161,9 @@ class BatchSource:
 
     def limit_slots(self, plan: SlotPlan) -> None:
         """Sets the most rows that a source which samples answers may sample at a time, and the most layers whose
-        weights its samplers may convert once: those of `plan`. It is called once the memory of the run is planned, if
-        the source has `sampled_rows`, memory is limited and the run trains. By default, for a source that does not
-        sample, it does nothing."""
+        weights its samplers may convert once instead of in each step (decode, if they are quantised): those of `plan`.
+        It is called once the memory of the run is planned, if the source has `sampled_rows`, memory is limited and the
+        run trains. By default, for a source that has no `sampled_rows`, it does nothing."""
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
         """Tells the source how devices share the rows of a batch; called once, before the first batch. By default
@@ -185,7 +188,7 @@ class BatchSource:
     def identity(self) -> dict[str, Json]:
         """Values that identify the rows, such as checksums, by name, from which a run recognises its own rows; {} by
         default. They are stored in checkpoints, and a run whose values differ cannot resume, because it would continue
-        with other rows."""
+        with other rows. The processes of a run compare them, before `divide` is called, and must all have the same."""
         return {}
 
     def described(self, total_steps: int) -> list[str]:
@@ -199,8 +202,8 @@ class BatchSource:
         return []
 
     def news(self) -> list[str]:
-        """Sentences about what happened to the rows since the last call, such as rows left out, which the run prints;
-        called after each step. [] by default."""
+        """Sentences about what happened to the rows since the last call, such as rows left out, or a sampled answer to
+        show, which the run prints; called after each step. [] by default."""
         return []
 
     def metrics_at(self, step: int) -> dict[str, float]:
@@ -238,7 +241,8 @@ class Rows(Protocol):
     def lengths(self) -> np.ndarray:
         """int64[n]: the number of tokens in each row, padding not counted, in the order of the rows. With
         data.packing=step, the rows of each micro-batch, which the order of the epoch chooses, are packed by them into
-        common rows of the batch, whose length follows from the longest (steps.py). Other sources do not read them."""
+        common rows of the batch. All batches of a run have rows of one length, which follows from the largest of these
+        numbers in the whole training and held-out sets (`steps.pack_steps`). Other sources do not read them."""
         ...
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
@@ -404,8 +408,10 @@ class Batches(BatchSource):
     def identity(self) -> dict[str, Json]:
         """What a resumed run must have in common with this one, as checkpoints record it: {"rows": the number of packed
         rows, "tokens_crc32": a checksum of all tokens, "trained_tokens": the number of targets that are trained on,
-        "order": the order, unless it is "shuffled"}. A run with other values is not resumed. The evaluate command sees
-        by the checksum whether data.eval_rows takes out the rows that a run took out."""
+        "order": the order, unless it is "shuffled"}. A run with other values is not resumed. When the evaluate command
+        takes held-out rows out of data.train for exported weights, it refuses the rows if the checksum or the number
+        data.eval_rows is not that of the run: the checksum is that of the undivided data.train, so it shows other rows
+        or another tokenizer or template, but not another number."""
         return {
             "rows": len(self.rows),
             "tokens_crc32": self.rows.documents.tokens_crc32,
@@ -422,9 +428,9 @@ class Batches(BatchSource):
         ]
 
     def _epoch(self, epoch: int) -> np.ndarray:
-        """The order of the epoch with this number (from 0), int64[rows]: the indices of the packed rows. The order
-        computed last is kept, because every step of an epoch asks for it. With order="given" all epochs have the
-        same."""
+        """The order of the epoch with this number (from 0), int64[rows]: the indices of the packed rows. `rows_at` asks
+        for it at each step, so the order computed last is kept; `StepBatches` packs the steps of an epoch by it. With
+        order="given" all epochs have the same."""
         if self.order == "given":
             epoch = 0
         known = self._order  # read once: the loader's thread may replace it with another epoch's meanwhile

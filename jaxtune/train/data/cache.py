@@ -170,7 +170,7 @@ class CachedDocuments(NamedTuple):
     summary: Summary
     """The counts of their rows."""
     was_cached: bool
-    """True if the documents were in the cache already, False if this call had their rows tokenised."""
+    """True if the documents were in the cache already, False if they were tokenised now (`TokenDataset.cached`)."""
 
 
 class _Store:
@@ -233,7 +233,7 @@ class _Store:
                 stream.close()
 
     def documents(self) -> Documents:
-        """The documents of all chunks, of which there must be one, for a store in memory. `collect` returns them."""
+        """The documents of all chunks (there must be at least one), for a store in memory. `collect` returns them."""
         return _documents({name: np.concatenate(parts) for name, parts in self.parts.items()}, list(self.files))
 
 
@@ -316,8 +316,8 @@ def _own_name(folder: Path) -> Path:
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
     """Writes all chunks that `build` makes into `folder`, an existing, empty folder, for `open_or_build`, and completes
-    it with a meta.json. Returns (a set without documents, since nothing is mapped yet; the counts). Raises ValueError
-    if its files cannot be written; what `build` raises passes through. The folder then stays incomplete."""
+    it with a meta.json. Returns (a set without documents, which is used only if no row was usable; the counts). Raises
+    ValueError if its files cannot be written; what `build` raises passes through. The folder then stays incomplete."""
     with _disk_errors(folder.parent):
         store = _Store(folder)
     try:

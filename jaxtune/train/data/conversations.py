@@ -60,10 +60,11 @@ class Conversations:
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
         """Renders a conversation (`messages`, and `tools` or None) by the tokenizer's `apply_chat_template`, and
-        returns the text, without tokenising it. The other methods call it, `RowEncoder` for prompts and for
-        conversations whose responses the template need not show, and `ToolFormat` for the answers of tools. Raises
-        `RowError` if the template fails on the conversation. add_generation_prompt: whether the text ends with what the
-        template writes before a response."""
+        returns the text, without tokenising it. All other methods except `render_marked` use it. `RowEncoder` calls it
+        for prompts, and for conversations whose responses need not be found here, because all tokens are trained on or
+        markers find the responses; `ToolFormat` calls it for the answers of tools. Raises `RowError` if the template
+        fails on the conversation. add_generation_prompt: whether the text ends with what the template writes before a
+        response."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -78,8 +79,9 @@ class Conversations:
     def render_marked(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
         """(text of a conversation, ranges of its responses) from its `messages` and `tools` (or None), for a template
         with `{% generation %}` marks. The ranges are (start, end) indices of characters of all these blocks; empty ones
-        are left out. `RowEncoder` calls it if only responses train and no marker strings find them. The conversation is
-        rendered once. Raises `RowError` if the template fails."""
+        are left out. `RowEncoder` calls it if only responses train, and no marker strings are set or the conversation's
+        own text has a special token or marker, so that markers cannot be used. The conversation is rendered once.
+        Raises `RowError` if the template fails."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -134,11 +136,11 @@ class Conversations:
         differently once later turns follow, or whose generation prompt opens a thought that earlier turns do not have
         (Qwen3.5's).
 
-        The response begins after the generation prompt, which is searched for between the message before and the text
-        of the response. Where only a beginning of the generation prompt, with a special token in it, stands directly
-        before that text, the response begins after that. If the template writes no generation prompt at this place, the
-        response begins after what the template writes behind the message before it, if that has not changed. Raises
-        `RowError` where none of these is found.
+        If the template writes a generation prompt at this place, the response begins after it; it is searched for
+        between the message before and the text of the response. Where only a beginning of the generation prompt, with a
+        special token in it, stands directly before that text, the response begins after that. If the template writes no
+        generation prompt at this place, these searches are not made: the response begins after what the template writes
+        behind the message before it, if that has not changed. Raises `RowError` where the place is not found.
         """
         before, asking = (self.render(messages[:index], tools, add_generation_prompt=ask) for ask in (False, True))
         opening = asking.removeprefix(before)

@@ -131,8 +131,9 @@ class TokenDataset:
         """The source of batches of `rows_per_step` packed rows (`batches.Batches`), for the steps of a run and for
         evaluations. The field `order` says how the rows of an epoch are ordered: unless it is "given", each epoch has
         an order of its own, which depends on `seed`. With shuffle=False, as in evaluations, the rows keep the order in
-        which they were packed. The steps of a run with packing="step" are made by `steps.pack_steps` instead. Raises
-        what `rows` raises, and ValueError if `rows_per_step` is below 1 or `seed` is negative."""
+        which they were packed. With packing="step" a run only counts its steps by this source, and `steps.pack_steps`
+        makes the source of their batches. Raises what `rows` raises, and ValueError if `rows_per_step` is below 1 or
+        `seed` is negative."""
         return Batches(self.rows, rows_per_step, seed=seed, order=self.order if shuffle else "given")
 
     def with_max_documents(self, documents: int) -> Self:
@@ -159,10 +160,14 @@ class TokenDataset:
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
     def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:
-        """Divides the documents into two data sets (train, eval), as data.eval_rows asks; a run calls it only if
-        data.train is not streamed or mixed. eval_rows: the number of documents for evaluation, or below 1 the share of
-        them. Those whose tokens have the smallest hashes are chosen (`Documents.held_out`). Training documents that
-        equal a held-out one are in neither data set. Raises ValueError if either set would be empty."""
+        """Divides the documents into two data sets (train, eval), as data.eval_rows asks. `run_rows.run_rows` calls it
+        if data.eval_rows is set and no other rows are given to evaluate on. If others are given, it calls it only for a
+        Trainer that does not train, and uses only the first set. Rows that are streamed, mixed or sampled are not
+        divided.
+
+        eval_rows: the number of documents for evaluation, or below 1 the share of them. Those whose tokens have the
+        smallest hashes are chosen (`Documents.held_out`). Training documents that equal a held-out one are in neither
+        data set. Raises ValueError if either set would be empty."""
         train, held_out = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
         return self._of(train), self._of(held_out)
 

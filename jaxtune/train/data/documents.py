@@ -99,7 +99,8 @@ class Documents:
     def write(self, start: int, count: int, batch: Batch, slot: int, at: int, segment: int) -> int:
         """Writes a run of the flat tokens into a row of a batch, in place, with their targets, weights, segment ids and
         positions. The last token of the run gets no target, and positions count from 0 at its first token. Packed rows
-        fill batches by it (`PackedRows.fill`, `PackedPairs.fill`).
+        fill batches by it (`PackedRows.fill`, `PackedPairs.fill`); answers that are sampled during a run are not
+        Documents, and are written without it.
 
         Args:
             start, count: the run is `tokens[start : start + count]`, a document or a piece of one; at least 1 token.
@@ -174,7 +175,8 @@ class Documents:
     def _cheap_keys(self, indices: np.ndarray, share: float) -> np.ndarray:
         """int64[n]: a key of each of the documents at `indices` (int[n]; none is empty): its length in the upper 32
         bits, and its token at index int(share * length), with 0 <= share < 1, in the lower 32 bits. Equal documents
-        have equal keys. `also_in` compares the keys first, so that it needs `_hashes` of few documents only."""
+        have equal keys. `also_in` first compares the keys of three shares, so that it needs `_hashes` of few documents
+        only."""
         lengths = self.lengths[indices]
         return lengths << 32 | self.tokens[self.starts[indices] + (share * lengths).astype(np.int64)]
 

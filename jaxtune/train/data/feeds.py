@@ -27,10 +27,9 @@ _CHOICE = 0x6D6978  # makes the draws of which set a row comes from independent 
 
 
 class Feed(Protocol):
-    """An endless iterator over the rows that one lane takes from one set. A lane is a device (or a group of devices
-    that have the same rows) that computes on rows of its own. `next` takes a row, `position` says for a checkpoint
-    which one is next, and `close` ends the feed. `RowSet.feed` makes feeds, and only FedBatches takes rows from
-    them."""
+    """An endless iterator over the rows that one lane takes from one set. A lane is the block of a batch's rows that
+    one device computes on. `next` takes a row, `position` says for a checkpoint which one is next, and `close` ends the
+    feed. `RowSet.feed` makes feeds, and only FedBatches takes rows from them."""
 
     def next(self) -> tuple[Rows, int]:
         """Returns (rows, index): the next row is row `index` of `rows`. `rows.fill(batch, slot, index)` writes it into
@@ -51,11 +50,10 @@ class Feed(Protocol):
 
 class RowSet(Protocol):
     """The interface of a set of rows, read before or during the run: a stream, or one of several sets that are mixed.
-    `FedBatches` makes one feed by `feed` for each lane, that is for each device (or group of devices) that computes on
-    rows of its own, takes rows from these feeds, and writes them into a batch that `empty` makes.
-    `with_max_documents` may change the set in place, so only the set that it returns is used afterwards. `identity`
-    goes into checkpoints, so that a run cannot resume with other rows; `described`, `warnings` and `news` are texts for
-    the screen."""
+    `FedBatches` makes one feed by `feed` for each lane, that is for each device, takes rows from these feeds, and
+    writes them into a batch that `empty` makes. `with_max_documents` may change the set in place, so only the set that
+    it returns is used afterwards. `identity` goes into checkpoints, so that a run cannot resume with other rows;
+    `described`, `warnings` and `news` are texts for the screen."""
 
     @property
     def name(self) -> str:
@@ -82,8 +80,9 @@ class RowSet(Protocol):
         ...
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as new numpy arrays, into which `fill` writes rows; the train step is
-        compiled for its shapes."""
+        """A batch of `rows` rows of padding, as new numpy arrays. FedBatches writes the rows of all its sets into a
+        batch of the first set, for whose shapes the train step is compiled; of the other sets it only compares the
+        names of the `extra` arrays with those of the first."""
         ...
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> Feed:
@@ -240,7 +239,8 @@ class FedBatches(BatchSource):
     def position(self, step: int) -> Json:
         """What a checkpoint before `step` records: {index of a lane, as text: [the position of its feed of each set]}
         for all lanes. All processes call it, because each knows only the positions of its own lanes. The batch of
-        `step` - 1 must be one of the last 4 (`_KEPT_STEPS`) that were made; otherwise it raises KeyError."""
+        `step` - 1 must be one of the last 4 (`_KEPT_STEPS`) that were made; otherwise it raises KeyError. So it cannot
+        be asked before the first batch; a run saves nothing then."""
         own = self._positions[step]
         return {lane: place for found in processes.all_of(own) for lane, place in found.items()}
 
@@ -328,14 +328,14 @@ class PreparedSet:
         return PreparedSet(self.name, self.data.with_max_documents(documents))
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as new numpy arrays, into which FedBatches writes the rows of a step, from
-        this set and the others of the mixture; the train step is compiled for its shapes."""
+        """A batch of `rows` rows of padding, as new numpy arrays. If this is the first set of the mixture, FedBatches
+        writes the rows of a step, from all sets, into such a batch, and the train step is compiled for its shapes. If
+        it is another, FedBatches only compares the names of its `extra` arrays with those of the first."""
         return self.data.rows.empty(rows)
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> _PreparedFeed:
-        """The feed of one lane, a device (or a group of devices that have the same rows) that computes on rows of its
-        own. It begins with row `lane` and takes every `lanes`-th row of the set's epochs, one epoch after another, each
-        in an order of its own.
+        """The feed of one lane, that is of one device. It begins with row `lane` and takes every `lanes`-th row of the
+        set's epochs, one epoch after another, each in an order of its own.
 
         Args:
             lane: the number of the lane, from 0.
@@ -347,8 +347,9 @@ class PreparedSet:
 
     def identity(self) -> dict[str, Json]:
         """Values, by name, that identify the rows, as `Batches.identity` gives them: the number of packed rows, a
-        checksum of all tokens, the number of trained tokens, and the field `order` of the data unless it is "shuffled".
-        FedBatches puts them into its own `identity`, and a run that resumes with other values is refused."""
+        checksum of all tokens, the number of trained tokens, and the field `order` of the data unless it is "shuffled"
+        (only because `Batches.identity` has it: the order of this set's rows does not depend on it). FedBatches puts
+        them into its own `identity`, and a run that resumes with other values is refused."""
         return self.data.batches(1).identity()
 
     def described(self) -> str:
