@@ -143,8 +143,8 @@ def refuse_media(value: Mapping[str, Any]) -> None:
     it, the text would teach another task, and the tag that represents it is plain letters to the tokenizer. value: the
     row's columns by name. The functions that normalize rows, or read prompts, call it first.
 
-    A column that is empty or null does not count. One that has only text is accepted if the other columns have no such
-    tag: it is metadata, such as the address of a page's image.
+    A column that is empty or null does not count. One whose value is a single text is accepted if the other columns
+    have no such tag: it is metadata, such as the address of a page's image. A list of texts is refused.
     """
     for name, cell in value.items():
         tag = _MEDIA.get(name.lower()) if isinstance(name, str) else None
@@ -198,9 +198,9 @@ def normalize_labelled(value: Mapping[str, Any]) -> Pair:
 
 
 def normalize(value: Mapping[str, Any], format: str) -> Example:
-    """The `Example` of a row. Rows to train on are converted by it, except those of preference objectives; so are rows
-    whose prompts answers are sampled to, and the held-out questions of exact match. Which of its fields are set depends
-    on the format:
+    """The `Example` of a row. Rows to train and evaluate on are converted by it for sft and distillation (`workers.py`;
+    preference objectives have functions of their own); so are rows whose prompts answers are sampled to, and the
+    held-out questions of exact match. Which of its fields are set depends on the format:
 
     - text: `text`.
     - messages and sharegpt: `messages` and `tools`.
@@ -325,8 +325,9 @@ def _parsed(turns: Any) -> Any:
 def _turns(turns: Any) -> list[Any]:
     """A list of turns, from a list (or other iterable) of turns, a single turn, None (no turns), or a text, which
     becomes a user's turn. Raises `RowError` for anything else. The turns themselves are not checked. Prompts and
-    answers, which data sets write in any of these forms, become lists by it before they are joined to a conversation;
-    the columns messages and conversations of the formats messages and sharegpt do not."""
+    answers, which data sets write in any of these forms, become lists by it before they are joined to a conversation,
+    also those in the column messages or conversations of a preference or labelled row. Rows of the formats messages and
+    sharegpt do not go through it."""
     if isinstance(turns, str):
         return [{"role": "user", "content": turns}]
     if isinstance(turns, Mapping):

@@ -106,7 +106,8 @@ def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     "content", ...}); a turn with the key `role` is in OpenAI's form, and `chat_message` converts it. `formats.py` reads
     sharegpt rows by it, and the turns of prompts, completions and preferences, which have either form. The value of the
     speaker function_call or tool_call is the JSON of a call, which becomes `tool_calls`. Of the other keys of a
-    ShareGPT turn only weight, train and training stay (none for a call). Raises `RowError` if the speaker is not one of
+    ShareGPT turn only weight, train and training stay (none for a call), by which `spans.refuse_left_out` finds answers
+    that are not to be trained on. Raises `RowError` if the speaker is not one of
     ROLES (such as human, gpt or system), or the turn is wrong otherwise."""
     if "role" in turn:  # some files name the column as ShareGPT does and its parts as OpenAI does
         return chat_message(turn)
