@@ -127,7 +127,8 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
     """The names of the columns of a row (`value`, its columns by name) that have a value and are not read in this row
     format. `workers.py` collects them for a warning that is shown before training; no row is refused for them. Of
     columns that mean the same (a group in `_READ`), only the first that is not null is read. Null and empty cells
-    (texts, lists, objects) do not count. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE or LABELLED."""
+    (texts, lists, objects) do not count, nor does a column of `_READ` that the row's own kind does not use, such as
+    tools beside a prompt and an answer that are text. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE or LABELLED."""
     groups = _READ[format]
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     empty = (str, list, tuple, Mapping)

@@ -161,8 +161,8 @@ def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) 
 
 def _is_blank(pieces: str) -> bool:
     """Whether raw pieces (token strings, joined) are only white space, which byte-level BPE writes as "Ġ", "Ċ" and so
-    on, and SentencePiece as "▁" and "<0x0A>". `Markers._after` asks it whether a token has a word of the response beside
-    the marker's last white space; such a token belongs to the response."""
+    on, and SentencePiece as "▁" and "<0x0A>". `Markers._after` sees by it whether a token has a word of the response
+    beside the marker's last white space; such a token belongs to the response."""
     return not pieces.replace("<0x0A>", "").strip("ĠĊĉč▁ \t\n\r")
 
 
