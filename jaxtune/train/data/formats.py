@@ -128,7 +128,8 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
     format. `workers.py` collects them for a warning that is shown before training; no row is refused for them. Of
     columns that mean the same (a group in `_READ`), only the first that is not null is read. Null and empty cells
     (texts, lists, objects) do not count, nor does a column of `_READ` that the row's own kind does not use, such as
-    tools beside a prompt and an answer that are text. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE or LABELLED."""
+    tools beside a prompt and an answer that are text. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE or
+    LABELLED."""
     groups = _READ[format]
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     empty = (str, list, tuple, Mapping)
