@@ -26,8 +26,8 @@ def require_readable(config: TrainConfig) -> None:
     returns nothing: the run opens and reads the rows again.
 
     Raises:
-      ConfigError: a file or data set is not there, or is empty (files of a folder may be empty); or a first row cannot
-        be read, or for sft not converted, and data.on_bad_row is "error". The message names the key.
+      ConfigError: a file or data set is not there, or is empty (of several files of a folder, some may be empty); or a
+        first row cannot be read, or for sft not converted, and data.on_bad_row is "error". The message names the key.
       ValueError: the folder of the model has no tokenizer or no usable config.json, data.format is not known (sft
         only), or a file cannot be read at all.
       OSError: a file cannot be opened.
@@ -55,9 +55,10 @@ def _look(key: str, rows: Any, config: TrainConfig) -> None:
       rows: one of its names, in any form that `open_sources` takes.
       config: the run's.
     Raises:
-      ConfigError: it is not found, or is a file or data set without rows (files of a folder may be empty); or a first
-        row cannot be read, or for sft not converted, and data.on_bad_row is "error".
+      ConfigError: it is not found, or is a file or data set without rows (of several files of a folder, some may be
+        empty); or a first row cannot be read, or for sft not converted, and data.on_bad_row is "error".
       ValueError: data.format is not known (sft only), or a file cannot be read at all.
+      OSError: a file cannot be opened.
     """
     data, objective = config.data, config.objective.name
     streaming = data.streaming and key == "data.train"

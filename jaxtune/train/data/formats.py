@@ -127,7 +127,9 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
     """The names of the columns of a row (`value`, its columns by name) that have a value and are not read in this row
     format. `workers.py` collects them for a warning that is shown before training; no row is refused for them. Of
     columns that mean the same (a group in `_READ`), only the first that is not null is read. Null and empty cells
-    (texts, lists, objects) do not count. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE or LABELLED."""
+    (texts, lists, objects) do not count, nor does a column of `_READ` that the row's own kind does not use, such as
+    tools beside a prompt and an answer that are text. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE or
+    LABELLED."""
     groups = _READ[format]
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     empty = (str, list, tuple, Mapping)
@@ -143,8 +145,8 @@ def refuse_media(value: Mapping[str, Any]) -> None:
     it, the text would teach another task, and the tag that represents it is plain letters to the tokenizer. value: the
     row's columns by name. The functions that normalize rows, or read prompts, call it first.
 
-    A column that is empty or null does not count. One that has only text is accepted if the other columns have no such
-    tag: it is metadata, such as the address of a page's image.
+    A column that is empty or null does not count. One whose value is a single text is accepted if the other columns
+    have no such tag: it is metadata, such as the address of a page's image. A list of texts is refused.
     """
     for name, cell in value.items():
         tag = _MEDIA.get(name.lower()) if isinstance(name, str) else None
@@ -198,9 +200,9 @@ def normalize_labelled(value: Mapping[str, Any]) -> Pair:
 
 
 def normalize(value: Mapping[str, Any], format: str) -> Example:
-    """The `Example` of a row. Rows to train on are converted by it, except those of preference objectives; so are rows
-    whose prompts answers are sampled to, and the held-out questions of exact match. Which of its fields are set depends
-    on the format:
+    """The `Example` of a row. Rows to train and evaluate on are converted by it for sft and distillation (`workers.py`;
+    preference objectives have functions of their own); so are rows whose prompts answers are sampled to, and the
+    held-out questions of exact match. Which of its fields are set depends on the format:
 
     - text: `text`.
     - messages and sharegpt: `messages` and `tools`.
@@ -325,8 +327,9 @@ def _parsed(turns: Any) -> Any:
 def _turns(turns: Any) -> list[Any]:
     """A list of turns, from a list (or other iterable) of turns, a single turn, None (no turns), or a text, which
     becomes a user's turn. Raises `RowError` for anything else. The turns themselves are not checked. Prompts and
-    answers, which data sets write in any of these forms, become lists by it before they are joined to a conversation;
-    the columns messages and conversations of the formats messages and sharegpt do not."""
+    answers, which data sets write in any of these forms, become lists by it before they are joined to a conversation,
+    also those in the column messages or conversations of a preference or labelled row. Rows of the formats messages and
+    sharegpt do not go through it."""
     if isinstance(turns, str):
         return [{"role": "user", "content": turns}]
     if isinstance(turns, Mapping):

@@ -32,8 +32,9 @@ _AFTER_TEXT = ("\n", "\n\n", "\nA", " a", " A", "a", "1")
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """The ids of the special tokens of `tokenizer`, a Hugging Face one: those that its list of added tokens marks as
     special, and its named ones such as EOS. Only templates should write them: a conversation whose own messages have
-    one is counted in a warning. They decide which packaged templates fit, which tokens may end a turn, and which open
-    one."""
+    one is counted in a warning. A packaged template is refused unless its marks are among them (`missing_marks`). All
+    but BOS and UNK may end a turn (`RowEncoder.end_ids`). Those with which both markers begin open one
+    (`Markers.opener`)."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
 
@@ -160,8 +161,8 @@ def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) 
 
 def _is_blank(pieces: str) -> bool:
     """Whether raw pieces (token strings, joined) are only white space, which byte-level BPE writes as "Ġ", "Ċ" and so
-    on, and SentencePiece as "▁" and "<0x0A>". `Markers._after` keeps words of the response apart from a marker's last
-    white space by it."""
+    on, and SentencePiece as "▁" and "<0x0A>". `Markers._after` sees by it whether a token has a word of the response
+    beside the marker's last white space; such a token belongs to the response."""
     return not pieces.replace("<0x0A>", "").strip("ĠĊĉč▁ \t\n\r")
 
 

@@ -44,10 +44,12 @@ def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     reads rows of the format messages by it, and `sharegpt_message` calls it for turns with the key `role`.
 
     - The content becomes text, "" if the turn has only tool calls. If it is a list of typed parts, their texts are
-      joined, parts of the type "reasoning" become `reasoning_content`, and those of the type "tool_call" `tool_calls`.
+      joined, parts of the type "reasoning" become `reasoning_content`, and those of the type "tool_call" `tool_calls`,
+      in place of the turn's own.
     - The name of a speaker becomes a role ("human" becomes "user"); other roles stay.
     - Each tool call becomes {"id" (if it has one), "type": "function", "function": {"name", "arguments": object}}. The
-      older key `function_call` becomes `tool_calls`, unless the turn has these too; then it is dropped.
+      older key `function_call` becomes `tool_calls`, unless the turn has that key too, even with an empty list; then
+      it is dropped.
     - Other keys stay, without those that are None.
 
     Raises `RowError` if the turn cannot be used: it has no role, or neither content nor calls; the content is neither
@@ -106,7 +108,8 @@ def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     "content", ...}); a turn with the key `role` is in OpenAI's form, and `chat_message` converts it. `formats.py` reads
     sharegpt rows by it, and the turns of prompts, completions and preferences, which have either form. The value of the
     speaker function_call or tool_call is the JSON of a call, which becomes `tool_calls`. Of the other keys of a
-    ShareGPT turn only weight, train and training stay (none for a call). Raises `RowError` if the speaker is not one of
+    ShareGPT turn only weight, train and training stay (none for a call), by which `spans.refuse_left_out` finds answers
+    that are not to be trained on. Raises `RowError` if the speaker is not one of
     ROLES (such as human, gpt or system), or the turn is wrong otherwise."""
     if "role" in turn:  # some files name the column as ShareGPT does and its parts as OpenAI does
         return chat_message(turn)

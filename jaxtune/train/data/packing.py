@@ -265,7 +265,8 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
 class PackedRows:
     """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch;
     `TokenDataset.rows` makes them. Documents that are empty, or lose all their trained tokens when they are cut, are in
-    no row; nor are untrained pieces of a divided document that has trained tokens. The attribute `report` has the
+    no row; nor are untrained pieces of a divided document that has trained tokens. A document that never had a trained
+    token stays, but a run has none. The attribute `report` has the
     counts, a PackingReport, `plan` the assignment of documents to rows, and `full` says whether every row is one
     document without padding. `empty` makes a batch, `fill` writes a row into it, and `batch` makes one of all rows.
 
@@ -341,7 +342,8 @@ class PackedRows:
 
     def _is_trained(self, document: int, offset: int, count: int) -> bool:
         """Whether a piece of a split document has a trained target; `plan_rows` leaves out pieces that have none. For a
-        document that has no trained target at all, it is True for every piece, so that all are kept.
+        document that has no trained target at all, it is True for every piece, so that all are kept, as the document is
+        if it is not split. A run has no such documents: `workers.encode_chunk` leaves them out.
 
         Args:
             document: the index of the document.

@@ -107,6 +107,7 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
         ValueError: there is no such file or data set, or its kind is not known; a folder has no data file, a compressed
             one, or files of several splits; a saved data set has splits, but no `train`; or [:N] is after a folder of
             several files, or after any name with `streaming` set.
+        OSError: a .json file, of which the first characters are read, cannot be opened.
     """
     if columns:
         return [_renamed(one, columns) for one in open_sources(source, streaming)]
@@ -214,7 +215,8 @@ def _folder(folder: Path) -> list[Source]:
 
 def _file_source(file: Path) -> Source:
     """The `Source` of the data file `file`, read by the reader for its suffix; lower and upper case are the same. Of a
-    .json file the beginning is read, to see whether it is an array. Raises ValueError if no reader knows the suffix."""
+    .json file the beginning is read, to see whether it is an array. Raises ValueError if no reader knows the suffix,
+    and OSError if a .json file cannot be opened."""
     readers = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet, ".csv": read_csv}
     reader = readers.get(file.suffix.lower())
     if reader is None:
@@ -231,9 +233,9 @@ def _file_source(file: Path) -> Source:
 
 
 def _file_identity(file: Path) -> str:
-    """A string that changes with a file's name or content, by which cached tokens of the file are found. It reads the
-    whole file. The name counts because the cache stores it for messages about rows. Raises OSError if the file cannot
-    be read."""
+    """A string that changes with a file's path (as it was given) or content, by which cached tokens of the file are
+    found; those of a moved file are not. It reads the whole file. The path counts because the cache stores it for
+    messages about rows. Raises OSError if the file cannot be read."""
     with open(file, "rb") as stream:
         return f"{file} {hashlib.file_digest(stream, 'blake2b').hexdigest()}"
 
@@ -328,8 +330,9 @@ def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
 
 
 def _nearest(path: Path) -> str:
-    """Returns the end of an error message about a path or data set that is not found: "; did you mean ...?" with the
-    file or folder beside it whose name is nearest; that the folder does not exist either; or ""."""
+    """Returns the end of the error message of `open_sources` about a path that is not found, or of `_load_named` about
+    a data set: "; did you mean ...?" with the file or folder beside it whose name is nearest; that the folder does not
+    exist either; or ""."""
     try:
         near = difflib.get_close_matches(path.name, [one.name for one in path.parent.iterdir()], 1, 0.75)
     except OSError:
