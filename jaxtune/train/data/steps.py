@@ -92,7 +92,8 @@ class StepBatches(Batches):
 
     @property
     def full(self) -> bool:
-        """False: documents share rows, and rows have padding, so attention needs its mask of documents."""
+        """False: documents share rows, and rows have padding, so attention needs its mask of documents. The train step
+        leaves out the segment ids, of which that mask is made, only where this is True."""
         return False
 
     def empty(self, rows: int) -> Batch:

@@ -123,8 +123,8 @@ def _names_that_fit(tokenizer: Any) -> str:
 
 
 def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
-    """The tokenizer to store with a model that was trained with data.template: a copy with that chat template, so that
-    generation renders prompts as training did. It is `tokenizer` itself if template is None, or if there is no
+    """The Trainer's tokenizer, also stored with the trained model: a copy with the chat template data.template,
+    so that generation renders prompts as training did. It is `tokenizer` itself if template is None, or if there is no
     tokenizer (the rows were already tokens). Raises `SetupError` if there is no such template."""
     if template is None or tokenizer is None:
         return tokenizer
@@ -448,7 +448,7 @@ class RowEncoder:
         return Conversations(self.tokenizer, self._template_text(), self._special_texts, self.end_ids)
 
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation (messages, and tools or None) by this encoder's template, for prompts, and for rows
+        """The text of a conversation (messages, and tools or None) by this encoder's template, for prompts and for rows
         whose responses the template need not find. add_generation_prompt: whether the text ends with what the template
         writes before a response. Raises `RowError` if the template fails on it, `SetupError` if there is none."""
         return self._conversations.render(messages, tools, add_generation_prompt)
