@@ -39,7 +39,7 @@ def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def check_unicode(text: str) -> None:
     """Raises `RowError` if `text`, which comes from a row, has half of a surrogate pair. JSON can write one as an
-    escape (backslash, u, d83d), and no tokenizer can encode it. Texts are checked when a row is converted, and again
-    once they are rendered."""
+    escape (backslash, u, d83d), and no tokenizer can encode it. Columns of text and contents of messages are checked
+    when a row is converted. The rendered text is checked as a whole, because it also has thoughts, tools and calls."""
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise RowError("not valid Unicode: half of a surrogate pair")

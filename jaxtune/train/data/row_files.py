@@ -53,7 +53,8 @@ class Row:
 
     @property
     def place(self) -> str:
-        """`file:number`, for messages. The objective reward also finds the rows of its pairs by it."""
+        """`file:number`, for messages. The objective reward, which reads the rows again for their margins, also finds
+        the row of each pair by it."""
         return f"{self.file}:{self.number}"
 
 
@@ -70,7 +71,7 @@ def _object(file: str, number: int, value: object) -> Row:
 def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
     """The `Row` number `number` of a table `file` (Parquet, datasets) with the columns `value`, without the keys of
     nested objects whose value is None. `read_dataset` and `_parquet_row` make rows by it. It is a bad row (without
-    columns, with the reason) if it is too large or too deeply nested.
+    columns, with the reason) if it is too large or too deeply nested with those keys, which are removed afterwards.
 
     In a table, all objects of a column have the same keys: an object has None for keys that only other objects have,
     such as arguments of calls of other tools. As in TRL, these keys are not rendered.

@@ -19,7 +19,8 @@ def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Patt
     """A pattern that matches the texts that only a template should write, because they open or end turns: the special
     tokens of `tokenizer`, a Hugging Face one, and the strings in `markers` without white space around them (None is no
     marker). `RowEncoder` searches a row's messages and tools for them, for a warning and to see whether markers can be
-    trusted, and `Conversations` the text that opens a response. Returns None if there are no such texts."""
+    trusted. `Conversations` searches what stands of the generation prompt before a response for them: if it has one,
+    the response begins after it. Returns None if there are no such texts."""
     found = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
     found |= {marker.strip() for marker in markers if marker is not None}
     longest_first = sorted(filter(None, found), key=lambda text: (-len(text), text))

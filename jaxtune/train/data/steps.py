@@ -1,10 +1,11 @@
 """Steps that train on a fixed number of documents: `data.packing: step`.
 
-A step trains on as many documents (or pairs) as the config's `rows_per_step` says, in an order that does not depend on
-their lengths, as in trainers that pad every document. But the documents of a step are packed into common rows, so that
-little of it is padding. The number of rows that this needs differs from step to step. Therefore all steps of a run are
-packed before it begins, from lengths alone, and every batch gets as many rows as the largest step needs, rounded up for
-the devices: the shape never changes. `pack_steps` does this and returns the source of the batches, `StepBatches`.
+A step trains on as many documents (or pairs) as the config's `rows_per_step` says (the last of an epoch may have
+fewer), in an order that does not depend on their lengths, as in trainers that pad every document. But the documents of
+a step are packed into common rows, so that little of it is padding. The number of rows that this needs differs from
+step to step. Therefore all steps of a run are packed before it begins, from lengths alone, and every batch gets as many
+rows as the largest step needs, rounded up for the devices: the shape never changes. `pack_steps` does this and returns
+the source of the batches, `StepBatches`.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class StepBatches(Batches):
 
     @property
     def full(self) -> bool:
-        """False: documents share rows, and rows have padding, so attention needs its mask of documents."""
+        """False: documents share rows, and rows have padding, so attention needs its mask of documents. The train step
+        leaves out the segment ids, of which that mask is made, only where this is True."""
         return False
 
     def empty(self, rows: int) -> Batch:
@@ -183,7 +185,7 @@ def pack_steps(
     train: TokenDataset, held_out: TokenDataset | None, config: TrainConfig, steps: int
 ) -> tuple[StepBatches, TokenDataset | None]:
     """Packs all steps of a run with data.packing=step. Rows are as long as the longest document (or pair) of both sets,
-    rounded up to a multiple of 64 tokens, but no longer than data.length allows (`TokenDataset.longest`).
+    rounded up to a multiple of 64 tokens, but at most data.length, or for pairs twice that (`TokenDataset.longest`).
     `run_rows.source_of` calls it before the run; other values of data.packing do not need it.
 
     Args:
@@ -215,8 +217,8 @@ def pack_steps(
 
 def _devices(config: TrainConfig) -> int:
     """The number of devices among which the rows of a micro-batch are divided, so that this number must divide the rows
-    evenly: that of the mesh in `config`, or all devices if it has none. A single process on a CPU counts as one
-    device."""
+    evenly: all devices of the mesh in `config`, since both axes divide rows, or all devices of the run if it has none.
+    Without a mesh, a single process on a CPU counts as one device."""
     if config.mesh is not None:
         return partition.mesh_shape(*config.mesh.sizes).size
     several = jax.default_backend() != "cpu" or processes.count() > 1  # a single process uses one CPU device

@@ -138,7 +138,8 @@ class StreamedRows:
 
     def with_max_documents(self, documents: int) -> StreamedRows:
         """The same stream, changed in place, with room for `documents` documents in a row, a number not below
-        `max_documents`. FedBatches calls it, so that the batches of all sets of a mixture have equal shapes."""
+        `max_documents`. FedBatches always calls it, also for a single set, so that the batches of all sets of a mixture
+        and of all windows have equal shapes: before it, `empty` has room only for the most of the first window."""
         self._max_documents = documents
         self.first = self.first.with_max_documents(documents)
         return self
@@ -185,7 +186,7 @@ class StreamedRows:
 
     def news(self) -> list[str]:
         """Sentences about bad rows and finished epochs since the last call, which the run prints after a step. The
-        threads of the feeds add them. There is none about a window of which nothing can be trained on."""
+        threads of the feeds add them. If nothing of a window can be trained on, all its rows count as bad."""
         with self._lock:
             news, self._news = self._news, []
         return news
@@ -320,7 +321,7 @@ class StreamFeed:
 
     def close(self) -> None:
         """Makes the daemon thread that makes windows stop at the next row that it reads. It is not waited for, because
-        no row is taken from a closed feed."""
+        no row is taken from a closed feed. FedBatches calls it when the run ends, or resumes at another step."""
         self._closed.set()
 
     def _load(self) -> Future[_TokenisedWindow]:

@@ -95,7 +95,8 @@ def open_file(path: str, say: Callable[[str], None]) -> TeacherFile:
     """Opens a file or folder, `path` (objective.teacher_logprobs), by `reading.open_sources`, and reads it: for its
     digest, and to find out how many tokens its distributions have. `objectives.stored_teachers` calls it when a run is
     set up. say: shows a line to the user. Raises ConfigError if it is not there, a row has no token ids or not an entry
-    for each, or no row has a distribution. The distributions themselves are checked only by `TeacherFile.read`."""
+    for each, or no row has a distribution, and ValueError as `_rows`. The distributions themselves are checked only by
+    `TeacherFile.read`."""
     try:
         sources = open_sources(path)
         digest = hashlib.blake2b(digest_size=16)

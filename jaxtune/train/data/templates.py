@@ -62,8 +62,8 @@ class Rendered:
     text: str
     """The text to tokenise."""
     ranges: list[tuple[int, int]] | None
-    """The (start, end) character ranges of its responses (all of it for text alone; [] for a conversation of which all
-    is trained on); None if markers must find them in the tokens."""
+    """The (start, end) character ranges of its responses: all of it for text alone, the completion for a plain prompt,
+    [] for a conversation of which all is trained on, as no range is needed; None if markers find them in the tokens."""
     special: str = ""
     """A special token or marker that the text of the messages contains; "" if there is none."""
     left_out: str = ""
@@ -123,8 +123,8 @@ def _names_that_fit(tokenizer: Any) -> str:
 
 
 def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
-    """The tokenizer to store with a model that was trained with data.template: a copy with that chat template, so that
-    generation renders prompts as training did. It is `tokenizer` itself if template is None, or if there is no
+    """The Trainer's tokenizer, also stored with the trained model: a copy with the chat template data.template,
+    so that generation renders prompts as training did. It is `tokenizer` itself if template is None, or if there is no
     tokenizer (the rows were already tokens). Raises `SetupError` if there is no such template."""
     if template is None or tokenizer is None:
         return tokenizer
@@ -248,8 +248,8 @@ class RowEncoder:
 
     def render(self, example: Example) -> Rendered:
         """The text of an example (text, prompt with completion, or a rendered conversation) and the ranges of its
-        responses: the first part of `encode`, which then tokenises the text. Raises `RowError` if it cannot be
-        rendered, its responses are not found or may not be trained on, or its text is too long or not Unicode."""
+        responses: the first part of `encode`, which alone calls it. Raises `RowError` if it cannot be rendered,
+        its responses are not found or may not be trained on, or its text is too long or not Unicode."""
         if example.text is not None:
             text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
         elif self._is_raw(example):
@@ -277,8 +277,9 @@ class RowEncoder:
         return next((match[0] for match in found if match), "")
 
     def _render_conversation(self, example: Example, special: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the (start, end) character ranges of its responses, also of some that are not
-        trained on. There are none if all tokens are trained on, or if markers will find the responses.
+        """The text of a conversation, and the (start, end) character ranges of its responses. The template's marks also
+        give those of the prompt and those before the last one; `render` and `_finish` drop them if they do not train.
+        There are none if all tokens are trained on, or if markers will find the responses.
 
         Args:
             example: with messages.
@@ -330,8 +331,8 @@ class RowEncoder:
     def _finish(self, example: Example, rendered: Rendered, tokens: Tokens) -> Encoded | RowError:
         """The tokens of a rendered example with their mask, with at most one BOS at the beginning, and an EOS for
         plain text. If a token extends over the begin of a response, the text is tokenised again, in pieces that begin
-        there. Returns a `RowError` if there is no token. `encode` calls it last. rendered: the example's text, and the
-        ranges of its responses. tokens: those of that text."""
+        there. Where markers find the responses, they do it here. Returns a `RowError` if there is no token. `encode`
+        calls it last. rendered: the example's text, and the ranges of its responses. tokens: those of that text."""
         text, ranges = rendered.text, rendered.ranges or []
         is_raw = example.text is not None or self._is_raw(example)
         cuts = [low for low, _ in ranges if np.any((tokens.starts < low) & (low < tokens.ends))]
@@ -397,8 +398,8 @@ class RowEncoder:
         """Appends an EOS to a row of plain text and to its last response (if any), so that the model learns to stop.
         Returns (the token ids, int32[n]; the ranges). Raises `SetupError` if the tokenizer has no EOS.
 
-        A row that already ends with EOS is not changed. If markers are used, the text is a rendered conversation; it is
-        not changed either if it ends with another token that ends a turn, such as Gemma's or Phi-3's.
+        A row that already ends with EOS is not changed. If markers are used, the row's text is a conversation that was
+        rendered before; it is not changed either if it ends with another token that ends a turn, such as Gemma's.
 
         Args:
             text, tokens: the text of the row and its tokens.
@@ -442,15 +443,14 @@ class RowEncoder:
 
     @property
     def _conversations(self) -> Conversations:
-        """The `Conversations` of this encoder's template, which renders conversations and finds their responses.
-        Raises `SetupError` if there is no such template."""
+        """The `Conversations` of this encoder's template, which renders conversations and finds their responses; made
+        anew on each access. Raises `SetupError` if there is no such template."""
         return Conversations(self.tokenizer, self._template_text(), self._special_texts, self.end_ids)
 
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation (messages, and tools or None), as `Conversations.render` gives it with this
-        encoder's template. add_generation_prompt: whether the text ends with what the template writes before a
-        response. Prompts are rendered by it, and rows whose responses the template need not find. Raises `RowError` if
-        the template fails on it, `SetupError` if there is none."""
+        """The text of a conversation (messages, and tools or None) by this encoder's template, for prompts and for rows
+        whose responses the template need not find. add_generation_prompt: whether the text ends with what the template
+        writes before a response. Raises `RowError` if the template fails on it, `SetupError` if there is none."""
         return self._conversations.render(messages, tools, add_generation_prompt)
 
 

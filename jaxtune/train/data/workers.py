@@ -109,8 +109,8 @@ _NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     """Renders and tokenises rows with `encoder`, a worker's task, and returns their chunk. A row that cannot be used,
-    or has no trained token after its first, gives none and is listed with its place. A row of a preference format gives
-    two, chosen and rejected (an empty one for the answer that a labelled row lacks). Raises SetupError as `encode`."""
+    or has no trained token after its first, gives no document and is listed with its place. One of a preference format
+    gives two, chosen and rejected (empty for the answer that a labelled row lacks). Raises SetupError as `encode`."""
     outcome = [attempt(_examples, row) for row in rows]
     encoded = iter(
         encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found if one])
@@ -355,7 +355,7 @@ def _span(rows: list[Row]) -> str:
 
 class _InProcess:
     """The `_Encoder` that tokenises with `encoder` in this process: for one worker, or a tokenizer that cannot be
-    pickled. Its attribute `thread` is the id of the thread that encodes, so that `kill` can end it."""
+    pickled. Its attribute `thread` is the id of the thread that encodes, by which `kill` ends it, or None."""
 
     def __init__(self, encoder: RowEncoder):
         self.encoder = encoder
