@@ -344,12 +344,13 @@ class Monitor:
         )
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
-        """Raises TrainingStopped if the run must end: the gradient is zero although the loss is not, a step over all
-        rows has no token that is trained on, or the updates of guards.max_nonfinite_in_row steps in a row were skipped.
-        A step that was not finite is printed with the places of its first rows, and added to `bad`, which a finite step
+        """Raises TrainingStopped if the run must end: the gradient is zero although the loss is not, a step that is a
+        whole epoch (steps_per_epoch = 1) has no token that is trained on, or the updates of guards.max_nonfinite_in_row
+        steps in a row were skipped. If an epoch has more steps, one without such tokens does not end the run. A step
+        that was not finite is printed with the places of its first rows, and added to `bad`, which a finite step
         empties. In fp16, nothing is done after a step that was not finite if the loss scale is still above 1: that is
-        taken for an overflow of the scaled loss. After the first step of a run, if it is finite and trains on a token,
-        `Watched.check_first` is called, which may raise TrainingStopped too.
+        taken for an overflow of the scaled loss. After step 1 of the run, if it is finite and trains on a token,
+        `Watched.check_first` is called, which may raise TrainingStopped too; it is called after no other step.
 
         Args:
           step: the step's number, from 0.
