@@ -45,7 +45,7 @@ class TrainingStopped(ValueError):
     """Raised when a guard (a check of a step's metrics) ends the run: several steps in a row were not finite, nothing
     is trained or an adapter is not, or the first step contradicts the reference (Watched.check_first). Callbacks may
     raise it too. It passes through the training loop; on the way the Saver removes a last checkpoint whose state it
-    takes to be bad. The message says what was seen and, in most cases, what to do."""
+    takes to be bad, if there is an older one. The message says what was seen and, in most cases, what to do."""
 
 
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
