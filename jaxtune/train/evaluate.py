@@ -101,7 +101,7 @@ def questions_of(
     positions: int,
 ) -> list[Question]:
     """Makes a Question of each row, in their order. `exact_match` asks them; `app.sampled_by` calls it before training,
-    so that a row that cannot be asked is reported then, and for the length of the longest prompt.
+    so that a row that cannot be asked is reported then, and to plan the memory for the longest prompt.
 
     Args:
       tokenizer: a fast Hugging Face tokenizer.

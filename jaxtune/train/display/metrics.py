@@ -93,7 +93,7 @@ class MetricsLogger:
                 sink.log(line)
 
     def close(self) -> None:
-        """Closes all loggers. A failure is only logged; a later call of `log` or `close` does nothing."""
+        """Closes the loggers that are in use. A failure is only logged. Later, `log` and `close` do nothing."""
         for name, sink in list(self._sinks.items()):
             with self._survived(name):
                 sink.close()
@@ -122,14 +122,13 @@ class MetricsLogger:
 
 class _Sink:
     """The interface of a logger: one place in which metrics are recorded, such as a file or TensorBoard. `log` records
-    one line, and `close` is called once at the end of the run."""
+    one line, and `close` is called once at the end of the run, unless MetricsLogger stopped using it at an error."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """Records a line, {name: JSON value}: `step`, `time` (unix seconds) and metrics. May raise: MetricsLogger
-        catches it."""
+        """Records a line, {name: JSON value}: `step`, `time` (unix seconds), metrics. MetricsLogger catches errors."""
 
     def close(self) -> None:
-        """Finishes writing and closes the logger."""
+        """Finishes writing and closes the logger, if it is in use at the end of the run."""
 
 
 class _JsonlSink(_Sink):
@@ -142,8 +141,7 @@ class _JsonlSink(_Sink):
             path.touch()
 
     def log(self, line: dict[str, Any]) -> None:
-        """Appends `line` (see `_Sink.log`). OSError if the file cannot be opened or only a part was written; the next
-        call begins a new line then."""
+        """Appends `line`; OSError if it cannot. After a write that failed, the next call begins a new line first."""
         data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
         with open(self._path, "ab", buffering=0) as file:
             self._torn = True
@@ -153,13 +151,12 @@ class _JsonlSink(_Sink):
 
 
 class _TensorBoardSink(_Sink):
-    """The logger that writes TensorBoard's event files in `folder`. resumed_step: the step after which an earlier part
-    of a resumed run is hidden, or None."""
+    """The logger that writes TensorBoard's event files in `folder`. resumed_step: the step from which a resumed run
+    continues, after which TensorBoard hides what earlier processes wrote; None for a new run."""
 
     def __init__(self, folder: Path, resumed_step: int | None):
         from tensorboardX import SummaryWriter
 
-        # purge_step hides what an earlier part of this run wrote after the resumed step.
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def log(self, line: dict[str, Any]) -> None:
@@ -187,7 +184,7 @@ class _WandbSink(_Sink):
         atomic_write(id_file, self._run.id)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Sends the numbers of `line` (see `_Sink.log`), with its step, to Weights & Biases."""
+        """Sends the numbers of `line` to Weights & Biases, with its step as one more metric, not as wandb's step."""
         self._run.log({"step": line["step"], **_numbers(line)})
 
     def close(self) -> None:
@@ -278,8 +275,8 @@ ROWS = "eval_rows"  # the key of an evaluation's line with Documents.identity of
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of the metrics.jsonl at `path`, as dicts. The strings "nan", "inf" and "-inf" become floats again (at
-    the top level only). Lines that are not JSON objects with an integer `step` are skipped. OSError without a file."""
+    """The lines of the metrics.jsonl at `path`, as dicts that `parsed` makes, except those for which it returns None.
+    OSError without a file. A run and `jaxtune evaluate` find earlier evaluations by it, `loss_plot` the losses."""
     with open(path, "rb") as file:
         return [line for text in file if (line := parsed(text)) is not None]
 
@@ -313,7 +310,7 @@ def _drop_after(path: Path, last_step: int) -> None:
 
 
 def duration(seconds: float) -> str:
-    """A time of `seconds`, rounded to whole ones, as text for the terminal: 1:05, or 2:03:04 from an hour on."""
+    """`seconds`, rounded, as text: 1:05, or 2:03:04 from an hour on. `Progress` (time left) and finish_line show it."""
     minutes, seconds_left = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
@@ -417,7 +414,8 @@ class Progress:
 
     def evaluating(self, done: int, batches: int) -> None:
         """Shows that `done` of an evaluation's `batches` batches are done. If all are, the bar shows steps again.
-        Without a bar it prints a line at most each `line_seconds`, the first after that time, none at the end."""
+        Without a bar (off a terminal, and in `jaxtune evaluate`, which does not enter the context) it prints a line at
+        most each `line_seconds`, the first after that time, none at the end."""
         if self._live is not None:
             text = "step" if done == batches else f"evaluating {done}/{batches}"
             self._bar.update(self._task, description=text)
@@ -436,7 +434,8 @@ class Progress:
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         """Estimates the seconds until the last step, when `step` steps are done at the time `now` (time.monotonic()).
-        It takes the mean time of the steps since the first `update` after compiling; None up to that `update`."""
+        It divides the time since the first `update` after compiling, evaluations and saves included, by the steps since
+        then; None up to that `update`."""
         first_step, first_seconds = self._first or (step, now)
         if step <= first_step:
             return None
@@ -447,8 +446,9 @@ class Progress:
 
 
 def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
-    """Draws the finite losses in the metrics.jsonl at jsonl_path into png_path (loss.png, at the end of a run): of
-    logged steps, from 50 on with a moving average, and of evaluations. ValueError: none; ImportError: no matplotlib."""
+    """Draws the finite losses in the metrics.jsonl at jsonl_path into png_path (loss.png, at a run's end): of logged
+    steps (if 50 or more, with a moving average), and of evaluations. Raises ValueError if there is none, ImportError
+    without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -45,7 +45,7 @@ class TrainingStopped(ValueError):
     """Raised when a guard (a check of a step's metrics) ends the run: several steps in a row were not finite, nothing
     is trained or an adapter is not, or the first step contradicts the reference (Watched.check_first). Callbacks may
     raise it too. It passes through the training loop; on the way the Saver removes a last checkpoint whose state it
-    takes to be bad. The message says what was seen and, in most cases, what to do."""
+    takes to be bad, if there is an older one. The message says what was seen and, in most cases, what to do."""
 
 
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -344,12 +344,13 @@ class Monitor:
         )
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
-        """Raises TrainingStopped if the run must end: the gradient is zero although the loss is not, a step over all
-        rows has no token that is trained on, or the updates of guards.max_nonfinite_in_row steps in a row were skipped.
-        A step that was not finite is printed with the places of its first rows, and added to `bad`, which a finite step
+        """Raises TrainingStopped if the run must end: the gradient is zero although the loss is not, a step that is a
+        whole epoch (steps_per_epoch = 1) has no token that is trained on, or the updates of guards.max_nonfinite_in_row
+        steps in a row were skipped. If an epoch has more steps, one without such tokens does not end the run. A step
+        that was not finite is printed with the places of its first rows, and added to `bad`, which a finite step
         empties. In fp16, nothing is done after a step that was not finite if the loss scale is still above 1: that is
-        taken for an overflow of the scaled loss. After the first step of a run, if it is finite and trains on a token,
-        `Watched.check_first` is called, which may raise TrainingStopped too.
+        taken for an overflow of the scaled loss. After step 1 of the run, if it is finite and trains on a token,
+        `Watched.check_first` is called, which may raise TrainingStopped too; it is called after no other step.
 
         Args:
           step: the step's number, from 0.

@@ -281,7 +281,8 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
     """A plan in words, a line each, which Planner.lines and --plan show: the placement of each residual, with its bytes
     on a device in a micro-batch and what it costs, the predicted peak and speed; and, where they apply, the table of
     per-layer embeddings, optimizer states on the host, what is sent between devices, that the plan may not fit, the
-    speed of experts, and the host's memory where it is not all of this machine's.
+    speed of experts, and (Device.host_note) the host's memory, if a container or job is limited to a part of it or the
+    device is of another machine.
 
     Args:
       forecast: the plan, with the memory and the times that are predicted for it.

@@ -53,7 +53,7 @@ class Curve:
     values: array.array = dataclasses.field(default_factory=lambda: array.array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Appends the point (step, value)."""
+        """Appends the point (step, value): `Figures.add` one of the training steps, `_charts` one of an evaluation."""
         self.steps.append(step)
         self.values.append(value)
 
@@ -167,8 +167,8 @@ class RunFiles:
 
 
 def _identity(path: Path) -> Any:
-    """A value that changes when the file at `path` does (inode, size and time of its last change), so that unchanged
-    files are not read again; None if the file is missing."""
+    """A value that changes when the file at `path` does (inode, size and time of its last change); None if the file is
+    missing. `RunFiles.page` computes nothing while it is the same for all files of the run."""
     try:
         status = path.stat()
     except OSError:
@@ -391,7 +391,8 @@ def _as_json(default: object) -> JsonObject | None:
 
 def _read(path: Path) -> str:
     """The text of the file at `path` in a run's folder; "" if it is missing. Bytes that are not UTF-8 are replaced,
-    because a run may be writing it. The page reads config.yaml and results.json by it."""
+    because the file may contain anything; a run replaces it as a whole, so it is never half written. The page reads
+    config.yaml and results.json by it."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
