@@ -42,9 +42,9 @@ def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
 @contextlib.contextmanager
 def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
     """A context that loads the model with its adapter, and the tokenizer, that a config asks for. It gives (weights,
-    tokenizer, model). The train command uses it, also for --check, and `load_model`. In a distillation the teacher that
-    the config names is attached to the model, unless its log-probabilities are stored before the run, or it is the
-    model itself with its adapter off.
+    tokenizer, model). The train command uses it, also for --check and --plan, and so does `load_model`. In a
+    distillation the teacher that the config names is attached to the model, unless its log-probabilities are stored
+    before the run, or it is the model itself with its adapter off.
 
     Usually a thread loads the weights while the caller tokenises rows and compiles programs: `weights` is the future of
     the model, and `model` has jax.ShapeDtypeStruct in place of its arrays.

@@ -155,7 +155,7 @@ class BestCheckpoint:
 
     def _is_better(self, value: float) -> bool:
         """Whether `value` of the metric is better than the best one so far: greater or less, as checkpoint.best_is
-        says. True for the first value; NaN never is, and an equal value is not. `resume` and `offer` ask it."""
+        says. NaN is never better, nor is an equal one; the first that is not NaN is. `resume` and `offer` ask it."""
         if math.isnan(value) or math.isnan(self.value):
             return not math.isnan(value)
         return value > self.value if self.config.best_is_greatest else value < self.value

@@ -48,8 +48,8 @@ class CheckpointError(ValueError):
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint in `folder`, which may be missing, in ascending order; files are not checked. By
-    it checkpoints are found, to restore, score or remove them."""
+    """The steps that have a checkpoint in `folder`, which may be missing, in ascending order; files are not checked.
+    It needs no lock. `best_saved`, scoring.py and jaxtune.compat call it without one, Checkpointer.steps with it."""
     if not folder.is_dir():
         return []
     found = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
@@ -91,14 +91,13 @@ class Checkpointer:
     def __exit__(self, *exc) -> None:
         self.close()
 
-    # ---- listing
-
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, ascending; one is restored, and old ones are removed. Files are not checked."""
+        """The steps that have a checkpoint, ascending; files are not checked. This class and BestCheckpoint ask it."""
         return saved_steps(self.folder)
 
     def latest(self) -> int | None:
-        """The newest step that has a checkpoint, which may be damaged; None: there is nothing to resume from."""
+        """The newest step that has a checkpoint, which may be damaged, or None. The Trainer asks it whether there is
+        anything to resume from, and at the end whether the last step is saved."""
         return max(self.steps(), default=None)
 
     # ---- writing
@@ -169,7 +168,8 @@ class Checkpointer:
 
     def reject(self) -> None:
         """Removes the checkpoint that was saved or restored last, because later steps have shown its state to be bad.
-        It does nothing if that one is proven, or if there is no other one, apart from those found to be damaged."""
+        It does nothing if that one is proven, or if there is no other one, apart from those found to be damaged. It
+        first waits for the save in progress, and raises as `wait` does."""
         self.wait()
         others = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
         if self._unproven in self.steps() and others:
@@ -230,8 +230,7 @@ class Checkpointer:
 
     def _purge(self, newest: int) -> None:
         """Keeps, of the checkpoints up to step `newest` that no restore found damaged, the last `keep` proven ones, the
-        best and an unproven one; removes others, after a save or `confirm`. The run went back to before steps later
-        than `newest`."""
+        best and an unproven one; removes others, after a save or `confirm`. The run repeats steps after `newest`."""
         self._damaged.discard(newest)
         steps = self.steps()
         usable = [step for step in steps if step <= newest and step not in self._damaged]
@@ -247,7 +246,7 @@ class Checkpointer:
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Removes the checkpoint folder `path`, in the first process only; an error is logged and not raised."""
+        """Removes the folder `path` for `_purge` and `reject`, in the first process only; logs errors, raises none."""
         if not processes.first():
             return
         trash = self.folder / f".tmp_{path.name}"
@@ -288,7 +287,7 @@ class Checkpointer:
             without a sharding (or an uncommitted array) is returned uncommitted, a numpy leaf as numpy. None gives
             nested dicts of numpy arrays (and PRNG keys) by name.
           check: called with the meta before the arrays are read; by raising, it can refuse them for a better reason
-            than their shapes.
+            than their shapes. It may also fill in `like`, as the Trainer's does, because `like` is read after it.
           partial: `like` has only some of the arrays, such as the weights without the optimizer; only these are read.
         Raises:
           CheckpointError: no checkpoint is intact and can be read, `like` does not fit, or the save before failed.
@@ -335,7 +334,7 @@ def _size(count_bytes: int) -> str:
 
 
 def _is_key(x: Any) -> bool:
-    """Whether the array `x` is a typed PRNG key, which is saved as its data and the name of its implementation."""
+    """Whether the array `x` is a typed PRNG key, of which `_describe` gives the data and the implementation's name."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -451,7 +450,8 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
 
 
 def _bytes(description: dict[str, Any]) -> int:
-    """The bytes of an array by its entry `description` in meta.json, for `reader`'s memory limit; of a key at least."""
+    """The bytes of an array by its entry `description` in meta.json, for `reader`'s memory limit. A PRNG key counts
+    as 8 bytes, the fewest that one has."""
     size = 8 if "key_impl" in description else jnp.dtype(description["dtype"]).itemsize
     return math.prod(description["shape"]) * size
 

@@ -104,7 +104,8 @@ def record_of(
       config: the run's.
       trainable: {name: array or jax.ShapeDtypeStruct} of the trainable tensors; shapes and dtypes are recorded.
       storage: {"weights", "optimizer": the format in which they are stored}.
-      base: the model as it was given, whose digests are recorded.
+      base: the model as it was given, of which base_digest (of all bytes) and base_fingerprint (of a sample, which
+        older versions recorded alone) are recorded.
       teacher: the digest of the weights of the teacher of a distillation, or None.
       data: values that identify the rows.
       total_steps: the number of steps of the whole run.
@@ -134,7 +135,8 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
     rate is constant (`_of_any_length`).
 
     Args:
-      saved: the checkpoint's record; entries POSITION (where its rows continue) and INPUT_SCALES are ignored.
+      saved: the checkpoint's record; entries POSITION (where its rows continue) and INPUT_SCALES (the scales of
+        activations that QAT observed) are ignored.
       current: the record of this run.
       output: the run's folder, for messages.
     Raises:
@@ -295,8 +297,8 @@ class Difference:
 
 def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
     """The record `current` without the keys of _NOT_ALWAYS (base_digest) that the record `saved` lacks because an older
-    version of jaxtune wrote it. The two can then be compared. An equal copy if it lacks none; keys of the config that
-    it lacks stay, because compare_meta reads them as defaults."""
+    version of jaxtune wrote it. An equal copy if it lacks none; keys of the config that it lacks stay, because
+    compare_meta reads them as defaults. compare_meta compares the result with `saved`; is_digest_of digests it."""
     return {key: value for key, value in current.items() if key in saved or key not in _NOT_ALWAYS}
 
 

@@ -43,8 +43,8 @@ def run_rows(
         be a BatchSource, which is returned as it is, or a list of (rows, weight) for a mixture. None: the rows that the
         config names.
       apart: what happens to the training rows that data.eval_rows takes out for evaluation, if there are other rows to
-        evaluate on. False: they are trained on. True: they are left out of training all the same, as in the run whose
-        weights are evaluated now.
+        evaluate on. False: they are trained on. True: they are left out of training all the same. A Trainer with
+        trains=False passes True, so that one that evaluates a run's weights has the rows that the run trained on.
     Returns:
       (rows to train on, held-out rows or None). Rows to train on that are streamed, mixed or sampled are a BatchSource,
         which makes them during the run. If the objective learns from rewards and the config asks for answers in
@@ -217,9 +217,10 @@ def source_of(
 
 
 def most_documents(batches: BatchSource, held_out: TokenDataset | None) -> int | None:
-    """The largest number of documents in any row that is computed, for which attention's kernels are compiled; None if
-    the source of the batches knows no limit. The program of a train step is made with it, unless config.deterministic
-    is set. batches: of the steps. held_out: the rows of evaluations, or None."""
+    """The largest number of documents in any row that is computed; None if the source of the batches knows no limit.
+    The programs of steps and evaluations are made with it (setup.step_programs), because cuDNN's attention needs a
+    limit. With config.deterministic they get None in its place, because cuDNN's sums are in no fixed order. batches: of
+    the steps. held_out: the rows of evaluations, or None."""
     if batches.max_documents is None:
         return None
     return max(batches.max_documents, 0 if held_out is None else held_out.rows.max_documents)

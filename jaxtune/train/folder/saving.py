@@ -68,8 +68,9 @@ class SavePolicy:
 class Saver:
     """Saves the state of one run while it trains and evaluates. All processes of a run save at the same steps. The
     training loop (run.Run) calls `after_step` after each step, `poll` during an evaluation and after the last one,
-    `evaluated` after each evaluation, and `finish` at the end; the steps run in the context `guarded`. `save` makes a
-    save for all of them.
+    `evaluated` after each evaluation, `save_for_callback` if a callback asks for a save, and `finish` at the end; the
+    steps run in the context `guarded`. All saves are made by `save`; if the attribute `enabled` is True, the loop calls
+    it after the last step, too, and before an error in loading rows ends the run.
 
     A saved state is known to be good once a later update was made, or at the end of the run if its last numbers are
     finite (`finish`). Until then earlier checkpoints are kept (Checkpointer.confirm). Nothing is saved while steps are
@@ -110,8 +111,9 @@ class Saver:
 
     def after_step(self, done: int, state: Any, last: bool) -> None:
         """Called after each step: saves if a save is due, and raises if a signal came. After the last step it does
-        neither, because evaluation and the final save follow; a save that was due stays due. If an update was made
-        since the last save, that checkpoint is known to be good (Checkpointer.confirm), also after the last step.
+        neither, because the final save (if `enabled`), the last evaluation and `poll` follow in this order; a save that
+        was due stays due. If an update was made since the last save, that checkpoint is known to be good
+        (Checkpointer.confirm), also after the last step.
 
         Args:
           done: the number of optimizer steps done.
@@ -161,11 +163,11 @@ class Saver:
 
     def save(self, done: int, state: Any) -> None:
         """Saves `state`, the TrainState after `done` steps, whether a save is due or not, and passes `done` to the
-        run's callbacks (Callback.saved), before the files are complete. It does nothing if that state is saved already.
-        It saves nothing either while updates are being skipped because steps were not finite, and prints so once; a
-        save that was due is then made as soon as they are finite again. It first waits for the metrics of all steps,
-        and may raise the TrainingStopped of a guard, or the CheckpointError of this save or the one before. The files
-        are written in a thread (Checkpointer.save)."""
+        run's callbacks (Callback.saved), before the files are complete. The other methods and run.Run call it. It does
+        nothing if that state is saved already. It saves nothing either while updates are being skipped because steps
+        were not finite, and prints so once; a save that was due is then made as soon as they are finite again. It first
+        waits for the metrics of all steps, and may raise the TrainingStopped of a guard, or the CheckpointError of this
+        save or the one before. The files are written in a thread (Checkpointer.save)."""
         self.monitor.flush()
         if self.saved == done:
             self._due = False

@@ -91,9 +91,10 @@ def screen_lines(
 
 def _equal_groups(total: np.ndarray) -> np.ndarray:
     """bool[groups]: True where the rewards of a group (the answers to one prompt) are equal (to 1e-8), or where all are
-    missing or only one is not. Such rewards give no answer an advantage, unless those of several functions are
-    normalised before they are added (normalize_then_sum). `measured` and `screen_lines` count such groups. total:
-    float32[groups, answers], the weighted sums of rewards, NaN where all of an answer's are missing."""
+    missing or only one is not. Such rewards give no answer an advantage, with two exceptions: those of several
+    functions are normalised before they are added (normalize_then_sum), or RLOO subtracts a divergence from them (beta
+    above 0). `measured` and `screen_lines` count such groups. total: float32[groups, answers], the weighted sums of
+    rewards, NaN where all of an answer's are missing."""
     low, high = np.where(np.isnan(total), np.inf, total).min(1), np.where(np.isnan(total), -np.inf, total).max(1)
     return ~(high - low > 1e-8)
 
