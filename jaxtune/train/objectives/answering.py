@@ -83,9 +83,10 @@ class Sampling:
 
     @property
     def most_converted(self) -> int | None:
-        """The most layers whose weights a sampler converts once for all tokens (models/generation/converted.py): the
-        number in the plan of memory, so that each generation, and each process that continues the run, converts the
-        same layers. None if there is no plan: the sampler then converts as many as fit into the free memory."""
+        """The most layers whose weights a sampler converts once for all tokens: it decodes quantised linears, and
+        casts adapters of experts (models/generation/converted.py). It is the number in the plan of memory, so that
+        each generation, and each process that continues the run, converts the same layers. None if there is no plan:
+        the sampler then converts as many as fit into the free memory."""
         return None if self.plan is None else self.plan.converted_layers
 
     def sampler(
@@ -119,8 +120,9 @@ class Sampling:
 
     def submit(self, sampler: Sampler | DividedSampler, ids: Sequence[int], new: int, seed: int, index: int = 0) -> int:
         """Submits a prompt to a sampler with the run's options, and returns the number of the request, with which the
-        sampler labels the tokens that it returns for it. Their log-probabilities are those at the sampling temperature.
-        `OneTurn` calls it for each answer, `ToolTurns` for each turn.
+        sampler labels the tokens that it returns for it. Their log-probabilities are those at the sampling temperature,
+        before top_k, top_p, min_p and the repetition penalty. `OneTurn` calls it for each answer, `ToolTurns` for each
+        turn.
 
         Args:
           sampler: the sampler, as the method `sampler` made it.
@@ -197,7 +199,8 @@ class Answering(Protocol):
 @dataclasses.dataclass(frozen=True)
 class OneTurn:
     """Samples each answer in one turn, with the interface of `Answering`: the model writes until a token ends the
-    answer or it is max_completion_length long. A run without tools and without a rollout function does so."""
+    answer or it is max_completion_length long. A run without tools and without a rollout function does so. It has no
+    metrics: a call returns {} for them."""
 
     sampling: Sampling
     """The options of sampling."""
@@ -256,7 +259,7 @@ class _Dialogue:
 
     given: Given  # the answer so far
     seed: int  # its sampling seed
-    columns: Mapping[str, object]  # of its data row, for the tools
+    columns: Mapping[str, object]  # of its data row; they say which tools it has, and no tool gets them
     environment: object  # of this answer, whose methods are tools; None: the run has none
     began: int = 0  # the index in given.ids of the current turn's first token
     turns: int = 0  # turns so far in which tools were called
@@ -288,7 +291,8 @@ class ToolTurns:
     """Maps (messages, a row's columns) to the token ids of the prompt, which includes the schemas of the row's tools.
     It serves prompts to which an environment added text."""
     length: int
-    """The most tokens of a prompt with its answer."""
+    """The most tokens of a prompt with its answer; only prompts to which an environment added text are checked by
+    it."""
     most_iterations: int | None = None
     """The most turns of an answer in which tools are called; None is no limit."""
 
@@ -353,7 +357,8 @@ class ToolTurns:
     def _new_dialogues(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[_Dialogue]:
         """The answers before their first turn, one for each prompt. If the run has environments, each answer gets an
         environment, whose `reset` is called here, and the text that `reset` returned is added to its prompt. Raises
-        ConfigError if that makes a prompt too long, or as `Tools.reset` does.
+        ConfigError if a prompt then leaves less than max_completion_length of the `length` tokens, or as `Tools.reset`
+        does.
 
         Args:
           prompts: the prompts, each once for each of its answers.

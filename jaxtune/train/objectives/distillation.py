@@ -182,8 +182,8 @@ class Distill(SFT):
     def offline(self) -> bool:
         """Whether the teacher's log-probabilities are there before the first step: the run computes them at its start
         (teacher_top_k), or they are read from another program's file (teacher_logprobs); stored_teachers.py does both.
-        False: the teacher runs in each step. `loss`, `check` and `reference_runs` depend on it, and StoredTeacher
-        stores or reads them only if it is True."""
+        False: the teacher runs in each step. `loss`, `check` and `reference_runs` depend on it, and StoredTeacher,
+        by which the Trainer adds them to the tokenised rows before the run, does so only if it is True."""
         return self.teacher_top_k is not None or self.teacher_logprobs is not None
 
     @property

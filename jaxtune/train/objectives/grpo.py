@@ -135,8 +135,8 @@ def rloo_advantages(
 
 
 def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarray:
-    """`rewards` as float32 [answers, functions]. Raises ValueError if they have another shape, or the answers do not
-    divide into groups of num_generations. name: the calling function, for the message."""
+    """Checks `rewards` and returns them as float32, in the same shape [answers, functions]. Raises ValueError if they
+    have another, or the answers do not divide into groups of num_generations. name: the caller's, for the message."""
     rewards = np.asarray(rewards, np.float32)
     if rewards.ndim != 2:
         raise ValueError(f"{name}: rewards has shape {rewards.shape}; it must be [answers, functions]")

@@ -85,8 +85,8 @@ class KTO(Referenced):
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """KTO's loss of `batch`, a micro-batch of pairs (an answer and a mismatched one): (sum of the losses, number of
         answers without the mismatched ones, {name: sum} for each name in `sums`), float32 scalars that are added up
-        over micro-batches and devices. forward: runs `model` and its reference, and computes log-probabilities. Train
-        steps and evaluations trace it."""
+        over micro-batches and devices. The sum "kl" is the estimated divergence times that number of answers. forward:
+        runs `model` and its reference, and computes log-probabilities. Train steps and evaluations trace it."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward)
         ratios = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]

@@ -1,5 +1,6 @@
-"""The objectives that a config can name: the objective that a config asks for (`objective_of`), and the classes by
-objective.name of those over pairs and over rewards; "sft" and "distill" have no table."""
+"""The objectives that a config can name. `objective_of` makes the one that a config asks for. It finds the classes of
+objectives over pairs in the dict `PREFERENCES`, and of those over rewards in `SAMPLING`, by objective.name; "sft" and
+"distill" are in neither."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ class OwnSamples(BatchSource):
     """The batch source (`BatchSource`) of on-policy distillation. A step has `documents` data rows, packed into rows of
     `length` tokens. Each has an answer that is sampled from the student or, with probability 1 - objective.on_policy,
     the answer that the data set has. `rows_per_step` is the number of packed rows of a step, in which `documents` of
-    the longest data rows with their answers fit. `own_samples` makes the source for a run.
+    the longest data rows with their answers fit; the option rows_per_step of the config is `documents` instead.
+    `own_samples` makes the source for a run.
 
     Args:
       rows: the data rows; an epoch uses each once, in an order drawn for the epoch.
@@ -108,7 +109,8 @@ class OwnSamples(BatchSource):
     @property
     def max_documents(self) -> int:
         """The most data rows, each with its answer, in one packed row, for which attention's kernels are compiled. It
-        is fixed before the run, although answers of any length are sampled during it."""
+        is 4 times the number of the longest ones that fit into a packed row, but at most `documents`. Packing keeps to
+        it, however short the answers are that are sampled during the run."""
         return self._rows.places
 
     @property

@@ -37,7 +37,8 @@ class Prompt:
     ids: tuple[int, ...]
     """Its token ids, up to where the answer begins."""
     columns: Mapping[str, object]
-    """{name: value} of the row's other columns, for reward functions and tools."""
+    """{name: value} of the row's other columns, which functions that score answers and the `reset` of environments may
+    read. Tools do not get them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Answer:
 class AnswerRows:
     """Packs answers, each after its prompt, into the rows of a batch, for the batch sources of sampled answers
     (`SampledAnswers`, `OwnSamples`). `packed` makes a batch, and `empty` one of the same form without answers, with
-    which the train step is compiled."""
+    which the train step is compiled. `OwnSamples` drops the arrays in `extra`, and compiles with `Batch.empty`."""
 
     rows: int
     """The number of rows of a batch that `packed` makes."""

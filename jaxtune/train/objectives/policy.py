@@ -40,8 +40,9 @@ class GRPO:
     the answers to a prompt that are better than the others become more probable.
 
     The reference of the KL divergence is the model with its adapter off, unless the batches have the reference's
-    log-probabilities (packed_answers.REFERENCE_LOGPS). `of` makes the objective of the options in a config, which have
-    TRL's names.
+    log-probabilities (packed_answers.REFERENCE_LOGPS). The batch source adds those only if it was given a reference
+    (`OwnParts.reference`), as only the trainers of jaxtune.compat may do. `of` makes the objective of the options in a
+    config, which have TRL's names.
 
     Raises:
       ValueError: importance_sampling_mode is not known.
@@ -145,9 +146,9 @@ class GRPO:
 
     @property
     def penalises(self) -> bool:
-        """Whether the KL divergence from the reference is subtracted from the rewards, for which the batch source runs
-        the reference when it samples: True only in RLOO with beta above 0. Here False: if beta is not 0, the divergence
-        is added to the loss."""
+        """Whether `advantages` subtracts the KL divergence from the reference from the rewards, for which the batch
+        source runs the reference when it samples: True only in RLOO with beta above 0. Here False: if beta is not 0,
+        the divergence is added to the loss."""
         return False
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
@@ -309,15 +310,15 @@ class RLOO(GRPO):
 
     @property
     def reference_runs(self) -> int:
-        """0: no loss runs the reference, because it runs once for each generation (round of sampling), when the rewards
-        are computed."""
+        """0: no loss runs the reference, because it runs, if beta is above 0, once for each generation (round of
+        sampling), when the rewards are computed."""
         return 0  # the reference runs once for each generation, and not in the steps
 
     @property
     def penalises(self) -> bool:
         """True if beta is above 0: the batch source runs the reference over each generation (round of sampling), and
-        subtracts beta times the divergence of each answer from its reward. False: the reference is not needed, and does
-        not run."""
+        gives each answer's divergence to `advantages`, which subtracts beta times it from the reward. False: the
+        reference is not needed, and does not run."""
         return self.losses.beta > 0
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
@@ -351,8 +352,8 @@ class RLOO(GRPO):
 class AnswerCuts:
     """Copies the answers out of packed rows, because the losses take an array with a row for each answer. `GRPO.loss`
     makes one of each micro-batch. Called with an array [rows, length] that has at each position the value of its target
-    (the next token), it returns the values of the answers' tokens, [answers, tokens], 0 after the end of an answer.
-    `answers` is the number of rows times the most answers of a row.
+    (the next token), it returns the values of all tokens of the answers, also of those that do not count in the loss:
+    [answers, tokens], 0 after the end of an answer. `answers` is the number of rows times the most answers of a row.
 
     Args:
       batch: a batch of rollouts.SampledAnswers, whose `extra` says where in the rows the answers are.
