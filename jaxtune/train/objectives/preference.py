@@ -222,7 +222,8 @@ class Preference(Pairs):
 def require_fixed_base(name: str, model: Decoder) -> None:
     """Checks that the model with its adapter off can be the reference of an objective, or the teacher of a
     distillation: it has an adapter, and nothing else trains that has no copy of its original values. The method `check`
-    calls it in DPO and KTO, in GRPO and RLOO if beta is not 0, and in a distillation from the model's own base.
+    calls it in DPO and KTO, in GRPO and RLOO if beta is not 0, and in a distillation by the model's own base, unless
+    the teacher's log-probabilities are stored before the run.
 
     Args:
       name: the objective's name, for the message.
