@@ -159,8 +159,8 @@ class Pairs:
 @dataclasses.dataclass(frozen=True)
 class Preference(Pairs):
     """The base class of objectives that compare the implicit rewards of a pair's answers, beta times a log-probability
-    or a log-ratio to a reference. A subclass defines `pair_losses`, and overrides `unscaled_rewards` if its rewards are
-    not from log-probabilities alone."""
+    or a log-ratio to a reference. A subclass defines `pair_losses` (KTO overrides `loss` instead), and overrides
+    `unscaled_rewards` if its rewards are not from log-probabilities alone."""
 
     beta: float = 0.1
     """The scale of the rewards: the reward of an answer is beta times its `unscaled_rewards`."""
@@ -222,7 +222,8 @@ class Preference(Pairs):
 def require_fixed_base(name: str, model: Decoder) -> None:
     """Checks that the model with its adapter off can be the reference of an objective, or the teacher of a
     distillation: it has an adapter, and nothing else trains that has no copy of its original values. The method `check`
-    of such objectives calls it.
+    calls it in DPO and KTO, in GRPO and RLOO if beta is not 0, and in a distillation by the model's own base, unless
+    the teacher's log-probabilities are stored before the run.
 
     Args:
       name: the objective's name, for the message.

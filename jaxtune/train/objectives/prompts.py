@@ -171,9 +171,9 @@ def sampled_answers(
 
 
 def _devices(mesh: MeshConfig) -> int:
-    """The number of devices of the mesh that the config's section `mesh` describes. The rows of a step are a multiple
-    of it times the micro-batches, so that each device has equally many. `sampled_answers` computes that multiple by
-    it."""
+    """The number of devices of the mesh that the config's section `mesh` describes: the product of its sizes, of which
+    one may be -1, what the other leaves of all devices. The rows of a step are a multiple of it times the
+    micro-batches, so that each device has equally many. `sampled_answers` computes that multiple by it."""
     return partition.make_mesh(*mesh.sizes).size
 
 
@@ -197,7 +197,8 @@ class OwnParts:
     @classmethod
     def named(cls, wanted: ObjectiveConfig) -> OwnParts:
         """Loads the functions that a config names: those of the user's code, file.py:name, by running these files, and
-        ready reward functions by their names (`load_function`). wanted: the config's section `objective`. The field
+        ready reward functions by their names. Reward functions of both kinds are loaded by `load_function`, tools,
+        environments and the rollout function by `load_from_file`. wanted: the config's section `objective`. The field
         `reference` of the result is None. `sampled_answers` calls it if no OwnParts were given. Raises ConfigError if a
         function cannot be loaded."""
         rewards = None

@@ -46,11 +46,11 @@ def fill_reference(
     say: Callable[[str], None],
 ) -> None:
     """Fills `rows.reference`, float32[documents], in place if any value is not computed yet (NaN): from a file beside
-    the token cache, or by a pass of the reference over the rows, whose result is then stored in such a file. Nothing is
-    done if it is None or complete. If the file cannot be written, a line says so and the run continues. In a run of
-    several processes all of them call this; unless each can read the file, all take part in the pass, and the first
-    process stores the result. The Trainer calls it for training rows and held-out rows before the first step,
-    or for held-out rows alone before it only evaluates.
+    the token cache, or by a pass of the reference over the rows, whose result is then stored in such a file. All values
+    are then replaced, also those that were not NaN. Nothing is done if the array is None or has no NaN. If the file
+    cannot be written, a line says so and the run continues. In a run of several processes all of them call this; unless
+    each can read the file, all take part in the pass, and the first process stores the result. The Trainer calls it for
+    training rows and held-out rows before the first step, or for held-out rows alone before it only evaluates.
 
     Args:
       rows: the packed pairs.
@@ -138,7 +138,8 @@ def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
     model are never read.
 
     Args:
-      rows: the packed pairs, whose tokens after truncation and masks are hashed.
+      rows: the packed pairs. The tokens and masks of their whole documents are hashed, and the number of tokens that
+        truncation leaves of each.
       config: the run's config, of which the formats and the precision in which the model computes are hashed.
       base: a digest of the base model's weights.
     """

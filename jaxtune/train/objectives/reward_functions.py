@@ -45,8 +45,10 @@ _SHOWN = 200  # characters of a prompt or an answer in a message
 
 class RewardError(ValueError):
     """Raised if a reward function failed, took too long, or returned something that is not a reward. It ends the run or
-    the evaluation, and its message names the function. With RewardFunctions.errors = "skip" it is not raised for a
-    function that raised an exception, but still if a call with all answers takes too long or returns no rewards."""
+    the evaluation, and its message names the function. The `jaxtune` command shows this message alone, without the
+    traceback of the user's code. With RewardFunctions.errors = "skip" it is not raised for a function that raised an
+    exception, but still if a call with all answers takes too long or returns no rewards. Code outside of this module
+    treats it as any ValueError."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +290,8 @@ class RewardFunctions:
 
 def load_function(name: str, key: str = _KEY) -> RewardFunction:
     """Returns the reward function that a recipe names, for `RewardFunctions.named`. `file.py:function` is loaded by
-    running the file; a name without a colon is that of a ready function of this module, such as exact_match.
+    running the file; a name without a colon is that of a ready function of this module, such as exact_match. Tools and
+    rollout functions are loaded without it.
 
     Args:
       name: the name.
@@ -351,9 +354,10 @@ def _shortened(value: Turns) -> str:
 
 
 def text_of(completion: Turns) -> str:
-    """Returns the text of an answer, so that a reward function can read answers of both kinds. If `completion` is text,
-    it is returned as it is. If it is a list of messages, the content of the last message is returned, because the
-    messages before it call tools. An empty list gives ""."""
+    """Returns the text of an answer, so that the ready reward functions can read answers of both kinds; evaluations by
+    generated answers call it too, for the last message of a question that they show. If `completion` is text, it is
+    returned as it is. If it is a list of messages, the content of the last message is returned, because the messages
+    before it call tools. An empty list gives ""."""
     return completion if isinstance(completion, str) else str((completion or [{}])[-1].get("content") or "")
 
 

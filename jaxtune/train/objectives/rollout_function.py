@@ -75,7 +75,8 @@ class RolloutModel:
         call draws other tokens, which depend on the generation's seed and the number of the call.
 
         Args:
-          prompt_ids: the token ids of each prompt; for several answers to one, repeat it in consecutive places.
+          prompt_ids: the token ids of each prompt; for several answers to one, repeat it in consecutive places, because
+            the model then runs over it once for all of them.
           max_new_tokens: the most new tokens of each; None is objective.max_completion_length.
         Raises:
           ValueError: a prompt with its new tokens is longer than data.length or than the model's positions.

@@ -50,7 +50,7 @@ class Advantages(Protocol):
     rewards: how much better each answer is than the others to its prompt, by which the loss weights its
     log-probabilities. GRPO and RLOO each give SampledAnswers one. It is called with rewards [answers, reward functions]
     (NaN where a function does not apply), and returns float32[answers]. Only if divergences from a reference are
-    subtracted from the rewards (RLOO with beta not 0), SampledAnswers also gives it kl [answers], these divergences."""
+    subtracted from the rewards (RLOO with beta above 0), SampledAnswers also gives it these as kl [answers]."""
 
     def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray:
         """Returns the advantages, float32[answers]. rewards: [answers, reward functions], NaN where a function does not
@@ -158,7 +158,9 @@ class SampledAnswers(BatchSource):
     @property
     def max_documents(self) -> int:
         """The most documents in a row, for which attention's kernels are compiled; a document is one answer with its
-        prompt. It is fixed before the run, although answers of any length are sampled during it."""
+        prompt. It is a limit that packing keeps, and no forecast of lengths: it is fixed before the run, at 4 times the
+        number of the longest prompts with the longest answers that fit into a row, or at the number of answers of a
+        step, if that is smaller. Short answers that exceed it are packed into other rows."""
         return self.rows.places
 
     @property
@@ -177,9 +179,10 @@ class SampledAnswers(BatchSource):
 
     def limit_slots(self, plan: SlotPlan) -> None:
         """Sets the most answers that a device samples at a time, and the most layers whose weights its samplers convert
-        once for all tokens, to those of `plan`, so that sampling has room beside the weights and the optimizer. The
-        Trainer calls it once, after it has planned its memory and before the first batch, if device memory is limited;
-        without it, the memory that is free decides."""
+        once for all tokens instead of in each step (mostly the decoding of quantised weights;
+        models/generation/converted.py), to those of `plan`, so that sampling has room beside the weights and the
+        optimizer. The Trainer calls it once, after it has planned its memory and before the first batch, if device
+        memory is limited; without it, the memory that is free decides."""
         self.answering.sampling.plan = plan
 
     def empty(self, rows: int) -> Batch:
@@ -221,9 +224,10 @@ class SampledAnswers(BatchSource):
         return batch
 
     def _part(self, part: int) -> Batch:
-        """The rows of one part of the current generation's answers, that of its step number `part` (from 0) and of the
-        later steps that train on the same ones, without OLD_LOGPS and REFERENCE_LOGPS, which `batch_at` computes for it
-        and adds."""
+        """The rows of one part of the current generation's answers, without OLD_LOGPS and REFERENCE_LOGPS, which
+        `batch_at` computes for it and adds. part: from 0 to below steps_per_generation. The generation's step of that
+        number trains on it, and, with num_iterations above 1, again every step that comes steps_per_generation
+        later."""
         assert self._generation is not None
         answers = self._generation[1]
         own = answers[part * self.answers_per_step : (part + 1) * self.answers_per_step]
@@ -239,8 +243,7 @@ class SampledAnswers(BatchSource):
         """The answers of the current generation (round of sampling) if `step` uses them too, with their
         log-probabilities, as JSON for a checkpoint, so that a resumed run need not sample them again: {"generation":
         its number, "answers": each as `Answer.to_json`, "old": {"0", "1", ...: the OLD_LOGPS of that part of the
-        answers, [rows, length]}}. None if `step` samples a new generation,
-        or nothing was sampled yet."""
+        answers, [rows, length]}}. None if `step` samples a new generation, or nothing was sampled yet."""
         if step % self.settings.steps == 0 or self._generation is None:
             return None
         number, answers = self._generation

@@ -103,8 +103,8 @@ class StoredTeacher:
     def k(self) -> int:
         """The number of tokens whose log-probabilities are stored for each trained token: objective.teacher_top_k, or
         the most that the file objective.teacher_logprobs has for a token (fewer leave places unused). It must only be
-        asked for if something is stored. Places for the values have this size; it also goes into `digest` and into what
-        the run prints."""
+        asked for if something is stored. Places for the values have this size; it also goes into what the run prints,
+        and, without a file, into `digest`."""
         assert self._objective is not None
         return self._file.k if self._file is not None else self._objective.teacher_top_k or 0
 
@@ -350,7 +350,9 @@ class StoredTeacher:
     def _path(self, rows: TaughtRows) -> Path | None:
         """The path of the file with the values of these rows, in the folder of token caches, whether it is there or
         not; None if `digest` is None, so that the values are not stored in a file. Its name is a hash of all that the
-        values depend on: the digest, and the rows' tokens, trained tokens and cuts."""
+        values depend on: the digest, k, the tokens and masks of the documents, and how long documents are cut: the
+        number of tokens to which they are truncated, or, for a pass with data.overflow="split", the length of the
+        pieces."""
         if self.digest is None:
             return None
         documents, config, values = rows.documents, self._config, rows.values
