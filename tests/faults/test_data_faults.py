@@ -186,6 +186,15 @@ def test_a_line_longer_than_a_row_may_be_costs_that_row(tmp_path, monkeypatch, s
     assert "the most that one row may have; divide it" in rows[1].error
 
 
+def test_rows_after_a_line_that_is_too_long_keep_their_numbers(tmp_path, monkeypatch):
+    """Also where that line is not the first one of its row."""
+    monkeypatch.setattr(row_files, "MAX_ROW_SIZE", 1000)
+    path = tmp_path / "rows.csv"
+    path.write_text('text\nfirst\n"two lines\n' + "x" * 2500 + '"\nlast\n')
+    found = [(row.number, row.value and row.value["text"]) for row in read_rows(open_sources(path))]
+    assert found == [(2, "first"), (3, None), (5, "last")]
+
+
 def test_a_csv_field_may_be_long(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("text\n" + "word " * 50_000 + "\n")

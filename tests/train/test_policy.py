@@ -559,8 +559,11 @@ def test_prompts_come_from_rows_of_every_form(tmp_path):
     assert templated.given == "hi" and templated.ids == found[1].ids
     with pytest.raises(ConfigError, match=r"rows:1: its prompt has .* tokens"):
         read_prompts([{"prompt": "very long " * 50}], tokenizer, DataConfig(train="x"), 20)
+    with pytest.raises(ConfigError, match=r"rows:1: not valid Unicode"):
+        read_prompts([{"prompt": "half \ud83d"}], tokenizer, DataConfig(train="x"), 20)
     skipping = DataConfig(train="x", on_bad_row="skip")
-    assert len(read_prompts([{"prompt": "very long " * 50}, *rows], tokenizer, skipping, 20)) >= 3
+    bad = [{"prompt": "very long " * 50}, {"prompt": "half \ud83d"}]
+    assert len(read_prompts([*bad, *rows], tokenizer, skipping, 20)) >= 3
     with pytest.raises(ConfigError, match="no prompt"):
         read_prompts([{"text": "no question"}], tokenizer, skipping, 20)
     (tmp_path / "texts.jsonl").write_text('{"text": "no question"}\n')

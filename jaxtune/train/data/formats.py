@@ -45,6 +45,13 @@ _READ = {
     PREFERENCE: (("chosen",), ("rejected",), _PROMPT, SYSTEM, ("tools",), ("margin",)),
     LABELLED: (("label",), ("completion", "messages"), _PROMPT, SYSTEM, ("tools",)),
 }
+# The columns of the prompt and its answers, in groups of which a row's first one is read. Tools are described to the
+# model in a conversation alone, and not where all of these are text.
+_TEXTS = {
+    "prompt_completion": COLUMNS["prompt_completion"],
+    PREFERENCE: (("chosen",), ("rejected",), _PROMPT),
+    LABELLED: (("completion",), _PROMPT),
+}
 # The columns with images, video and audio, which cannot be trained on, and the tag that represents each in the text.
 _MEDIA = {
     "image": "<image>",
@@ -127,10 +134,14 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
     """The names of the columns of a row (`value`, its columns by name) that have a value and are not read in this row
     format. `workers.py` collects them for a warning that is shown before training; no row is refused for them. Of
     columns that mean the same (a group in `_READ`), only the first that is not null is read. Null and empty cells
-    (texts, lists, objects) do not count, nor does a column of `_READ` that the row's own kind does not use, such as
-    tools beside a prompt and an answer that are text. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE or
-    LABELLED."""
+    (texts, lists, objects) do not count. Tools beside a prompt and answers that are all text are not read, nor is a
+    prompt beside messages that end with a labelled answer. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE
+    or LABELLED."""
     groups = _READ[format]
+    if format == LABELLED and value.get("completion") is None and value.get("messages") is not None:
+        groups = tuple(group for group in groups if group is not _PROMPT)
+    if (texts := _TEXTS.get(format)) and all(isinstance(_column(value, group, False), str) for group in texts):
+        groups = tuple(group for group in groups if group != ("tools",))
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     empty = (str, list, tuple, Mapping)
     return [

@@ -48,8 +48,7 @@ def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
       in place of the turn's own.
     - The name of a speaker becomes a role ("human" becomes "user"); other roles stay.
     - Each tool call becomes {"id" (if it has one), "type": "function", "function": {"name", "arguments": object}}. The
-      older key `function_call` becomes `tool_calls`, unless the turn has that key too, even with an empty list; then
-      it is dropped.
+      older key `function_call` becomes `tool_calls`; it is dropped if the turn has calls under that key too.
     - Other keys stay, without those that are None.
 
     Raises `RowError` if the turn cannot be used: it has no role, or neither content nor calls; the content is neither
@@ -61,8 +60,8 @@ def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     # In tables (Parquet, datasets), a message has None in the columns that only other messages use.
     message = {name: part for name, part in turn.items() if part is not None}
     message["role"] = role = _SPEAKERS.get(role.lower(), role)
-    if message.get("function_call"):  # OpenAI's older name for a single call
-        message.setdefault("tool_calls", [message.pop("function_call")])
+    if call := message.pop("function_call", None):  # OpenAI's older name for a single call
+        message["tool_calls"] = message.get("tool_calls") or [call]
     content = message.pop("content", None)
     if content is None and not message.get("tool_calls"):
         raise RowError(f"a message of the role {role} has no content")

@@ -17,7 +17,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from jaxtune.train.data.formats import FORMATS, detect_format
@@ -203,14 +203,25 @@ def _folder(folder: Path) -> list[Source]:
     )
     if not files:
         raise ValueError(f"the folder {folder} holds no data file ({', '.join(SUFFIXES)})")
-    words = [(file, set(re.split(r"[^a-z]+", str(file.relative_to(folder)).lower()))) for file in files]
-    trained, held_out = (next((file for file, parts in words if parts & names), None) for names in _SPLITS)
+    splits = [(file, _split_of(file.relative_to(folder))) for file in files]
+    trained, held_out = (next((file for file, found in splits if found == split), None) for split in range(2))
     if trained and held_out:
         raise ValueError(
             f"the folder {folder} holds files of several splits, such as {trained.relative_to(folder)} and "
             f"{held_out.relative_to(folder)}: name one file, or a folder with those of one split"
         )
     return [_file_source(file) for file in files]
+
+
+def _split_of(file: PurePath) -> int | None:
+    """The index in _SPLITS of the split that a data file's name says, or else the name of the nearest folder above it:
+    0 for training, 1 for test and validation. None if no name has such a word, or the first that does has words of
+    both. file: the path relative to the folder that the user gave, whose own name does not count."""
+    for part in reversed(file.parts):
+        words = set(re.split(r"[^a-z]+", part.lower()))
+        if found := [split for split, names in enumerate(_SPLITS) if words & names]:
+            return found[0] if len(found) == 1 else None
+    return None
 
 
 def _file_source(file: Path) -> Source:

@@ -249,9 +249,11 @@ def _csv_rows(file: Path) -> Iterator[Row]:
             except StopIteration:
                 return
             except csv.Error as error:
+                if columns is None:
+                    raise ValueError(f"{file}: its header, line {number}, is bad CSV: {error}") from None
                 yield Row(str(file), number, None, error=f"bad CSV: {error}")
                 if inspect.getgeneratorstate(source) == inspect.GEN_CLOSED:  # continue after a line that is too long
-                    before, source = number, lines(stream)
+                    before, source = before + reader.line_num + 1, lines(stream)
                     reader = csv.reader(source, strict=True)
                 continue
             if columns is None:

@@ -20,7 +20,7 @@ from jaxtune.train.config import ConfigError, DataConfig, MeshConfig, TrainConfi
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.formats import Example, detect_format, normalize, refuse_media
 from jaxtune.train.data.reading import open_sources
-from jaxtune.train.data.row_errors import RowError
+from jaxtune.train.data.row_errors import RowError, check_unicode
 from jaxtune.train.data.templates import RowEncoder
 from jaxtune.train.end_tokens import turn_end
 from jaxtune.train.objectives.answering import Answering, OneTurn, Sampling, ToolTurns
@@ -285,13 +285,14 @@ def prompt_of(
       beside: words for the error about a prompt that is too long, which reads "beside {beside} room for N".
       tools: the tools that the chat template describes in the prompt, or None.
     Raises:
-      RowError: the row has no prompt, or it is empty or too long; the row has an image, video or audio column; or there
-        are tools and the prompt is a text, in which the template cannot describe them.
+      RowError: the row has no prompt, or it is empty, too long or no valid Unicode; the row has an image, video or
+        audio column; or there are tools and the prompt is a text, in which the template cannot describe them.
       ConfigError: the row's column `environment` names none of the run's environments.
     """
     refuse_media(value)
     given = value.get("prompt")
     if isinstance(given, str) and not _answered(value):
+        check_unicode(given)
         example = Example(prompt=given, messages=[{"role": "user", "content": given}])  # a template shows the latter
     elif isinstance(given, list) and not _is_answer(value.get("completion")):
         example = normalize({**value, "messages": given}, "messages")

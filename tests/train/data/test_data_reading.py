@@ -91,6 +91,9 @@ def test_csv(tmp_path):
     path.write_bytes(b"text,,text,\none,,two,\n")
     with pytest.raises(ValueError, match="names the column 'text' more than once"):
         read(path)
+    path.write_bytes(b'text,"a"b\nmine,1\nyours,2\n')  # of which the second line would be the header
+    with pytest.raises(ValueError, match="a.csv: its header, line 1, is bad CSV"):
+        read(path)
     path.write_bytes(b",text,\n0,one,\n")  # names that are left out are nobody's columns
     assert read(path)[0].value["text"] == "one"
 
@@ -145,6 +148,8 @@ def test_a_folder_of_several_splits_or_of_files_that_cannot_be_read_is_refused(w
     write("data/train-0.jsonl", GOOD)
     write("data/latest.jsonl", GOOD)  # "test" is a part of a word here
     assert len(open_sources(tmp_path)) == 2
+    write("data/train_dev.jsonl", GOOD)  # which says both, and so neither
+    assert len(open_sources(tmp_path)) == 3
     write("data/test-0.jsonl", GOOD)
     with pytest.raises(ValueError, match=r"several splits, such as data/train-0.jsonl and data/test-0.jsonl"):
         open_sources(tmp_path)
@@ -280,6 +285,16 @@ def test_columns_of_which_nothing_is_read_are_named():
     assert unread({"instruction": "Q", "output": "A", "context": "C", "history": [["q", "a"]]}, "alpaca") == ["history"]
     assert unread({"chosen": "A", "rejected": "B", "prompt": "P", "margin": 1.0, "score": 0.0}, PREFERENCE) == ["score"]
     assert unread({"messages": [], "label": False, "functions": [1]}, LABELLED) == ["functions"]
+    tools, turns = [{"name": "add"}], [turn("user", "q"), turn("assistant", "a")]
+    for kind, row in (  # tools are described in a conversation, and not before plain text
+        ("prompt_completion", {"prompt": "P", "completion": "C"}),
+        (PREFERENCE, {"prompt": "P", "chosen": "A", "rejected": "B"}),
+        (LABELLED, {"prompt": "P", "completion": "C", "label": True}),
+    ):
+        assert unread({**row, "tools": tools}, kind) == ["tools"]
+        assert unread({**row, "prompt": turns[:1], "tools": tools}, kind) == []
+    row = {"prompt": "P", "messages": turns, "tools": tools, "label": True}  # the messages have the prompt
+    assert unread(row, LABELLED) == ["prompt"]
 
 
 def test_a_question_is_a_conversation_and_a_prompt_is_both():
@@ -318,6 +333,11 @@ def test_conversations_as_json_and_openais_other_forms():
         assert asked == turn("user", "q") and (answered["role"], answered["content"]) == ("tool", "4")
         assert called["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
         assert called["content"] == "Now:" and "function_call" not in called
+    for own, kept in (([], "add"), ([{"function": {"name": "new", "arguments": {}}}], "new")):
+        [call] = normalize({"messages": [older | {"content": None, "tool_calls": own}]}, "messages").messages[0][
+            "tool_calls"
+        ]
+        assert call["function"]["name"] == kept
 
 
 def test_roles_by_other_names():
