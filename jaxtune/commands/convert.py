@@ -22,11 +22,9 @@ def run(arguments: Sequence[str]) -> None:
     parser = common.parser("convert", run.__doc__)
     parser.add_argument("config", help="a YAML or JSON file of axolotl or LLaMA-Factory")
     path = Path(parser.parse_args(arguments).config)
-    import yaml
-
     from jaxtune.train.config import ConfigError
     from jaxtune.train.config.elsewhere import recipe_of
-    from jaxtune.train.config.file import config_from_dict, read_values
+    from jaxtune.train.config.file import config_from_dict, config_to_yaml, read_values
 
     values = read_values(path)
     try:
@@ -43,4 +41,4 @@ def run(arguments: Sequence[str]) -> None:
             say(f"#\n# {title}:")
         for line in lines:
             say(textwrap.fill(line, 116, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False))
-    say(yaml.safe_dump(made.values, sort_keys=False, allow_unicode=True).rstrip())
+    say(config_to_yaml(made.values).rstrip())

@@ -176,7 +176,8 @@ def setup_chat_format[Model](
     instead = f"Instead: get_chat_template(tokenizer, NAME) with a template that fits it: {fitting}"
     if format != "chatml":
         raise ValueError(f"setup_chat_format: format = {format!r} is not supported; supported: 'chatml'. {instead}")
-    if missing_marks(tokenizer, "chatml"):
+    known = tokenizer.get_vocab()
+    if not all(mark in known for mark in marks):
         raise ValueError(
             f"setup_chat_format: the tokenizer has no {' and '.join(marks)}, and the model no embeddings for them. "
             f"{instead}"

@@ -178,7 +178,7 @@ def planned(
         reference_runs=reference_runs,
         optimizer=optimizer,
     )
-    if batches.sampled_rows is not None:
+    if batches.sees_model:
         require_sampling(config, chosen)
     mesh = partition.make_mesh(*chosen.sizes)
     config = dataclasses.replace(config, mesh=chosen)
@@ -202,8 +202,8 @@ def planned(
 def require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
     """Raises ConfigError if the run's objective cannot sample its answers on this mesh, because the mesh divides
     weights (fsdp), or because the run has several processes. It is called only for objectives that train on answers
-    which the model samples, such as GRPO: by `planned` for the batch sources of GRPO and RLOO, and in a run of several
-    processes by the train command before it reads anything. config: has the objective's name, for the message."""
+    which the model samples, such as GRPO: by `planned`, and in a run of several processes by the train command before
+    it reads anything. config: has the objective's name, for the message."""
     config.require_whole_weights(mesh)
     name = config.objective.name
     if (count := processes.count()) > 1:

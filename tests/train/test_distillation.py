@@ -243,6 +243,13 @@ def test_rows_are_sampled_or_keep_their_own_answers():
     assert all_.identity() != own.identity() and "all answers are sampled" in all_.described(3)[0]
 
 
+def test_the_rows_of_a_step_can_be_divided_among_devices_and_micro_batches():
+    alone = source_of(1.0).rows_per_step
+    for micro_batches, multiple in ((None, 2), (2, 4)):
+        made = source_of(1.0, mesh=MeshConfig(data=2), micro_batches=micro_batches).rows_per_step
+        assert made % multiple == 0 and alone <= made < alone + multiple
+
+
 def parts_of(batch) -> dict[tuple[int, ...], np.ndarray]:
     """{the tokens of a document: its weights}"""
     found = {}

@@ -221,6 +221,27 @@ def test_what_is_of_no_program_is_refused(text, tmp_path, capsys):
     assert "neither base_model (axolotl) nor model_name_or_path (LLaMA-Factory)" in capsys.readouterr().err
 
 
+def test_an_adapters_keys_that_full_fine_tuning_left_behind_are_dropped(tmp_path, capsys):
+    for text in ("base_model: org/model\n", "model_name_or_path: org/model\nstage: sft\nfinetuning_type: full\n"):
+        recipe, _, _ = converted(text + "lora_alpha: 16\nlora_dropout: 0.1\n", tmp_path, capsys)
+        assert recipe["adapter"] is None
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"identity": "identity.json"}'])
+def test_a_dataset_info_that_is_no_object_of_objects_is_refused(text, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(text)
+    (tmp_path / "one.yaml").write_text(LLAMA_FACTORY)
+    assert main(["convert", str(tmp_path / "one.yaml")]) == 2
+    assert "dataset_info.json is no object of data sets" in capsys.readouterr().err
+
+
+def test_a_name_that_looks_like_a_number_stays_a_name(tmp_path, capsys):
+    """load_config reads numbers by YAML 1.2, of which PyYAML quotes fewer."""
+    converted("base_model: org/model\noutput_dir: '1e5'\n", tmp_path, capsys)
+    assert load_config(str(tmp_path / "recipe.yaml")).output == "1e5"
+
+
 def test_values_of_other_types_are_named_or_left_to_jaxtune(tmp_path, capsys):
     """DeepSpeed's auto, lists where a name is expected, and both of LLaMA-Factory's ways to pack."""
     axolotl = "base_model: org/model\ndatasets: [{path: org/rows, type: alpaca}]\ngradient_accumulation_steps: auto\n"

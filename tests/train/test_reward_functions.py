@@ -123,6 +123,7 @@ def test_a_function_that_takes_too_long_is_named():
     [
         ([1.0], "returned 1 rewards for 3 answers"),
         (1.0, "returned 1.0 for 3 answers"),
+        (np.array(1.0), r"returned array\(1.\) for 3 answers"),
         ("abc", "returned 'abc' for 3 answers"),
         ([1.0, "good", 2.0], "returned 'good'"),
         ([1.0, float("inf"), 2.0], "returned inf"),

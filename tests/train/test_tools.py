@@ -575,6 +575,10 @@ def test_a_rollout_function_samples_in_its_own_turns(tmp_path):
     [
         (None, "returned no prompt_ids"),
         (dict(prompt_ids=[[1]], completion_ids=[[2]], logprobs=[[-1.0]]), "prompt_ids has 1 entries for 2 answers"),
+        (
+            dict(prompt_ids=[[1]] * 2, completion_ids=[[2]] * 2, logprobs=[[-1.0]] * 2, reward=1.0),
+            "reward is 1.0, and no",
+        ),
         (dict(prompt_ids=[[1]] * 2, completion_ids=[[2]] * 2, logprobs=[[]] * 2), "another number of logprobs"),
         (dict(prompt_ids=[[1]] * 2, completion_ids=[[]] * 2, logprobs=[[]] * 2), "answer 0 has no tokens"),
         (

@@ -1,7 +1,7 @@
 """The configuration of a run: the sections (sections.py, model.py, objective.py, qat.py), the whole configuration
 (train_config.py), checks of values (checks.py), reading and writing of YAML (file.py), and the translation of other
-programs' configurations (elsewhere.py). This module exports TrainConfig, ConfigError, some constants and the sections,
-except ExportConfig, which is imported from sections.py."""
+programs' configurations (elsewhere.py). This module exports TrainConfig, ConfigError, some constants and the
+sections."""
 
 from jaxtune.train.config.checks import ConfigError
 from jaxtune.train.config.model import AdapterConfig, ModelConfig
@@ -12,6 +12,7 @@ from jaxtune.train.config.sections import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    ExportConfig,
     GuardConfig,
     MemoryConfig,
     MeshConfig,
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "EvaluationConfig",
+    "ExportConfig",
     "GuardConfig",
     "MemoryConfig",
     "MeshConfig",

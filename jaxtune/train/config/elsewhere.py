@@ -148,9 +148,7 @@ wandb_log_model wandb_mode wandb_name wandb_run_id wandb_watch xformers_attentio
 """
 _IDLE = frozenset(_IDLE_NAMES.split())
 _INSTEAD = {
-    "deepspeed": "several GPUs: mesh.data and mesh.fsdp",
-    "fsdp": "several GPUs: mesh.data and mesh.fsdp",
-    "fsdp_config": "several GPUs: mesh.data and mesh.fsdp",
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), "several GPUs: mesh.data and mesh.fsdp"),
     "resume_from_checkpoint": "the same command continues from the last checkpoint in output",
     "early_stopping_patience": "EarlyStoppingCallback of jaxtune.compat",
     "hub_model_id": "`jaxtune export` pushes to the hub",
@@ -174,7 +172,7 @@ def _common(made: Translation, left: dict[str, Any]) -> None:
     config's keys that are not translated yet; those that this function translates are removed from it. Some are removed
     without effect, such as lora_alpha and lora_dropout if the recipe makes no new adapter, the number of epochs beside
     max_steps, warmup_ratio beside warmup_steps, and eval_steps if there are no held-out rows."""
-    adapted = "adapter" in made.values and "path" not in (made.values["adapter"] or {})
+    adapted = (adapter := made.values.get("adapter")) is not None and "path" not in adapter
     for name, key in _SAME.items():
         if name in left and (value := left.pop(name)) is not None and (adapted or name not in _ADAPTERS):
             made.set(key, value)
@@ -455,11 +453,13 @@ def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> Non
 def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
     """The entries of LLaMA-Factory's dataset_info.json, {name of a data set: its entry}, each with the folder of the
     file as "base"; {} if there is no such file. It is looked for in `folder`/`name`, then in `name` below the current
-    folder. name: the config's dataset_dir. Raises ValueError if it is not JSON."""
+    folder. name: the config's dataset_dir. Raises ValueError if it is no JSON of such entries."""
     for base in (folder, Path()):
         path = base / name / "dataset_info.json"
         if path.is_file():
             entries = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+                raise ValueError(f"{path} is no object of data sets, each an object such as {{'file_name': 'a.json'}}")
             return {key: {**entry, "base": str(base / name)} for key, entry in entries.items()}
     return {}
 

@@ -474,17 +474,18 @@ def config_to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes YAML, for `config_to_yaml`, in which strings that look like numbers of YAML 1.2 are quoted, so that
-    `_scalar` does not read them back as numbers."""
+    """Quotes strings that look like numbers of YAML 1.2, which `_scalar` would read back as numbers."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_NUMBER.pattern})$"), list("-+.0123456789"))
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"^({_INTEGER.pattern})$"), list("-+0123456789"))
 
 
-def config_to_yaml(config: TrainConfig) -> str:
-    """`config` as YAML with every key, for a run's config.yaml; `load_config` reads it back to an equal config."""
-    return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+def config_to_yaml(config: TrainConfig | Mapping[str, Any]) -> str:
+    """`config`, with every key, or a recipe's nested values, as YAML that `load_config` reads back as they are: a run's
+    config.yaml, and what `jaxtune convert` prints."""
+    values = config if isinstance(config, Mapping) else config_to_dict(config)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -36,7 +36,7 @@ class ModelConfig:
     tokenizer: Annotated[str | None, "Folder of the tokenizer; default: the one beside the model."] = None
     load_in: Annotated[
         LoadIn | None,
-        "The format of the layers' frozen weights, such as nf4 (four bits) or fp8 (eight); null: 16 bits.",
+        "The format of the layers' frozen weights, such as nf4 (four bits) or fp8 (eight); null: 16 bits (fp32: 32).",
     ] = None
     compute: Annotated[
         Literal["fp8"] | None,

@@ -185,7 +185,7 @@ class OptimConfig:
     momentum: Annotated[float, "Momentum (sgd)."] = 0.9
     weights: Annotated[
         Literal["fp32", "bf16"] | None,
-        "How trained weights are kept; bf16: matrices, rounded stochastically; null: that above 2B parameters.",
+        "How trained weights are kept; bf16: matrices, rounded stochastically; null: that above 2B of them in bf16.",
     ] = None
     offload: Annotated[bool, "Keep the optimizer's states in host memory (adamw, adamw_8bit; full fine-tuning)."] = (
         False

@@ -82,7 +82,7 @@ def screen_lines(
     equal = np.mean(_equal_groups(total.reshape(-1, settings.num_generations)))
     if equal > _EQUAL:
         found.append(
-            f"warning: all rewards of a group are equal in {equal:.0%} of groups, which teach nothing; check the "
+            f"warning: all rewards of a group are equal in {equal:.0%} of groups, which teach little; check the "
             "reward functions, take prompts that are neither too easy nor too hard, or raise "
             "objective.num_generations"
         )

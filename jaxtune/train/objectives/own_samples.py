@@ -9,6 +9,7 @@ interrupted run continues to the same bits, and a checkpoint needs to record not
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.packed_answers import Answer, AnswerRows
-from jaxtune.train.objectives.prompts import prompt_of, read_each
+from jaxtune.train.objectives.prompts import prompt_of, read_each, rows_multiple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,6 +68,7 @@ class OwnSamples(BatchSource):
       seed: decides what is sampled, which answers are sampled, and the order of the data rows.
       decode: a function that makes text of token ids, to show a sample on the screen.
       ends: the token ids that end an answer.
+      rows_multiple: the number of rows in a step is a multiple of it, so that devices can share them.
     Raises:
       ConfigError: the longest prompt with max_completion_length more tokens is longer than a packed row.
     """
@@ -83,6 +85,7 @@ class OwnSamples(BatchSource):
         seed: int,
         decode: Callable[[Sequence[int]], str],
         ends: Sequence[int],
+        rows_multiple: int = 1,
     ):
         self.asked, self.objective, self.documents, self.seed = rows, objective, documents, seed
         most, longest = objective.drawing.max_completion_length, max(len(row.prompt) for row in rows)
@@ -93,7 +96,7 @@ class OwnSamples(BatchSource):
                 "shorten one of them"
             )
         full = length // max(longest + most, max(len(row.own) for row in rows))
-        self.rows_per_step = -(-documents // full)
+        self.rows_per_step = math.ceil(documents / full / rows_multiple) * rows_multiple
         self._rows = AnswerRows(self.rows_per_step, length, min(documents, _PLACES * full))
         self._decode, self._ends = decode, sorted(ends)
         self._made: tuple[int, Batch] | None = None
@@ -302,6 +305,7 @@ def own_samples(
         seed=config.seed,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         ends=ends,
+        rows_multiple=rows_multiple(config),
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.placement import partition
-from jaxtune.train.config import ConfigError, DataConfig, MeshConfig, TrainConfig
+from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.formats import Example, detect_format, normalize, refuse_media
 from jaxtune.train.data.reading import open_sources
@@ -163,18 +163,21 @@ def sampled_answers(
         answers_per_step=config.rows_per_step,
         length=data.length,
         seed=config.seed,
-        rows_multiple=1 if config.mesh is None else _devices(config.mesh) * (config.micro_batches or 1),
+        rows_multiple=rows_multiple(config),
         score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
         reference=reference,
         penalises=objective.penalises,
     )
 
 
-def _devices(mesh: MeshConfig) -> int:
-    """The number of devices of the mesh that the config's section `mesh` describes: the product of its sizes, of which
-    one may be -1, what the other leaves of all devices. The rows of a step are a multiple of it times the
-    micro-batches, so that each device has equally many. `sampled_answers` computes that multiple by it."""
-    return partition.make_mesh(*mesh.sizes).size
+def rows_multiple(config: TrainConfig) -> int:
+    """The number that the packed rows of a step must be a multiple of, so that each device has equally many in each
+    micro-batch: the devices of `config.mesh`, whose size -1 is what the other leaves of all, times the micro-batches.
+    It is 1 without config.mesh, because the run then chooses a mesh that divides the rows. The batch sources that
+    sample answers are made with it."""
+    if config.mesh is None:
+        return 1
+    return partition.make_mesh(*config.mesh.sizes).size * (config.micro_batches or 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -322,8 +322,12 @@ def _checked(name: str, values: Any, count: int) -> np.ndarray:
     RewardError if `values` has no length or not `count` entries, is a text or a mapping, or has an entry that is
     neither None nor a finite number (what `float` accepts). RewardFunctions calls it for each call of a function. name:
     the function's name, for the message."""
-    if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != count:
-        what = f"{len(values)} rewards" if hasattr(values, "__len__") and not isinstance(values, str) else repr(values)
+    try:
+        given = None if isinstance(values, str | Mapping) else len(values)
+    except TypeError:  # an array without dimensions has the method, and no length
+        given = None
+    if given != count:
+        what = repr(values) if given is None else f"{given} rewards"
         raise RewardError(
             f"reward function {name} returned {what} for {count} answers; it must return a list of as many"
         )

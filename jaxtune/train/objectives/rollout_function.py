@@ -153,8 +153,12 @@ class RolloutFunction:
         if lacking:
             self._refuse(f"it returned no {', '.join(lacking)}")
         for name, values in made.items():
-            if len(values) != len(prompts):
-                self._refuse(f"{name} has {len(values)} entries for {len(prompts)} answers")
+            try:
+                count = len(values)
+            except TypeError:
+                self._refuse(f"{name} is {values!r}, and no list with an entry for each of {len(prompts)} answers")
+            if count != len(prompts):
+                self._refuse(f"{name} has {count} entries for {len(prompts)} answers")
         others = [name for name in made if name not in (*_NEEDED, _MASK)]
         return [
             self._given(
