@@ -106,9 +106,12 @@ def teacher_shapes(config: TrainConfig) -> Decoder | None:
 def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
     """(folder or hub name; the format in which its weights are loaded, such as "nf4", or None for that of its files) of
     a teacher whose log-probabilities are stored before the run, by which StoredTeacher opens it and `pass_shapes` makes
-    its shapes. config: the run's. name: the objective's `teacher`; "base" and None are the model that trains, without
-    its adapter, and for any other objective.teacher of the config is taken, if it is set. Raises ConfigError if the
-    model that trains has random weights (no model.path), or objective.teacher of the config is an adapter's folder."""
+    its shapes. config: the run's. name: the objective's `teacher`.
+
+    If `name` is None or "base", the teacher is the model that trains, without its adapter, and ConfigError is raised if
+    that has random weights (no model.path). With any other name, the teacher is the one that objective.teacher of the
+    config names, or `name` itself if the config names none; ConfigError is then raised if the config's is an adapter's
+    folder."""
     if name not in (None, BASE):
         return teacher_of(config) or name, config.objective.teacher_load_in
     if config.model.path is None:
@@ -175,7 +178,7 @@ def load_teacher(
 def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained | None) -> None:
     """Checks that the teacher's tokenizer gives each token that both tokenizers have the same id as the student's,
     because distillation compares distributions over the same tokens. Nothing is checked if there is no teacher, or its
-    folder has no tokenizer. Runs call it before weights are loaded.
+    folder has no tokenizer. Runs call it before weights are loaded or while they load.
 
     Args:
       tokenizer: the student's.

@@ -126,8 +126,9 @@ def _json_or_text(value: str) -> object:
 def parse_llama(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of Llama 3: (`text` unchanged, []) if it does not begin with `{` (after a
     `<|python_tag|>`, if it has one), else ("", the calls). The whole answer is then `{"name": ..., "parameters":
-    {...}}`, or with "arguments" in place of "parameters"; several are separated by semicolons or white space. Raises
-    ValueError if it is anything else. `ToolFormat.parsed` calls it while answers with tools are sampled in training.
+    {...}}`, or with "arguments" in place of "parameters"; several are separated by semicolons, spaces or line breaks.
+    Raises ValueError if it is anything else. `ToolFormat.parsed` calls it while answers with tools are sampled in
+    training.
 
     Args:
       text: the answer, with special tokens except the one that ended it.
@@ -272,7 +273,7 @@ class ToolFormat:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the token ids `ids`, with special tokens, because calls of tools are written with them; it is
-        what the parsers of this module read."""
+        what the parsers of this module read. `suffix`, and the check of the template, read such text too."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def parsed(self, ids: Sequence[int], schemas: Schemas) -> tuple[Message, list[Call]]:
@@ -282,7 +283,8 @@ class ToolFormat:
 
         With calls, the message's content is the text that the parser of `kind` returns beside them, and `tool_calls`
         has the calls. Without calls, it is the answer's whole text without special tokens. Only in the forms of gpt-oss
-        and Gemma 4 it is then the text that the parser returns, which has no thoughts, unless that is empty.
+        and Gemma 4 it is then the text that the parser returns, which has no thoughts, unless that is empty or a call
+        was malformed.
 
         Args:
           ids: the token ids of one turn of the model, without the token that ended it.

@@ -19,8 +19,8 @@ from jaxtune.train.config import ConfigError
 
 def load_from_file(name: str, key: str) -> Callable:
     """The function or class that a recipe names as `file.py:name`, a reward function, a tool, a factory of environments
-    or a rollout function. Each call runs the file anew, as the module jaxtune_user_NAME, which dataclasses and pickle
-    look up in sys.modules.
+    or a rollout function. Each call runs the file anew, as the module jaxtune_user_FILE (FILE: the file's name without
+    .py), which dataclasses and pickle look up in sys.modules.
 
     Args:
       name: the name; a relative path is looked for in the current folder, as the recipe's other paths are.

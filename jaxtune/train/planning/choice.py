@@ -7,8 +7,7 @@ takes the one with the lowest peak. Only the plan that is taken is compiled, and
 compared with the budget (planner.py). Layer plans are sought as pairs, one for the first layers and one for the rest
 (`_best_pair`), among those that no other layer plan beats (`_best_layers`, `_unbeaten`), and plans that resemble failed
 ones are left out (`_related`, `_Relatives`). `beside_states` says what host memory residuals may take, `saved_bytes`
-(of which `trained_bytes` are a part) is what a checkpoint copies there, and `tokens_of` are a micro-batch's tokens.
-"""
+(of which `trained_bytes` are a part) is what a checkpoint copies there, and `tokens_of` are a micro-batch's tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +64,8 @@ def choose(
     one with the table of per-layer embeddings on the device, and of these the one with the lowest peak.
 
     What config.memory.plan and config.micro_batches set is not changed. Plans that are searched for also respect the
-    host memory that the device may pin; that of config.memory.plan is not checked against it.
+    host memory that the device may pin; that of config.memory.plan is not checked against it. `next_plan` calls it
+    for the planner and --plan; the choice of a mesh (meshes.py) and advice (fitting.py) call it as well.
 
     Args:
       parts: the step's costs.
@@ -218,7 +218,7 @@ def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
     """The number of tokens of a tile: the MLPs of a long row may run tile by tile, so that their values exist for one
     at a time. It is the largest number up to 16,384 that divides the row. None, for no tiles, for rows of less than
     32,768 tokens, if only tiles below 2,048 divide the row, if no layer can run over tiles, and with an adapter's
-    dropout. parts: the step's costs. config: the run's."""
+    dropout. Plans are tried with such tiles and without. parts: the step's costs. config: the run's."""
     dropout = config.adapter is not None and config.adapter.lora_dropout > 0
     if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
         return None
@@ -297,7 +297,7 @@ def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident
     """The forecast of the plan with the lowest predicted peak, whether it fits or not; it is tried last and shown if
     nothing fits, and advice names a card that has room for it. parts: the step's costs. config: the run's, whose
     memory.plan and micro_batches are kept. resident: the least number of layers whose frozen weights are whole on each
-    device. Raises ValueError as `choose` does, if the host's memory is too small for the optimizer's states."""
+    device. Raises ValueError as `choose` does."""
     try:
         return choose(parts, config, device, 0.0, resident=resident)
     except PlanError as error:
@@ -467,8 +467,8 @@ def _unbeaten(figures: np.ndarray) -> list[int]:
 
 
 class PlanError(ValueError):
-    """No plan fits the device. `choose` and the planner raise it; its message has the three largest parts of the
-    smallest plan, and `fixes`. The other four arguments become its attributes of the same names.
+    """No plan fits the device. `choose` and `next_plan` raise it; Planner and --plan (shown_plan.py) raise it anew with
+    `fixes`. Its message has them and the smallest plan's three largest parts; the other arguments become attributes.
 
     Args:
       smallest: the forecast with the lowest peak, of the plans that were considered.

@@ -8,8 +8,7 @@ A layer's residuals and work follow from its shapes and from what its segments d
 thing: stored trained weights (`_stored`), frozen ones (`_frozen_parts`), the head (`_head_costs`), what devices send
 each other (`_exchange`, `_sync_bytes`), gathered weights and gradients of a layer (`_whole_layer_bytes`,
 `_whole_gradient_bytes`), copies in the compute dtype (`_trained_matrix_bytes`, `_adapter_bytes`), values from outside
-of a layer (`_given_bytes`), dropout's masks (`_masked_sizes`), and the update (`_update_bytes`).
-"""
+of a layer (`_given_bytes`), dropout's masks (`_masked_sizes`), and the update (`_update_bytes`)."""
 
 from __future__ import annotations
 
@@ -182,12 +181,13 @@ class StepCost:
     def frozen_bytes(self) -> float:
         """Bytes on a device of the weights that do not train, the model's and its teacher's, without per-layer
         embeddings on the host and without what a plan adds by keeping weights whole (`resident_bytes`). phases.py adds
-        to it what a phase such as "load" needs; the step's own forecast takes `fixed_bytes`, which includes it."""
+        to it what a phase such as "load" needs; the step's own forecast takes all of `fixed`."""
         return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
         """Bytes on a device of all that is in memory during the whole step (`fixed`), such as weights, optimizer states
-        and gradient sums.
+        and gradient sums. The search of a plan, the bytes of a compiled step, the phases between steps and the room for
+        sampled answers are computed with it; the forecast of a step adds up the entries of `fixed` itself.
 
         Args:
           micro_batches: the number of micro-batches of the step. With one, the gradient sums need less, because they
@@ -319,7 +319,7 @@ def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float, jnp.dtype]:
-    """The planner's estimate of device memory for the head, on one device if nothing is divided: (bytes in addition to
+    """The planner's estimate of the head's memory on a device, which is not less if weights are divided: (bytes beside
     the head's weight while the loss and its gradient are computed; bytes of the head's gradient, and with "fp32" of its
     copy in a 16-bit dtype, after that, 0 if it does not train; the dtype in which the head multiplies), for StepCost.
 
@@ -458,7 +458,7 @@ def _update_bytes(masters, config: TrainConfig) -> float:
     """Device bytes that the update takes in addition to weights, states and gradients, on one device if nothing is
     divided. It is done tensor by tensor (optimizer_offload.py), so they are those of the largest tensor. 0 with an
     adapter, where they are negligible, and if the states are on the device, unless the optimizer is adamw_8bit.
-    masters: the trained weights' shapes in float32. config: has the optimizer. StepCost.update_bytes has it."""
+    masters: the trained weights' float32 shapes. config: has the optimizer. step_cost takes a device's share."""
     if config.adapter is not None:
         return 0.0
     size = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0)
