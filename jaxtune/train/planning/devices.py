@@ -304,7 +304,7 @@ _WIDTH = {
 def float32_time(device_kind: str) -> float:
     """How many times as long a matrix product in float32 takes as one in 16 bits, by the data sheet of `device_kind`
     (jax.Device.device_kind); 1 for a device without one. With it the planner counts the work of modules that compute in
-    float32, but not that of the head on Hopper (StepCost.head_time)."""
+    float32 by a precision map, but not that of the head on Hopper (StepCost.head_time)."""
     wide, usual = (device_peak_flops(device_kind, dtype) for dtype in ("float32", "bfloat16"))
     return usual / wide if wide and usual else 1.0
 
