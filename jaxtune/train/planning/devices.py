@@ -129,6 +129,7 @@ def _limited_note() -> str:
 def allow_pinned_memory() -> None:
     """Lets XLA pin as much of this machine's memory (keep it in place for copies to and from the GPU) as the planner
     counts on, 70 % of what this process may use, by an environment variable; a limit that is already set there stays.
+    XLA's default of 64 GiB may be less than that, or more.
 
     `jaxtune train` calls it before JAX starts its devices, when XLA reads the limit. The memory is pinned as it is
     used."""
@@ -169,8 +170,9 @@ def card_bytes(size_gb: float) -> float:
 
 
 def card_gb(needed: float) -> float:
-    """The memory of the smallest card on which a plan of `needed` bytes fits, in GiB as cards are sold, rounded up to
-    0.1: with what fragmentation loses and the CUDA context. An error about a plan that does not fit proposes it."""
+    """The memory that a card must have so that a plan of `needed` bytes fits beside the CUDA context and what
+    fragmentation loses, in GiB (the unit of cards' sizes), rounded up to 0.1; it need not be a size that is sold. An
+    error about a plan that does not fit proposes it."""
     return math.ceil((with_fragments(needed) + CONTEXT_BYTES) / _CARD_GB * 10) / 10
 
 
@@ -302,7 +304,7 @@ _WIDTH = {
 def float32_time(device_kind: str) -> float:
     """How many times as long a matrix product in float32 takes as one in 16 bits, by the data sheet of `device_kind`
     (jax.Device.device_kind); 1 for a device without one. With it the planner counts the work of modules that compute in
-    float32."""
+    float32 by a precision map, but not that of the head on Hopper (StepCost.head_time)."""
     wide, usual = (device_peak_flops(device_kind, dtype) for dtype in ("float32", "bfloat16"))
     return usual / wide if wide and usual else 1.0
 
@@ -310,7 +312,8 @@ def float32_time(device_kind: str) -> float:
 def device_peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     """Dense peak FLOP/s of matrix products in `dtype` on one device (jax.Device.device_kind), fp32 without TF32; None
     if no data sheet states it. dtype: "bfloat16", "float16", "float32", "float8_e4m3fn" or "float8_e5m2"; None is
-    returned for any other. A run's metric mfu is its FLOP/s over this peak, and float32_time is a ratio of two."""
+    returned for any other. A run's metric mfu is its FLOP/s over the sum of its devices' peaks, and float32_time is a
+    ratio of two peaks."""
     sheet = data_sheet(device_kind)
     tflops = None if sheet is None or dtype not in _WIDTH else getattr(sheet, _WIDTH[dtype])
     return None if tflops is None else tflops * 1e12

@@ -38,8 +38,9 @@ def fitting_settings(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> list[str]:
-    """Up to `wanted` changes of the config, each of which alone lets a plan fit by forecast; the least intrusive first,
-    and at most one of each first key (such as the longest data.length). A PlanError shows them; none is applied.
+    """Up to `wanted` changes of the config, each of which alone lets a plan fit by forecast; the least intrusive first.
+    Of changes that begin with the same key, only the first that fits is taken (such as the longest data.length). A
+    PlanError shows them; none is applied.
 
     Args:
       shape: the model's DecoderConfig.

@@ -95,7 +95,8 @@ def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
 
 
 def _decode_seconds(work: Work, device: Device) -> float:
-    """Seconds to decode the quantised weights of a segment's `work` once on `device`; 0 if none is quantised."""
+    """Seconds to decode the quantised weights of a segment's `work` once on `device`; 0 if none is quantised. Forward
+    and backward each count them once; a recomputation does too, except of segments with SegmentCost.decodes_once."""
     fit = product_time(device)
     return work.decoded * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
@@ -133,8 +134,8 @@ def layer_forecasts(
 ) -> LayerForecast:
     """The forecasts of the mean layer under many plans, for the choice of a plan: a LayerForecast of arrays [plans], in
     whose `work_forward` and `work` the largest kind of layer decides. placed: int[plans, len(parts.known)], the
-    placement of each of parts.known, an index into PLACEMENTS. tokens: of a micro-batch. tile_tokens: of an MLP's tile
-    under plans that recompute all of parts.tiled; otherwise MLPs run whole, as with None."""
+    placement of each of parts.known, an index into PLACEMENTS. tokens: of a micro-batch on `device`. tile_tokens: of an
+    MLP's tile under plans that recompute all of parts.tiled; otherwise MLPs run whole, as with None."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
@@ -222,7 +223,7 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
     Returns:
       (seconds of recomputation of an average layer; bytes in the feed-forward's backward; in the mixer's backward; at
         the end of the layer's forward). The bytes are those of temporary arrays and, in the backward, of recomputed
-        residuals, without copies from the host; each is the largest of all kinds of layers, or -inf if none has it.
+        residuals, without copies from the host; each is the largest of all kinds of layers; -inf: no such backward.
     """
 
     def in_tiles(sizes):
@@ -258,7 +259,6 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
 def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, device) -> tuple[float, float]:
     """(in the forward, in the backward) bytes that are still being copied over the host link while the feed-forward of
     the next layer runs, and therefore take device memory there: `leaving` and `arriving` of a LayerForecast.
-
     The largest offloaded residuals are copied out first and back last, while the mixer runs if its time is enough.
 
     Args:
@@ -292,8 +292,8 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
       kind: the layer.
       sizes: the sizes of its residuals, and which are recomputed.
     Returns:
-      (bytes at a feed-forward's backward, bytes at a mixer's backward); a feed-forward whose scratch memory exists
-      while the mixers before it are recomputed counts in place of these mixers. -inf if there is no such part.
+      (bytes at a feed-forward's backward, bytes at a mixer's backward). A feed-forward whose scratch memory covers
+      the mixer (Scratch.covers_mixer) counts in the second, in place of the mixers before it. -inf: no such part.
     """
     block = kind.block
     dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
@@ -322,7 +322,8 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
 
 
 def _mixers_before(kind: LayerKind, part: str) -> list[str]:
-    """The names of the mixers before `part`, a feed-forward, whose values _backward_bytes counts at its backward."""
+    """The names of all mixers before `part`, a feed-forward. At its backward `_backward_bytes` adds their waiting bytes
+    if `part` covers the mixer (Scratch.covers_mixer), and else subtracts what `_not_made_yet` says of each."""
     parts = list(kind.outputs)
     return [name for name in parts[: parts.index(part)] if name in kind.mixer_outputs]
 
@@ -330,7 +331,6 @@ def _mixers_before(kind: LayerKind, part: str) -> list[str]:
 def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, float]) -> float:
     """Bytes that are not in memory yet while a layer's feed-forward is differentiated, so that `_backward_bytes`
     subtracts them there: the dropped residuals that the mixer's first segment makes.
-
     They count as 0 if a middle segment of the mixer is recomputed as well: it reads them, so they come back earlier.
     outputs: for each segment of the mixer, the names of the residuals that it makes. dropped: bytes by name of the
     residuals that are recomputed in the backward pass."""
@@ -397,16 +397,18 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
 
 
 def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
-    """(seconds, device bytes of a layer's values) of a forward of a frozen reference or teacher over `tokens` tokens.
-    parts: the costs of that model. plan: has the number of tokens whose logits exist at a time. Its head needs one
-    matrix product, of the two or three that head_forecast counts. The bytes count only for a teacher."""
+    """(seconds, device bytes of a layer's values) of a forward of a frozen reference or teacher, for a step's forecast.
+    parts: the costs of that model: StepCost.teacher for a teacher with weights of its own, otherwise the step's costs.
+    plan: has the number of tokens whose logits exist at a time. tokens: of a micro-batch on `device`. The head needs
+    one matrix product, of the two or three that head_forecast counts. The bytes count only with StepCost.teacher."""
     layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)
     seconds = layer.forward * parts.num_layers + head[1] / (3 if parts.head_trains else 2)
     return seconds, layer.kept + layer.work_forward
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds a step to copy optimizer states on the host to `device` and back, 0 without any; also for reports."""
+    """Seconds a step to copy optimizer states on the host to `device` and back, 0 without any; also for reports. A
+    forecast counts either these or those of the update's other work, whichever are more."""
     return 2 * parts.hosted_bytes / (device.link or device.copy)
 
 
@@ -414,8 +416,7 @@ def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, 
     """Seconds of a step's collective operations between devices. parts: the step's costs, with the bytes. plan: the
     StepPlan. forward, backward: seconds of all layers in a micro-batch, when collectives can run. device: has the rate.
     Returns (seconds of all collectives, seconds in which the step waits for them), both for a step's Forecast; only
-    the second are part of its seconds.
-    """
+    the second are part of its seconds."""
     of, rate, micro, fit = parts.exchange, device.peer, plan.micro_batches, _step_time(device)
     resident, trained = plan.residuals.resident, of.weights - of.frozen
     divided, whole = 1 - resident / parts.num_layers, max(plan.residuals.whole_weights, 1) / parts.num_layers

@@ -32,14 +32,15 @@ def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Dev
     """Device bytes that a forward pass takes in addition to the weights, for the plans of passes without a backward and
     the forecasts of a run's phases.
 
-    For the layers the estimate is an upper bound: it counts all values of a layer at once, and XLA frees some of them
-    earlier. Of the head only the logits of one chunk count, which exist at a time (linear_cross_entropy), and no copies
-    of its weight.
+    They are two arrays of hidden states and the larger of two needs, that of a layer and that of the head. The first
+    is an upper bound: it counts all values of a layer at once, and XLA frees some of them earlier. The second has the
+    logits of one chunk, which exist at a time (linear_cross_entropy), and no copies of the head's weight except the
+    parts of a head in float32 (StepCost.head_parts_bytes).
 
     Args:
       parts: costs of the model on the mesh.
       tokens: number of tokens that one device computes at a time.
-      chunk_tokens: tokens whose logits exist at a time; 0: no logits count.
+      chunk_tokens: tokens whose logits exist at a time; 0: the head does not count.
       device: the device.
     """
     layers = []

@@ -25,7 +25,8 @@ def rows_seconds(rows_bytes: float, devices: int, device: Device) -> float:
     `devices` of the run, and copies them to each. It does so while the devices compute the step before, so a step takes
     at least this long; a forecast takes the larger of both times.
 
-    rows_bytes: of the rows of two steps on one device, as StepCost.table_rows_bytes; 0 with the table on the device.
+    rows_bytes: StepCost.table_rows_bytes, of the rows on one device, which has those of two steps (the one that it
+    computes and the next); each step looks up half of them. 0 with the table on the device.
     device: has the rate of the link."""
     step = rows_bytes / 2
     return step * devices / _LOOKUP_RATE + step / (device.link or device.copy)

@@ -28,7 +28,7 @@ class KnownFailures:
 
     A record applies only to the same kind of device with the same platform version (such as that of CUDA), the same
     version of JAX and the same sources of jaxtune. In a run of several processes, all of them use what the first one
-    reads, so all must make the object (a collective call), and only the first one writes.
+    reads, so all must make the object (a collective call), and only the first one writes. Engine makes it.
 
     Args:
       facts: JSON values that identify the programs with which the plans were tried.
@@ -45,8 +45,8 @@ class KnownFailures:
         self._found: list[dict[str, Any]] = processes.of_first(self._read)
 
     def _read(self) -> list[dict[str, Any]]:
-        """The stored failures, one dict each: "plan" (StepPlan.to_record), "need" (the bytes that it needs, or None)
-        and "budget" (the bytes that it might take); [] if nothing is cached. They are read
+        """The stored failures, one dict each: "plan" (StepPlan.to_record), "need" (the bytes that it needs; None:
+        unknown) and "budget" (the bytes that it might take; None: no limit); [] if nothing is cached. They are read
         once, by the first process, when the object is made."""
         content = None if self._cache is None else self._cache.get(self._key)
         return [] if content is None else json.loads(content)
@@ -54,8 +54,9 @@ class KnownFailures:
     def of(self, forecast: Forecast, budget_bytes: float | None) -> Failed | None:
         """The recorded failure of exactly the plan of `forecast`, if it shows that the plan is too large for
         `budget_bytes` of device memory (None: no limit, and then every failure of this plan counts); otherwise
-        None. A known need must exceed the budget; a plan that ran out of memory while it ran is too large for budgets
-        up to the one that it had then (for any, if it had none). `Planner.skip_known_failures` asks it."""
+        None. A known need must exceed the budget; a plan whose need is unknown, because memory ran out, is too large
+        for budgets up to the one that it had then, and for any budget if it had none ("budget" is None).
+        `Planner.skip_known_failures` asks it."""
         plan = forecast.plan.to_record()
         for one in self._found:
             # A plan that ran out of memory may still fit a larger budget.

@@ -100,14 +100,17 @@ class LayerKind:
     @functools.cached_property
     def mixer_outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
         """{part: the names of the outputs of each of its segments} of the parts that are mixers, such as attention, in
-        the order in which they run. Forecasts tell mixers from feed-forwards by it."""
+        the order in which they run. `_backward_bytes` and `_mixers_before` (forecasts.py) tell mixers from
+        feed-forwards by it, and step_cost finds SegmentCost.in_mixer and `first` by it."""
         return {part: self.outputs[part] for part in self.block.mixers}
 
     @functools.cached_property
     def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
-        """For each segment that is differentiated as soon as it is recomputed: (the names of its outputs, a function
-        from Sizes, the residuals' sizes in the whole layer, to the bytes that it then keeps until the gradient of its
-        outputs arrives). Other segments have no entry. The forecast of a layer's backward adds these bytes."""
+        """For each segment that declares Segment.derivative_bytes, such as the delta net's recurrence: (the names of
+        its outputs, a function from Sizes, the residuals' sizes in the whole layer, to the bytes that its derivative
+        keeps from its recomputation until the gradient of its outputs arrives). Other segments have no entry, also if
+        the layer's BackwardOrder has them differentiated as soon as they are recomputed. The forecast of a layer's
+        backward adds these bytes at a feed-forward's backward, if the plan recomputes the segment."""
         block = self.block
 
         def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:

@@ -37,8 +37,8 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
         or the devices are CPUs. The CPUs that JAX shows in one process are one machine, and get a mesh of one device;
         those of several processes share the rows (data=-1).
     Raises:
-      ValueError: the GPU is refused; or the host's memory is too small for the optimizer's states. It is no error here
-        if no plan fits.
+      ValueError: the GPU is refused; the host's memory is too small for the optimizer's states; or config.memory.plan
+        is not for this model. It is no error here if no plan fits.
     """
     found, here = jax.devices(), jax.local_devices()[0]
     if config.mesh is not None or len(found) == 1 or (here.platform == "cpu" and processes.count() == 1):
@@ -92,7 +92,8 @@ def choose_mesh(
       (mesh, reason in words); the reason also says how fast the other meshes would be or what they need, and how many
         devices are left out.
     Raises:
-      ValueError: the host's memory is too small for the optimizer's states.
+      ValueError: the host's memory is too small for the optimizer's states; or config.memory.plan is not for this
+        model.
     """
     rows = config.rows_per_step // (config.micro_batches or 1)
     used = next(number for number in range(count, 0, -1) if rows % number == 0)

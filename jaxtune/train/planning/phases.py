@@ -53,7 +53,8 @@ _SHORTER = {
 @dataclasses.dataclass(frozen=True)
 class Phase:
     """The memory that one phase of a run (such as "load", "step" or "export") needs at its peak, by forecast, and what
-    helps if that does not fit. `phase_lines` makes the text of all of them. No plan is chosen by it."""
+    helps if that does not fit. `phase_lines` makes the text of all of them, and `phase_warnings` compares them with the
+    memory. No plan is chosen by it."""
 
     # The phase's name in the report and in errors.
     name: str
@@ -73,7 +74,8 @@ class OutOfDeviceMemory(ValueError):
 @dataclasses.dataclass(frozen=True)
 class Sampled:
     """How a run that asks its model held-out questions (exact match) answers them: how many at a time, and how long
-    they are. `questions_at_a_time` makes it before the run, so that the memory of the phase is known."""
+    they are. `questions_at_a_time` makes it before the run, so that the memory of the phase is known. app.answer takes
+    only `rows` from it; the lengths are for the forecast and the text."""
 
     # Number of questions that are answered at a time.
     rows: int
@@ -225,8 +227,8 @@ def phase_lines(
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[str]:
     """The table of phases as lines of text, printed before step 0: one line for all of them, a warning for each phase
-    that will not fit, and how answers are sampled. A plan that is made without weights has that of a teacher's pass
-    alone (pass_lines).
+    that will not fit, and how answers are sampled. Trainer.memory_notes makes it of all phases of a run; pass_lines
+    makes it of a teacher's pass alone, where --plan plans without weights (show_plan).
 
     Args:
       phases: as phases_of returns them, or TeacherPass.phase.

@@ -127,10 +127,11 @@ class Planner:
         run resumes, because a plan chosen anew might differ and would then change results in the last bits. Raises
         ValueError if it is a plan on the same mesh that is not possible for this model's layers and residuals.
 
-        The plan is not taken if the config asks for another one, if its micro-batches do not divide the rows of a step,
-        or if the mesh is another. Results on another mesh differ in any case, and its devices may have less memory,
-        more memory, or too few rows for the micro-batches. If this run cannot have the table of per-layer embeddings on
-        the host, the plan is taken with it on the device, which changes no result.
+        The plan is not taken if the config asks for another one (memory.plan or micro_batches), if its
+        micro-batches do not divide the rows of a step, or if the mesh is another. Results on another mesh differ in any
+        case, and its devices may have less memory, more memory, or too few rows for the micro-batches. If this run
+        cannot have the table of per-layer embeddings on the host, the plan is taken with it on the device, which
+        changes no result.
 
         Whether the plan fits is not checked here: Engine.fit compiles it, and chooses another one if it does not fit
         the budget. The caller must call Engine.follow_plan."""
@@ -172,8 +173,8 @@ class Planner:
         self, problem: str, need_bytes: float | None, print_line: Callable[[str], None], placed: bool = False
     ) -> None:
         """Chooses another plan after the one in force failed, and prints it; what the failure showed corrects the
-        forecasts (search.py), and is recorded for later runs if skip_known_failures was called before. The caller has
-        to compile the new plan (Engine calls it, then follow_plan).
+        forecasts (search.py), and is recorded for later runs if skip_known_failures was called before. Engine calls it,
+        then follow_plan, and only then compiles the programs of the new plan, which is left to the caller.
 
         Args:
           problem: why it failed, for the line that is printed.
@@ -211,6 +212,7 @@ class Planner:
             devices (ResidualPlan.resident), because they were placed so already; 0 if no weights are placed yet.
         Raises:
           PlanError: no plan is left.
+          ValueError: as for the class.
         """
 
         def found() -> list[Any]:
