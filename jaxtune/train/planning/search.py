@@ -2,10 +2,11 @@
 forecasts.
 
 At most four plans are compiled. The first is the fastest by forecast. The second and third are the fastest that would
-fit if every forecast were as wrong as the worst one so far, with some to spare. Plans that resemble a failed one are
-left out, because their forecasts are wrong in the same way. The last is the smallest plan there is; it is taken earlier
-if no other is left. `next_plan` chooses each; before the last one, a plan's predicted peak may be at most `goal`, which
-failures (`Failed`) lower. `Room` is the device memory, and decides whether a compiled step fits.
+fit if every forecast were as wrong as the worst one so far, with some to spare. Plans that resemble a failed one
+(`choice._related` says which) are left out, because their forecasts are wrong in the same way. The last is the smallest
+plan there is; it is taken earlier if no other is left. `next_plan` chooses each; before the last one, a plan's
+predicted peak may be at most `goal`, which failures (`Failed`) lower. `Room` is the device memory, and decides whether
+a compiled step fits.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class Room:
 
     def fits(self, need_bytes: float, smallest: bool) -> bool:
         """Whether a compiled step that needs `need_bytes` of device memory may run: within the budget, which it may
-        exceed by half a percent. smallest: True: its plan is the smallest there is, and may use `limit_bytes`; False:
-        it is not. Planner.fits asks it of the compiler's figure; forecasts are compared with the two fields."""
+        exceed by half a percent. smallest: True: its plan is the smallest there is, and may use `limit_bytes`, but no
+        more; False: it is not. Planner.fits asks it of the compiler's figure; forecasts are compared with the two
+        fields."""
         if self.budget_bytes is None or self.limit_bytes is None:
             return True
         within = self.budget_bytes * (1 + _EXCESS)
@@ -78,7 +80,8 @@ def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
     limit). Without failures it is budget_bytes; with failures it is a number, also without a limit. The failures
     `failed` lower it, because they show by how much forecasts are too low: it is the least of their goals
     (`Failed.goal`). If there are several, that is divided by the largest of their ratios of need to forecast
-    (`Failed.ratio`) over the smallest, or by 1.03 if this is more."""
+    (`Failed.ratio`) over the smallest, or by 1.03 if this is more. `next_plan` keeps to it before it takes the smallest
+    plan, and if no plan is left, the settings that Planner's error names keep to it."""
     if not failed:
         return budget_bytes
     ratios = [one.ratio for one in failed]
@@ -90,12 +93,13 @@ def next_plan(
     parts: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = (), resident: int = 0
 ) -> tuple[Forecast, bool]:
     """The plan to compile next for a step of which the plans `failed` were too large: after fewer than three failures
-    the fastest one within `goal` that resembles none of them, if there is one, else the smallest. Planner calls it for
-    the first plan and after each failure; --plan, which compiles nothing, calls it once.
+    the fastest one within `goal` that resembles none of them (`choice._related`), if there is one, else the smallest.
+    Planner calls it for the first plan and after each failure; show_plan, the --plan without rows, which compiles
+    nothing, calls it once.
 
     Args:
       parts: the step's costs.
-      config: the run's.
+      config: the run's; what its memory.plan and micro_batches set is not changed.
       device: the device.
       room: its memory.
       failed: the plans that were compiled, or run, and were too large.

@@ -3,7 +3,7 @@
 
 The pass is a phase of the run with memory of its own: it needs the teacher beside the weights of the student, but no
 optimizer and no gradients. So it may need more than a step, and a teacher that does not fit is found from shapes alone,
-before its weights are read."""
+before its weights are loaded; a run has downloaded their files by then."""
 
 from __future__ import annotations
 
@@ -142,8 +142,9 @@ class TeacherPass:
 
 def pass_lines(config: TrainConfig, shape: DecoderConfig, device: Device) -> list[str]:
     """The lines about the pass of the teacher in a plan that is made without weights and rows, which --plan prints; []
-    for a config without such a pass. A run has the pass in its table of phases instead (phase_lines). Raises
-    ConfigError if the teacher's config.json cannot be used.
+    for a config without such a pass. A run has the pass in its table of phases instead (phase_lines). Raises ValueError
+    if the teacher's config.json cannot be used, in particular ConfigError if the teacher is an adapter's folder or the
+    base of a model with random weights.
 
     Args:
       config: the run's, with its mesh.

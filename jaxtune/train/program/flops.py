@@ -17,7 +17,8 @@ from jaxtune.train.data.batches import Batch
 
 def document_lengths(batch: Batch) -> np.ndarray:
     """int[documents]: the number of tokens of each of the documents of `batch`, row by row, padding (segment 0) left
-    out; it waits for arrays on a device. The function of `flop_counter` and the logged counts of a step need it."""
+    out; it waits for arrays on a device. Engine.load_step counts a step's documents by it, and the Monitor gives the
+    counts to the function of `flop_counter`; only `mfu` depends on them."""
     return np.concatenate([np.bincount(row)[1:] for row in np.asarray(batch.segment_ids)])
 
 

@@ -93,9 +93,10 @@ class GradientSync:
     @staticmethod
     def buffers(tensors: Sequence[tuple[int, bool]], shape: MeshShape) -> list[Buffer]:
         """The buffers in which a mesh of this shape adds gradients: first those of whole tensors, then those of divided
-        ones, each kind in the tensors' order. A kind that is on one device along its axes has none. `added` and
-        `error_sizes` both make them, so that each buffer has errors. tensors: for each of the trained ones (the numbers
-        of it that a device has, whether `fsdp` divides it)."""
+        ones, each kind in the tensors' order. A buffer has at most 2**24 numbers, unless its only tensor has more. A
+        kind that is on one device along its axes has none. `added` and `error_sizes` both make them, so that each
+        buffer has errors. tensors: for each of the trained ones (the numbers of it that a device has, whether `fsdp`
+        divides it)."""
         names = tuple(axis.name for axis in partition.AXES)
         rest = tuple(name for name in names if name != partition.TENSORS)
         found: list[Buffer] = []

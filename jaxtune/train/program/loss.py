@@ -192,7 +192,8 @@ class Forward:
 
     def _run(self, model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, dict[str, Any]]:
         """Runs `model` over `batch`: (hidden states [rows, length, hidden], {name: value} of what the layers return for
-        their own losses). A call and `frozen` share it. options: further arguments of Decoder.run."""
+        their own losses). A call and `frozen` share it. options: further arguments of Decoder.run, such as the plan,
+        the dropout key and the noise: a call gives them, and `frozen` gives none."""
         arrays = (batch.tokens, batch.segment_ids, batch.positions)
         # The batch's rows are those of the run's model; a teacher has a table of its own on the device.
         hosted = model.per_layer is not None and model.per_layer.needs_rows

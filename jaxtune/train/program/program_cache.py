@@ -1,5 +1,6 @@
 """A persistent cache of compiled programs (`ProgramCache`) that verifies each program before it runs; commands turn it
-on with `use_program_cache`, and `in_use` returns the one that is used. `_checked_cache` is what JAX calls for it.
+on with `use_program_cache`. JAX gets its own ProgramCache from `_checked_cache`; `in_use` returns another one over the
+same folder, for the record of plans that were too large.
 
 JAX's own cache trusts what it finds in its folder: a flipped bit gives another program, and a torn entry stays torn.
 Here every entry has a checksum of its key and content, so that a damaged or swapped entry is removed, reported, and

@@ -65,7 +65,8 @@ def abstract(tree):
 @contextlib.contextmanager
 def _uncollected():
     """A context without Python's garbage collection, which takes a fifth of the time of tracing and lowering. Tracing
-    leaves few unreachable objects (20 MB in a step of 48 layers) and keeps many that each collection visits."""
+    leaves few unreachable objects (20 MB in a step of 48 layers) and keeps many that each collection visits. Only
+    `Engine.compile` lowers in it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -200,7 +201,7 @@ class Engine:
         """Makes the batch of `step` (from 0) and places it: (its micro-batches on the devices, {"tokens": their number
         without padding, "trained_tokens": the sum of the targets' weights, "lengths": tokens of each document,
         "metrics": those of the batch source, "filled": how many micro-batches have tokens}). model: returns the model
-        before the step, from which a source may sample; None if the source needs none."""
+        before the step, from which a source may sample; None if the source needs none. run._StepRows calls it."""
         batch = self.batches.batch_at(step, model)
         parts = self.planner.plan.micro_batches
         # Of rows in lanes each process has only its own. All have equally many, so the others' are taken to be alike.
@@ -254,8 +255,7 @@ class Engine:
         calls it for each plan that it tries.
 
         Python lowers the programs one by one, starting with the one that takes longest to compile. XLA, which needs no
-        Python, compiles the lowered ones in parallel meanwhile.
-        """
+        Python, compiles the lowered ones in parallel meanwhile."""
         started = time.perf_counter()
         shapes = abstract(state), abstract(sums), abstract(frozen)
         programs = dispatch.built(functools.partial(self._compile_all, *shapes, first_step))
@@ -313,17 +313,20 @@ class Engine:
 
     def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
         """Lowers function(trainable, frozen, batch) to a jax.stages.Lowered, for weights like these and batches with
-        the shape of these rows. out: the sharding of its result."""
+        the shape of these rows: an evaluation of a run (`_compile_all`), or what `_compiled_of_rows` compiles. out: the
+        sharding of its result."""
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
-        """Lowers a function for the mesh to a jax.stages.Lowered, without Shardy (partition.compiling). out: the
-        shardings of its results. arguments: its arguments, or their shapes. options: further arguments of jax.jit."""
+        """Lowers a function for the mesh to a jax.stages.Lowered, without Shardy (partition.compiling): any program
+        except the update, which `_compile_all` lowers and compiles with Shardy. out: the shardings of its results.
+        arguments: its arguments, or their shapes. options: further arguments of jax.jit."""
         with partition.compiling(self.mesh):
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
     def _compiled(self, lowered):
-        """Compiles `lowered`, a program that `_lowered` returned, to a jax.stages.Compiled; any thread may call it."""
+        """Compiles `lowered`, a program that `_lowered` returned, to a jax.stages.Compiled, by `_compile`, without
+        Shardy as `_lowered`; any thread may call it."""
         with partition.compiling(self.mesh):
             return self._compile(lowered)
 
@@ -404,10 +407,7 @@ class Engine:
 
     def connect(self, print_line: Callable[[str], None]) -> dict[str, float]:
         """Runs a first collective, which connects the devices, before the first step, and prints how long that took.
-
-        Returns:
-          the metric `collectives_seconds`; {} if the run has one device.
-        """
+        Returns the metric `collectives_seconds`; {} if the run has one device."""
         if self.mesh.size == 1:
             return {}
         program, number = collectives.first_exchange(self.mesh), partition.put(np.float32(0), self.replicated)

@@ -61,10 +61,10 @@ class TrainState:
 class Sums:
     """Sums over the micro-batches of a step.
 
-    On a mesh of several devices each array has a leading axis of devices: every device sums its own rows, and the
-    update adds the devices' sums. A step of a single micro-batch adds them in that micro-batch instead, so that
-    gradients are not stored twice; a quantised sync leaves them to the update. Gradients of a tensor that is divided
-    over n devices are summed over these in each micro-batch; their leading axis is n times shorter.
+    On a mesh of several devices each array has a leading axis of devices, and every device sums its own rows. If a
+    step has a single micro-batch, that adds the devices' sums, so that gradients are not stored twice; with several, or
+    with a quantised sync, the update adds them. Gradients of a tensor that is divided over n devices are summed
+    over these in each micro-batch; their leading axis is n times shorter.
     """
 
     # of (loss sum + count times the layers' own losses with their coefficients), times TrainState.loss_scale: float32,
@@ -114,7 +114,7 @@ class StepProgram:
 
     @property
     def _sums_at_once(self) -> bool:
-        """Whether the step's only micro-batch adds sums over devices (True), or the update; of use with several."""
+        """Whether the only micro-batch of a step adds sums over several devices (True), or the update (False)."""
         return self.micro_batches == 1 and self.sync is None
 
     @property
@@ -124,7 +124,7 @@ class StepProgram:
 
     @property
     def _shape(self) -> partition.MeshShape:
-        """The numbers of devices along the axes of the mesh; AssertionError without a mesh."""
+        """The numbers of devices along the mesh's axes, for `sync` (`init`, `total`); AssertionError without a mesh."""
         assert self.mesh is not None
         return partition.MeshShape.of(self.mesh)
 
@@ -192,7 +192,7 @@ class StepProgram:
 
     def _marked(self, trainable):
         """Returns `trainable` with each divided tensor as a partition.Shard, which says by which axis it is divided,
-        and in which format the sums of its gradient are exchanged."""
+        and in which format the sums of its gradient are exchanged: for the sums and `accumulate`, not `evaluate`."""
         return partition.divide(trainable, self.mesh, None if self.sync is None else self.sync.format)
 
     def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
