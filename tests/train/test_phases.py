@@ -177,6 +177,25 @@ def test_a_save_needs_host_memory_beside_what_the_step_pinned(tmp_path):
     assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=N" in lines[1]
 
 
+def test_the_devices_of_a_process_need_host_memory_each(tmp_path):
+    """Of what the step pins each has its own; of a state that is divided each has a part, and else all have the same."""
+    config = make_config(tmp_path, checkpoint=CheckpointConfig(every_steps=2))
+    trainer = Trainer(lora_model(), None, config, dataset(documents(12)))
+    planner, model = trainer.planner, trainer.model
+    pinning = dataclasses.replace(planner.forecast, host_bytes=19e9)
+
+    def host(devices, weight_parts):
+        cost = dataclasses.replace(planner.cost, devices=devices)
+        found = phases_of(model.prepared, model.trainable, cost, pinning, planner.device, config, weight_parts)
+        return {each.name: each.host_bytes for each in found}
+
+    saved = host(1, 1)["resume"]
+    for devices, weight_parts in ((4, 1), (4, 2), (4, 4)):
+        found = host(devices, weight_parts)
+        assert found["step"] == 4 * 19e9 and found["resume"] == weight_parts * saved
+        assert found["save"] == found["step"] + found["resume"]
+
+
 # ---- the whole life of a run
 
 LIFE = """

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import re
 import time
 
 import jax
@@ -276,8 +277,9 @@ def test_environments_are_reset_for_each_answer_and_used_again():
     assert tools.rewards(given).names == ("get_reward", "Game", "Game_2")
     several = Tools([], {"game": Game})
     assert several.schemas({"environment": "game"})[0]["function"]["name"] == "add"
-    with pytest.raises(ConfigError, match="environment = 'other'"):
-        several.schemas({"environment": "other"})
+    for name in ("other", ["game"]):
+        with pytest.raises(ConfigError, match=re.escape(f"environment = {name!r}")):
+            several.schemas({"environment": name})
 
 
 def test_what_is_no_tool_or_environment_is_refused():
@@ -558,6 +560,17 @@ def test_a_recipes_tools_and_environment_run_and_go_on_after_a_cut_to_the_same_b
     assert line["sampling/sampling_logp_difference/mean"] < 1e-4
     assert whole.batches.identity()["tools"] == ["add", "roll"]
     assert "roll" in whole.tokenizer.decode(whole.batches.prompts[0].ids)  # the template describes the tools
+
+
+def test_what_no_parser_or_tokenizer_takes_does_not_end_a_run():
+    """JSON that is nested more deeply than Python reads is no call; half of a surrogate pair in an answer is "?"."""
+    tokenizer = make_tokenizer(TEMPLATE)
+    form = ToolFormat(tokenizer, None, (tokenizer.eos_token_id,))
+    nested = "<tool_call>" + "[" * 100_000
+    message, calls = form.parsed(tokenizer.encode(nested, add_special_tokens=False), {})
+    assert calls == [] and message == {"role": "assistant", "content": nested}
+    answer = {"role": "tool", "name": "tool", "content": "half \ud83d"}
+    assert form.suffix([answer]) == form.suffix([answer | {"content": "half ?"}])
 
 
 def test_a_rollout_function_samples_in_its_own_turns(tmp_path):

@@ -292,7 +292,7 @@ class ToolFormat:
         """
         try:
             content, calls = self.kind.parse(self.decode(ids), schemas)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter for JSON that is nested more deeply than Python can read
             content, calls = "", []
         if not calls and (not content or self.kind.parse not in _WITHOUT_THOUGHTS):
             content = str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -330,5 +330,7 @@ class ToolFormat:
 
     def _ids(self, text: str) -> list[int]:
         """The token ids of a text. A special token that is written in the text becomes its one id; the tokens that a
-        tokenizer adds before and after a text are left out. `suffix` tokenises so what the template rendered."""
+        tokenizer adds before and after a text are left out. `suffix` tokenises so what the template rendered. Half of a
+        surrogate pair, which tools can return and no tokenizer encodes, becomes "?"."""
+        text = text.encode(errors="replace").decode()
         return [int(token) for token in tokenize(self._tokenizer, [text])[0].ids]

@@ -270,10 +270,10 @@ class Tools:
         if not self._several:
             return None
         name = columns.get(ENVIRONMENT)
-        if name not in self._factories:
+        if not isinstance(name, str) or name not in self._factories:
             known = ", ".join(map(str, self._factories))
             raise ConfigError(f"a row has environment = {name!r}; objective.environment_factory has {known}")
-        return str(name)
+        return name
 
 
 def methods(environment: object) -> list[Callable]:

@@ -27,6 +27,7 @@ from jaxtune.models.generation.slot_plan import PREFILL_TOKENS, SlotPlan
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored
+from jaxtune.system import processes
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.choice import saved_bytes, trained_bytes
@@ -179,7 +180,8 @@ def phases_of(
     weights = parts.frozen_bytes + parts.resident_bytes(plan.residuals.resident)
     trained, states = trained_bytes(parts), fixed["optimizer states"]
     start = partition.bytes_per_device(given, weight_parts)
-    saved = saved_bytes(parts)
+    here = max(parts.devices // processes.count(), 1)  # devices whose host memory is this process's
+    pinned, saved = here * forecast.host_bytes, min(here, weight_parts) * saved_bytes(parts)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     forward = forward_bytes(parts, tokens, plan.chunk_tokens, device)
     between = parts.fixed_bytes(plan.micro_batches, plan.residuals.resident)
@@ -193,7 +195,7 @@ def phases_of(
     ]
     if config.objective.name in ("dpo", "kto"):
         found.append(Phase("reference", weights + trained + states + forward, 0.0, less_rows))
-    found.append(Phase("step", step, forecast.host_bytes, less_rows))
+    found.append(Phase("step", step, pinned, less_rows))
     if config.data.eval is not None or config.data.eval_rows:
         found.append(Phase("evaluate", between + forward, 0.0, less_rows))
     for name, own in slots.items():
@@ -201,7 +203,7 @@ def phases_of(
         found.append(Phase(name, sampling, 0.0, _SHORTER[name]))
     if config.checkpoint.every_steps or config.checkpoint.every_minutes:
         # What the step pinned stays pinned while a copy of the state is written.
-        found.append(Phase("save", between, forecast.host_bytes + saved, _LESS_SAVED))
+        found.append(Phase("save", between, pinned + saved, _LESS_SAVED))
     if sampled is not None:
         asking = weights + trained + start + sampled.bytes(parts, device)
         found.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
