@@ -43,7 +43,7 @@ class Profile:
     folder: Path
     """The folder that the profile is written to."""
     steps: int
-    """The number of steps to trace; 0 traces none."""
+    """The number of steps to trace; 0, as in all processes of a run but the first, traces none."""
     start: int
     """The number of steps that this process makes before the first traced one (config.profile.start)."""
     meta: Callable[[], dict[str, Any]]
@@ -315,9 +315,9 @@ class Run:
 
     def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> bool:
         """Whether the last state has a finite loss, tested on the first of `parts`, the micro-batches of the last step,
-        for a run that ends without an evaluation of the loss; older checkpoints are removed only if it has, and
-        otherwise the run prints a warning. programs: those of the last step. sums: zeros, which are donated. frozen:
-        nnx.State, the weights that are not trained."""
+        for a run that ends without an evaluation of the loss. It prints nothing: `steps` removes older checkpoints only
+        if this is True, and prints a warning if not. programs: those of the last step. sums: zeros, which are donated.
+        frozen: nnx.State, the weights that are not trained."""
         first = self.engine.micro_index[0]
         loss = programs.accumulate(sums, state, frozen, parts[0], first).loss
         return math.isfinite(float(partition.on_host(loss).sum()))

@@ -194,9 +194,9 @@ def evaluate(
         None keeps that of the config or the adapter.
     Returns:
       {"weights": in words, "eval_loss", "eval_UNIT": the number of targets or pairs, and the objective's other metrics
-        as "eval_NAME"}; and "exact_match", "rows" and "samples", and the metrics of evaluation.generate (None for one
-        that is NaN) with "eval_samples", some of its answers, where the config asks for them. If the held-out rows have
-        only questions, it has no loss.
+        as "eval_NAME"}. With evaluation.exact_match_rows it also has what app.answer returns: "exact_match", "rows"
+        (the number of questions) and "samples". With evaluation.generate it has its metrics (None for one that is NaN)
+        and "eval_samples", some of its answers. If the held-out rows have only questions, it has no loss.
     Raises:
       ValueError: there are no such weights, no held-out rows, or these are not those that the run left out; or the run
         whose checkpoint is scored is still running.
@@ -243,8 +243,9 @@ def evaluate(
 def _require_same_split(result: Result, trainer: Trainer) -> None:
     """Raises ValueError if data.eval_rows takes other rows out of data.train than the run did, because some of them
     were then trained on: if the number or share differs from the run's, or the tokens of the remaining rows do. The
-    evaluate command calls it for exported weights; a checkpoint is compared when it is restored. result: the exported
-    weights of that run, with its record. trainer: has the config and the training rows of the evaluation."""
+    evaluate command calls it for exported weights if data.eval_rows is not 0; a checkpoint is compared when it is
+    restored. result: the exported weights of that run, with its record. trainer: has the config and the training rows
+    of the evaluation."""
     key, rows = "config.data.eval_rows", trainer.config.data.eval_rows
     held_out, tokens = result.run.get(key), result.run.get("data.tokens_crc32")
     if (held_out, tokens) != (rows, trainer.batches.identity().get("tokens_crc32")):

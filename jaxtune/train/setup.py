@@ -67,7 +67,8 @@ def update_rule(
 ) -> UpdateRule:
     """The update rule of a run of `total_steps` steps, over which the schedule of the config extends, for the Trainer's
     constructor. optimizer, schedule: those that were given to the Trainer, which replace the config's; None: the
-    config's. With an optimizer, which has its own rate, no schedule of the config is taken, and there is no bound."""
+    config's. A schedule without an optimizer gives the rate of the config's optimizer. An optimizer has its own rate:
+    with it a schedule is only shown in metrics, none of the config is taken, and there is no bound."""
     if optimizer is not None:
         return UpdateRule(optimizer, schedule, None)
     schedule = schedule or learning_rate_schedule(config.schedule, config.optim.learning_rate, total_steps)
@@ -202,8 +203,14 @@ def planned(
 def require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
     """Raises ConfigError if the run's objective cannot sample its answers on this mesh, because the mesh divides
     weights (fsdp), or because the run has several processes. It is called only for objectives that train on answers
+<<<<<<< HEAD
     which the model samples, such as GRPO: by `planned`, and in a run of several processes by the train command before
     it reads anything. config: has the objective's name, for the message."""
+=======
+    which the model samples, such as GRPO: by `planned` for the batch sources of GRPO and RLOO, and in a run of several
+    processes by the train and evaluate commands before they read anything. config: has the objective's name, for the
+    message."""
+>>>>>>> x12
     config.require_whole_weights(mesh)
     name = config.objective.name
     if (count := processes.count()) > 1:

@@ -22,8 +22,9 @@ _AGAIN_SECONDS = 0.05  # the delay before a signal whose exception Python droppe
 
 class Interrupted(KeyboardInterrupt):
     """Raised when a signal arrives during work that loses nothing when it is interrupted (within StopSignal.at_once),
-    to end the process's work at once; the message is the name of the signal. The train command then exits with
-    EXIT_SAVED, and jaxtune export with 128 plus the signal's number."""
+    to end the process's work at once; the message is the name of the signal. If the signal arrived before that work, it
+    is raised when the work begins (`StopSignal._mode`). The train command then exits with EXIT_SAVED, and jaxtune
+    export with 128 plus the signal's number."""
 
 
 class StopSignal:
@@ -37,8 +38,9 @@ class StopSignal:
 
     The training loop reads `requested` after every step and between the batches of an evaluation; if it is set, the
     loop saves, and the process leaves with `EXIT_SAVED`, so that the same command continues. Inside `at_once`, for work
-    that loses nothing when it is interrupted (loading, tokenising, compiling, generation, export), the first signal
-    raises Interrupted instead. Inside `deferred`, within `at_once`, it again only sets `requested`.
+    that loses nothing when it is interrupted (loading, tokenising, compiling; after the steps, if the last state is
+    saved, export and answers), the first signal raises Interrupted instead. Inside `deferred`, within `at_once`, it
+    again only sets `requested`.
 
     Python drops an exception that is raised during a finaliser or a callback of the garbage collector; the signal is
     then sent again. On exit, the previous handlers are restored. Outside of the main thread, where Python allows no

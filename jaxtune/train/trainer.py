@@ -101,8 +101,7 @@ class Trainer:
     the run), `eval_data` (TokenDataset of held-out rows with a loss, or None), `answers` (AnswerMetrics of
     evaluation.generate, or None), `output` (Path), `total_steps`, and after train() `history`, the metrics of this
     process's steps and evaluations, `steps_done`, and `best` ({"best_checkpoint": the evaluation whose weights were
-    returned}, or {} if they are the last ones). Raises ValueError for a config, model or rows that cannot be trained,
-    and PlanError, one too, if no plan fits.
+    returned}, or {} if they are the last). Raises ValueError for what cannot be trained, PlanError if no plan fits.
     """
 
     def __init__(
@@ -167,12 +166,13 @@ class Trainer:
 
     @property
     def program(self) -> StepProgram:
-        """The program of a train step, not compiled, under the plan in force. Notes and record read its settings."""
+        """The program of a train step, not compiled, under the plan in force; with qat.start above 0 that of the
+        steps that round. Notes and record read its settings, and evaluations of checkpoints are compiled from it."""
         return self.engine.program
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The mesh of the run's devices, over whose axes rows, and under mesh.fsdp also weights, are divided."""
+        """The mesh of devices that divides rows, and under mesh.fsdp weights, whose shape notes and record read."""
         return self.engine.mesh
 
     @property
@@ -251,7 +251,8 @@ class Trainer:
         return trained
 
     def _watched(self) -> Watched:
-        """The facts about this run by which the Monitor logs, shows and checks the metrics of its steps."""
+        """What the Monitor reads of this run to log, show and check the metrics of its steps: each field of Watched,
+        such as the config, the batches, the callbacks and the list `history`, which the Monitor extends."""
         peak = device_peak_flops(self.mesh.devices.flat[0].device_kind, self.config.dtype)
         return Watched(
             config=self.config,
@@ -271,9 +272,8 @@ class Trainer:
         """Compiles, and makes the steps after the first `start` ones, with evaluations and saves. Returns (the last
         state, steps done: fewer than all if a callback ended the run). Of a complete run it only writes the config, and
         evaluates the last state (`resumed`), if that is due and not done. resumed: the state of the checkpoint, or
-        None. saver: the Saver of checkpoints. monitor: logs and shows metrics. stop: the StopSignal in force, by which
-        a signal ends loading and compiling at once (Interrupted); during the steps the state is saved first
-        (TrainingInterrupted). A guard raises TrainingStopped."""
+        None. saver: the Saver of checkpoints. monitor: logs and shows metrics. stop: the StopSignal in force. A signal
+        raises Interrupted before the steps, and in them, after a save, TrainingInterrupted; a guard TrainingStopped."""
         config = self.config
         traced = self.profile_steps if processes.first() else 0
         facts = functools.partial(setup.profile_facts, config, self.batches, self.planner)
@@ -338,7 +338,7 @@ class Trainer:
     # ---- descriptions of the run
 
     def data_summary(self):
-        """Lines (one str) that a run and --check print: teacher, counts of rows, documents, tokens, steps; warnings."""
+        """Lines (one str) of teacher, rows, documents, tokens, steps and warnings; the train command prints them."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
         return "\n".join([*self.stored.described(self.model.prepared, self.objective), about])
@@ -361,8 +361,8 @@ class Trainer:
         return report.precision_notes(self.config, self.storage(), self.gradients, losses, model.given, model.qat)
 
     def storage(self) -> dict[str, str]:
-        """How a checkpoint stores the weights and the optimizer's states, for the notes and the record: {"weights":
-        "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""
+        """How a checkpoint stores the trained weights and the optimizer's states, for the notes and the record:
+        {"weights": "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""
         own = "8 bits" if self.config.optim.name == "adamw_8bit" else "fp32"
         optimizer = "as it was given" if "optimizer" in self.own else own
         return {"weights": self.program.weights, "optimizer": optimizer}
@@ -445,8 +445,8 @@ class Trainer:
         )
 
     def _same_run(self) -> dict[str, Any]:
-        """The entries of `record` by which results are recognised as this run's, {dotted key: value}, for `delivery`;
-        waits for the weights."""
+        """The entries of `record` by which results are recognised as this run's, {dotted key: value}, for `delivery`:
+        exports of another run are never replaced, this run's may be. It waits for the weights."""
         self.model.take_weights()  # the digest of the base is computed from them
         return same_run(self.record())
 
@@ -475,8 +475,8 @@ class Trainer:
         """Reads by `checkpointer` the last intact checkpoint, or that of `from_step` (None: the last): (steps done,
         state). Its arrays are read directly into the shardings of a step; before, the given model's trained tensors are
         given up unless `keeps_model`. A trainer that trains adopts the checkpoint's plan (Planner.adopt) before, and
-        its batch source continues. Raises CheckpointError if there is no intact one, or it is of another run or of a
-        later step than the last. note: called with lists of differences. weights_only: state is {"trainable": ...}."""
+        its batch source continues. Raises CheckpointError if there is no intact one, or it is of another run or of more
+        steps than `total_steps`. note: called with lists of differences. weights_only: state is {"trainable": ...}."""
         self.model.take_weights()  # the record has the base's fingerprint
         wanted: Any = self.model.state_shapes(self.engine)
         wanted, like = {"trainable": wanted.trainable} if weights_only else wanted, {}

@@ -178,7 +178,7 @@ def test_a_save_needs_host_memory_beside_what_the_step_pinned(tmp_path):
 
 
 def test_the_devices_of_a_process_need_host_memory_each(tmp_path):
-    """Of what the step pins each has its own; of a state that is divided each has a part, and else all have the same."""
+    """Each has its own of what the step pins; it has a part of a state that is divided, and else the same as all."""
     config = make_config(tmp_path, checkpoint=CheckpointConfig(every_steps=2))
     trainer = Trainer(lora_model(), None, config, dataset(documents(12)))
     planner, model = trainer.planner, trainer.model

@@ -13,10 +13,11 @@ from jaxtune.models.placement import partition
 
 
 def of_all_devices(sums):
-    """The sums of one device (a step's gradients, losses and counts, a tree of arrays) added over all devices of the
-    mesh, in the same tree: in float32, so that gradient sums in bf16 are not rounded once for each device, then cast
-    back to their own dtypes. A Shard, which is summed over the axis fsdp already, is added over the other axes. It is
-    called in functions that `partition.divided` runs on each device."""
+    """The sums of one device (a step's gradients, losses and counts, a tree of float arrays) added over all devices of
+    the mesh, in the same tree: in float32, so that gradient sums in bf16 are not rounded once for each device, then
+    cast back to their own dtypes. A partition.Shard, which is summed over the axis fsdp already, is added over the
+    other axes. It is called in functions that `partition.divided` runs on each device. With a quantised sync of
+    gradients it gets only the other sums."""
     wide = partition.total(jax.tree.map(lambda a: a.astype(jnp.float32), sums))
     return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, sums)
 
@@ -30,9 +31,10 @@ def zeros_after(done, given, waits: bool):
     there is no copy, and temporary arrays of the same size can be in the memory of `given` meanwhile.
 
     Args:
-      done: a tree of arrays, the updated weights.
+      done: a tree of arrays, the updated weights and the new errors of a quantised sync of gradients.
       given: a tree of arrays, the step's sums, which are not read after `done` is computed.
-      waits: whether the zeros wait for `done`, as they do with a quantised sync of gradients.
+      waits: whether the zeros wait for `done`. They do with a quantised sync of gradients, whose update would otherwise
+        take copies of all gradients beside its own buffers; in other steps XLA chooses when it writes them.
     """
     if not waits:
         return done, jax.tree.map(jnp.zeros_like, given)

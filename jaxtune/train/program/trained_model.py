@@ -51,7 +51,8 @@ class TrainedModel:
     Attributes:
       given: the caller's model without its teacher, with the config's precision map; its shapes while its weights are
         being loaded. Trained tensors are shapes after `release`, and frozen weights are where `placed_frozen` put them.
-      prepared: the model that computes: in the compute dtype, with weights rounded under QAT, and with its teacher.
+      prepared: the model that computes: in the compute dtype, over arrays that keep their own dtypes, with weights
+        rounded under QAT, and with its teacher.
       keeps_model: the argument.
       graph: graph definition of `prepared`.
       plain_graph: the same without QAT, for the steps before qat.start.
@@ -73,8 +74,9 @@ class TrainedModel:
 
     def _hold(self, model: Decoder) -> None:
         """Sets the attributes that describe `model`, which the caller gave or whose weights have been loaded, when the
-        object is made and in `take_weights`. Raises ValueError if the model does not follow the config's precision map,
-        QAT cannot round it (prepare_qat), or its dtype cannot hold the weights that QAT rounds."""
+        object is made and in `take_weights`. Raises ValueError if the config's precision map does not fit the model (a
+        pattern or word fits no module, or a module is quantised otherwise than the map says; a weight in another dtype
+        is no error), QAT cannot round it (prepare_qat), or its dtype cannot hold the weights that QAT rounds."""
         config = self._config
         if config.components:
             model = copy_structure(model)
@@ -104,9 +106,9 @@ class TrainedModel:
 
     @property
     def prepared(self) -> Decoder:
-        """The model that the run computes with: in the compute dtype, with layers that round under QAT, and with its
-        teacher. Planning, checks and descriptions of the run read it. Each call makes a new object over the same
-        arrays, or shapes."""
+        """The model that the run computes with: its dtype is the compute dtype, its layers round under QAT, and it has
+        its teacher. Planning, checks and descriptions of the run read it. Each call makes a new object over the same
+        arrays, or shapes: no array is cast here, but where it multiplies."""
         return nnx.merge(self.graph, self.trainable, self.frozen, self.scales)
 
     # ---- the scales of activations
@@ -129,7 +131,7 @@ class TrainedModel:
     def _set_scales(self, scales: Mapping[str, float]) -> None:
         """Sets the scales of activations, with which QAT rounds them, as observed in this run or read from a
         checkpoint; they are then not observed again. `_observe` and `resume` call it. scales: {name of a linear:
-        scale}."""
+        scale}. Raises ValueError if a linear that is rounded has none."""
         model = with_input_scales(self.prepared, scales)
         self.scales, self._unobserved = nnx.state(model, InputScale), False
 
@@ -156,7 +158,8 @@ class TrainedModel:
         """Waits for weights that are being loaded in a thread, and sets the attributes that describe the model with
         them; does nothing if they are there. `begin` of a new run, `weights` and `first_state` call it themselves; the
         Trainer calls it before it compares a checkpoint or results with the run, because the digest of the base is
-        computed from the weights. Raises what the loading raised."""
+        computed from the weights, and the train command before it has the given model answer questions. Raises what the
+        loading raised."""
         if self._weights is not None:
             self._hold(self._weights.result())
             self._weights = None
@@ -212,8 +215,9 @@ class TrainedModel:
         return _with_scales(self._placed_frozen(engine), scales)
 
     def _placed_frozen(self, engine: Engine) -> nnx.State:
-        """The frozen weights on the mesh of `engine`, as `placed_frozen` describes it, which adds the scales of
-        activations."""
+        """The frozen weights, without the scales of activations, on the mesh of `engine`. It moves or divides them,
+        gives up whole arrays as `placed_frozen` describes, and sets `engine.table`. Only `placed_frozen` calls it, as
+        its last step: the base models were compared, the table moved and the scales observed before."""
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
         if partition.MeshShape.of(engine.mesh).parts == 1:
@@ -248,7 +252,11 @@ class TrainedModel:
     def _move_table(self, engine: Engine) -> None:
         """Moves the table of per-layer embeddings, if it is frozen, to where the plan in force (of `engine`) has it: to
         the host as a numpy array, or from there to the devices; it does nothing if the model has no such table, or the
-        table is there already. The given model then has it in the same place, so that it is in memory once."""
+        table is there already. The given model then has it in the same place, so that it is in memory once.
+
+        `placed_frozen` calls it before it places the weights. They may be loaded before the plan is known, and the
+        loader leaves the table on the host if a plan may have it there. If memory runs out in the first step, the
+        new plan has the table where it is, and this is not called again."""
         table, on_host = host_table.table_of(self.frozen), engine.planner.plan.table_on_host
         if table is None or isinstance(table, np.ndarray) == on_host:
             return
@@ -280,7 +288,7 @@ class TrainedModel:
         programs are compiled. resumed: the state from a checkpoint; None: a new run, with a new state. For a new run it
         also sets `fresh`, whether its adapter does not change the model's outputs yet (False without an adapter), and
         gives up the given trained tensors (`free_given`); it waits for weights that are being loaded. On a GPU the sums
-        leave a block of memory free (Engine.first_sums)."""
+        leave a block of memory free, into which the next step's rows are copied (Engine.first_sums)."""
         if resumed is not None:
             return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
         self.take_weights()
@@ -325,8 +333,8 @@ class TrainedModel:
         Its arrays are on the mesh's devices, but a table of per-layer embeddings may be on the host; in a run of
         several processes that all have every array whole, each process gets its own copy on one device. After QAT, a
         model with adapters still rounds its weights whenever it computes, and merge_adapter converts it; a model
-        without adapters is converted here: its weights have the rounded values. base_digest and base_fingerprint of a
-        model without adapters are None, because its weights changed."""
+        without adapters is converted here: its weights have the rounded values. With or without QAT, base_digest and
+        base_fingerprint of a model without adapters are None, because its weights changed."""
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
         trained, frozen = partition.colocated(trainable, frozen)
         model = nnx.merge(self._graph_alone, trained, frozen, self.scales)
