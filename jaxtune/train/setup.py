@@ -203,14 +203,8 @@ def planned(
 def require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
     """Raises ConfigError if the run's objective cannot sample its answers on this mesh, because the mesh divides
     weights (fsdp), or because the run has several processes. It is called only for objectives that train on answers
-<<<<<<< HEAD
-    which the model samples, such as GRPO: by `planned`, and in a run of several processes by the train command before
-    it reads anything. config: has the objective's name, for the message."""
-=======
-    which the model samples, such as GRPO: by `planned` for the batch sources of GRPO and RLOO, and in a run of several
-    processes by the train and evaluate commands before they read anything. config: has the objective's name, for the
-    message."""
->>>>>>> x12
+    which the model samples, such as GRPO: by `planned`, and in a run of several processes by the train and evaluate
+    commands before they read anything. config: has the objective's name, for the message."""
     config.require_whole_weights(mesh)
     name = config.objective.name
     if (count := processes.count()) > 1:
