@@ -165,7 +165,7 @@ class Arguments:
             raise ValueError(f"{self.op}: {name} = {value}: must be {wanted or 'finite'}")
 
     def choice(self, name: str, value: Any, choices: Sequence[str]) -> None:
-        """Checks that the argument `name`, `value`, is one of the strings `choices`.
+        """Checks that the argument `name`, `value`, such as an activation's name, is one of the strings `choices`.
 
         Raises:
           TypeError: it is not a string.

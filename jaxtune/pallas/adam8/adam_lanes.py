@@ -68,7 +68,7 @@ def looked_up(codes, table_smem, layout):
     multiplies by absmax.
 
     Args:
-      codes: uint8 in registers; every register has a multiple of four of them.
+      codes: uint8 in registers, of a layout that gives a thread its codes in vectors of a multiple of four neighbours.
       table_smem: float32[256, 32] in shared memory: the table of 256 numbers, repeated in 32 columns, as
         lanes.fill_banks writes it. Each lane reads its own column, so that lanes never read the same memory bank. A
         barrier must come between the writing and this call.

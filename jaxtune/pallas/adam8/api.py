@@ -82,9 +82,9 @@ def refusal(gradient, m_codes) -> str | None:
     """Returns the reason why the kernel cannot update this tensor, or None if it can; the optimizer then calls
     adam_update, otherwise plain_update. Reasons are a device that is not a Hopper GPU, a gradient that is neither
     bfloat16 nor float32, codes that are not uint8, and fewer than 2,048 elements. On a GPU, the first call for a dtype
-    compares the kernel with XLA on a small case, unless an earlier run has stored that this GPU passed, and within
-    dispatch.built later (dispatch.first_use); a difference is a reason too. In Pallas' interpreter, in which tests run
-    the kernel, the device does not matter and nothing is compared.
+    compares the kernel with XLA on a small case, unless an earlier run has stored that this GPU passed; a difference is
+    a reason too. At a start of training (within dispatch.built) the comparison runs later, and the result until then is
+    None. In Pallas' interpreter, in which tests run the kernel, the device does not matter and nothing is compared.
 
     Args:
       gradient: the gradient, or its jax.ShapeDtypeStruct; only dtype and size matter.
@@ -326,8 +326,9 @@ def adam_update(
       eps: Adam's eps.
       divided: the name of the mesh axis along which each device has a part of the gradient's leading axis and of its
         moments; None: they are whole. A whole tensor is updated by each device in full, because updating parts and
-        exchanging them takes longer and more memory. So is a gradient of one axis, one that has no equal parts of
-        whole blocks, and one whose parts have fewer than 2,048 elements.
+        exchanging them takes longer and more memory. A divided tensor is gathered, and then updated by each device in
+        full, if its gradient has one axis, has no equal parts of whole blocks, or has parts of fewer than 2,048
+        elements.
     Returns:
       (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments
         before they are rounded, (m / correction1) / (sqrt(v / correction2) + eps), without learning rate and weight
@@ -354,9 +355,8 @@ def _adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
     """One step of Adam on one device by the kernel. `adam_update` calls it, on each device of a mesh, and so does
-    `_small_case`.
-    The elements after the last whole chunk of 2,048 are updated by XLA (plain_update). Returns (direction, m, m_absmax,
-    v, v_absmax), the last four updated.
+    `_small_case`. The elements after the last whole chunk of 2,048 are updated by XLA (plain_update). Returns
+    (direction, m, m_absmax, v, v_absmax), the last four updated.
 
     Args:
       gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, betas, eps: as adam_update describes

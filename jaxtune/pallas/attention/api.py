@@ -103,10 +103,10 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
 
 
 def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks) -> None:
-    """The part of `_checked` after the arrays: checks the ratio of heads and the options. scale must be a number,
-    window None or a whole number from 1 on, soft_cap None or above 0, and sinks None or float[heads]. query [B, T,
-    heads, D] and key [B, T, kv_heads, D] are checked already, except their numbers of heads; check is the checker that
-    knows their sizes and the name of the call.
+    """The part of `_checked`, its only caller, after the arrays: checks the ratio of heads and the options. scale
+    must be a number, window None or a whole number from 1 on, soft_cap None or above 0, and sinks None or float[heads].
+    query [B, T, heads, D] and key [B, T, kv_heads, D] are checked already, except their numbers of heads; check is the
+    checker that knows their sizes and the name of the call.
 
     Raises:
       TypeError, ValueError: heads are no multiple of key/value heads, or an option is not as described above.
@@ -253,9 +253,10 @@ def _attention(query, key, value, sinks, layout, static, implementation, backwar
 
 def _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation):
     """The forward rule of `_attention` for jax.custom_vjp, with the same arguments: returns (out [B, T, heads, D],
-    residuals). backward_implementation is not used: it is here because JAX passes all arguments to both rules. The
-    residuals are (query, key, value, sinks, layout, out, lse), lse being the log-sum-exp float32[B, heads, T]; the
-    softmax weights [T, T] are not saved but computed again in the backward."""
+    residuals). `_attention` itself calls it too, for out alone, where no gradient is taken. backward_implementation is
+    not used: it is here because JAX passes all arguments to both rules. The residuals are (query, key, value, sinks,
+    layout, out, lse), lse being the log-sum-exp float32[B, heads, T]; the softmax weights [T, T] are not saved but
+    computed again in the backward."""
     out, lse = attention_forward(query, key, value, layout, sinks=sinks, implementation=implementation, **dict(static))
     return out, (query, key, value, sinks, layout, out, lse)
 
@@ -296,7 +297,8 @@ def attention(
 ):
     """Causal attention over packed documents, differentiable with respect to query, key, value and sinks. The backward
     computes the softmax weights again, from the operands, out and the log-sum-exp, which are saved. The layers of a
-    model save these themselves, and call attention_forward and attention_backward in its place.
+    model save these themselves, and call attention_forward and attention_backward in its place; in jaxtune only the
+    check of the machine (commands/machine_checks.py) calls this function.
 
     Args:
       query: [B, T, heads, D] bfloat16, float16 or float32.

@@ -37,7 +37,8 @@ def refusal(name: str, module, query, kv_heads: int, soft_cap, blocks: Mapping[s
     head dim, whether an even number of query heads shares a key head, soft cap or not, blocks (the case has a window of
     100 and no sinks, whatever the call has). This takes some seconds; a pass is stored in the user's cache. It is None
     without a check if there is no GPU, while compiling for another GPU, or if the check is done later (dispatch.built,
-    dispatch.unchecked). api.implementations asks it after the implementation's own `refusal`.
+    dispatch.unchecked). api.implementations asks it after the implementation's own `refusal`, and `tune` (tune.py)
+    before it measures the Mosaic kernels.
 
     Args:
       name: the implementation's name, such as "mosaic".

@@ -219,8 +219,8 @@ def _whole_blocks(tokens, blocks: Blocks):
 
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
     """Makes the table of work of the forward and of dq, int32[B * tiles, 4]. A line is a tile of queries: (row, first
-    query, first block of keys that it sees, number of blocks, at least 1 even for padding); `_table` makes and orders
-    the lines.
+    query, first block of keys that it sees, number of blocks); `_table` makes and orders the lines. The number is at
+    least 1 even for padding, because forward_kernel and query_kernel take a tile's first step without a condition.
 
     Args:
       lower: int32[B, T], the first key that each query sees, from `_prepare`.
@@ -263,13 +263,14 @@ def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int
     """Makes the barriers of the kernels whose warpgroups can take turns, as a list in the order of their parameters. An
     item is what a program computes at a time (mosaic_parts.py): a tile of queries, or of keys.
 
-    The first array has `buffers` barriers, one for each buffer in shared memory for an item's own operands (its
-    queries, or its keys and values), or one for each warpgroup and buffer where they share the buffers; such a barrier
-    completes after `own_copies` copies. Then come four arrays for the slots of shared memory into which blocks of two
-    operands (keys and values, or queries and dout) are loaded, each with one barrier for each slot: a block of the
-    first operand has arrived, after `brought_copies` copies; one of the second has, after as many; the slot of the
-    first is free again, because both computing warpgroups have read it; the slot of the second is. The last barrier is
-    the one at which the two warpgroups take turns (mosaic_parts.Turns).
+    The first array has `buffers` barriers, each of which completes after `own_copies` copies: one for each buffer in
+    shared memory for an item's own operands (its queries, or its keys and values). Where the two warpgroups share the
+    buffers (three, in the forward), `buffers` is twice their number, a barrier for each warpgroup and buffer. Then come
+    four arrays for the slots of shared memory into which blocks of two operands (keys and values, or queries and dout)
+    are loaded, each with one barrier for each slot: a block of the first operand has arrived, after `brought_copies`
+    copies; one of the second has, after as many; the slot of the first is free again, because both computing warpgroups
+    have read it; the slot of the second is. The last barrier is the one at which the two warpgroups take turns
+    (mosaic_parts.Turns).
     """
     return [
         plgpu.Barrier(num_arrivals=own_copies, num_barriers=buffers),
@@ -547,7 +548,8 @@ def _halved_key_gradients(operands, upper, blocks: Blocks, value_blocks: Blocks,
 
 
 def _programs() -> int:
-    """The number of programs of a kernel: one for each multiprocessor, or two in Pallas' interpreter."""
+    """The number of programs of a kernel, the grid of `_call`: one for each multiprocessor, or two in Pallas'
+    interpreter. `_head_shares` compares the number of tiles with it."""
     return _INTERPRETED_PROGRAMS if gpu_kernel.interpreter() is not None else multiprocessors()
 
 

@@ -1,7 +1,8 @@
 """The bodies of the backward kernels of attention for Hopper GPUs and head dims up to 128 (query_kernel up to 256):
 query_kernel computes dq, key_kernel dk and dv. mosaic.py calls them, and mosaic_parts.py describes how a kernel's
-programs and warpgroups share the work. The kernels of dk and dv for wider heads use masked_keys and bring_queries
-too, which mask a block's weights and load the blocks of queries."""
+programs and warpgroups share the work. masked_keys masks a block's weights, and bring_queries loads the blocks of
+queries. wide_key_kernel (heads of 256) uses both too; the kernels of dk and dv for heads of 512 use masked_keys
+only."""
 
 from __future__ import annotations
 
@@ -201,8 +202,8 @@ def query_kernel(
 
 
 def masked_keys(weights, *, base, upper, queries, lean):
-    """Returns `weights`, float32[keys, queries] in registers, with 0 where a query does not see a key. The kernels of
-    dk and dv call it only for blocks that a bound crosses.
+    """Returns `weights`, float32[keys, queries] in registers, with 0 where a query does not see a key. All kernels
+    of dk and dv call it (those for heads of 512 in _KeySide.masked), only for blocks that a bound crosses.
 
     Args:
       weights: the softmax weights of a block.

@@ -132,8 +132,8 @@ def forward_kernel(
       out_ref, lse_ref: the results, as q_ref and float32[B, heads, T].
       qo_smem to v_smem: shared memory for queries and later results, their bounds, lse, and slots of keys and values.
       own_full to turn_barrier: barriers: an item's queries and bounds have arrived in a buffer (with blocks.buffers = 1
-        three buffers go round between the warpgroups); a block of keys, of values has arrived; the slot of either is
-        free again; the one at which the warpgroups take turns.
+        the two warpgroups share three buffers, one for each and one for the queries that are loaded next); a block of
+        keys, of values has arrived; the slot of either is free again; the one at which the warpgroups take turns.
       blocks: how the work is divided.
       pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: neighbouring
         queries of one head.

@@ -147,8 +147,9 @@ def two_products(shape, weight_operands, score_operands, number, zero):
 def slot_of(number, piece, ring):
     """Returns the index of the slot of `ring` that has piece `piece` (int or int32[]) of block `number` (int32[]): the
     number of that piece among all pieces that are loaded, modulo the number of slots. ring: [slots, tokens, columns of
-    a piece]. Kernels find by it the slot that they wait for, read or release. The result is an int where it is the same
-    for every block, otherwise int32[]."""
+    a piece]. Readers find by it the slot that they wait for, read or release, and the loading warpgroup the one that
+    gets stat and delta. `bring` computes by itself into which slot a piece is copied, and must agree. The result is an
+    int where it is the same for every block, otherwise int32[]."""
     stages, pieces = ring.shape[0], 2 * HALF // ring.shape[-1]
     if isinstance(piece, int) and pieces % stages == 0:
         return piece % stages
@@ -174,8 +175,9 @@ def unknown_zero(i):
 
 
 def meet_other(barrier):
-    """Waits until both computing warpgroups have called this, each with the same `barrier`. They call it at the end of
-    an item, before either overwrites shared memory that the other may still read."""
+    """Waits until both computing warpgroups have called this, each with the same `barrier`. In dq, dk and dv they
+    call it at the end of an item, before either overwrites shared memory that the other may still read. The forward
+    does not, because there each has queries of its own."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 

@@ -115,7 +115,8 @@ def products(*pairs, shape, issued):
     """Multiplies each pair (left, right), both in shared memory, on the tensor cores (wgmma) into a new float32
     accumulator of `shape`, and returns the list of the results, left right, in registers. The calling warpgroup
     computes them. `issued`, a function without arguments, is called after all products are started and before they are
-    waited for."""
+    waited for. The forward computes its scores by it, and dk and dv their scores and gradients of weights, for head
+    dims up to 256; dq and the kernels for heads of 512, which wait in between, do not use it."""
 
     def compute(*accs):
         for acc, (left, right) in zip(accs, pairs, strict=True):
@@ -335,7 +336,8 @@ class QuerySide:
 
         Args:
           item: [head number, row, first query, first block of keys, number of blocks], int32[] each, from Items.at.
-          wg: the number of a computing warpgroup, 0 or 1; None: that of the one that runs this code.
+          wg: the number of a computing warpgroup, 0 or 1; None: that of the one that runs this code. forward_kernel
+            gives the other's where one warpgroup starts the copy of the other's queries.
         """
         own, wg = self.blocks.own, self.wg if wg is None else wg
         if self.shared:
@@ -389,9 +391,9 @@ class QuerySide:
         return lax.cond(crossed, mask, lambda values: values, values)
 
     def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):
-        """The work of the warpgroup that loads blocks of keys and values: it copies those of all steps of all items, as
-        far ahead as there are slots, and at last waits until all were used. The order is the one in which the computing
-        warpgroups take them.
+        """The work of the warpgroup that loads blocks of keys and values, for head dims up to 256 (the kernels for
+        heads of 512 load pieces themselves): it copies those of all steps of all items, as far ahead as there are
+        slots, and at last waits until all were used. The order is the one in which the computing warpgroups take them.
 
         Args:
           k_ref, v_ref: key and value, [B, T, kv_heads, D], in global memory.
