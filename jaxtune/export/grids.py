@@ -131,8 +131,8 @@ def exactly(name: str, format: str, weight: jax.Array) -> Stored:
     Codes are those that the format's encoder finds, because rounding the products of codes and scales to 16 bits moves
     them far less than the distance of two codes. Scales are changed only in formats with `scale_axes`, and only
     the float32 ones: the encoder's may differ from those of the training, because they follow from the rounded largest
-    numbers. Every number allows an interval of scales, those with which its product is rounded to it; the scale is set to
-    the middle of what all numbers that share it allow, or to a neighbour (`_fitting`).
+    numbers. Every number allows an interval of scales, those with which its product is rounded to it; the scale is set
+    to the middle of what all numbers that share it allow, or to a neighbour (`_fitting`).
 
     Args:
       name: the matrix's name, for the message.
