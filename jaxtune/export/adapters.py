@@ -28,7 +28,8 @@ from jaxtune.models.lora import experts, linears
 
 
 def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
-    """Writes a model's adapter in PEFT's format into an empty folder, reads the files back and checks them.
+    """Writes a model's adapter in PEFT's format into an empty folder, reads the files back and checks them. The entry
+    "adapter" of api.FORMATS calls it, without the size of shards, because an adapter's weights are one file.
 
     Args:
       model: the model with the adapter. Only the adapter is written, and an embedding or head that was trained whole

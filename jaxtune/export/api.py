@@ -75,10 +75,11 @@ def export_model(
     Raises:
       ValueError: an unknown format or outtype; a model that the format cannot represent, such as weights that QAT
         rounded to another grid, or a model without an adapter in formats of adapters; gguf without a tokenizer or
-        without the gguf package; a folder in use; a disk without room.
-      ArithmeticError: what was read back differs from what was written; a value is not finite, or decodes to one
-        further off than rounding explains; or the merged weights do not compute what the adapter does. The temporary
-        folder is removed.
+        without the gguf package; a folder in use; a disk without room; max_shard_bytes that is not positive; with
+        "adapter", a value that is not finite.
+      ArithmeticError: what was read back differs from what was written; a merged value, or one of a GGUF file, is not
+        finite; a value decodes to one further off than rounding explains; or the merged weights do not compute what the
+        adapter does. The temporary folder is removed.
     """
     require_format(path, to, outtype)
     job = _Job(Path(path).resolve(), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
@@ -192,12 +193,13 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
     """Writes a model's LoRA adapter as a GGUF file in float32 for llama.cpp's --lora, and verifies it by reading it
     back; the entry "gguf-adapter" of FORMATS. job: the folder and the options of the export, of which it uses `path`
-    and `name`. The file's name is adapter-f32.gguf. The result has no notes; export_model adds one after QAT.
+    and `name`. The file's name is adapter-f32.gguf. The result has no notes; after QAT, export_model adds that of
+    grids.notes_on_adapter: llama.cpp does not round merged weights as the training did.
 
     Raises:
       ValueError: the model has no adapter, or one that llama.cpp cannot apply; llama.cpp would compute another base;
         the disk has no room.
-      ArithmeticError: what was read back differs from what was written.
+      ArithmeticError: what was read back differs from what was written, or a value is not finite.
     """
     arch = architecture(model.config)
     sources, alpha = gguf_tensors.of_adapter(model, arch)

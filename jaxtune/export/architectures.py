@@ -229,7 +229,7 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
         no longer context than the smallest window is written; one for longrope, whose factors llama.cpp chooses by the
         size of its context; and one for yarn without truncation, whose logits differ slightly). In the file a key
         begins with the architecture's name and a dot, which these keys do not have; ints are stored as uint32, floats
-        as float32, and texts as such. A list (Gemma 4) has a value for each layer.
+        as float32, and texts as such. A list (Gemma 4) has a value for each layer; its ints are stored as int32.
     """
     notes = []
     context = config.context_length

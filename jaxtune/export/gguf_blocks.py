@@ -54,7 +54,8 @@ def _of_32(
         magnitude of its block divided by `steps`; gguf_codes.allowed adds what rounding to f16 explains.
       exactly: called with (blocks, name of a dtype), encodes blocks that QAT rounded; None: QAT does not round to the
         type.
-      f16: the argument of gguf_codes.allowed.
+      f16: how much rounding a block's scale (and least number) to f16 adds to the allowed error, in units of 2^-11 of
+        the largest magnitude; the argument of gguf_codes.allowed.
     """
     bound = functools.partial(gguf_codes.allowed, steps=steps, worst=worst, f16=f16)
     return BlockType(gguf_codes.NUMBERS, encode, decode, bound, exactly)
@@ -150,7 +151,8 @@ def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> jax.Array:
-    """Cuts a run of consecutive numbers out of an array: [size / block, block], a block a row.
+    """Cuts a run of consecutive numbers out of an array: [size / block, block], a block a row. Only this small function
+    is compiled for each shape of `array` and each `own`; the encoders, which get its result, are not.
 
     Args:
       array: the tensor or a slice of it, of any shape; it is read as a flat array.

@@ -72,8 +72,8 @@ def write(
     Args:
       file: its path.
       architecture: llama.cpp's name of the architecture, the value of the key general.architecture.
-      fields: {key: value} of the metadata; an int is stored as uint32, a float as float32, a bool and a text as such, a
-        list as an array of its elements' type.
+      fields: {key: value} of the metadata; an int is stored as uint32, a float as float32, a bool and a text as such; a
+        list as an array of such elements, but its ints as int32.
       sources: make the tensors, in the order of the file.
       outtype: the type of the weights, one of gguf_types.OUTTYPES.
     Returns:

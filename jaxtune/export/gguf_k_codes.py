@@ -12,10 +12,10 @@ too. The parts' scales are themselves whole numbers, which a scale of the whole 
 | Q5_K | 176 | 8 of 32 | the same, code of 5 bits |
 | Q6_K | 210 | 16 of 16 | d * scale * (code - 32), code of 6 bits, scale an int8 |
 
-The layout of the bytes is the one that the gguf package's dequantize reads. Which codes are best is the writer's
-choice: here the scale of each part is the best of about twenty candidates by the sum of squared errors, in which a
-number's error counts more the larger the number is, as in llama.cpp's own encoder (its error is compared in
-tests/llama_cpp)."""
+The layout of the bytes is the one that the gguf package's dequantize reads; the package cannot encode these types.
+Which codes are best is the writer's choice: here the scale of each part is the best of about twenty candidates by the
+sum of squared errors, in which a number's error counts more the larger the number is, as in llama.cpp's own encoder
+(its error is compared in tests/llama_cpp)."""
 
 from __future__ import annotations
 

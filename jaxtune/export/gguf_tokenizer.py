@@ -211,7 +211,7 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
     """The score of each token. llama.cpp always merges the pair whose token has the highest score, so these scores,
     which fall with the place of the token's merge in `merges`, make it merge in that order. Tokens that no merge makes
     get the lowest score. tokens: the texts of all tokens. merges: those of a tokenizer.json in their order, each two
-    texts with a space between them."""
+    texts with a space between them, which tokenizer_fields makes where the file has pairs."""
     ranks: dict[str, int] = {}
     for merge in merges:
         ranks.setdefault(merge.replace(" ", ""), len(ranks))

@@ -88,8 +88,8 @@ def _k_type(
 
     The head has Q6_K, and so has the embedding where it is the head. In q4_k_m the matrices of v, or q/k/v in one, and
     down have Q6_K in the first and last eighth of the layers that have them and every third between. In the 70B models,
-    whose v is small, v has at least Q5_K. In models of eight experts k and v have Q8_0, and in q4_k_m the attention's
-    output has Q5_K.
+    whose v is small, v has at least Q5_K. In models of eight experts k and v have Q8_0, in q4_k_m and in q6_k; the
+    attention's output has Q5_K in q4_k_m only.
 
     Args:
       tensors: all tensors of the file, which show whether the head is the embedding.

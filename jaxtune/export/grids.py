@@ -96,10 +96,10 @@ def _storing(grid: FakeQuant) -> tuple[str, ...]:
 
 def quantized(weights: Weights, format: str) -> Weights:
     """Returns the weights with the linears and experts of the layers in a format of quantised weights (a key of
-    FORMATS), each encoded when it is needed; those in another such format are decoded first, and a model without QAT
-    that is stored in this format already is returned unchanged. Embeddings, the head, norms, routers, and matrices
-    whose rows are not whole blocks of the format (`not_whole`) are not quantised. If the model was trained with
-    quantisation-aware training (it has `qat`), its matrices are encoded exactly; those of other models are rounded
+    pallas.formats.FORMATS), each encoded when it is needed; those in another such format are decoded first, and a model
+    without QAT that is stored in this format already is returned unchanged. Embeddings, the head, norms, routers, and
+    matrices whose rows are not whole blocks of the format (`not_whole`) are not quantised. If the model was trained
+    with quantisation-aware training (it has `qat`), its matrices are encoded exactly; those of other models are rounded
     here. The new Weights' model has no `qat`, because the format itself says what its numbers are. folders.write_stored
     calls it.
 
@@ -129,10 +129,10 @@ def exactly(name: str, format: str, weight: jax.Array) -> Stored:
     dtype.
 
     Codes are those that the format's encoder finds, because rounding the products of codes and scales to 16 bits moves
-    them far less than the distance of two codes. The encoder's float32 scales, in formats with `scale_axes`, may differ
-    from those of the training, because they follow from the rounded largest numbers. Every number allows an interval of
-    scales, those with which its product is rounded to it; the scale is set to the middle of what all numbers that share
-    it allow, or to a neighbour (`_fitting`).
+    them far less than the distance of two codes. Scales are changed only in formats with `scale_axes`, and only
+    the float32 ones: the encoder's may differ from those of the training, because they follow from the rounded largest
+    numbers. Every number allows an interval of scales, those with which its product is rounded to it; the scale is set
+    to the middle of what all numbers that share it allow, or to a neighbour (`_fitting`).
 
     Args:
       name: the matrix's name, for the message.
@@ -163,8 +163,8 @@ def exactly(name: str, format: str, weight: jax.Array) -> Stored:
 
 def _fitting(stored: Stored, middle: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """The factors by which the scales of an encoded weight are multiplied so that it decodes to `wanted`: those of
-    `middle`, or, for a scale with which some numbers are then wrong, a neighbour within six units in the last place of
-    float32 with which the fewest are. Training may have rounded a product of code and scale that float32 itself had
+    `middle`, or, for a scale with which some numbers are then wrong, the neighbour with which the fewest are, at most
+    12 * 2^-24 of the factor away from it. Training may have rounded a product of code and scale that float32 itself had
     rounded to the middle between two numbers of 16 bits; then only very few scales give all its numbers.
 
     stored: the weight. middle: float64, in the shape of its scales (1 along `scale_axes`), in which the factors are

@@ -219,8 +219,9 @@ def _pack(codes: np.ndarray) -> np.ndarray:
 def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndarray:
     """Decodes the weight of a linear, float32[out, in], from the three tensors that a w4a16 file has for it, as its
     readers do. The export compares the result with the weight (`_check`): exactly after QAT, else within half a step
-    and the scale's rounding. packed: int32[out, in / 8]; each number has eight codes plus 8, four bits each, the first
-    in the lowest bits (`_pack`). scales: [out, in / group]. shape: int64[2], which is (out, in)."""
+    and the scale's rounding. Tests decode written files with it. packed: int32[out, in / 8]; each number has eight
+    codes plus 8, four bits each, the first in the lowest bits (`_pack`). scales: [out, in / group]. shape: int64[2],
+    which is (out, in)."""
     codes = (packed.view(np.uint32)[..., None] >> (4 * np.arange(_PACKED, dtype=np.uint32))) & 15
     codes = codes.reshape(len(packed), -1)[:, : int(shape[1])].astype(np.float32) - 8
     return codes * np.repeat(scales.astype(np.float32), codes.shape[1] // scales.shape[1], axis=1)
