@@ -63,8 +63,8 @@ class Reports:
 
     @property
     def _output(self) -> Path:
-        """The script's output_dir as a path, with ~ expanded; it may not exist yet. The methods below, train() and
-        save_model() write into it."""
+        """The script's output_dir as a path, with ~ expanded; it may not exist yet. save_metrics, save_state,
+        train and save_model write into it."""
         return Path(self.args.output_dir).expanduser()
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:

@@ -131,9 +131,9 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
     """Unsloth's function: sets the tokenizer's chat template, in place, and returns the tokenizer.
 
     With one of Unsloth's names that are known here (_FAMILIES) the tokenizer keeps its present template, which is
-    printed, if jaxtune has no template for the name or the tokenizer lacks the special tokens that the template writes.
-    The present template must then contain a string that is typical of the named one, such as "<|channel|>" for gpt-oss.
-    Unsloth's other names, such as "vicuna", are not found, which raises ValueError.
+    printed, if _FAMILIES has no template for the name or the tokenizer lacks the template's special tokens. The present
+    template must then contain a string that is typical of the named one, such as "<|channel|>" for gpt-oss. Unsloth's
+    other names, such as "vicuna", are not found, which raises ValueError.
 
     Args:
       tokenizer: a tokenizer of transformers.
