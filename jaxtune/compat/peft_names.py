@@ -134,8 +134,8 @@ class AutoPeftModelForCausalLM:
         loading only if `others` say so, even if the adapter was trained over a quantised base.
 
         Args:
-          pretrained_model_name_or_path: the adapter's local folder. For any other model the result has no adapter, and
-            trainers refuse it.
+          pretrained_model_name_or_path: the adapter's local folder. For any other model the result has no adapter:
+            nothing of it trains, and a trainer refuses it unless it also gets a peft_config, which adds an adapter.
           adapter_name: must be "default", because an adapter has no name here.
           is_trainable: has no effect: the adapter can always be trained further.
           others: PEFT's and transformers' other arguments, such as quantization_config and dtype (see load_plain). A

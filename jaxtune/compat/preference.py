@@ -101,7 +101,8 @@ def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
 def trained_before(module: Decoder) -> bool:
     """Whether an adapter of `module` has been trained: whether any of its B matrices, which are zero in a new adapter,
     is not; False without adapters. By it the trainers decide, when they are made, whether the reference of their loss
-    can be the model with its adapter off."""
+    can be the model with its adapter off. If not, DPOTrainer and KTOTrainer refuse the model, and GRPOTrainer and
+    RLOOTrainer (unless beta is 0) keep a copy of the adapter as the reference."""
     loras = [matrix.lora for _, matrix in matrices(module) if matrix.lora is not None]
     return any(bool(lora.b[...].any()) for lora in loras)
 
@@ -149,13 +150,16 @@ class PreferenceTrainer(SFTTrainer):
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
         """Returns a function that changes a module of the run, in place, before the script sees it, and returns that
-        module: its adapters get the dropout rates of the script's model, because the run may train without dropout."""
+        module: its adapters get the dropout rates of the script's model, because the run may train without dropout.
+        train() applies it to the trained module, and Events to the modules that callbacks see and checkpoint-N folders
+        get."""
         rates = self._rates()
         return lambda module: _with_rates(module, rates)
 
     def _packing(self) -> bool:
         """Returns False: an update counts examples and not packed rows, also if the model was loaded with packing=True.
-        Raises ValueError if the config has packing=True."""
+        Examples share rows all the same, without an effect on results, as `config` says. Raises ValueError if the
+        config has packing=True."""
         if self.args.packing:
             name = type(self.args).__name__
             raise ValueError(f"{name}: packing = True is not supported. Instead: jaxtune train with objective=...")
@@ -186,7 +190,8 @@ class PreferenceTrainer(SFTTrainer):
         return dataset, self.form
 
     def _train_on(self) -> str:
-        """Returns which tokens are trained on, as a value of data.train_on: "responses", those of the answers."""
+        """Returns which tokens are trained on, as a value of data.train_on: "responses", those of the answers. (ORPO's
+        cross-entropy counts the prompt all the same.) The constructor calls it, and `config` reads the result."""
         return "responses"
 
 
@@ -215,10 +220,11 @@ def PatchDPOTrainer() -> None:
 
 
 class DPOTrainer(ReferencedTrainer):
-    """TRL's DPOTrainer, on rows with chosen and rejected (and prompt): it makes the chosen answer likelier than the
-    rejected one, relative to the model with its adapter off. The arguments are those of SFTTrainer, with a DPOConfig as
-    `args`. An adapter that has been trained before raises ValueError, and so do formatting_func and packing=True. A
-    model without an adapter has no such reference, and train() raises ValueError."""
+    """TRL's DPOTrainer, on rows with chosen and rejected, and prompt unless both are conversations that begin with it:
+    it makes the chosen answer likelier than the rejected one, relative to the model with its adapter off. The arguments
+    are those of SFTTrainer, with a DPOConfig as `args`. An adapter that has been trained before raises ValueError, and
+    so do formatting_func and packing=True. A model without an adapter has no such reference, and train() and evaluate()
+    raise ValueError."""
 
     config_type = DPOConfig
 
@@ -236,9 +242,10 @@ class DPOTrainer(ReferencedTrainer):
 
 
 class ORPOTrainer(PreferenceTrainer):
-    """TRL's ORPOTrainer, on rows with chosen and rejected (and prompt): the loss is the cross-entropy of the prompt and
-    the chosen answer, plus a term that compares the odds of both answers. It needs no reference model. The arguments
-    are those of SFTTrainer, with an ORPOConfig as `args`; formatting_func and packing=True raise ValueError."""
+    """TRL's ORPOTrainer, on rows with chosen and rejected, and prompt unless both are conversations that begin with it:
+    the loss is the cross-entropy of the prompt and the chosen answer, plus a term that compares the odds of both
+    answers. It needs no reference model. The arguments are those of SFTTrainer, with an ORPOConfig as `args`;
+    formatting_func and packing=True raise ValueError."""
 
     config_type = ORPOConfig
 
@@ -248,11 +255,11 @@ class ORPOTrainer(PreferenceTrainer):
 
 
 class KTOTrainer(ReferencedTrainer):
-    """TRL's KTOTrainer, on rows with prompt, completion and label (True for a desirable answer, False for an
-    undesirable one): it makes desirable answers likelier and others less likely, relative to the model with its adapter
-    off. The arguments are those of SFTTrainer, with a KTOConfig as `args`. An adapter that has been trained before
-    raises ValueError, and so do formatting_func and packing=True. A model without an adapter has no such reference, and
-    train() raises ValueError."""
+    """TRL's KTOTrainer, on rows with completion, label (True for a desirable answer, False for an undesirable one), and
+    prompt unless completion is a conversation that begins with it: it makes desirable answers likelier and others less
+    likely, relative to the model with its adapter off. The arguments are those of SFTTrainer, with a KTOConfig as
+    `args`. An adapter that has been trained before raises ValueError, and so do formatting_func and packing=True. A
+    model without an adapter has no such reference, and train() and evaluate() raise ValueError."""
 
     config_type = KTOConfig
     form = LABELLED  # the name of the rows' format
@@ -273,10 +280,10 @@ class KTOTrainer(ReferencedTrainer):
 
 
 class RewardTrainer(PreferenceTrainer):
-    """TRL's RewardTrainer, on rows with chosen and rejected: it trains a model with a head that gives a text one
-    number, the reward, which is to be higher for the chosen text. A model without such a head gets one, in place,
-    unless it has an adapter. The arguments are those of SFTTrainer, with a RewardConfig as `args`; formatting_func and
-    packing=True raise ValueError.
+    """TRL's RewardTrainer, on rows with chosen and rejected, and prompt unless both are conversations that begin with
+    it: it trains a model with a head that gives a text one number, the reward, which is to be higher for the chosen
+    text. A model without such a head gets one, in place, unless it has an adapter. The arguments are those of
+    SFTTrainer, with a RewardConfig as `args`; formatting_func and packing=True raise ValueError.
 
     Raises:
       ValueError: the model has an adapter and no such head; FastLanguageModel.from_pretrained(num_labels=1) loads one

@@ -27,9 +27,9 @@ class TrainOutput:
 
 def rows_report(name: str, trainer: Trainer) -> list[str]:
     """Returns lines about a run's rows, which train() prints before the first step: those that `jaxtune train` prints,
-    and then what users of TRL may not expect: with packing=True, how it changes the number of updates; if documents are
-    cut, the share of them; and the share of tokens that are trained on. The latter are left out if rows are streamed or
-    answers are sampled.
+    and then further lines about what users of TRL may not expect: with packing=True, how it changes the number of
+    updates; if documents are cut, the share of them; and the share of tokens that are trained on. If rows are streamed
+    or answers are sampled, there are no further lines.
 
     Args:
       name: the class of the script's trainer, with which these further lines begin.
@@ -63,7 +63,8 @@ class Reports:
 
     @property
     def _output(self) -> Path:
-        """The script's output_dir as a path, with ~ expanded; it may not exist yet."""
+        """The script's output_dir as a path, with ~ expanded; it may not exist yet. save_metrics, save_state,
+        train and save_model write into it."""
         return Path(self.args.output_dir).expanduser()
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
@@ -87,7 +88,8 @@ class Reports:
 
     def save_state(self) -> None:
         """Writes the progress of the run to output_dir/trainer_state.json, as transformers does: the fields of
-        TrainerState, and an entry that marks the file as jaxtune's. output_dir is created if it is missing."""
+        TrainerState, and an entry that marks the file as jaxtune's, which is read only in the file of a checkpoint-N
+        folder (folders.is_own). output_dir is created if it is missing."""
         self._output.mkdir(parents=True, exist_ok=True)
         folders.write_state(self._output, self.state)
 

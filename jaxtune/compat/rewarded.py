@@ -237,7 +237,8 @@ class RewardedTrainer(PreferenceTrainer):
 
     def _require_best(self) -> None:
         """Raises ValueError if metric_for_best_model names what an evaluation by rewards does not measure. None is
-        accepted, and any name if there are no reward functions. The constructor calls it."""
+        accepted, and any name if environments or rollout_func give the rewards, because then nothing is evaluated. The
+        constructor calls it."""
         wanted = self.args.metric_for_best_model
         if wanted is None or (rewards := self._rewards()) is None:
             return
@@ -318,8 +319,9 @@ class RewardedTrainer(PreferenceTrainer):
     def _rewards(self) -> RewardFunctions | None:
         """Returns the script's reward functions in the form that the objective calls, with their weights, and with the
         arguments that TRL passes to them in addition (`trainer_state`, `log_extra` and `log_metric`). None if there are
-        no functions, because environments or rollout_func give the rewards. Raises ValueError for another number of
-        weights."""
+        no functions, because environments or rollout_func give the rewards. `_source` gives them to the run,
+        `_objective` names them in its config, and `_require_best` needs the names. Raises ValueError for another number
+        of weights."""
         if not self._functions:
             return None
         name = type(self).__name__
@@ -472,7 +474,7 @@ def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Tur
 
 def _not_logged(trainer: str, name: str, *_: object) -> None:
     """Takes the place of log_extra and log_metric, functions that TRL passes to reward functions: logs nothing, which
-    is printed at the first call. Further arguments are ignored.
+    is printed at the first call. `_rewards` binds both arguments; further ones are ignored.
 
     Args:
       trainer: the class of the script's trainer, for the message.

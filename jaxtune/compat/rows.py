@@ -1,6 +1,7 @@
-"""Data sets as TRL accepts them: `rows_and_format` finds SFTTrainer's rows and their format, `columns_of` the names of
-the columns for all trainers, and `Tokenised` shows tokenised rows as scripts read them, with IGNORE as the label of
-tokens that are not trained on."""
+"""Data sets as TRL accepts them: `rows_and_format` finds the rows of SFTTrainer and GKDTrainer and their format.
+`columns_of` finds the names of the columns, for it and for the checks in preference.py and distilled.py. `Tokenised`
+shows tokenised rows as scripts read them from a trainer's train_dataset, with IGNORE, which measures.py uses too, as
+the label of tokens that are not trained on."""
 
 from __future__ import annotations
 

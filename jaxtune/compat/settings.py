@@ -273,8 +273,9 @@ def precision(args: SFTConfig, module: Decoder) -> Any:
 
 def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -> int | None:
     """For SFTTrainer.config: the value of the field `name` of `args`, the script's config, such as save_steps, as a
-    number of steps. As in transformers, a float between 0 and 1 is a share of all steps, whose number `total()` returns
-    (None: it is not known yet), rounded up. None if the value is None, or if it is a share and the number is not known.
+    number of steps. As in transformers, a float between 0 and 1 is a share of all steps, rounded up; only then `total`
+    is called, which returns the number that `config` has counted before (None: it is not known yet). None if the value
+    is None, or if it is a share and the number is not known.
 
     Raises:
       ValueError: the value is neither whole nor between 0 and 1.

@@ -53,7 +53,8 @@ _FAMILIES = {
 
 class NumpyTensor(np.ndarray):
     """A NumPy array with the methods of torch's tensors that scripts use, so that scripts run without torch: `to`,
-    `cpu`, `detach` and `numpy` return the array itself, and `argmax` accepts `dim` for `axis`."""
+    `cpu`, `detach` and `numpy` return the array itself, and `argmax` accepts `dim` for `axis`. Tokenizers changed by
+    without_torch return such arrays, and a script's preprocess_logits_for_metrics gets them."""
 
     def to(self, *_: Any, **__: Any) -> NumpyTensor:
         """Returns the array itself; arguments such as a device or a dtype are ignored."""
@@ -129,14 +130,15 @@ def without_torch(tokenizer: Any) -> Any:
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: Any) -> Any:
     """Unsloth's function: sets the tokenizer's chat template, in place, and returns the tokenizer.
 
-    With one of Unsloth's names the tokenizer keeps its present template, which is printed, if jaxtune has no template
-    of that name or the tokenizer lacks the special tokens that the template writes. The present template must then
-    contain a string that is typical of the named one, such as "<|channel|>" for gpt-oss.
+    With one of Unsloth's names that are known here (_FAMILIES) the tokenizer keeps its present template, which is
+    printed, if _FAMILIES has no template for the name or the tokenizer lacks the template's special tokens. The present
+    template must then contain a string that is typical of the named one, such as "<|channel|>" for gpt-oss. Unsloth's
+    other names, such as "vicuna", are not found, which raises ValueError.
 
     Args:
       tokenizer: a tokenizer of transformers.
-      chat_template: Unsloth's name or the name of a packaged template, the path of a .jinja file, or Jinja text; or a
-        pair, whose first item is one of these and whose second is ignored.
+      chat_template: one of these names or the name of a packaged template, the path of a .jinja file, or Jinja text; or
+        a pair, whose first item is one of these and whose second is ignored.
       others: Unsloth's other arguments. A printed line reports each one that has no effect here.
     Raises:
       ValueError: the tokenizer's present template would be kept and lacks that string; another template is not found,
@@ -192,11 +194,12 @@ def setup_chat_format[Model](
 
 def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
     """Unsloth's: returns a new data set with messages {"role", "content"} in place of ShareGPT's {"from", "value"} in
-    the column `conversations`. Messages that have a role keep it; other columns stay.
+    the column `conversations`. Messages that have a role keep it and their content. Further keys of messages, such as
+    tool_calls, are dropped; other columns stay.
 
     Args:
-      dataset: a datasets.Dataset or IterableDataset, a dict of splits of either, or a list of dicts, with a column
-        conversations. Rows of an IterableDataset are changed as they are read.
+      dataset: a datasets.Dataset or IterableDataset, a DatasetDict or IterableDatasetDict of splits (no plain dict), or
+        a list of dicts, with a column conversations. Rows of an IterableDataset are changed as they are read.
       others: Unsloth's other arguments, which have no effect here.
     Raises:
       ValueError: an unknown argument or role.

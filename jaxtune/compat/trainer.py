@@ -169,7 +169,8 @@ class SFTTrainer(Evaluations):
         return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
 
     def _train_on(self) -> str:
-        """Which tokens are trained on, as a value of data.train_on: "all" or "responses"."""
+        """Which tokens are trained on, as a value of data.train_on: "all" or "responses". The constructor calls it, and
+        `config` reads the result, unless train_on_responses_only has replaced it."""
         return trained_tokens(self.args, self._format)
 
     def _objective(self) -> ObjectiveConfig:
@@ -188,7 +189,8 @@ class SFTTrainer(Evaluations):
 
     def _order(self) -> Any:
         """train_sampling_strategy as TokenDataset names the rows' order: "torch" (PyTorch's shuffle) or "given"; raises
-        ValueError for a value that the config's `orders` lack."""
+        ValueError for a value that the config's `orders` lack. `_trainer` puts rows in this order; `config` only checks
+        the value by it."""
         args, strategy = self.args, plain_value(self.args.train_sampling_strategy)
         return choose(type(args).__name__, "train_sampling_strategy", strategy, args.orders)
 
@@ -197,11 +199,13 @@ class SFTTrainer(Evaluations):
         return data
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """Returns a function that maps a run's module to the script's: here the same; subclasses restore dropout."""
+        """Returns a function that maps a run's module to the script's: here the same; PreferenceTrainer's restores
+        dropout. train() applies it, and so does Events for callbacks."""
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback, an instance or a class; raises ValueError for one that cannot be called (`checked`)."""
+        """Adds a callback, an instance or a class. Raises ValueError for an object that is no callback, or one that has
+        a method for an event within a step (`checked`)."""
         self.callbacks.append(checked(callback))
 
     def pop_callback(self, callback: Any) -> Any:
@@ -323,8 +327,9 @@ class SFTTrainer(Evaluations):
         return saves, evaluates
 
     def _optim(self) -> OptimConfig:
-        """The section `optim` of the run's config, from the script's arguments; raises ValueError for an optimizer that
-        is not supported, or an embedding_learning_rate if no embedding trains."""
+        """The section `optim` of the run's config, from the script's arguments; max_grad_norm is not in it, but in
+        `config`. Raises ValueError for an optimizer that is not supported, or an embedding_learning_rate if no
+        embedding trains."""
         args = self.args
         optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
         own = args.embedding_learning_rate
@@ -450,7 +455,7 @@ class SFTTrainer(Evaluations):
 
 def _with_adapter(model: CompatModel, peft_config: object, seed: int) -> CompatModel:
     """Returns a new model: `model` with the adapter that `peft_config`, a LoraConfig of this package or PEFT,
-    describes. `seed` determines the adapter's initial values."""
+    describes. SFTTrainer's constructor calls it. `seed`, args.seed, determines the adapter's initial values."""
     settings = lora_settings(peft_config)
     return with_adapter(model, *adapted(model.module, "LoraConfig", seed, experts_too=False, **settings))
 

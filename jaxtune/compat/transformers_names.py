@@ -162,7 +162,8 @@ def load_plain(
         each.
       random_state: the seed of sampling, of the head that num_labels adds, and of an adapter from PEFT's
         get_peft_model.
-      full: True: all weights train, unless `given` quantises them. False: only an adapter trains.
+      full: True: all weights train; if `given` quantises them, it is taken as False. False: only an adapter trains.
+        Callers pass False for an adapter's folder.
       given: {name: value} of the script's arguments of from_pretrained; see plain_arguments.
     Raises:
       ValueError: an argument that would change the result, or that is unknown; or full is True for an adapter's folder,
