@@ -185,8 +185,8 @@ def adapted(
 def _require_no_biases(where: str, bias: str, module: Decoder) -> None:
     """Raises ValueError if `bias`, PEFT's argument ("none", "all" or "lora_only"), would train biases of `module`,
     which adapters cannot contain here, or has another value. In a model without biases each of the three values is
-    accepted. `adapted` calls it after it has added adapters to the module. where: the called function, for the
-    message."""
+    accepted. `adapted` calls it after it has added adapters to the module, because "lora_only" means the biases of
+    linears that have an adapter. where: the called function, for the message."""
     if bias not in ("none", "all", "lora_only"):
         raise ValueError(f"{where}: bias = {bias!r} is not supported; supported: 'none'")
     if bias == "none":

@@ -34,10 +34,11 @@ _printed: set[tuple[str, str]] = set()
 def settle(
     where: str, others: Mapping[str, Any], table: Mapping[str, Argument], callee: Callable | None = None
 ) -> None:
-    """Decides about the arguments that a function or class of jaxtune.compat was given and does not use; they call this
-    first. A value that changes nothing (equal to one of Argument.free and of its type), such as the default, is
-    accepted; for another value one line is printed, once in a process, if the argument has no effect here; all other
-    arguments are refused. The caller then ignores `others`.
+    """Decides about the arguments that a function or class of jaxtune.compat was given and does not use. Most of those
+    that take further arguments (`others`) call it; a few methods, such as CompatModel.merge_and_unload, ignore them
+    without it. A value that changes nothing (equal to one of Argument.free and of its type), such as the default, is
+    accepted; for another value one line is printed by `tell` if the argument has no effect here; all other arguments
+    are refused. The caller then ignores `others`.
 
     Args:
       where: the name of the function or class that the script called, for messages.
@@ -67,8 +68,8 @@ def settle(
 
 def tell(where: str, name: str, text: str) -> None:
     """Prints why an argument has no effect here, once in a process for each `where` (the called function or class) and
-    `name` (the argument). `text` is the reason. `settle` calls it, and so do the trainers for arguments that they know
-    and that have no effect in one case."""
+    `name` (the argument). `text` is the reason. `settle` calls it. So do trainers, _format and BitsAndBytesConfig, for
+    arguments that they know and that have no effect in one case."""
     if (where, name) not in _printed:
         _printed.add((where, name))
         say(f"{where}: {name} does nothing here: {text}")

@@ -192,8 +192,8 @@ class EarlyStoppingCallback(TrainerCallback):
 
 def best_name(args: Any) -> str:
     """Returns the name that the number of metric_for_best_model has in an evaluation's metrics: "eval_loss" for "loss"
-    and for "eval_loss". Evaluations are compared by that number. `args` is an SFTConfig in which metric_for_best_model
-    is not None."""
+    and for "eval_loss". Evaluations are compared by that number: best_value and Events.note_better look it up. `args`
+    is an SFTConfig in which metric_for_best_model is not None."""
     wanted = args.metric_for_best_model
     return wanted if wanted.startswith("eval_") else f"eval_{wanted}"
 
@@ -460,10 +460,10 @@ class Events(Callback):
                 self.best = jax.tree.map(np.array, jax.device_get(nnx.state(self.model.module, nnx.Param)))
 
     def saved(self, step: int) -> None:
-        """Called by jaxtune's trainer after each save, with the number of steps done. It writes the checkpoint-N folder
-        if save_strategy made a save due or a callback requested one, at this step or at an earlier one at which updates
-        were skipped, and then calls on_save. After other saves, such as one that a signal caused or that of the run's
-        end, it only calls on_save."""
+        """Called by jaxtune's trainer after each save, with the number of steps done. If save_strategy made the save
+        due or a callback requested it, it writes the checkpoint-N folder, and then calls on_save. Such a save comes
+        some steps later if updates were skipped at its own step, as their numbers were not finite. After other saves,
+        such as one that a signal caused or that of the run's end, it only calls on_save."""
         if self._asked:
             self._asked, self._left = False, step
             self._leave(step)

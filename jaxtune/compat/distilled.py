@@ -165,7 +165,9 @@ class DistilledTrainer(PreferenceTrainer):
 
         Args:
           resume: "auto" continues the run in output_dir, "never" starts a new one.
-          prepared: True allows tokenising the rows to count an epoch's steps; False leaves such numbers out.
+          prepared: True allows tokenising the rows to count an epoch's steps. False does not, as for the constructor's
+            check of arguments: every_steps for a strategy "epoch" is then None, and without max_steps `epochs` is set
+            in place of `steps`.
         Raises:
           ValueError: an argument of the script that is not supported.
         """

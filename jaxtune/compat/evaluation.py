@@ -20,8 +20,8 @@ from jaxtune.train.trainer import Trainer
 
 
 class PredictionOutput(NamedTuple):
-    """What predict() returns, as in transformers: the first two fields are those of EvalPrediction. A row is one
-    document, or a pair of preference rows, or has several of them if packing=True."""
+    """What predict() returns, as in transformers: the first two fields are those of EvalPrediction, which says what a
+    row is."""
 
     predictions: object  # float32[rows, length, vocab] logits, or the joined results of preprocess_logits_for_metrics
     # int32[rows, length]: the row's token where it is trained on, -100 elsewhere; the logits at position t predict the
@@ -33,7 +33,8 @@ class PredictionOutput(NamedTuple):
 class Evaluations(Reports):
     """The methods of a trainer that compute numbers of the current model on rows that it does not train on: `evaluate`
     and `predict`. SFTTrainer inherits from it, and sets the attributes below. Subclasses that sample answers for
-    rewards (GRPOTrainer, RLOOTrainer) raise ValueError in both."""
+    rewards (GRPOTrainer, RLOOTrainer) raise ValueError in both, because sampled answers have no held-out loss; their
+    runs evaluate rewards instead."""
 
     model: CompatModel  # the script's
     tokenizer: object  # of transformers
@@ -142,8 +143,8 @@ class Evaluations(Reports):
 
     def _predicted(self, held_out: TokenDataset) -> EvalPrediction:
         """Returns the current model's logits (or what preprocess_logits_for_metrics makes of them) and labels on the
-        tokenised rows `held_out`, for compute_metrics and predict. A row has one document (or one pair), or several if
-        the script asks for packing."""
+        tokenised rows `held_out`, by measures.predicted, for compute_metrics and predict. A row has one document (or
+        one pair), or several if the script asks for packing."""
         if not self._packing():
             held_out = dataclasses.replace(held_out, packing=False)
         rows = held_out.batches(1, shuffle=False)

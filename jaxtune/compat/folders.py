@@ -31,16 +31,18 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def write_state(folder: Path, state: TrainerState) -> None:
-    """Writes `state` as trainer_state.json into an existing folder, a checkpoint-N folder or output_dir, as
-    transformers does. An entry in the file marks the folder as written by jaxtune, which is_own looks for. Values that
-    JSON lacks are written as floats."""
+    """Writes `state` as trainer_state.json into an existing folder, as transformers does: Checkpoints.write into each
+    checkpoint-N folder, and the script's call of save_state into output_dir, where train() writes none. An entry in the
+    file marks the folder as written by jaxtune, which is_own looks for. Values that JSON lacks are written as
+    floats."""
     values = {**dataclasses.asdict(state), _WRITER: f"jaxtune {jaxtune.__version__}"}
     (folder / STATE).write_text(json.dumps(values, indent=2, default=float) + "\n", encoding="utf-8")
 
 
 def is_own(folder: Path) -> bool:
     """Whether jaxtune wrote a checkpoint-N folder (True), by an entry in its trainer_state.json; False also if there is
-    no such file. Folders of other programs are never replaced or removed."""
+    no such file. `require_own` refuses a run beside folders of other programs, so that none is replaced, and the
+    removal of old folders leaves them out."""
     try:
         return _WRITER in json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -49,7 +51,8 @@ def is_own(folder: Path) -> bool:
 
 def checkpoints(output: Path) -> dict[int, Path]:
     """{step: folder} of the checkpoint-N folders in `output`, output_dir, by ascending step, those of other programs
-    included; {} if there are none or no such folder. `require_own` and the removal of old folders go through them."""
+    included; {} if there are none or no such folder. `require_own` and the removal of old folders go through them;
+    `resumed` does not: the last checkpoint of a run is found in output_dir/checkpoints."""
     found = {int(name[1]): path for path in output.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
@@ -145,7 +148,9 @@ class Checkpoints:
     def write(self, module: Decoder, step: int) -> bool:
         """Writes the weights of `module` as the checkpoint-N folder of a step, in place of one that an earlier call of
         train() wrote, and removes old folders over the limit. Returns True if the folder was written, now or before in
-        this call of train(). An error (OSError, ValueError) is printed, the run continues, and False is returned."""
+        this call of train(). An error (OSError, ValueError) is printed, the run continues, and False is returned.
+        Events calls it after a save that was due or requested, and train() at its end for the final weights, and for
+        the best ones with load_best_model_at_end."""
         folder, whole = self.folder(step), temporary_path(self.folder(step))
         if step in self.written:
             return True

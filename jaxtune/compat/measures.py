@@ -22,7 +22,9 @@ from jaxtune.train.data.batches import Batches
 
 class EvalPrediction(NamedTuple):
     """The argument of a script's compute_metrics: what the model predicts on the evaluation rows, and the labels. A row
-    is one document, or a pair of preference rows, or has several of them if packing=True."""
+    is one document, or several if packing=True. With pairs of answers it is one pair: the prompt with the chosen
+    answer, and directly after it the prompt with the rejected one (KTOTrainer: the row's answer, and a mismatched
+    one)."""
 
     predictions: Any  # float32[rows, length, vocab], or the concatenated results of preprocess_logits_for_metrics
     # int32[rows, length]: the row's token where it is trained on, -100 elsewhere; the logits at position t predict the

@@ -52,7 +52,7 @@ class ModelSettings(SimpleNamespace):
 
 
 class CompatModel(ModelMethods):
-    """The model of a script: a reference to the current module, settings for the trainer, and what scripts call.
+    """The model of a script: a reference to the current module, the model's settings, and what scripts call.
 
     Attributes:
       module: the current jaxtune.Decoder. Training replaces it, and callbacks find one with the current weights in it.
@@ -61,7 +61,7 @@ class CompatModel(ModelMethods):
       residuals: of the backward pass: "keep" keeps all on the device; None: the planner keeps, recomputes or offloads.
       adapter: the AdapterConfig that made the adapter, or None without one.
       full_finetuning: True: all weights train; False: only an adapter trains.
-      random_state: the seed of sampling and of an adapter from PEFT's get_peft_model.
+      random_state: the seed of `generate` and of an adapter from PEFT's get_peft_model; trainers use SFTConfig's seed.
       packing: the value of SFTConfig's packing if a script does not set it.
       config: the values of config.json as attributes. Setting one raises no error and has no effect.
     """
@@ -107,7 +107,8 @@ class CompatModel(ModelMethods):
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the module has LoRA adapters: save_pretrained then saves these alone, and trainers check it."""
+        """Whether the module has LoRA adapters: save_pretrained then saves these alone. SFTTrainer refuses by it a
+        model that trains nothing, and a distillation without a teacher one that has no adapter to turn off."""
         return has_adapter(self.module)
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
@@ -223,9 +224,8 @@ class CompatModel(ModelMethods):
         self, save_directory: str | os.PathLike, tokenizer: Any = None, save_method: str = "merged_16bit", **others: Any
     ) -> None:
         """Saves a whole model for transformers, with its adapter merged: in 16 bits (save_method "merged_16bit";
-        quantised weights are decoded) or in bitsandbytes' NF4 ("merged_4bit"). "lora" saves what save_pretrained saves.
-        tokenizer: saved with it, if given. The folder must be new or empty. others: the libraries' other arguments, of
-        which those without effect are printed. Another argument or save_method is a ValueError."""
+        quantised weights are decoded) or in bitsandbytes' NF4 ("merged_4bit"). "lora" saves as save_pretrained; another
+        value is a ValueError. tokenizer: saved too, if given. others, and the folder: as in save_pretrained."""
         where = "save_pretrained_merged"
         settle(where, others, SAVE)
         load_in = choose(where, "save_method", save_method, _MERGED)
@@ -331,9 +331,9 @@ class FastLanguageModel:
         """Returns (model, tokenizer) of `model_name`: a model folder, a hub name, or an adapter's folder.
 
         load_in_4bit=True or None is NF4 with double quantisation; False, or full_finetuning=True (all weights train),
-        keeps the weights as stored. load_in_16bit needs load_in_4bit=False. load_in_fp8 stores the layers' weights in
-        FP8 (scales for each row, or the files') and multiplies in it. An adapter's folder that records its base's
-        format and dtype gets them by default. dtype None is bfloat16; torch's are accepted.
+        keeps the weights as stored. load_in_16bit needs load_in_4bit=False, and adds nothing. load_in_fp8 stores the
+        layers' weights in FP8 (scales for each row, or the files') and multiplies in it. An adapter's folder that
+        records its base's format and dtype gets them by default. Else dtype None is bfloat16; torch's are accepted.
         use_gradient_checkpointing=False keeps all residuals on the device. num_labels=1 adds a scoring head.
         random_state: the seed of sampling, of that head, and of an adapter from PEFT's get_peft_model. packing: that of
         an SFTConfig that leaves it unset. max_seq_length: the most tokens of a row; None: the trainer's max_length.
@@ -459,8 +459,8 @@ class FastLanguageModel:
 
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
     """Returns load_in of jaxtune.from_pretrained (a format's name or "stored") for Unsloth's load_in_4bit (None is True
-    unless a flag is set), load_in_16bit, full_finetuning (overrides load_in_4bit) and `flags`, {"load_in_fp8": True},
-    say. where: the called function. Raises ValueError if two contradict, or a flag is neither True nor false."""
+    unless a flag is set), load_in_16bit, full_finetuning (overrides load_in_4bit) and `flags`, {name: value}, such as
+    load_in_fp8. where: the called function. ValueError: two contradict, or a flag is neither True nor falsy."""
     for flag, value in flags.items():
         if not value:
             continue

@@ -80,8 +80,8 @@ class ModelMethods:
         return trainable if only_trainable else everything
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
-        """Returns the numbers (trainable parameters, all parameters), as in PEFT. Each element of a quantised matrix
-        counts as one."""
+        """For scripts: returns the numbers (trainable parameters, all parameters), as in PEFT. Each element of a
+        quantised matrix counts as one."""
         return parameter_counts(self.module)
 
     def print_trainable_parameters(self) -> None:
