@@ -82,7 +82,8 @@ def export_model(
         adapter does. The temporary folder is removed.
     """
     require_format(path, to, outtype)
-    job = _Job(Path(path).resolve(), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
+    folder = Path(path).resolve()
+    job = _Job(folder, tokenizer, outtype, name or folder.name, max_shard_bytes)
     if to.startswith("gguf") and not model.config.head.is_text:
         raise ValueError(f"export: to = {to!r}: {model.config.head.what}, for which GGUF has no place; take merged")
     grids.require_representable(model, to, (outtype or _DEFAULT_OUTTYPE[model.dtype]) if to == "gguf" else None)

@@ -66,8 +66,8 @@ def tokenizer_fields(
       {GGUF's key: value}, with the tokens, their types, the merges or scores, the ids of special tokens, the chat
         template, and whether the tokenizer adds BOS and EOS to a text.
     Raises:
-      ValueError: there is no tokenizer, it has no tokenizer.json, it is not of type BPE or llama.cpp has no equal one,
-        or it has a token beyond vocab_size.
+      ValueError: there is no tokenizer, it has no tokenizer.json, it is not of type BPE, it has no merges, llama.cpp
+        has no equal one, or it has a token beyond vocab_size.
     """
     if tokenizer is None:
         raise ValueError("gguf: the model has no tokenizer, and llama.cpp needs one: copy its files into the folder")
@@ -79,6 +79,8 @@ def tokenizer_fields(
     if model["type"] != "BPE":
         raise ValueError(f"gguf: a tokenizer of type {model['type']} cannot be written; only BPE can")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    if not merges:
+        raise ValueError("gguf: the tokenizer has no merges, and llama.cpp loads no BPE tokenizer without any")
     tokens, types = _tokens(parts, vocab_size)
     for number in (tokens.index(text) for text in shown if text in tokens):
         types[number] = _USER_DEFINED

@@ -248,5 +248,5 @@ def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array,
     # The extreme numbers of a group can be off by 8 times the rounding error of the scale.
     allowed = 0.0 if exact else (0.5 + 8 * float(jnp.finfo(scales.dtype).eps)) * steps + 1e-12
     found = found.astype(scales.dtype).astype(np.float32) if exact else found
-    if (np.abs(found - partition.on_host(weight).astype(np.float32)) > allowed).any():
+    if not (np.abs(found - partition.on_host(weight).astype(np.float32)) <= allowed).all():  # also for NaN
         raise ArithmeticError(f"{name} is not the model's weight in steps of its groups")

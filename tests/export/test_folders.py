@@ -120,6 +120,12 @@ def test_w4a16_of_experts_and_of_rows_that_fit_no_group(tmp_path):
     assert "are kept in 16 bits" in done.notes[0]
     with pytest.raises(ValueError, match="w4a16: the experts of 'gpt_oss' are stored as one tensor"):
         api.export_model(made("gpt_oss", "bfloat16"), tmp_path / "other", "w4a16")
+    broken = made("qwen2", "bfloat16", hidden_size=128, intermediate_size=256)
+    _, linear = next(iter(linears(broken)))
+    for value in (np.nan, np.inf):
+        linear.weight.set_value(linear.weight[...].at[0, 0].set(value))
+        with pytest.raises(ArithmeticError, match="is not the model's weight in steps of its groups"):
+            api.export_model(broken, tmp_path / "broken", "w4a16")
     with pytest.raises(ValueError, match="w4a16: no linear has whole groups of 128"):
         api.export_model(made("qwen2"), tmp_path / "other", "w4a16")
 

@@ -108,6 +108,7 @@ def changed(tokenizer, change):
         ),
         (lambda p: p.update(normalizer={"type": "Lowercase"}), "Lowercase"),
         (lambda p: p["model"].update(ignore_merges=True), "divides text into words as this one does"),
+        (lambda p: p["model"].update(merges=[]), "has no merges, and llama.cpp loads no BPE tokenizer without any"),
         (lambda p: p["model"].update(byte_fallback=True), r"llama.cpp has no tokenizer with \{"),
         (
             lambda p: p.update(model={"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}, added_tokens=[]),
