@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -36,6 +37,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for the network
 # Tokenised rows and what was measured: each process of a run has its own, and none meets what another run left.
 os.environ["JAXTUNE_CACHE"] = tempfile.mkdtemp(prefix="jaxtune-tests-")
 atexit.register(shutil.rmtree, os.environ["JAXTUNE_CACHE"], ignore_errors=True)
+
+# Processes that tests of signals start ignore what this one ignores, as a shell's jobs in the background and nohup do.
+for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 # The same examples on every run: a test that fails here fails everywhere.
 # No limit of time: a busy machine is no finding.
