@@ -55,7 +55,8 @@ def triton_call(
     """Calls a Triton kernel, a function under triton.jit that takes pointers to `arguments` and to the outputs, and
     `constants`, through jax-triton, whatever its version. Within a shard_map each device calls it on its local arrays;
     on a mesh of several devices without one, each device calls it on the whole arrays. It may only be called where
-    `triton_refusal` returns None.
+    `triton_refusal` returns None. All operations call their Triton kernels by it, except few_rows and, for short
+    caches, decode_attention, which use `triton_graph_call`.
 
     Args:
       kernel: the function.
@@ -113,9 +114,10 @@ def triton_graph_call(
 ) -> list[jax.Array]:
     """Calls a Triton kernel as XLA launches its own kernels: the call becomes a node of a CUDA graph beside the kernels
     around it, and costs no time between kernels. The calls of jax-triton, which `triton_call` makes, are no nodes of
-    graphs. A program should have only a few such calls, because each contains the kernel's whole assembly. Within a
-    shard_map each device calls it on its local arrays; on a mesh of several devices without one, each device calls it
-    on the whole arrays. It may only be called where `triton_refusal` returns None.
+    graphs. few_rows and, for short caches, decode_attention use it in steps of generation. A program should have only a
+    few such calls, because each contains the kernel's whole assembly. Within a shard_map each device calls it on its
+    local arrays; on a mesh of several devices without one, each device calls it on the whole arrays. It may only be
+    called where `triton_refusal` returns None.
 
     Args:
       kernel: a function under triton.jit that takes pointers to `arguments` and to the outputs, and `constants`.
@@ -167,7 +169,8 @@ class _Assembly:
 @functools.cache
 def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stages: int, capability) -> _Assembly:
     """For `triton_graph_call`: compiles a Triton kernel to an _Assembly, once for equal arguments, for arrays whose
-    memory is aligned to 16 bytes; needs no GPU. A kernel that needs scratch memory of some size fails an assertion.
+    memory is aligned to 16 bytes; needs no GPU. A kernel that uses scratch memory fails an assertion; one that only
+    has parameters for pointers to it does not.
 
     Args:
       kernel: the function under triton.jit.

@@ -145,7 +145,8 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by plain jnp, in chunks of queries:
     the gradients of the forward's operands, in their shapes and dtypes; padding gives 0, and dsinks is None without
-    sinks. Kernels are compared with it, and calls that they refuse use it.
+    sinks. Kernels are compared with it, and api.attention_backward uses it for the calls that they refuse: models'
+    layers call that directly, and `attention` in its derivative.
 
     Args:
       query, key, value: the operands of `forward`, [B, T, heads, D] and [B, T, kv_heads, D] each.

@@ -80,8 +80,8 @@ def width(dim: int) -> int:
 
 def tiles(dim: int) -> Tiles:
     """Returns the tiles of the kernels for a head dim from 64 to 512 on the GPU that is compiled for, for `forward` and
-    `backward`. They are those of the dim's `width` and of the GPU's shared memory; a GPU that _SHARED_MEMORY_KB does
-    not list, or none, gets those for 99 KB, which fit everywhere."""
+    `backward`. They are those of the dim's `width` and of the GPU's shared memory; a GPU whose compute capability
+    _SHARED_MEMORY_KB does not list, or none, gets those for 99 KB, which fit everywhere."""
     capability = dispatch.compute_capability()
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99][width(dim)]
 
@@ -125,7 +125,8 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
       key: the keys; only their number of heads is used.
       scale, window, soft_cap: the factor on scores, the sliding window and the soft cap; None for no window, no cap.
     Raises:
-      ValueError: scale is not positive.
+      ValueError: scale is not positive; the forward kernel takes the largest product before it multiplies by scale. No
+        other implementation is tried then, because `refusal` does not get scale.
     """
     if not scale > 0:
         raise ValueError(f"attention: the Triton kernels need scale > 0, not {scale}; pass implementation='reference'")
@@ -188,7 +189,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by the Triton kernels: the gradients
     of the forward's operands. They have the operands' shapes and dtypes and are 0 at padding. dsinks is None without
-    sinks.
+    sinks. api.attention_backward calls this: models' layers call that directly, and `attention` in its derivative.
 
     Args:
       query, key, value: the operands of `forward`, [B, T, heads, D] and twice [B, T, kv_heads, D].

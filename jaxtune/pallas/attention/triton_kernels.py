@@ -88,7 +88,7 @@ def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
     """For key_kernel: returns, for each of `keys` (positions in the row, int32, a block or a scalar), the query after
     the last that sees it, int32. A key of a document is seen by the queries from itself to before that one, and by at
     most WINDOW of them if WINDOW is not 0. Padding is seen by none and gets its own position, so that the result never
-    falls along the row; positions past the row get a number that is not above them.
+    falls along the row; positions past the row get 0, so no query sees them.
 
     ends points to the ends of the documents of the row's tokens, int32[LENGTH].
     """

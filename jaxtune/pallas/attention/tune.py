@@ -66,8 +66,9 @@ def tune(
     Returns:
       {kernel: the entry that tuning.measure returned: the fastest blocks, their time, and what was tried}.
     Raises:
-      RuntimeError: the heuristic's blocks are wrong on this GPU, or no candidate runs.
-      OSError: the file `path` cannot be written.
+      RuntimeError: the heuristic's blocks differ from the reference on a small case on this GPU (first_use.refusal), or
+        no candidate runs.
+      OSError: the given file `path` cannot be written. If the user's cache cannot be written, this is only logged.
     """
     dim = mosaic.kernel_dim(case.dim)
     kernels = [kernel for kernel in kernels if dim in mosaic.HEURISTIC[kernel]]

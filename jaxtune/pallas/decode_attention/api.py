@@ -40,9 +40,9 @@ def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
     """Returns the reason why this GPU must not run a kernel for such calls, or None. It compares a small case with the
     reference, once for each kind of call (dtypes, head dim, query heads of a KV head, tiles, soft cap or not, and for
     "triton" whether the cache is divided into splits); a pass is stored in the user's cache. It is None without a check
-    if there is no GPU, while compiling for another GPU, or if the check is done later (dispatch.built). The case has an
-    empty row, rows that end within and at the end of a tile of keys, and rows longer than the cache, which is then a
-    ring.
+    if there is no GPU or while compiling for another GPU. Within dispatch.built and dispatch.unchecked it is None until
+    the check is done; `built` waits for it at its end. The case has an empty row, rows that end within and at the end
+    of a tile of keys, and rows longer than the cache, which is then a ring.
 
     Args:
       name: the implementation's name, "mosaic" or "triton".
@@ -89,7 +89,8 @@ def decode_attention(
     implementation: str | None = None,
 ) -> jax.Array:
     """Attention of the newest token of each row over the row's key/value cache, a step of sampling. The cache contains
-    that token already: `written`, or few_rows.placed, has put it there. The kernels have no derivative.
+    that token already: `written`, or few_rows.placed (one kernel that also norms and rotates), has put it there. The
+    kernels have no derivative.
 
     Args:
       query: [B, heads, D] bfloat16, float16 or float32, of the newest tokens.

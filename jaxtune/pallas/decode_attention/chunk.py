@@ -112,8 +112,9 @@ def chunk_attention(
 @on_any_mesh
 def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array) -> jax.Array:
     """Writes the keys or values of the next N tokens of each row into the cache at the index `position % capacity`, and
-    returns it, for the tokens after them; chunk_attention of these N tokens needs the cache from before. A cache
-    shorter than its row (a ring, for a sliding window) keeps the last `capacity` tokens.
+    returns it, for the tokens after them; chunk_attention of these N tokens needs the cache from before. The models'
+    attention calls this first, and then chunk_attention with the old cache. A cache shorter than its row (a ring, for a
+    sliding window) keeps the last `capacity` tokens.
 
     Args:
       cache: [B, kv_heads, capacity, D].

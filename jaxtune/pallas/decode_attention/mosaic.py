@@ -4,8 +4,8 @@ work.
 
 XLA writes the splits (splits.py) into a table (`work_of`), the longest first, and each multiprocessor runs one program
 that works through its share of it. Splits of which their row sees no key are skipped, and of the others only the tiles
-of keys from the first to the last with a visible key are read. The second kernel combines the splits of each row in
-order.
+of keys from the first to the last with a visible key are read (in a ring, some between them may have none). The second
+kernel combines the splits of each row in order.
 
 All query heads of a KV head are rows of one tensor-core tile of 64, most of which are unused: the products take a third
 of the time that reading the cache takes.
@@ -56,9 +56,9 @@ HEURISTIC = {64: Blocks(64, 4, 3), 96: Blocks(64, 3, 3), 128: Blocks(64, 3, 2), 
 
 
 def blocks_of(dim: int, dtype) -> Blocks:
-    """How the kernel over splits divides its work for a head dim (a key of HEURISTIC) and a dtype: as a file of
-    measurements for the GPU says (`jaxtune tune` makes none for this kernel), or else as HEURISTIC does; within
-    tuning.forced, by which the benchmark tries others, as given there."""
+    """How the kernel over splits divides its work for a head dim (a key of HEURISTIC) and a dtype: as HEURISTIC says;
+    within tuning.forced, by which the benchmark tries others, as given there. An entry in a file of measurements for
+    the GPU would come before HEURISTIC, but nothing in jaxtune writes one for this kernel, and none is packaged."""
     found = tuning.tuned("decode attention", f"head_dim={dim}", dtype, Blocks)
     return Blocks(**found) if found else HEURISTIC[dim]
 

@@ -16,7 +16,9 @@ _MASKED = -1e30  # finite, so that a row without keys does not compute inf - inf
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
     """The implementation of decode_attention in plain jnp, with which kernels are compared: returns the attention of
-    the newest token of each row over its cache, [B, heads, D] in query's dtype. An empty row gives 0.
+    the newest token of each row over its cache, [B, heads, D] in query's dtype. An empty row gives 0. decode_attention
+    uses it for calls that all kernels refuse, such as those in float32 or without a GPU; an FP8 cache alone is a reason
+    only below compute capability 8.9.
 
     Args:
       query: [B, heads, D], of the newest tokens.

@@ -22,15 +22,15 @@ from jaxtune.pallas.decode_attention.splits import live_tiles, log2_sinks, order
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The tile sizes for one head dim, of the kernel over splits (TILES) or of the one over whole caches
-    (WHOLE_TILES)."""
+    """The tile sizes for one number of columns (`width` of the head dim), of the kernel over splits (TILES) or of the
+    one over whole caches (WHOLE_TILES)."""
 
     step: int  # keys of a tile
     warps: int  # warps of a program
     stages: int  # Triton's num_stages: tiles that are being copied at a time
 
 
-# By the head dim, a power of two. Two stages of keys and values fit the 99 KB of shared memory of every GPU.
+# By `width` of the head dim. Two stages of keys and values fit the 99 KB of shared memory of every GPU.
 TILES = {64: Tile(64, 4, 3), 128: Tile(64, 4, 2), 256: Tile(32, 4, 2), 512: Tile(16, 4, 2)}
 # The longest cache whose rows are one program for each KV head. Longer ones are divided into splits.
 WHOLE = 1024
@@ -69,7 +69,8 @@ def refusal(query, keys) -> str | None:
 def variant(query) -> str:
     """Returns the tile sizes of the kernel over splits for such a query, as a string, which api.py asks for, also for
     short caches. It becomes a part of the name of the check at first use, so that kernels with other tiles are checked
-    separately. Of query [B, heads, D], only the head dim matters."""
+    separately. A change of TILES or WHOLE_TILES repeats the check also without it, because a stored pass is named by
+    the kernels' source too (dispatch.py). Of query [B, heads, D], only the head dim matters."""
     return str(TILES[width(query.shape[-1])])
 
 

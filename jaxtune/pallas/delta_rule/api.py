@@ -163,8 +163,9 @@ def delta_rule_chunk(
 ) -> tuple[jax.Array, jax.Array]:
     """The next T tokens of each row, whose document began before them or begins with them, for prompts that are
     prefilled chunk by chunk: returns their outputs of the gated delta rule and the next state. There are no document
-    bounds: all tokens continue the document. Queries and keys are normalised to unit vectors first, and the output is
-    divided by sqrt(K), as in gated_delta_rule.
+    bounds and no lengths: all tokens continue the document. Generation passes no padding, because it first prefills as
+    many tokens of a prompt as leave whole chunks, by gated_delta_rule and delta_rule_state. Queries and keys are
+    normalised to unit vectors first, and the output is divided by sqrt(K), as in gated_delta_rule.
 
     Args:
       query, key: [B, T, key_heads, K] bfloat16, float16 or float32.

@@ -207,7 +207,8 @@ def _inverse_fwd(lower, precision):
 
 def _inverse_bwd(precision, inverse, gradient):
     """The backward rule of `unit_lower_inverse` for jax.custom_vjp: returns (dlower,), where dlower = -inverse^T
-    gradient inverse^T.
+    gradient inverse^T. Its entries on and above the diagonal are not set to zero: `_group` made `lower` with a mask,
+    the derivative of which drops them.
 
     precision: the precision of matrix products. inverse: the inverse of 1 + lower, the residual of the forward rule.
     gradient: the gradient of that inverse. All arrays are float32[..., n, n].

@@ -19,7 +19,7 @@ _EPS = 1e-6  # added to the squared length of a vector that is normalised
 
 def unit(x: jax.Array) -> jax.Array:
     """Normalises vectors, as the rule does with queries and keys: returns x / sqrt(|x|^2 + 1e-6) along the last axis in
-    float32, which is 0 where x is 0."""
+    float32, which is 0 where x is 0. `_token` and chunked.py call it."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + _EPS)
 
