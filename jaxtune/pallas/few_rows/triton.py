@@ -115,8 +115,8 @@ def _splits(inner: int, programs: int) -> int:
 
 
 def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
-    """How many steps a product with adapters reads ahead: those of `tile`, or fewer if they would not fit the shared
-    memory, but at least 2.
+    """How many steps a product with adapters reads ahead: those of `tile`, or fewer if the buffers of all these steps
+    would not fit the shared memory, but at least 2. `_multiplied` calls it.
 
     Args:
       tile: how the product is divided among programs.
