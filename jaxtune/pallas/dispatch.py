@@ -2,13 +2,14 @@
 plain JAX, which is called the reference. It also says why faster implementations refuse a call.
 
 `choose` reads an ordered table {name: a function that returns why the implementation refuses the call, or None}, the
-fastest first and "reference" last. A name that the caller requests (`implementation=`) never falls back; None takes the
-first that supports the call. The function that says why a hand-written kernel refuses a call also compares the kernel
-with the reference at its first use on a GPU (`first_use`), and a kernel whose result is wrong there is refused from
-then on. `exactly` compiles the reference for such a check. Within `built` (a start of training) and `unchecked` (the
-planner) the checks are only queued, `begin_checks` starts them, and `built` waits for them. `compute_capability`,
-`device_kind` and `multiprocessors` say which GPU programs are compiled for; `compile_for` sets another one than this
-machine's. `on_request` restricts an implementation to callers that request it, and `unsaid` silences warnings.
+preferred one first (mostly the fastest, with "reference" last). A name that the caller requests (`implementation=`)
+never falls back; None takes the first that supports the call. The function that says why a hand-written kernel refuses
+a call also compares the kernel with the reference at its first use on a GPU (`first_use`), and a kernel whose result is
+wrong there is refused from then on. `exactly` compiles the reference for such a check. Within `built` (a start of
+training) and `unchecked` (the planner) the checks are only queued, `begin_checks` starts them, and `built` waits for
+them. `compute_capability`, `device_kind` and `multiprocessors` say which GPU programs are compiled for; `compile_for`
+sets another one than this machine's. `on_request` restricts an implementation to callers that request it, and `unsaid`
+silences warnings.
 """
 
 from __future__ import annotations
@@ -79,11 +80,12 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
     """Compares an implementation with the reference on a small case, once for each (op, name, call), before it is used
     on this GPU. An implementation calls it to find out whether it must refuse.
 
-    A pass is stored in the user's cache, because compiling the case takes seconds. Nothing is compared without a GPU
-    (interpreted kernels have tests) or while compiling for another GPU; the result is then None. The function may be
-    called while JAX traces: the comparison runs in a thread of its own, outside of any trace, mesh or context. The call
-    starts all queued checks and waits for its own. Within `built` and `unchecked` it does so only if the check is done
-    already; else it queues the check, which `begin_checks` starts, and returns None at once.
+    A pass is stored in the user's cache, because compiling the case takes seconds; a failure is stored only in this
+    process. Nothing is compared without a GPU (interpreted kernels have tests) or while compiling for another GPU; the
+    result is then None. The function may be called while JAX traces: the comparison runs in a thread of its own,
+    outside of any trace, mesh or context. The call starts all queued checks and waits for its own. Within `built` and
+    `unchecked` it does not wait: it returns what the check found if that is done already; else it queues the check,
+    which `begin_checks` starts, and returns None.
 
     Args:
       op: the operation's name.

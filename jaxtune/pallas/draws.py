@@ -75,6 +75,7 @@ def hashes_of_rows(key: jax.Array, rows: jax.Array, width: int) -> tuple[jax.Arr
     """Computes a hash of 64 bits for each element of single rows of an array with `width` columns, as two arrays
     uint32[n, width]. The hash is that of the element's number in the array, row * width + column, under the key, so it
     does not depend on which other rows are asked for. `uniform` and `mask` are made from such hashes.
+    `_hashes` calls it, for consecutive rows; nothing else in the package does.
 
     Args:
       key: a key of jax.random, typed or uint32[2]. Of a typed key that is not of threefry2x32, two words are drawn,

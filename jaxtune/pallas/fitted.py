@@ -1,6 +1,6 @@
 """The class of tables (`Fitted`) of numbers that were fitted to measurements on devices, such as the time of a kernel
-relative to another, from which the planner forecasts time and memory. The tables are in models/fitted.py and
-pallas/formats."""
+relative to another. From them the planner forecasts time and memory, and layers make the durations by which the stack
+distributes copies and collectives. The tables are in models/fitted.py and pallas/formats."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Fitted[Numbers]:
-    """A table of fitted numbers, by device and implementation; `of` looks them up. Each table is a constant next to the
-    formula that uses it, and `Numbers` is the type of an entry, such as float.
+    """A table of fitted numbers, by device and implementation; `of` looks them up. Each table is a constant of
+    models/fitted.py or, if it is of one format of weights, of pallas/formats. `Numbers` is the type of an entry, such
+    as float.
 
     A device without numbers gets those of the first device in the table that has the implementation; an implementation
     without numbers gets the first row. The numbers of an H200 thus rank plans on every card until somebody measures

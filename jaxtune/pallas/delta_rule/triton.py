@@ -3,8 +3,10 @@ head dims of 128: `forward`, with its derivative, and `refusal`, which says what
 in api.py calls both.
 
 Chunks have 64 tokens, as in chunked.py, but the error is defined without beta, so that nothing is divided by it: the
-error z solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and beta z is what is written. Queries
-and keys are not normalised in memory; their inverse lengths are factors per token.
+error z solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and beta z is what is written. S is the
+state before the chunk, d its decay up to a token (0 if the token's document began in the chunk), and D[i, j] the decay
+from token j to a later token i of its document, otherwise 0. (B is also the number of rows in shapes such as [B, T].)
+Queries and keys are not normalised in memory; their inverse lengths are factors per token.
 
 The forward has three kernels. Two process all chunks in parallel: the first computes, for each token, the factors
 (decay, beta and inverse lengths) with which its key and query read the state before the chunk and its error enters the
@@ -82,7 +84,8 @@ def _first_use(dtype, group: int) -> str | None:
     """Returns the reason why this GPU must not run the kernels in `dtype` with `group` value heads for each key head,
     or None. It compares a small packed case, with its gradients, with the reference, once for each such call; a pass is
     stored in the user's cache. It is None without a check if there is no GPU, while compiling for another GPU, or if
-    the check is done later (dispatch.built). Released versions of Triton have compiled such kernels wrongly."""
+    the check is only queued and is done later (within dispatch.built or dispatch.unchecked). `refusal` calls it:
+    released versions of Triton have compiled such kernels wrongly."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 130), (4, 64), (0, 27))
@@ -204,9 +207,10 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
 
 class Made(NamedTuple):
     """What the first two kernels compute, the values of chunks that do not depend on a state; the forward and the
-    backward use it. It consists of two matrices of each chunk in key's dtype, numbers of tokens, float32[B, heads,
-    tokens] with tokens padded to whole chunks of 64, and a number of each chunk. Factors of queries and keys are for
-    those in memory, which are not normalised, so they contain unit_q or unit_k."""
+    backward use it. It consists of two matrices of each chunk in key's dtype, eight numbers of each token and value
+    head (`total` to `reach`), each float32[B, heads, tokens] with tokens padded to whole chunks of 64, and a number of
+    each chunk. Factors of queries and keys are for those in memory, which are not normalised, so they contain unit_q or
+    unit_k."""
 
     inverse: jax.Array  # [B, heads, chunks, CHUNK, CHUNK]: the inverse of 1 + B, which maps v - d k S to the errors z
     weights: jax.Array  # of the same shape: with which queries read the errors z of the chunk's tokens, beta included
@@ -263,7 +267,8 @@ def _states(query, key, value, made: Made, *, save: bool):
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V]; made: the factors and matrices that `_chunks`
     returned. save: True: errors and states are stored for the backward; False, when no derivative is taken: in their
-    place come two arrays of B numbers that are not written and have no meaning.
+    place come two arrays of B numbers, one for each row as `_by_rows` requires, that are not written and have no
+    meaning.
     """
     rows, length, heads, value_dim = value.shape
     chunks = math.ceil(length / CHUNK)
@@ -299,7 +304,8 @@ def _reverse(query, key, dout, made: Made):
 
 def _backward(query, key, dout, error, states, layout, made: Made):
     """Runs the five kernels of the backward: returns (dquery, dkey, dvalue, ddecay, dbeta), in the shapes of query,
-    key, value, decay and beta; ddecay and dbeta are float32, the others in the operands' dtype.
+    key, value, decay and beta; ddecay and dbeta are float32, the others in the operands' dtype. `_rule_bwd` calls it,
+    through `_by_rows` because it runs kernels.
 
     Args:
       query, key: [B, T, key_heads, K], the operands of the forward.

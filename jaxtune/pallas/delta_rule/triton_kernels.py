@@ -9,7 +9,7 @@ Arrays of tokens are [B, T, heads, dim], contiguous; helpers get a pointer to on
 numbers from token to token. Numbers per token that the kernels compute are float32[B, heads, CHUNKS * CHUNK] (ddecay
 and dbeta, the results, are [B, T, heads]), matrices of a chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads,
 CHUNKS, VALUE_DIM, KEY_DIM]. triton.Made explains those of the first two kernels. No left operand of a product is the
-transpose of a result, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
+transpose of a matrix that the kernel computed, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
 """
 
 import triton
@@ -34,8 +34,8 @@ def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.co
 @triton.jit
 def _tokens_turned(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
     """Loads the vectors of CHUNK tokens of one head, such as values, from token `first` on, as the transpose [DIM,
-    CHUNK], for the kernels that compute transposed results. `array` points to the head's first token, STRIDE is the
-    numbers from token to token; tokens past the row (LENGTH) are 0."""
+    CHUNK], for forward_kernel, reverse_kernel and dkey_kernel, which compute transposed results. `array` points to the
+    head's first token, STRIDE is the numbers from token to token; tokens past the row (LENGTH) are 0."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -58,7 +58,7 @@ def _piece_turned(
     """Loads the vectors (queries or keys) of PIECE neighbouring tokens of a chunk of CHUNK tokens of one head,
     transposed: [DIM, PIECE], from the chunk's token `begin` on. dkey_kernel multiplies such a part of the tokens at a
     time. `array` points to the head's first token, `first` is the chunk's first token, STRIDE the numbers from token to
-    token; tokens past the row (LENGTH) are 0."""
+    token; tokens past the row (LENGTH) are 0, but the chunk's end is not checked: begin + PIECE is at most CHUNK."""
     rows = begin + tl.arange(0, PIECE)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -101,10 +101,10 @@ def _put_tokens_turned(
 
 @triton.jit
 def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """For dquery_kernel: returns float32[CHUNK]: the inner product of each row of `sums` [CHUNK, DIM], a gradient, with
-    the vector of its token (a query), which is loaded again, because keeping it would take registers. `array` points to
-    the head's first token, `first` is the number of the chunk's first token in the row, STRIDE the numbers from token
-    to token; tokens past the row (LENGTH) are 0."""
+    """For `asked` of dquery_kernel only: returns float32[CHUNK]: the inner product of each row of `sums` [CHUNK, DIM],
+    a gradient, with the vector of its token (a query), which is loaded again, because keeping it would take registers.
+    `array` points to the head's first token, `first` is the number of the chunk's first token in the row, STRIDE the
+    numbers from token to token; tokens past the row (LENGTH) are 0."""
     return tl.sum(sums * _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32), 1)
 
 
@@ -265,8 +265,8 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
 def _inverse(lower, CHUNK: tl.constexpr):
     """For chunk_kernel: returns the inverse of 1 + lower, float32[CHUNK, CHUNK]. lower: float32[CHUNK, CHUNK], strictly
     lower triangular (zeros on and above the diagonal). CHUNK is 64, or 32. It starts with blocks of 2 on the diagonal,
-    from which blocks twice as large follow. Factors of products are float16: the inverse maps errors of unit vectors,
-    is at most 1, and float16 has TF32's 11 bits."""
+    from which blocks twice as large follow. Factors of products are float16, which has TF32's 11 bits: no element of
+    the inverse exceeds 1 in size, because keys are normalised and beta and decay factors are at most 1."""
     LEVELS: tl.constexpr = 6 if CHUNK == 64 else 5
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]

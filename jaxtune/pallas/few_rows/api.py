@@ -30,7 +30,8 @@ IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
     """Chooses the implementation that runs a call, and returns its name: the requested one, or else "triton" if neither
     `refusal` nor `first_use` has a reason against it, else "reference" (plain JAX). If "reference" runs on an NVIDIA
-    GPU without being requested, a warning says why, once.
+    GPU without being requested, a warning says why, once. The functions of this module use it; experts.py calls
+    dispatch.choose itself.
 
     Args:
       op: the operation's name, for messages.
@@ -44,9 +45,10 @@ def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
 
 
 def _chosen_product(op: str, x, refusal, first_use, implementation: str | None) -> str:
-    """Chooses the implementation of a product with x [N, in], and returns its name, "triton" or "reference". For an N
-    that the kernel does not support it is "reference" if none is requested, without a warning, because XLA's product is
-    the right choice there. Raises ValueError if the requested one does not support the call.
+    """Chooses the implementation of a call of `products` or `gated_product` with x [N, in], and returns its name,
+    "triton" or "reference". For an N that the kernel does not support it is "reference" if none is requested, without a
+    warning, because XLA's product is the right choice there. Raises ValueError if the requested one does not support
+    the call.
 
     Args:
       op: the operation's name, for messages.

@@ -27,7 +27,8 @@ def _case(count: int, choices: int, experts: int, dtype) -> tuple[jax.Array, jax
     """The case on which kernels are compared with the reference: (x [count, 256], choice int32[count, choices], the
     router's weights float32[count, choices]), whose numbers from 0 to `experts` - 1 are experts. The first token has
     the number `experts` only, which is no expert. All others have expert 0, so that its matrix multiplies nearly all
-    tokens, and further experts, if there are any, in turn."""
+    tokens (at once, or in parts if they are more than experts_triton.slots), and further experts, if there are any, in
+    turn."""
     tokens, places = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
     turn = 1 + (tokens + places) % max(experts - 1, 1)
     choice = jnp.where(tokens == 0, experts, jnp.where(places == choices - 1, 0, turn))
@@ -155,7 +156,7 @@ def experts_gated(
       x: [N, hidden], the tokens; "triton" supports N from 2 to 128.
       gate_up: [E, 2 * inner, hidden], the matrices of gate, and below them those of up, in x's dtype.
       choice: int32[N, k], the numbers of each token's experts, all different. Another number than 0 to E - 1 is no
-        expert.
+        expert: rows that do not decode have E.
       weights: float32[N, k], the router's weights.
       activation: a key of gated.ACTIVATIONS, such as "silu". x gate^T and x up^T are rounded to x's dtype; what follows
         is computed in float32 and rounded once.

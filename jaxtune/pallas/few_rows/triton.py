@@ -1,6 +1,7 @@
 """The operations of a decoding step (`products`, `gated_product`, `added_norm` and `placed`) as Triton kernels, for
-NVIDIA GPUs of compute capability 8.0 and higher; `products` and `gated_product` are for Hopper only. api.py calls them;
-those of experts are in experts_triton.py. Functions named ..._refusal say which calls they do not support.
+NVIDIA GPUs of compute capability 8.0 and higher; `products` and `gated_product` are for Hopper only, because they were
+not measured on other GPUs. api.py calls them; those of experts are in experts_triton.py. Functions named ..._refusal
+say which calls they do not support.
 
 Products read each weight once, in tiles of its rows, which are the left side of the tensor cores' product, and all rows
 of x, which are the right side. If the weights of `products` have too few rows to occupy the multiprocessors, the
@@ -114,8 +115,8 @@ def _splits(inner: int, programs: int) -> int:
 
 
 def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
-    """How many steps a product with adapters reads ahead: those of `tile`, or fewer if they would not fit the shared
-    memory, but at least 2.
+    """How many steps a product with adapters reads ahead: those of `tile`, or fewer if the buffers of all these steps
+    would not fit the shared memory, but at least 2. `_multiplied` calls it.
 
     Args:
       tile: how the product is divided among programs.

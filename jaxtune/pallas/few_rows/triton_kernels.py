@@ -27,7 +27,8 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 def _rows_of_b(b, rows, ranks, rank):
     """For product_kernel: loads rows of an adapter's B, to whose first row `b` points and which has `rank` columns, for
     the tensor cores: [rows, ranks], the numbers at the indices `rows` and `ranks`, with zeros in the columns `ranks`
-    that are negative or not below `rank`."""
+    that are negative or not below `rank`. In a gated product the columns of x A^T for gate come before those for up, so
+    that the indices for up are negative at gate's."""
     real = (ranks >= 0) & (ranks < rank)
     return tl.load(b + rows[:, None] * rank + ranks[None, :], mask=real[None, :], other=0.0)
 
