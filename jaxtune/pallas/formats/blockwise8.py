@@ -128,8 +128,8 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
     """Quantises values of any shape to eight bits, in float32 arithmetic with XLA's division, so codes may differ
     between devices. Returns (codes uint8[blocks, 256], absmax float32[blocks]); the values are flattened, and the last
     block is padded with zeros. A block whose largest magnitude is below the smallest normal float32, 2^-126, becomes
-    zeros; values that are not finite make their block meaningless. 8-bit Adam (pallas/adam8) stores its moments like
-    this.
+    zeros; values that are not finite make their block meaningless. 8-bit Adam stores its moments like this: its update
+    in plain JAX (pallas/adam8's plain_update) calls `encode`, and its kernel encodes by itself.
 
     Args:
       values: floating-point numbers, which must not be negative if not signed.
@@ -147,8 +147,8 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
 
 def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
     """Decodes what `encode` returned: float32[blocks, 256], for each code the map's value times its block's absmax,
-    which is the encoded value up to the error of quantisation. The padding of the last block is included. 8-bit Adam
-    reads its moments with it.
+    which is the encoded value up to the error of quantisation. The padding of the last block is included. 8-bit Adam's
+    update in plain JAX (plain_update) reads the moments with it; its kernel decodes them by itself.
 
     Args:
       codes: uint8[blocks, 256].
@@ -165,6 +165,6 @@ def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
 
 def in_blocks(values: jax.Array) -> jax.Array:
     """Flattens values of any shape and divides them into blocks of 256, the last padded with zeros: float32[blocks,
-    256]. `encode` and 8-bit Adam bring arrays into this form."""
+    256]. `encode` calls it, and 8-bit Adam's update in plain JAX (plain_update) for the gradient."""
     flat = values.astype(jnp.float32).reshape(-1)
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)

@@ -12,7 +12,8 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
     XLA's own division on an NVIDIA GPU (div.full.f32) may be off by two units in the last place; where x, y or the
     quotient is zero, subnormal or not finite, XLA's quotient is returned as it is, and may differ between devices.
     Formats of weights, GGUF's among them, and the rounding of activations to int8 divide with it when they encode, so
-    that their bytes do not depend on the device."""
+    that their bytes do not depend on the device; NVFP4 also divides scales by the tensor's scale with it when it is
+    decoded."""
     return _rounded_quotient(x, y, x / y)
 
 

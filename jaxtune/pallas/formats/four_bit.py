@@ -171,10 +171,10 @@ class FourBit(Stored):
 
     def cut(self, axis: int) -> int | None:
         """The number of consecutive indices along `axis` (counted from 0) that must stay in one part when the tensor is
-        divided over devices or written in pieces. Along the first axis it is the smallest number of indices whose
-        elements are whole blocks of 64, or, with double quantisation, whole groups of 256 blocks, which share a nested
-        absmax. None for every other axis: codes and absmax are flat and in row-major order, so a part along such an
-        axis would not be contiguous."""
+        divided over devices (Stored.divided). Along the first axis it is the smallest number of indices whose elements
+        are whole blocks of 64, or, with double quantisation, whole groups of 256 blocks, which share a nested absmax.
+        None for every other axis: codes and absmax are flat and in row-major order, so a part along such an axis would
+        not be contiguous. `piece` does not call it: it can cut groups, but not blocks."""
         row, whole = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
         return math.lcm(row, whole) // row if axis == 0 and row else None
 
@@ -349,7 +349,7 @@ class BitsAndBytes(Layout):
     codes = ".weight"
     codes_dtype = "U8"
     others = (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
-    raw = (".weight",)
+    raw = (".weight",)  # whatever dtype the header gives the codes, their bytes are read
     digests_pieces = True
     expert_note = (
         "experts in four bits are written as the linears of transformers 4, which jaxtune loads again and transformers "
@@ -358,8 +358,8 @@ class BitsAndBytes(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "bitsandbytes", and load_in_4bit, or where it is missing _load_in_4bit, is true. The loader and
-        the planner learn a checkpoint's format by it (Layout.recognises)."""
+        quant_method is "bitsandbytes", and load_in_4bit, or where it is missing _load_in_4bit, is true. The
+        planner learns a checkpoint's format by it; the loader finds weights by `claims` (Layout.recognises)."""
         four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(four_bit)
 

@@ -68,8 +68,8 @@ class FP8(Stored):
     # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
 
-    compute = "fp8"
-    scale_axes = (-1,)  # of weights that jaxtune encodes, which have a scale for each row
+    compute = "fp8"  # the value of model.compute with which products multiply the codes without decoding them
+    scale_axes = (-1,)  # of a scale for each row, as `encode` makes by default; `rescaled` allows no other
 
     @staticmethod
     @on_any_mesh
@@ -117,14 +117,15 @@ class FP8(Stored):
 
     def largest(self) -> jax.Array:
         """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
-        shape. Quantisation-aware training finds by it the weights that are clipped (Stored.largest)."""
+        shape. Quantisation-aware training with clipped gradients compares weights and activations with it
+        (Stored.largest)."""
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST)).decode("float32")
 
     def cut(self, axis: int) -> int | None:
         """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
-        devices or written in pieces, so that no block is cut: the block's size along `out` or `in`, and 1 along leading
-        axes. None means that the tensor cannot be divided along this axis, because one block spans all of it (`in` with
-        a scale for each row, both axes with one scale for the matrix)."""
+        devices (Stored.divided) or written in pieces (Stored.piece), so that no block is cut: the block's size along
+        `out` or `in`, and 1 along leading axes. None means that the tensor cannot be divided along this axis, because
+        one block spans all of it (`in` with a scale for each row, both axes with one scale for the matrix)."""
         axis = axis % self.ndim
         return 1 if axis < self.ndim - 2 else self.block[axis - self.ndim + 2]
 
@@ -167,7 +168,8 @@ class FP8(Stored):
     def scales_of_numbers(self) -> jax.Array:
         """The scale of each number of the tensor, float32, in a shape that broadcasts to [..., out, in]: [..., out, 1]
         with a scale for each row, [..., 1, 1] with one for the matrix, and [..., out, in], each scale repeated 128
-        times along both axes, with one for each 128 x 128 numbers. Encoding divides by it, and decoding multiplies."""
+        times along both axes, with one for each 128 x 128 numbers. Encoding divides by it, decoding multiplies, and
+        `_check_scales` finds by it the codes of each scale."""
         scales = self.scales.astype(jnp.float32)
         for axis, size in zip((-2, -1), self.block, strict=True):
             if size is not None and size > 1:
@@ -243,8 +245,8 @@ class FP8Files(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "fp8", or "compressed-tensors" with the format "float-quantized". The loader and the planner
-        learn a checkpoint's format by it (Layout.recognises)."""
+        quant_method is "fp8", or "compressed-tensors" with the format "float-quantized". The planner learns a
+        checkpoint's format by it; the loader finds weights by `claims` (Layout.recognises)."""
         method, kind = settings.get("quant_method"), settings.get("format")
         return method == "fp8" or (method == "compressed-tensors" and kind == "float-quantized")
 

@@ -78,7 +78,7 @@ class Int8(Stored):
     def cut(self, axis: int) -> int:
         """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
         devices or written in pieces: 1 along every axis, because a part of a row can be decoded by the scale of the
-        whole row."""
+        whole row. Stored.piece calls it; `divided` of this class does not."""
         return 1
 
     def rescaled(self, factor: np.ndarray) -> Int8:
@@ -89,7 +89,7 @@ class Int8(Stored):
 
     def largest(self) -> jax.Array:
         """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
-        shape. Quantisation-aware training finds by it the weights that are clipped (Stored.largest)."""
+        shape. Quantisation-aware training with clipped gradients compares weights with it (Stored.largest)."""
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, _LARGEST)).decode("float32")
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
@@ -115,8 +115,8 @@ class Int8(Stored):
 @jax.jit
 def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises an array [..., out, in] and returns (codes int8[..., out, in], absmax float32[..., out], the largest
-    magnitude of each row, after its numbers were rounded to float16 if none is beyond float16's range). It is the
-    jitted computation of Int8.encode."""
+    magnitude of each row). The numbers of a row are rounded to float16 first, if none of that row is beyond float16's
+    range. It is the jitted computation of Int8.encode."""
     exact = array.astype(jnp.float32)
     half = as_float16(exact)  # bitsandbytes quantises weights that were rounded so
     numbers = jnp.where(jnp.isfinite(half).all(-1, keepdims=True), half, exact)
@@ -145,8 +145,8 @@ class LLMInt8(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "bitsandbytes", and load_in_8bit, or where it is missing _load_in_8bit, is true. The loader and
-        the planner learn a checkpoint's format by it (Layout.recognises)."""
+        quant_method is "bitsandbytes", and load_in_8bit, or where it is missing _load_in_8bit, is true. The
+        planner learns a checkpoint's format by it; the loader finds weights by `claims` (Layout.recognises)."""
         eight_bit = settings.get("load_in_8bit", settings.get("_load_in_8bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(eight_bit)
 

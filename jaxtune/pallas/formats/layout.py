@@ -75,8 +75,8 @@ Headers = Mapping[str, Header]  # by key
 class FileTensor(NamedTuple):
     """A tensor that is to be written to a file: its shape and dtype, which the file's header needs before the values
     have been computed, and the function `of`, which returns the tensor's array later. Layout.tensors makes those of
-    quantised weights; jaxtune/models/files and jaxtune/export make those of other tensors. It has no name: the key of
-    the dictionary that has it names it."""
+    quantised weights, jaxtune/models/files those of plain ones, and jaxtune/export/w4a16.py those of its int4 codes and
+    scales. It has no name: the key of the dictionary that has it names it."""
 
     shape: tuple[int, ...]  # its dimensions
     dtype: np.dtype  # its dtype
@@ -86,8 +86,8 @@ class FileTensor(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The number of bytes of the tensor's data, from its shape and dtype, for the file's header and the division
-        into files."""
+        """The number of bytes of the tensor's data, from its shape and dtype. Sums of it decide how a checkpoint is
+        divided into files and whether the disk has room; the offsets in a file's header are computed without it."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
@@ -182,16 +182,16 @@ class Layout:
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a checkpoint's config.json, says that the weights are stored
-        in this layout. registry.weights_stored_in, which names a checkpoint's format for the loader and the planner,
-        asks the layouts in the order of FORMATS, leaving out those whose `families` lack the model type, and takes the
-        first that returns True; if none does, the checkpoint is refused. The tensors are found by `claims` alone. Each
-        layout implements it."""
+        in this layout. registry.weights_stored_in asks the layouts in the order of FORMATS, leaving out those whose
+        `families` lack the model type, and takes the first that returns True; if none does, the checkpoint is refused.
+        The planner learns a checkpoint's format by that. The loader finds the tensors, and so their format, by `claims`
+        alone, and only compares the two (quant.check_stored). Each layout implements it."""
         raise NotImplementedError
 
     def check(self, settings: Settings) -> None:
         """Raises ValueError, whose message names the key and its value, if `settings`, a quantization_config that
-        `recognises` accepts, has a setting that is not supported. The loader calls it before it reads any tensor.
-        Otherwise it returns nothing. By default every setting is accepted."""
+        `recognises` accepts, has a setting that is not supported. registry.weights_stored_in calls it, for plans and
+        before a checkpoint's tensors are read. Otherwise it returns nothing. By default every setting is accepted."""
 
     def key_of(self, name: str) -> tuple[str, str] | None:
         """Divides the name of a tensor in a file into (module, key): the key is the longest of `codes` and `others`
@@ -223,8 +223,8 @@ class Layout:
         raise NotImplementedError
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Stored:
-        """Makes the quantised weight, with numpy arrays as leaves, from the content of its tensors. Each layout
-        implements it. The loader of checkpoints calls it.
+        """Makes the quantised weight, with numpy arrays as leaves, from the content of its tensors; in a layout that is
+        `decoded_on_load` the leaves may be jax.Arrays. Each layout implements it. The loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned for the weight.
@@ -266,9 +266,10 @@ class Layout:
 
     def can_store(self, weight: Stored) -> bool:
         """Whether `weight` can be written in this layout; by default True. A format may have several layouts, such as
-        one for each program that writes it; they are asked in order, and the first that returns True is used; if none
-        does, Format.layout raises StopIteration. `weight` may have shapes (jax.ShapeDtypeStruct) in place of its
-        arrays, because files' headers are planned so; an override must not read their numbers."""
+        one for each program that writes it; Format.layout asks them in order and takes the first that returns True; if
+        none does, it raises StopIteration. The layouts of NVFP4 and that of gpt-oss override it. `weight` may have
+        shapes (jax.ShapeDtypeStruct) in place of its arrays, because files' headers are planned so; an override must
+        not read their numbers."""
         del weight
         return True
 
@@ -329,7 +330,7 @@ class Export:
     blocks. Of gpt-oss, MXFP4 stores the experts alone."""
 
     name: str  # the value of the command's option --to
-    title: str  # its description in the command's help
+    title: str  # its description in words; nothing prints it, because the command's help has a text of its own
     keeps: tuple[str, ...] = ()  # linears whose names end with one of these stay in the model's dtype
     # the reason with which a model with experts is refused; None: such a model is exported too
     without_experts: str | None = None

@@ -95,11 +95,11 @@ class MXFP4(Stored):
     @staticmethod
     def encode_activations(x: jax.Array) -> MXFP4:
         """Quantises activations x, float[..., n], n a multiple of 32, by compressed-tensors' rule for dynamic scales
-        (generate_mx_scales): a scale is a quarter of the power of two at or below the block's largest magnitude, or
-        half of it if that magnitude is at least 1.75 times the power. So the largest number is below 7 times its scale,
-        and is clipped to 6 times it at most. Numbers are rounded to nearest, ties to even. The scale of zeros, and of
-        numbers below 2^-124, is 2^-126, and none is above 2^125, so that no number becomes infinite.
-        Quantisation-aware training rounds activations so."""
+        (generate_mx_scales): with p the power of two at or below the block's largest magnitude, a scale is p/4, or p/2
+        if that magnitude is at least 1.75 p. So the largest number is below 7 times its scale, and is clipped to 6
+        times it at most. Numbers are rounded to nearest, ties to even. The scale of zeros, and of numbers below 2^-124,
+        is 2^-126, and none is above 2^125, so that no number becomes infinite. Quantisation-aware training rounds
+        activations so."""
         blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
         bits = jax.lax.bitcast_convert_type(jnp.abs(blocks).max(-1, keepdims=True), jnp.int32)
         # Adding a quarter of the mantissa's range changes the exponent where the mantissa is 1.75 or more.
@@ -125,20 +125,23 @@ class MXFP4(Stored):
 
     def cut(self, axis: int) -> int | None:
         """The number of consecutive indices along `axis` (not negative) that must stay in one part when the tensor is
-        divided over devices or written in pieces: 32 along the last axis, so that no block is cut, and 1 along the
-        others. It is never None: every axis can be divided."""
+        divided or written in pieces: 32 along the last axis, so that no block is cut, and 1 along the others. It is
+        never None: every axis can be divided. Exports that write experts as matrices call it (Stored.piece); no model
+        keeps weights in MXFP4, so none is divided over devices."""
         return BLOCK if axis == self.ndim - 1 else 1
 
     def largest(self) -> jax.Array:
         """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
-        shape. Quantisation-aware training finds by it the weights that are clipped (Stored.largest)."""
+        shape. Quantisation-aware training with clipped gradients compares weights and activations with it
+        (Stored.largest)."""
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
-        """Makes a weight of this shape in MXFP4 with random codes and scales, on which a kernel that decodes MXFP4 is
-        compared with the plain JAX implementation at its first use. draw: numpy's generator, from which the numbers
-        come. The method is not static only because other formats need the weight's options; nothing of this weight is
-        used."""
+        """Makes a weight of this shape in MXFP4 with random codes and scales, on which a kernel that decodes MXFP4
+        (of quant_matmul or grouped_matmul) is compared with the plain JAX implementation at its first use. No model
+        keeps weights in MXFP4, so this happens only in direct calls of these operations. draw: numpy's generator, from
+        which the numbers come. The method is not static only because other formats need the weight's options;
+        nothing of this weight is used."""
         codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
         scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // BLOCK))
         return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
@@ -168,8 +171,8 @@ class MXFP4(Stored):
 def to_e2m1(size: jax.Array) -> jax.Array:
     """Rounds magnitudes, `size` float32 of any shape and not negative, to the nearest number of e2m1, the four-bit
     float of MXFP4 and NVFP4, whose encoders call it. Returns these numbers in float32, not their codes. Above 6, the
-    largest number, they are rounded to multiples of 2, which callers clip. The numbers of e2m1 are 0.5 apart below 2, 1
-    apart below 4 and 2 apart above; ties go to the even code, as jnp.round has them."""
+    largest number, they are rounded to multiples of 2; callers clip to 6 before or afterwards. The numbers of e2m1 are
+    0.5 apart below 2, 1 apart below 4 and 2 apart above; ties go to the even code, as jnp.round has them."""
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     return jnp.round(size / step) * step
 
@@ -225,8 +228,8 @@ class Published(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "mxfp4". The loader and the planner learn by it that weights are decoded on loading
-        (Layout.recognises)."""
+        quant_method is "mxfp4". The planner learns by it that weights are decoded on loading; the loader finds weights
+        by `claims` (Layout.recognises)."""
         return settings.get("quant_method") == "mxfp4"
 
     def claims(self, tensors: Headers) -> bool:
@@ -259,9 +262,9 @@ class Published(Layout):
         return Found(name, tensors, (experts, groups * BLOCK, out_size))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
-        """Makes the quantised experts of a layer, an MXFP4 of the shape [E, out, in] with jax.Arrays as leaves, from
-        the content of their two tensors. The axes are in the checkpoint's order; `decoded` swaps them to the model's.
-        The loader of checkpoints calls it.
+        """Makes the quantised experts of a layer, an MXFP4 of the shape [E, out, in], from the content of their two
+        tensors. Its leaves are jax.Arrays, where other layouts have numpy arrays; the loader decodes it at once. The
+        axes are in the checkpoint's order; `decoded` swaps them to the model's. The loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned.
@@ -358,8 +361,8 @@ class CompressedTensors(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "compressed-tensors" and the format is "mxfp4-pack-quantized". The loader and the planner learn
-        by it that weights are decoded on loading (Layout.recognises)."""
+        quant_method is "compressed-tensors" and the format is "mxfp4-pack-quantized". The planner learns by it that
+        weights are decoded on loading; the loader finds weights by `claims` (Layout.recognises)."""
         return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "mxfp4-pack-quantized")
 
     def check(self, settings: Settings) -> None:
@@ -452,8 +455,8 @@ class CompressedTensors(Layout):
 
     def rounding_activations(self, config: Config) -> Config:
         """The entry quantization_config, `config`, for servers that round activations to MXFP4 too (compressed-tensors'
-        scheme MXFP4, W4A4), with dynamic scales of blocks of 32 numbers; `config` is not changed. An export of a model
-        that was trained with activations rounded to MXFP4 calls it."""
+        scheme MXFP4, W4A4), with dynamic scales of blocks of 32 numbers; `config` is not changed. The export
+        mxfp4-mxfp4 calls it, whether or not the model was trained with activations rounded to MXFP4."""
         said: Config = config["config_groups"]
         inputs = _NUMBER | {"dynamic": True}
         return config | {"config_groups": {name: group | {"input_activations": inputs} for name, group in said.items()}}
