@@ -452,7 +452,7 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
     Args:
       x: [tokens, in].
       weight: [out, in].
-      tile: use line_matmul with these tile sizes, for up to 16 tokens; only `line_refusal` (its check) and tests pass one.
+      tile: use line_matmul with these tile sizes, for up to 16 tokens; only the check of `line_refusal` and tests do.
         None: line_matmul if it was measured to be the fastest (`line_tile`), else row_matmul for one token if it can
         (`row_refusal`), else this module's kernel.
     """
