@@ -20,8 +20,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """A decorator for a public operation, which lets it run on any mesh: the mesh in force, or else that of its first
-    array that has one. The operation's arrays are the jax.Arrays among its arguments, also those in trees. Within
-    `function`, XLA decides how arrays are divided (all Explicit axes of the mesh become Auto).
+    array that has one; meshes of one device do not count. The operation's arrays are the jax.Arrays among its
+    arguments, also those in trees. Within `function`, XLA decides how arrays are divided (all Explicit axes of the mesh
+    become Auto).
 
     If the mesh has Explicit axes, the arguments are first made whole on every device. Each result gets the sharding of
     the operation's first array in its leading axes, as far as both have the same sizes; along all other axes, and if
@@ -54,8 +55,8 @@ def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) ->
 
 
 def _mesh(arrays: list[Any]) -> AbstractMesh | None:
-    """The mesh over which an operation's arrays are divided: the mesh in force, or else that of the first of `arrays`
-    that has one. None if neither has several devices."""
+    """The mesh over which an operation's arrays are divided: the mesh in force if it has several devices, or else the
+    mesh of the first of `arrays` whose mesh has several. None if there is no such mesh."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
     return next((mesh for mesh in meshes if not mesh.empty and mesh.size > 1), None)
 

@@ -19,7 +19,8 @@ def inline_mgpu(*, arg_types=(), return_type=None) -> Callable[[Callable], Calla
 
 
 def tiled(dtype, row_bytes: int = 128) -> tuple:
-    """The transforms argument of plgpu.SMEM for an array of `dtype` that tensor cores read from shared memory: tiles of
-    8 rows of row_bytes bytes (32, 64 or 128), swizzled over the memory banks. Returns (tiling, swizzle)."""
+    """The transforms argument of plgpu.SMEM for an array of `dtype` in the order in which tensor cores read shared
+    memory: tiles of 8 rows of row_bytes bytes (32, 64 or 128), swizzled over the memory banks. Returns (tiling,
+    swizzle). line_matmul.py uses it for codes that single lanes read, so that rows are in different banks."""
     tiling = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     return tiling, plgpu.SwizzleTransform(row_bytes)  # type: ignore[abstract]

@@ -58,7 +58,8 @@ def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 def _put(row: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
     """A copy of `row` with `values` at the indices `ids`; indices beyond the row are left out. It is called with arrays
     of B rows of t tokens, row [B, t, V], ids int[B, t, k] and values [B, t, k], and mapped over both (jax.vmap), so
-    that devices which divide the rows need not exchange anything. `_outcomes` and `_chunk` call it."""
+    that devices which divide the rows need not exchange anything. `_outcomes` takes the stored tokens out of the
+    bucket's logits with it, and `_chunk` puts their gradients among those of the bucket's tokens."""
     return row.at[ids].set(values, mode="drop")
 
 
@@ -75,7 +76,8 @@ def _outcomes(logits, ids, log_probs, size: int):
       (log-probabilities of the student's outcomes, float32[B, t, k + 1], the bucket last, NOTHING for an outcome that
         does not exist; the same of the teacher, whose bucket, if it exists, has at least the probability LEAST_REST;
         ids [B, t, k] with V in place of -1; float32[B, t, V], the student's log-probabilities of tokens within the
-        bucket, and about NOTHING at the stored tokens; without meaning where there is no bucket)
+        bucket, and about NOTHING at the stored tokens; without meaning where there is no bucket. `_chunk` divides the
+        bucket's gradient among its tokens by them, and uses them for nothing else)
     """
     there = ids >= 0
     ids = jnp.where(there, ids, logits.shape[-1])
@@ -123,7 +125,7 @@ def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperatur
 def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **options) -> Results:
     """Computes the divergences of all tokens, chunk by chunk, as `Results`: with the student's entropies and, if
     `gradients` is True, the gradients of the weighted sum of divergences with respect to hidden and head (else None).
-    linear_top_k_divergence passes it to `summed`.
+    linear_top_k_divergence passes it to `summed` (divergence.py), the sum with a custom derivative.
 
     hidden [B, T, D], head [V, D], weights float32[B, T] and teacher, (ids, log-probabilities) [B, T, k], are those of
     linear_top_k_divergence. chunk_length: the number of tokens of each row in a chunk. options: the keyword arguments

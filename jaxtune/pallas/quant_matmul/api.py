@@ -136,8 +136,9 @@ def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Ar
 @meshes.on_any_mesh
 def in_e4m3(x: jax.Array) -> FP8:
     """Rounds x [..., rows, width], bfloat16, float16 or float32, to e4m3, with one float32 scale for each row along the
-    last axis, as quant_matmul does before a product in FP8. Models store activations in this form for the backward, in
-    half the memory of 16 bits; the result's `decode` returns them, rounded, in x's dtype.
+    last axis, as quant_matmul does before a product in FP8. The stack of layers stores in this form, for the backward,
+    the activations that a residual plan places in "fp8" (an MLP's gate and up), in half the memory of 16 bits; the
+    result's `decode` returns them, rounded, in x's dtype.
 
     A row that is not finite makes only that row of the result not finite. If the decoded values are rounded again, the
     codes are the same.

@@ -56,7 +56,7 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
     """Chooses the sizes for a product of [rows, in_size] and [out_size, in_size]: the widest tile of 256, 192, 128 or
     64 columns (256 or 128 with `in_blocks`) whose columns divide out_size, with 128 rows. A step has 128 codes along K,
     or 64 if 128 does not divide in_size. As many steps are loaded ahead as shared memory has room for, at most 6 of 128
-    codes or 12 of 64. `band` keeps its default. `refusal` must have accepted the sizes.
+    codes or 12 of 64. `band` keeps its default. `refusal` must have accepted the sizes. `product` calls it.
 
     Args:
       in_size: K, the size of the axis that is summed over.
@@ -95,10 +95,10 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
 
 
 def filled_rank(rank: int) -> int | None:
-    """The number of columns to which the kernel pads an adapter's two operands with zeros: the smallest of 16, 32 and
-    64 that is at least `rank`, the adapter's. None if `rank` is more than 64, which the kernel refuses. A rank of 0
-    gives 16, which callers without an adapter do not use. `refusal` calls it, and the functions that pad operands for
-    this kernel or for that of fp8_triton.py."""
+    """The number of columns to which an adapter's two operands must be padded with zeros for the kernel: the smallest
+    of 16, 32 and 64 that is at least `rank`, the adapter's. None if `rank` is more than 64, which the kernel refuses. A
+    rank of 0 gives 16, which callers without an adapter do not use. `refusal` calls it, and so does
+    fp8_product.by_kernel, which pads the operands for this kernel and for that of fp8_triton.py."""
     return next((size for size in RANKS if rank <= size), None)
 
 

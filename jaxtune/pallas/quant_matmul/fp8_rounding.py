@@ -31,10 +31,11 @@ _VALUES_AT_ONCE = 8192  # numbers that a warpgroup reads at once, if rows are sh
 
 def _vector(widths: Sequence[int]) -> int | None:
     """The number of 16-bit values that a lane reads at once, 8 or 4. The 128 lanes of a warpgroup read 128 times as
-    many neighbouring values of a row. It is the largest number for which such runs divide rows of all these widths, or
-    else, if none does, the largest that divides the widths themselves; then the last run of a row overlaps the one
-    before, which stores the same values. None if one of the rows is shorter than 512, or its width no multiple of 4.
-    `refusal` and the kernel's body call it."""
+    many neighbouring values of a row, a run. It is the largest number for which runs divide rows of all these widths,
+    or else, if none does, the largest that divides the widths themselves and with which no row is shorter than a run
+    (1,024 values for 8, 512 for 4); then the last run of a row overlaps the one before, which stores the same values.
+    None if one of the rows is shorter than 512, or its width no multiple of 4. `refusal` and the kernel's body call
+    it."""
 
     def fits(width: int, vector: int) -> bool:
         return width >= _LANES * vector and width % vector == 0

@@ -1,7 +1,8 @@
 """The product of two arrays of e4m3 codes as a Triton kernel, for NVIDIA GPUs that multiply in FP8 (compute capability
 8.9 and later); the kernel of fp8_mosaic.py, for Hopper, is tried first. It has the options of that one: scales of rows
 or of 128 numbers, an adapter, and rows that are sorted by expert. For scales of rows quant_matmul uses it only on
-request, because it was not measured beside the vendor's product; grouped_matmul has no such rule.
+request, for one reason: it was not measured beside the vendor's product. grouped_matmul uses it for both kinds of
+scales without a request.
 
 `product` calls the kernel, and `refusal` says which products it supports. A program computes one tile of the output;
 programs are ordered in bands of rows. The kernel's body is in fp8_triton_kernels.py, which imports triton and is

@@ -19,9 +19,9 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
     BLOCK is the number of codes along INNER that share a scale, and then equals STEP; 0 means one scale for each row.
     x_scale is float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER /
     BLOCK]. If GROUPED is 1, rows are sorted by expert: w, side and w_scale have a leading axis of experts, e is the
-    expert of the tile's rows, tile_expert[tile of rows], and a tile of rows whose tile_sizes is 0 has no rows that are
-    multiplied. If it is 0, e is 0. Programs are numbered in bands of BAND tiles of rows. The grid has a program for
-    each tile.
+    expert of the tile's rows, tile_expert[tile of rows], and for a tile of rows whose tile_sizes is 0, codes are not
+    multiplied, but the output is stored all the same: zeros, as u is zero there. If GROUPED is 0, e is 0. Programs are
+    numbered in bands of BAND tiles of rows. The grid has a program for each tile.
     """
     ROW_TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     COLUMN_TILES: tl.constexpr = OUTER // COLUMNS

@@ -203,7 +203,8 @@ def _plan(rows: int, columns: int, tokens: int) -> _Plan:
     by what was fastest on an H200. For at most 4 tokens, if `columns` is a multiple of 1,024 from 2,048 on, warps read
     whole memory lines (15 % faster than half lines, but they take the registers that more tokens need); then a program
     has one warpgroup (7 % faster) if there are at least 528 tiles of 16 rows, four for each multiprocessor, else two.
-    All other products have half lines and two warpgroups. `_small_matmul` and `small_refusal` call it."""
+    All other products have half lines and two warpgroups. `_small_matmul` divides its work by it. `small_refusal` takes
+    from it the sizes of the small case of its first-use check, and no reason to refuse."""
     if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
         warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
         return _Plan(2, 8, warpgroups, 4 * 132 // warpgroups)
@@ -375,7 +376,7 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
     """Names the class of products of this number of tokens, 1 to 16, with a weight [out, in] of this shape that share a
     measurement, as a key of the table of measured tile sizes (tuning.py): for example "4096 x 4096, tokens=4". Tokens
     are rounded up to 1, 4, 8 or 16, so that four measurements for a shape are enough. `line_tile` reads the entry, and
-    benchmarks/kernels/quant_matmul.py --lines measures it."""
+    benchmarks/kernels/quant_matmul.py --lines measures and stores it."""
     rows, columns = weight.shape
     return f"{rows} x {columns}, tokens={next(n for n in (1, 4, 8, 16) if tokens <= n)}"
 
@@ -451,8 +452,9 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
     Args:
       x: [tokens, in].
       weight: [out, in].
-      tile: use line_matmul with these tile sizes, for up to 16 tokens. None: line_matmul if it was measured to be the
-        fastest (`line_tile`), else row_matmul for one token if it can (`row_refusal`), else this module's kernel.
+      tile: use line_matmul with these tile sizes, for up to 16 tokens; only the check of `line_refusal` and tests do.
+        None: line_matmul if it was measured to be the fastest (`line_tile`), else row_matmul for one token if it can
+        (`row_refusal`), else this module's kernel.
     """
     if x.shape[0] > MAX_TOKENS:
         return triton.few_matmul(x, weight)
@@ -466,7 +468,7 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
 def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.Array:
     """Multiplies one token x [1, in] by a weight [out, in], by row_matmul with at most `programs` programs: [1, out] in
     x's dtype. interpret: the parameters of Pallas' interpreter, or None on a GPU. It is jitted, so that a program
-    compiles it once for all weights of a shape."""
+    compiles it once for all weights of a shape. `small_matmul` calls it, and the check of `row_refusal`."""
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = absmax_operands(weight)
     return row_matmul.matmul(x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs)
@@ -476,7 +478,8 @@ def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.
 def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, interpret) -> jax.Array:
     """Multiplies x [tokens, in], at most 16 tokens, by a weight [out, in]: [tokens, out] in x's dtype. The kernel is
     line_matmul with the sizes of `tile`, or this module's if tile is None. interpret: the parameters of Pallas'
-    interpreter, or None on a GPU. It is jitted, so that a program compiles it once for all weights of a shape."""
+    interpreter, or None on a GPU. It is jitted, so that a program compiles it once for all weights of a shape.
+    `small_matmul` calls it, and the check of `small_refusal`."""
     tokens, columns = x.shape
     rows = weight.shape[0]
     plan = _plan(rows, columns, tokens)

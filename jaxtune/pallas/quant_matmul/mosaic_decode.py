@@ -49,8 +49,8 @@ def absmax_operands(weight: FourBit) -> list[jax.Array]:
 class Chunks:
     """How a weight is divided into chunks of consecutive numbers, and how a warpgroup decodes one of them. A kernel is
     compiled for these values. `decodes` says which weights are supported, and `of` chooses the chunks of a weight.
-    `operands` are the arrays that a kernel takes; within the kernel, `load` loads a chunk, and `values` decodes it. The
-    properties are sizes and register layouts of a chunk."""
+    `operands` are the arrays, in the GPU's memory, that a kernel takes; within the kernel, `load` loads a chunk, and
+    `values` decodes it. The properties are sizes and register layouts of a chunk."""
 
     # 1,024 numbers each, how many a chunk has; a power of two, so that a chunk's blocks are within one nested block
     lines: int

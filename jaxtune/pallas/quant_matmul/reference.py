@@ -29,7 +29,8 @@ from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 def refusal(weight: Stored, dtype) -> str | None:
     """Returns the reason why `dequantize` of this module cannot decode a weight to `dtype`: always None, because it can
-    decode all. mosaic.py and triton.py have a function of this name too, and api.implementations asks those two."""
+    decode all. mosaic.py and triton.py have a function of this name too; api.implementations asks only those two, and
+    nothing calls this one."""
     del weight, dtype
     return None
 
@@ -115,8 +116,10 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
         backward.
       kernels: the module whose dequantize, small_refusal and small_matmul decode weights and multiply few tokens: this
         one, mosaic.py or triton.py.
-      more: None, or the adapters' two thin operands, whose product over the same axes is added: (u [tokens, r], b [out,
-        r]) in the forward, (u [tokens, r], a [r, in]) in the backward.
+      more: None, or two thin operands, whose product over the same axes is added. In the forward they are those of this
+        weight's adapter, (u [tokens, r], b [out, r]). In the backward they are those of all adapters of the call, (u
+        [tokens, sum of ranks], a [sum of ranks, in]), and only the first product for the gradient of x gets them;
+        `_products_bwd` itself adds up the products of all weights.
       bias: float[columns of the result], or None.
     """
     call = (weight, x.dtype, x.shape[0])
@@ -147,7 +150,8 @@ def scaled(part, scale):
 def _parts(joined, loras):
     """Splits `joined` [n, sum of ranks] along its columns into one [n, r] for each adapter; a generator. loras: the
     adapters' pairs (a [r, in], b), in the same order. The forward and backward rules of `_products` split by it the
-    product of the tokens with the stacked A's (`_join`), and the backward also the gradient of these, transposed."""
+    product of the tokens with the stacked A's (`_join`), which is a residual, and the backward rule also the gradient
+    of the stacked A's, transposed."""
     at = 0
     for a, _ in loras:
         yield joined[:, at : at + a.shape[0]]
@@ -165,7 +169,8 @@ def _join(loras, dtype):
 def _products(x, source, weights, loras, biases, static):
     """The outputs of all weights, a tuple of [tokens, out_i], from x [tokens, in], with adapters and biases: x W^T +
     scale (x A^T) B^T + bias for each weight, in x's dtype. Its custom derivative decodes quantised weights again in the
-    backward instead of keeping decoded ones. `matmul` calls it, and applies row scales to the outputs.
+    backward instead of keeping decoded ones. `matmul` calls it, applies row scales to the outputs, and adds the bias of
+    an output with a row scale after that, so this function gets None for it.
 
     Args:
       x: [tokens, in].
@@ -289,9 +294,9 @@ def dropout(x, rate, key, part: jax.Array | int = 0):
       x: the adapters' input.
       rate: from 0 to below 1, rounded to 2^-16.
       key: of jax.random.
-      part: int32[]. If x is one of several equal runs of rows of a larger array (the tokens of one device), the number
-        of the run, from 0. The mask is that of the larger array, so that the mask of a token does not depend on how
-        tokens are divided over devices.
+      part: int32[]. If x is one of several equal contiguous runs of rows of a larger array (the tokens of the batch's
+        rows that one device has), the number of the run, from 0. The mask is that part of the larger array's mask, so
+        that the mask of a token does not depend on how many devices share the batch's rows.
     """
     keep = draws.mask(key, x.shape, rate, part)
     return jnp.where(keep, x.astype(jnp.float32) / (1.0 - rate), 0).astype(x.dtype)

@@ -128,9 +128,9 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 
 def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: int, dtype):
     """Multiplies a chunk by the token, on the tensor cores. Each warp sets partial[place, warp], float32[8, 2], to the
-    sums of its pair of rows over its slice: one for each quad (four neighbouring lanes) and row of the pair.
-    `store_sums` adds them up. The call must come after lanes.wait_for_chunk for the slot, and after a barrier that
-    follows the filling of table and map.
+    sums of its pair of rows over its slice: one for each quad (four neighbouring lanes) and row of the pair. Warps from
+    number pairs x slices on have no slice, and set nothing. `store_sums` adds the sums up. The call must come after
+    lanes.wait_for_chunk for the slot, and after a barrier that follows the filling of table and map.
 
     Args:
       x: from own_x.
