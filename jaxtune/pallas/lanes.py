@@ -95,8 +95,8 @@ def ir_address(ref, index, element):
 
 
 def ir_load(ref, index, element, result=None):
-    """Loads from the address `ir_address(ref, index, element)`, with the MLIR type `result`: for example a vector, to
-    load several neighbouring elements at once. If `result` is None, it loads one value of type `element`."""
+    """Loads from the address `ir_address(ref, index, element)`, with the MLIR type `result`: for example a vector, for
+    several neighbouring elements at once; None: `element`. Tables, codes, scales and sums are read so, but not x."""
     return llvm.load(result or element, ir_address(ref, index, element))
 
 
