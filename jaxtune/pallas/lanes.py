@@ -5,9 +5,10 @@
 its decoding table into shared memory (adam8's kernel uses it too), `absmax_share` and `keep_scales` its scales;
 `x_fragments` loads x, `small_product` multiplies (by `ir_products`), and `store_sums` adds up the results. Others use
 `fill_table`, `warpgroup_barrier`, `store_chunk`, `copies_see_stores`, and, in adam8 and row_matmul.py, asynchronous
-copies to shared memory: `begin_barriers`, `program_barrier`, `copy_chunk` and `wait_for_chunk`. Those are called by all
+copies to shared memory: `begin_barriers`, `program_barrier`, `copy_chunk` and `wait_for_chunk`. These are called by all
 threads of a warpgroup unless they name others. Functions named ir_... are called within PTX bodies, and take and return
-MLIR values. Pallas' interpreter runs none of this, so the kernels do the same in jnp when interpreted.
+MLIR values; the files *_lanes.py of adam8, quant_matmul and decode_attention, and grouped_matmul/gather.py, have more
+functions made of them. Pallas' interpreter runs none of this, so the kernels do the same in jnp when interpreted.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def ir_address(ref, index, element):
 
 
 def ir_load(ref, index, element, result=None):
-    """Loads from the address `ir_address(ref, index, element)`, with the MLIR type `result`: for example a vector, to
-    load several neighbouring elements at once. If `result` is None, it loads one value of type `element`."""
+    """Loads from the address `ir_address(ref, index, element)`, with the MLIR type `result`: for example a vector, for
+    several neighbouring elements at once; None: `element`. Tables, codes, scales and sums are read so, but not x."""
     return llvm.load(result or element, ir_address(ref, index, element))
 
 
@@ -126,10 +127,8 @@ def _signed(word: int) -> int:
 def _entries(table: bytes, word):
     """For `table_values`: looks up the eight 4-bit codes in `word` (an MLIR int32) in a table of 16 float32 values:
     returns a list of eight MLIR float32 values, that of the lowest four bits first. table: the 64 bytes of the values.
-
     It uses byte permutations, and neither memory nor other lanes: one permutation looks up four codes in a table of
-    eight bytes, so it is done for each of the four bytes of an entry and for both halves of the table.
-    """
+    eight bytes, so it is done for each of the four bytes of an entry and for both halves of the table."""
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
     index, upper = arith.andi(word, ir_const(0x77777777)), arith.andi(ir_shift_right(word, 3), ir_const(0x11111111))
@@ -606,7 +605,8 @@ def copies_see_stores():
 
 def ir_chunk(ref, number, size: int, element):
     """A pointer to the beginning of chunk `number` (an MLIR int32) of ref, which is taken as a flat array of the MLIR
-    type `element`; a chunk has `size` elements. The offset is computed in 64 bits, without overflow."""
+    type `element`; a chunk has `size` elements. The offset is computed in 64 bits, without overflow. `copy_chunk` calls
+    it, and so do the loads and stores of chunks in adam_lanes.py and decode_attention; `store_chunk` here does not."""
     return utils.getelementptr(utils.memref_ptr(ref), [number], ir.Type.parse(f"!llvm.array<{size} x {element}>"))
 
 

@@ -4,7 +4,7 @@ which computes it from the experts' numbers of rows.
 A tile of rows then belongs to one expert, whatever the sizes of the groups: kernels need no masks and store whole
 tiles, and the rows of an expert are contracted tile by tile. The price is half a tile of empty rows per expert on
 average, which are zero; kernels skip the tiles at the end that no expert needs. `divided` is a division of integers of
-which XLA makes few operations; the sort of routing uses it too.
+which XLA makes few operations; routing finds the tokens of rows by it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _first_tiles(sizes, tile_rows):
 
 def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Groups:
     """Makes the layout of rows that are sorted by expert, from the numbers of rows that experts have. The sort of
-    routing.route calls it, and so do the tuner and the checks of kernels, for rows of their own.
+    routing.route calls it, and so do the tuner and the checks of kernels, for rows of their own, and `jaxtune info
+    --kernels`.
 
     Args:
       sizes: int32[E], the number of each expert's rows.

@@ -90,8 +90,8 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None: no Hopper
     GPU (Pallas' interpreter needs none), another dtype than bfloat16 and float16, tiles of other than 128 rows, or a
     size that is no multiple of 64. It runs no check of the kernel's results; first_use.refusal does. Both sizes must
-    fit, because the forward sums over one and the gradient of the rows over the other. `implementations` and
-    `fills_adapters` of api.py call it.
+    fit, because the forward sums over one and the gradient of the rows over the other. `implementations` of api.py
+    calls it, and so does `fills_adapters`, which tells samplers whether the kernel would pad their adapters.
 
     Args:
       dtype: of the rows.
@@ -171,7 +171,8 @@ def _kernel(
     packed: int,
 ):
     """The kernel's body: out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert of each tile]; W and
-    L are [E, N, K] and [E, N, R] (`contract` 2), or [E, K, N] and [E, R, N] (`contract` 1).
+    L are [E, N, K] and [E, N, R] (`contract` 2), or [E, K, N] and [E, R, N] (`contract` 1). `product` launches it, for
+    whole weights and for one side of an adapter (`thin`).
 
     Args:
       x_ref: the sorted rows, or the tokens [T, K] if they are `gathered`.

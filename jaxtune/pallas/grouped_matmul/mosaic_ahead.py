@@ -54,9 +54,9 @@ _AHEAD = 1  # chunks that are loaded while one is decoded; two were no faster
 
 def refusal(weight: Stored) -> str | None:
     """The reason why `weight` [E, ., .], a quantised weight, cannot be decoded by the kernel that multiplies, or None.
-    The reason is its format, or that an expert's matrix has not a multiple of 1,024 numbers, of which decoding takes
-    whole chunks. It does not ask which GPU there is, or for the sizes of the product; mosaic.refusal does.
-    `implementations` of api.py asks both."""
+    The reason is its format (Chunks.decodes), also an NVFP4 weight with more than one tensor scale, or that an expert's
+    matrix has not a multiple of 1,024 numbers, of which decoding takes whole chunks. It does not ask which GPU there
+    is, or for the sizes of the product; mosaic.refusal does. `implementations` of api.py asks both."""
     if not Chunks.decodes(weight):
         return f"a weight in {type(weight).__name__}"
     whole = weight.size // weight.shape[0]
@@ -144,7 +144,8 @@ class Decoder:
 
     def wait(self, ready, expert, programs: int):
         """Makes the loading warpgroup wait until all programs have decoded their chunks of an expert's weight, which it
-        can then load by TMA.
+        can then load by TMA. The kernel calls it before the loads of every tile of the output that has an expert, also
+        if the tile before had the same one; once the weight is decoded, it returns at once.
 
         Args:
           ready: the semaphores, from `semaphores`.

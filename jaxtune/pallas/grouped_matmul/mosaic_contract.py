@@ -339,8 +339,8 @@ def _weight_kernel(
 def _weight_columns(size: int, dtype) -> int:
     """The columns of an item of a weight's gradient: those with which the fewest columns are multiplied twice, as the
     last tile overlaps the one before; of equal ones the widest. Fewer than 192 are chosen only if the right side has
-    fewer columns. size: the columns of the right side, a multiple of 64. dtype: of the result, whose bytes limit the
-    choice. `weight_gradient` calls it."""
+    fewer columns. size: the columns of the right side, a multiple of 64. dtype: of the result. A tile of the result
+    takes shared memory, so it has at most 256 columns in 16 bits and 192 in float32. `weight_gradient` calls it."""
     fitting = [columns for columns in _WEIGHT_STAGES[jnp.dtype(dtype).itemsize] if columns <= size]
     wide = [columns for columns in fitting if columns >= _NARROW] or fitting[:1]
     return min(wide, key=lambda columns: -(-size // columns) * columns)
@@ -384,9 +384,9 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
 def refusal(dtype) -> str | None:
     """The reason why this GPU must not run contract_rows with arrays of this dtype, or None. The first call for a dtype
     compares the kernel with plain JAX on small cases (dispatch.first_use), unless a pass is stored in the user's cache;
-    a difference or an error is the reason. Without a GPU nothing is compared, and the result is None. The function does
-    not ask which GPU there is: the backward of grouped_matmul calls it only where a Mosaic kernel multiplies
-    already."""
+    a difference or an error is the reason. The result is also None where nothing is compared in the call: without a
+    GPU, and while a run's programs are built, when dispatch.first_use only queues the check. The function does not ask
+    which GPU there is: the backward of grouped_matmul calls it only where a Mosaic kernel multiplies already."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
@@ -414,9 +414,10 @@ def refusal(dtype) -> str | None:
 def weight_refusal(dtype, weight_dtype) -> str | None:
     """The reason why this GPU must not run weight_gradient with rows of `dtype` and a result in `weight_dtype`, or
     None: a weight_dtype other than bfloat16, float16 and float32, or what the comparison with plain JAX on small cases
-    finds at the first call for these dtypes (dispatch.first_use). Without a GPU nothing is compared. The function asks
-    neither which GPU there is nor for the dtype of the rows: the backward of grouped_matmul calls it only where a
-    Mosaic kernel multiplies already."""
+    finds at the first call for these dtypes (dispatch.first_use). Without a GPU nothing is compared, and while a run's
+    programs are built the check is only queued; the result is then None for these dtypes. The function asks neither
+    which GPU there is nor for the dtype of the rows: the backward of grouped_matmul calls it only where a Mosaic kernel
+    multiplies already."""
     given, wanted = jnp.dtype(dtype), jnp.dtype(weight_dtype)
     if wanted not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"gradients in {wanted.name}"

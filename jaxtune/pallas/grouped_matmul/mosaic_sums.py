@@ -67,7 +67,8 @@ def refusal() -> str | None:
     """Returns the reason, in words, why the kernel must not be used on this GPU, or None if it may be used. The GPU is
     refused if it is no Hopper (Pallas' interpreter needs none), or if the kernel fails on a small case or its sums
     differ there from those of reference.per_expert; the two are compared at the first call (dispatch.first_use). Where
-    there is no GPU, as in the interpreter's tests, nothing is compared. `per_expert` calls it."""
+    there is no GPU, as in the interpreter's tests, nothing is compared, and while a run's programs are built the check
+    is only queued; the result is then None. `per_expert` calls it."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
 

@@ -35,8 +35,8 @@ def tune(
     """Times candidates for the block sizes of the grouped product (rows times the weights of their experts) on balanced
     groups, in the forward and for dx, the gradient of the rows. It does so for the shapes in SHAPES, with weights in
     `dtype` and in NF4, without adapters, and stores the fastest sizes of each, which later calls on this kind of GPU
-    use if they are in the user's cache (tuning.py). It needs a Hopper GPU; the command `jaxtune tune grouped_matmul`
-    calls it.
+    use if they are in the user's cache (tuning.py). A candidate that does not run, or whose result differs from the
+    first one's, is skipped. It needs a Hopper GPU; the command `jaxtune tune grouped_matmul` calls it.
 
     Args:
       dtype: of the operands.

@@ -3,7 +3,7 @@ public functions, with their derivatives. The logits of a chunk of tokens exist 
 
 `linear_cross_entropy` returns the sum of the tokens' losses, and `linear_token_losses` the loss of each token;
 `linear_log_probs` returns log-probabilities and entropies. `chunk_length` says how many tokens of each row are in a
-chunk, also to the memory planner, and `implementations` is for `jaxtune info`.
+chunk, also to the memory planner, and `implementations` is for `jaxtune info --kernels`.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def linear_log_probs(
 
     The logits are those of linear_cross_entropy, with soft cap and scale. A sampler that draws at this temperature,
     without filters such as top-p, draws from this distribution, so policy gradients need its log-probabilities.
-    Training by rewards (train/objectives/policy.py) calls it.
+    Training by rewards (train/objectives/policy.py) gets them from it, through train/program/loss.py.
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere.
@@ -371,6 +371,6 @@ def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
 
 def implementations() -> dispatch.Table:
     """The table of implementations, {name: a function that returns why it refuses the call, or None}. There is one,
-    which supports every call, so linear_cross_entropy does not use the table. It exists for `jaxtune info`, which lists
-    the implementations of operations."""
+    which supports every call, so linear_cross_entropy does not use the table. It exists for `jaxtune info --kernels`,
+    which lists the implementations of operations."""
     return {"reference": lambda: None}

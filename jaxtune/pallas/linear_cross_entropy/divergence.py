@@ -41,7 +41,8 @@ def length_of_chunks(hidden: jax.Array, vocab_size: int, chunk_tokens: int | Non
     """The number of tokens of each row of `hidden` [B, T, D] in a chunk of at most chunk_tokens tokens of all rows, but
     at least one of each, as `chunk_length` chooses it. A chunk_tokens of None stands for as many tokens as have
     CHUNK_LOGITS logits in two arrays, each with vocab_size logits a token: those of two models here, and in top_k.py
-    the student's and those of its bucket. linear_divergence and the functions of top_k.py call it."""
+    the student's and a copy of them for the bucket, in which the stored tokens are masked. linear_divergence and the
+    functions of top_k.py call it, also linear_top_k, which has no bucket."""
     rows, length, _ = hidden.shape
     return chunk_length(rows, length, chunk_tokens or max(1, CHUNK_LOGITS // 2 // vocab_size))
 
@@ -134,7 +135,7 @@ def summed(forward, hidden, head, teacher, weights, static):
     """(sum of weights * divergences float32[], divergences float32[B, T], entropies of the student float32[B, T]), for
     linear_divergence and linear_top_k_divergence. The first has a custom derivative with respect to hidden, head and
     weights, whose forward rule computes the gradients, because the logits exist only there; gradients of the other two
-    are ignored.
+    are ignored. Distillation reports the entropies; only tests read the second result.
 
     Args:
       forward: computes the divergences of all tokens as `Results`, as `_forward` does: it takes the next four

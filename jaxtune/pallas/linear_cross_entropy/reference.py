@@ -137,7 +137,8 @@ def _chunk(
       targets: int[B, t], the token after each token.
       weights: float32[B, t], the factors of the losses in the sum whose gradients are computed.
       entropy_weights: float32[B, t], the factors of the entropies in the sum whose gradients are computed, or None if
-        the entropies have no gradient. They count only with `entropies`, and need a z_loss of 0.
+        the entropies have no gradient. They count only with `entropies`, and z_loss must be 0: otherwise the entropies'
+        gradient is wrong, without an error.
       gradients: whether the gradients are computed; otherwise dhidden and dhead are None.
       entropies: whether the entropies are computed; otherwise they are None.
       size: the number of tokens in the vocabulary; `head` may have more rows.
@@ -192,7 +193,7 @@ def forward(
         Otherwise both are None. dhead is also None if the option head_gradient is False.
       entropies: whether the entropies are computed; otherwise they are None.
       entropy_weights: float32[B, T], the factors of the entropies in that sum; None: they have no gradient. They count
-        only with `entropies`, and need a z_loss of 0.
+        only with `entropies`, and z_loss must be 0, as linear_log_probs passes it; this is not checked.
       options: logit_scale, soft_cap (or None) and temperature of the logits; label_smoothing and z_loss of the losses;
         head_gradient, whether dhead is computed.
     """
