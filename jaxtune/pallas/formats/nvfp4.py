@@ -2,7 +2,7 @@
 
 A number is TABLE[code] times the scale of its block, divided by the tensor's scale (compressed-tensors, whose files
 contain 448 * 6 / the largest magnitude) or multiplied by it (nvidia-modelopt, whose files contain the inverse). The
-scale is kept as the file has it, so that a file is written again byte for byte.
+scale is kept as the file has it, so that a weight is written again byte for byte.
 
 NVFP4 is the class of weights, with `encode` (weights) and `encode_activations`; `global_scale` computes a tensor's
 scale for both. CompressedTensors and ModelOpt, whose base is _Files, describe the two kinds of checkpoints; FORMAT
@@ -169,7 +169,8 @@ class NVFP4(Stored):
 
     def largest(self) -> jax.Array:
         """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
-        shape. Quantisation-aware training finds by it the weights that are clipped (Stored.largest)."""
+        shape. Quantisation-aware training that clips gradients finds by it the weights and activations beyond their
+        range, which get no gradient (Stored.largest)."""
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
@@ -307,7 +308,8 @@ class _Files(Layout):
 
     `others` are, in this order, the keys of the scales of blocks, of the tensor's scale, and of the scale of
     activations, which may be missing. Further keys are those of scales of FP8 key/value caches: `describe` checks their
-    headers, and their content is not used.
+    headers, and their content enters the digest of the base model (`digested`), but not the weight, so that no file is
+    written with them.
     """
 
     divides: bool  # whether files in this layout have tensor scales by which scales are divided (NVFP4.divides)
@@ -460,8 +462,9 @@ class ModelOpt(_Files):
     """The layout of nvidia-modelopt's export for Hugging Face (`quant_method: modelopt`, `quant_algo: NVFP4`).
 
     The tensors are `X.weight` uint8[out, in / 2], `X.weight_scale` e4m3[out, in / 16], `X.weight_scale_2` float32[], by
-    which scales are multiplied, and, if activations are quantised too, `X.input_scale` float32[]. The attributes and
-    methods are explained in Layout.
+    which scales are multiplied, and, if activations are quantised too, `X.input_scale` float32[]. Files may also have
+    `X.k_scale` and `X.v_scale`, for FP8 key/value caches, which jaxtune does not use and does not write again. The
+    attributes and methods are explained in Layout.
     """
 
     title = "NVFP4 of nvidia-modelopt"

@@ -22,13 +22,12 @@ class Stored:
 
     A format is a frozen dataclass with `shape`, `dtype_name`, `problem` (why the arrays do not fit each other), `cut`
     (how many consecutive indices may not be separated) and `_decode` (the decoded array), and with `encode` if jaxtune
-    quantises weights to it. The other methods have defaults for arrays whose first axes are those of the tensor:
+    quantises weights to it. Most other methods have defaults, for arrays whose first axes are those of the tensor:
     `divided` says how the tensor is divided over devices; `joined` and `piece` make a tensor of experts from matrices
     that files have one by one, and cut one out; `random_like` and `kind` are for the check of a kernel at its first
-    use; `product_time` and `decoded_share` are for the planner's forecasts. `rescaled`, `with_input_scale` and
-    `largest` are for quantisation-aware training and the export of its models; they have no defaults, and a format
-    implements those that it needs. Code that needs the numbers calls `decode`, which checks the arrays before
-    `_decode`.
+    use; `product_time` and `decoded_share` are for the planner's forecasts. Without defaults are `rescaled`,
+    `with_input_scale` and `largest`, for quantisation-aware training and the export of its models; a format implements
+    those that it needs. Code that needs the numbers calls `decode`, which checks the arrays before `_decode`.
     """
 
     shape: tuple[int, ...]  # of the decoded tensor
@@ -65,7 +64,8 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the arrays that are stored, codes and scales and, for some formats, tables."""
+        """The number of bytes of the arrays that are stored, codes and scales and, for some formats, tables. Tests read
+        it; the planner counts bytes from the shapes of the leaves (planning/sizes.py)."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     @staticmethod
@@ -150,8 +150,9 @@ class Stored:
 
     def largest(self) -> jax.Array:
         """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
-        shape. Quantisation-aware training compares weights with it to find those that are clipped. Formats that it
-        rounds to implement it; others raise NotImplementedError."""
+        shape. Quantisation-aware training that clips gradients compares weights, and activations that it encoded, with
+        it: those beyond it get no gradient. Formats that it rounds to implement it; others raise NotImplementedError.
+        """
         raise NotImplementedError
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> Stored:
@@ -171,7 +172,8 @@ class Stored:
     def product_time(self, as_stored: bool, device: str) -> float:
         """The measured time of a product of many tokens with this weight, as a multiple of the time of a 16-bit
         product. By default it is 1, for formats that are decoded, because decoding is counted separately
-        (`decoded_share`). The planner forecasts the time of a step with it.
+        (`decoded_share`). Only FP8, the one format with `compute`, implements it. The planner forecasts the time of a
+        step with it.
 
         Args:
           as_stored: True: the product uses the format without decoding it, by a kernel for it (`compute`). False: the
@@ -183,8 +185,8 @@ class Stored:
 
     def decoded_share(self, as_stored: bool) -> float:
         """How many times a product in one direction, forward or backward, on average of both, writes the decoded
-        tensor, or a copy of it, to memory: by default 1, because each product decodes the weight again. The planner
-        forecasts the time of a step with it.
+        tensor, or a copy of it, to memory: by default 1, because each product decodes the weight again. Only FP8, the
+        one format with `compute`, implements it. The planner forecasts the time of a step with it.
 
         as_stored: True: the products use the format without decoding it, by a kernel for it (`compute`). False: they
         decode it.

@@ -49,10 +49,11 @@ _MOSAIC = ("mosaic", _AHEAD)  # their kernels also multiply by an adapter's A an
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupedLora:
-    """The LoRA adapters of all experts of a layer: for each expert's weight [out, in] the addition scale * b a. It is
-    not added to the weight: rows are multiplied by the transposed `a`, and the result, which has r columns (the rank),
-    by the transposed `b`. A layer of experts makes it from its parameters for the products of jaxtune.pallas.routing,
-    which are grouped products too, and samplers for those of jaxtune.pallas.few_rows."""
+    """The LoRA adapters of one projection of all experts of a layer, such as down: for each expert's weight [out, in]
+    the addition scale * b a. It is not added to the weight: rows are multiplied by the transposed `a`, and the result,
+    which has r columns (the rank), by the transposed `b`. A layer of experts makes it from its parameters for the
+    products of jaxtune.pallas.routing, which are grouped products too, and samplers for those of
+    jaxtune.pallas.few_rows."""
 
     a: jax.Array  # [E, r, in]; cast to the dtype of the rows on use
     b: jax.Array  # [E, out, r]; cast to the dtype of the rows on use
@@ -108,7 +109,7 @@ def implementations(
       weight: the weight if it is quantised and may be decoded while it is multiplied; None: it is an array, or is
         multiplied in FP8 as it is stored, and the table has no "mosaic_ahead", unless the caller requests that.
       implementation: the name that the caller requests, or None. On several devices "mosaic_ahead" is only used on
-        request.
+        request, because it is not proved that its programs cannot hang beside NCCL's kernels.
     """
 
     refused = functools.partial(mosaic.refusal, dtype, in_size, out_size, groups.tile_rows)
@@ -217,7 +218,8 @@ def _contracted(thin, wide, groups, rank, implementation, tokens):
 def _weight_gradient(left, right, groups, dtype, implementation):
     """The gradient of a weight that is an array: [E, p, q] in `dtype`, which is left^T right, summed over the rows of
     each expert. A Mosaic kernel computes it if `implementation` is a Mosaic one and the kernel passes its check on this
-    GPU; otherwise plain JAX adds it up tile by tile.
+    GPU; otherwise plain JAX does: if p and q are above 256, it adds up the tiles one by one, and else it stores the
+    products of all tiles first (reference.contract_rows).
 
     Args:
       left, right: [rows, p] and [rows, q], sorted by expert: for a weight [E, in, out] the rows x and the gradients of

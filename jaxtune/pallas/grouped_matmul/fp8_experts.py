@@ -96,8 +96,8 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 
 def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
     """Rounds rows of x to FP8 in plain JAX. Returns (codes e4m3[rows, K], float32 scales by which the codes are
-    multiplied again, [rows, 1], or [rows, ceil(K / 128)] with `blocks`). `_by_reference` calls it, and `_by_kernel`
-    where the kernel of fp8_rounding.py does not round.
+    multiplied again, [rows, 1], or [rows, ceil(K / 128)] with `blocks`). `_by_reference` calls it, and so does
+    `_by_kernel` for the kernel "triton", on any GPU, and with `blocks`; else the kernel of fp8_rounding.py rounds.
 
     Args:
       x: the sorted rows [rows, K], or [T, K] with `tokens`.
@@ -115,10 +115,11 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
 
 
 def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, plain: Callable = reference.product):
-    """The grouped product in FP8 in plain JAX: used if no FP8 kernel supports the call, and compared with such a kernel
-    at its first use. Rows are rounded to FP8 all the same, and their decoded values, in x's dtype, are multiplied by
-    the weight's, so that the results, [rows, n] in x's dtype, differ from those
-    of the kernels only by the rounding to that dtype. It is slower than they are.
+    """The grouped product in FP8 in plain JAX: used if no FP8 kernel supports the call or "reference" is requested, and
+    compared with such a kernel at its first use. Rows are rounded to FP8 all the same, and their decoded values, in x's
+    dtype, are multiplied by the decoded weight, or by its codes alone if its scales are factors of the rows
+    (`_scales`). The results, [rows, n] in x's dtype, differ from those of the kernels only by the rounding to that
+    dtype. It is slower than they are.
 
     Args:
       x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.
