@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import shutil
@@ -57,14 +58,19 @@ hypothesis.settings.register_profile("deep", deadline=None, max_examples=3000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "jaxtune"))
 
 
+_imported = contextlib.ExitStack()
+
+
 def pytest_collection_finish():
     """What is imported stays: the garbage collector need not look through it again and again (a tenth of the time)."""
-    gc.freeze()
+    from jaxtune.system.heap import frozen_heap
+
+    _imported.enter_context(frozen_heap())
     gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # or libraries say at the end that they were not tidied up
+    _imported.close()  # or libraries say at the end that they were not tidied up
 
 
 @pytest.fixture(scope="session", autouse=True)

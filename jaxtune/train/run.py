@@ -1,6 +1,6 @@
 """The training loop: `Run`, which Trainer makes, makes the steps of a run, and the evaluations, saves and calls of
 callbacks between them.
-`_StepRows` loads each step's rows, ahead where they are known, `_frozen_heap` spares the steps long garbage
+`_StepRows` loads each step's rows, ahead where they are known, `frozen_heap` spares the steps long garbage
 collections, and `Profile` says which steps are traced. `is_evaluation_due` and `rows_identity` say whether a resumed
 run lacks an evaluation; `_evaluated_steps` reads from metrics.jsonl which ones it has."""
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.profile import capture
 from jaxtune.system import processes
+from jaxtune.system.heap import frozen_heap
 from jaxtune.train.answer_metrics import SAMPLES, Answered, AnswerMetrics
 from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
@@ -143,27 +143,6 @@ class _StepRows:
             self._loading = step, self._pool.submit(self._engine.load_step, step)
 
 
-# Python freezes some hundred objects of its own when it starts; a caller who freezes has frozen far more.
-_FROZEN_BY_PYTHON = 2_000
-
-
-@contextlib.contextmanager
-def _frozen_heap():
-    """A context for the steps of a run (`Run.steps`) in which garbage collections do not visit the objects that exist
-    when it begins, after one full collection (gc.freeze, and gc.unfreeze at the end). After a run has compiled its
-    programs these are several hundred thousand, nearly all of which live as long as the run, and a full collection in
-    the middle of a step would visit each of them. It does nothing if the caller has frozen objects already."""
-    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The training loop of one process, and the objects that it works with: `steps` makes the steps, `evaluate` one
@@ -224,7 +203,7 @@ class Run:
         remedy = "the same command continues from the last save; a smaller memory.budget_gb leaves more for fragments"
         with (
             saver.guarded(),
-            _frozen_heap(),
+            frozen_heap(),
             phase("step", remedy),
             ThreadPoolExecutor(1, "batches") as pool,
             contextlib.ExitStack() as trace,

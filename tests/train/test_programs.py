@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxtune.pallas import dispatch
+from jaxtune.system import heap
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.trainer import Trainer
@@ -45,8 +46,9 @@ def test_checks_that_a_program_asks_for_begin_before_it_is_compiled(engine, monk
     assert collected == [False] and gc.isenabled()
 
 
-def test_collections_visit_nothing_that_is_older_than_the_steps(tmp_path):
+def test_collections_visit_nothing_that_is_older_than_the_steps(tmp_path, monkeypatch):
     """And after the run everything again, unless the caller has frozen objects, as the tests do."""
+    monkeypatch.setattr(heap, "_depth", 0)  # of the tests
     counts = []
 
     class Watch(Callback):
