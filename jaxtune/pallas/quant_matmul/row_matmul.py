@@ -3,8 +3,9 @@
 A chunk is some pairs of rows, contiguous in memory, which one bulk copy loads; a warp takes a slice of 1,024 columns of
 a pair. Slices are the same for every chunk, so a warp keeps the token's elements in registers. At most 132 programs
 share the chunks, one for each multiprocessor of an H100 or H200. A program has in shared memory one table for all its
-warps, with the two elements that each byte of codes encodes. The table has rows of 256 bytes, so that a byte of codes
-becomes an address by one instruction. No read of shared memory has bank conflicts, except that of the map of quantised
+warps, with the two elements that each byte of codes encodes. The table has a row of 256 bytes for each byte of codes,
+which thus becomes an address by one instruction. The first half of a row is 32 copies of the two elements, one for each
+lane; the second half is not used. No read of shared memory has bank conflicts, except that of the map of quantised
 absmax.
 
 Few copies are in flight at a time, because they are served concurrently: with more of them, the first arrives later,
@@ -45,7 +46,7 @@ class Plan:
     into slices of 1,024 columns. `plan` chooses them, and `matmul` compiles the kernel for them."""
 
     slices: int  # the number of slices of 1,024 columns in a row
-    pairs: int  # the number of pairs of rows in a chunk
+    pairs: int  # the number of pairs of rows in a chunk: 1, 2, 4, 8 or 16
     stages: int  # 2 to 4: the number of chunks for which a program has shared memory, and that are in flight at most
     places: int  # the largest number of chunks that one program multiplies; it has shared memory for the sums of all
 

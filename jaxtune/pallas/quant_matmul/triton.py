@@ -99,9 +99,10 @@ def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
     """The arrays of a weight in the form that all Triton kernels here take, and whether its absmax are quantised, as 1
     or 0. `dequantize`, `small_matmul` and `few_matmul` call it.
 
-    The list has, in this order: codes uint8, absmax (uint8 if quantised, else float32), nested absmax float32, its map
-    float32[256], offset float32[], and the format's table float32[16]. Without double quantisation the three before the
-    table do not exist; absmax is in the list in their place, and the kernels do not read it there.
+    The list has, in this order: codes uint8, absmax (uint8 if quantised, else float32), nested absmax float32, the map
+    float32[256] in which quantised absmax are indices, offset float32[], and the format's table float32[16]. Without
+    double quantisation the three before the table do not exist; absmax is in the list in their place, and the kernels
+    do not read it there.
     """
     scales = [s for s in (weight.nested_absmax, weight.nested_map, weight.offset) if s is not None]
     nested = len(scales) == 3

@@ -12,8 +12,9 @@ from jaxtune.pallas.quant_matmul.triton_kernels import _decoded, _looked_up
 
 def decoding_ptx(table) -> str:
     """Returns the text of the inline PTX with which few_kernel decodes four bytes of codes at a time. Its input $4 is
-    the four bytes. Its outputs are values of the table rounded to bfloat16, two in each: $0 and $1 for the high four
-    bits of the bytes, $2 and $3 for the low ones. table: the 16 values of the format, float32.
+    the four bytes, 0 to 3 from the lowest. Its outputs are values of the table rounded to bfloat16, two in each: $0 for
+    the high four bits of bytes 0 and 1, $1 for those of bytes 2 and 3, and $2 and $3 likewise for the low four bits.
+    The value of the lower byte is in the lower half of an output. table: the 16 values of the format, float32.
 
     A byte permutation looks up four codes in a table of eight bytes. So the low and the high bytes of the values are
     looked up separately, each in two tables, of which bit 3 of the code selects one. No memory is read.

@@ -44,7 +44,8 @@ _SORT_REASON = f"slower than XLA's for fewer than {_MANY} experts"
 class Routing:
     """Where each pair (a token with one of its k experts) is in the buffer of rows that are sorted by expert, and which
     pair each row has. `route` makes it. The copies of tokens to rows and the sums of a token's rows take it, alone
-    (`permute`, `unpermute`) or in products with experts (`matmul_of_tokens`, `matmul_to_tokens`)."""
+    (`permute`, `unpermute`) or in products with experts (`matmul_of_tokens`, `matmul_to_tokens`), and `row_weights`
+    takes it."""
 
     slots: jax.Array  # int32[T, k]: the row of each pair; for a pair without an expert, the number of all rows
     source: jax.Array  # int32[rows]: the number of the pair in each row, t * k + j; T * k for empty rows
@@ -109,7 +110,8 @@ def route(
 ) -> Routing:
     """Sorts all pairs (a token with one of its experts) by expert, and returns where each pair is in the sorted buffer
     of rows. The sort is stable: an expert's rows are in the order of the tokens. A layer of experts calls it twice with
-    the same choice, before gate and up and before down, which are separate segments.
+    the same choice, before gate and up and before down: these are separate segments, which share the choice and not the
+    Routing. XLA may keep the forward's sort for the backward (BackwardOrder.free).
 
     Args:
       choice: int32[T, k] from choose_experts; other numbers than 0 to num_experts - 1 mean no expert, and get no row.
@@ -170,8 +172,8 @@ def sort_implementations(num_experts: int, implementation: str | None = None) ->
 
 def _check_routing(op: str, routing: Routing) -> Arguments:
     """Checks the class, the shapes and the dtypes of `routing` for a call of the public function `op`, whose name is in
-    error messages. It returns the checker (Arguments) with the sizes T, k and rows, with which the call then checks its
-    other arguments.
+    error messages. It returns the checker (Arguments) with the sizes T, k, E and rows, with which the call then checks
+    its other arguments.
 
     Raises:
       TypeError, ValueError: `routing` is no Routing, or one of its arrays has another dtype or shape.
@@ -353,7 +355,7 @@ def matmul_of_tokens(
     and an expert, sorted by expert. It computes grouped_matmul(permute(x, routing), ...), for example the experts' up
     projection, but the sorted rows are not stored for the backward, which gathers them from x again. The result has x's
     dtype, and zeros in empty rows. Differentiable with respect to x, a weight that is an array, and the adapter; the
-    gradients that arrive for empty rows must be zero.
+    gradients that arrive for empty rows must be zero. ExpertLinear.of_tokens calls it.
 
     Args:
       x: [T, in] bfloat16, float16 or float32.
@@ -428,6 +430,7 @@ def matmul_to_tokens(
     the rows' dtype, summed in float32 in the order of the token's choices, and rounded again; a token without an expert
     gets zeros. A weight that has to be decoded is decoded again for the gradient of the rows. Differentiable with
     respect to rows, a weight that is an array, and the adapter. The gradients of empty rows are zero.
+    ExpertLinear.to_tokens calls it.
 
     Args:
       rows: [rows, in] bfloat16, float16 or float32, sorted by expert as `routing` says; empty rows are zero.

@@ -21,8 +21,8 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
     on a small case in which some pairs (a token with one of its experts) have no expert and some rows are empty. A
     passed check is not repeated on this kind of GPU until software or kernels change (dispatch.first_use). Returns the
     reason, in words, why this GPU must not use `spread` of `kernels` (a difference or an error), or None if the two
-    agree. Where nothing is compared, as without a GPU, the result is None. name: of the implementation, such as
-    "mosaic"."""
+    agree. Where nothing is compared, as without a GPU, or not yet, as within dispatch.built, the result is None. name:
+    of the implementation, such as "mosaic"."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -48,7 +48,8 @@ def sort_refusal(name: str, passes: reference.Passes) -> str | None:
     """Compares the sort of a small case by the kernels in `passes` with one by the functions of reference.py. A passed
     check is not repeated on this kind of GPU until software or kernels change (dispatch.first_use). Returns the reason,
     in words, why this GPU must not use the kernels (a difference or an error), or None if the two agree. Where nothing
-    is compared, as without a GPU, the result is None. The results of the sort are integers, so any difference counts.
+    is compared, as without a GPU, or not yet, as within dispatch.built, the result is None. The results of the sort are
+    integers, so any difference counts.
 
     Args:
       name: of the implementation, such as "mosaic".

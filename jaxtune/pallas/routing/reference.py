@@ -11,7 +11,8 @@ computes sums of rows, the choice of values and counts of experts; sort_pairs is
 
 The sort is a counting sort by blocks of pairs. The first pass counts the pairs of each expert in each block; the second
 computes for each pair its row, from the number of earlier pairs of its expert in its block. Both are sums of
-comparisons; no array of size pairs x experts is stored.
+comparisons; no array of size pairs x experts is stored. A scatter then gives the pair of each row; its order does not
+matter, because no two pairs have the same row.
 """
 
 from __future__ import annotations
