@@ -160,9 +160,9 @@ def measure(
 
 def as_the_first() -> Callable[[Any], str | None]:
     """Returns a function for the argument `wrong` of `measure`. It takes a candidate's result, and returns why that is
-    wrong, or None. The first result that it gets is kept and taken as right, so the first candidate should be one that
-    is known to be right and to run; a later result is wrong if the relative error of one of its arrays against the
-    first one's exceeds 2 % in the norm."""
+    wrong, or None. The first finite result that it gets is kept and taken as right, so the first candidate should be
+    one that is known to be right and to run; a later result is wrong if the relative error of one of its arrays against
+    the first one's exceeds 2 % in the norm. A result that is not finite is wrong."""
     right: list[Any] = []
 
     @jax.jit
@@ -173,10 +173,11 @@ def as_the_first() -> Callable[[Any], str | None]:
         return jnp.stack([jnp.linalg.norm(g - w) / jnp.maximum(jnp.linalg.norm(w), tiny) for g, w in pairs])
 
     def wrong(result):
-        if not right:
-            right.append(result)
-        worst = float(errors(result, right[0]).max())  # NaN if one is NaN
-        return None if worst <= _LARGEST_ERROR else f"differs from the first blocks' result by {worst:.3g}"
+        worst = float(errors(result, right[0] if right else result).max())  # NaN if a number is not finite
+        if worst <= _LARGEST_ERROR:
+            right.extend([] if right else [result])
+            return None
+        return f"differs from the first blocks' result by {worst:.3g}" if right else "has numbers that are not finite"
 
     return wrong
 

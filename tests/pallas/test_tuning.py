@@ -1,14 +1,18 @@
 """Measured blocks: found, measured, kept, and left alone when they were made for something else."""
 
+import collections
 import json
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata, resources
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch, tuning
 from jaxtune.pallas.attention import mosaic, packed_layout
+from jaxtune.pallas.grouped_matmul import mosaic as grouped
+from jaxtune.pallas.grouped_matmul import tune as grouped_tune
 
 H200 = "NVIDIA H200"
 BUCKET = "head_dim=128"
@@ -215,3 +219,28 @@ def test_a_result_is_wrong_if_any_of_its_arrays_is():
     for other in (1.1 * right, right * jnp.nan):  # in any place
         assert wrong((right, other, jnp.zeros(2))) and wrong((other, right, jnp.zeros(2)))
     assert wrong((right, right, jnp.ones(2)))
+    wrong = tuning.as_the_first()
+    assert wrong((right * jnp.nan,)) == "has numbers that are not finite"  # and is nothing to compare others with
+    assert wrong((right,)) is None and wrong((1.1 * right,))
+
+
+def test_the_tuner_of_the_grouped_product_times_each_candidate(gpu, monkeypatch):
+    """Blocks are looked up when a product is traced: it was traced when it ran, where no candidate is in force."""
+    seen = collections.defaultdict(set)
+
+    def product(x, weight, groups, contract):
+        del groups
+        ahead = not isinstance(weight, jax.Array)
+        size, other = 256, 384
+        other = other if x.shape[1] == size else size
+        blocks = grouped.blocks_for(x.shape[1], other, contract, x.dtype, ahead)
+        seen[grouped.bucket(x.shape[1], other, contract, ahead)].add(blocks)
+        return jnp.ones((len(x), other), x.dtype)
+
+    monkeypatch.setattr(grouped, "product", product)
+    monkeypatch.setattr(grouped_tune, "SHAPES", ((2, 256, 256, 384, False),))
+    monkeypatch.setattr(tuning, "_milliseconds", lambda run: 1.0)
+    entries = grouped_tune.tune()
+    assert len(entries) == 4 and seen.keys() == entries.keys()
+    for bucket, entry in entries.items():
+        assert seen[bucket] == {grouped.Blocks(**blocks) for blocks, _ in entry["tried"]} and len(seen[bucket]) > 1

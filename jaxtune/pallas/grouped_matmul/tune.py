@@ -64,7 +64,8 @@ def tune(
             weight = NF4.encode(weight) if ahead else weight
 
             def prepare(x=x, weight=weight, groups=groups, contract=contract):
-                run = jax.jit(lambda x, weight: mosaic.product(x, weight, groups, contract))
+                # Compiled here, because only here a trace finds the blocks under test.
+                run = jax.jit(lambda x, weight: mosaic.product(x, weight, groups, contract)).lower(x, weight).compile()
                 return lambda: run(x, weight)
 
             bucket = mosaic.bucket(size, other, contract, ahead)
