@@ -562,7 +562,6 @@ FORMAT = Format(
     slack=Fitted({("H200", "xla"): (0.09, "weights of an 8B lose 0.36 GB")}),
     export=Export(
         "bnb-4bit",
-        "bitsandbytes' NF4",
         without_experts="transformers 5 has no experts in four bits, so it could not load the result",
     ),
 )

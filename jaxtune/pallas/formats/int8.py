@@ -241,7 +241,6 @@ FORMAT = Format(
     flag="load_in_8bit",
     export=Export(
         "int8",
-        "bitsandbytes' LLM.int8()",
         keeps=SERVED_IN_16_BITS,
         without_experts="transformers 5 has no experts in int8, so it could not load the result",
     ),

@@ -330,7 +330,6 @@ class Export:
     blocks. Of gpt-oss, MXFP4 stores the experts alone."""
 
     name: str  # the value of the command's option --to
-    title: str  # its description in words; nothing prints it, because the command's help has a text of its own
     keeps: tuple[str, ...] = ()  # linears whose names end with one of these stay in the model's dtype
     # the reason with which a model with experts is refused; None: such a model is exported too
     without_experts: str | None = None

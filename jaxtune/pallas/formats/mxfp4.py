@@ -479,7 +479,5 @@ FORMAT = Format(
     title="in four bits (MXFP4)",
     kinds=(MXFP4,),
     layouts=(Published(), CompressedTensors()),
-    export=Export(
-        "mxfp4", "MXFP4, as compressed-tensors stores it or as gpt-oss is published", keeps=SERVED_IN_16_BITS
-    ),
+    export=Export("mxfp4", keeps=SERVED_IN_16_BITS),
 )

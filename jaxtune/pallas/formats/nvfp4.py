@@ -513,5 +513,5 @@ FORMAT = Format(
     title="in four bits (NVFP4)",
     kinds=(NVFP4,),
     layouts=(CompressedTensors(), ModelOpt()),
-    export=Export("nvfp4", "NVFP4, as compressed-tensors stores it", keeps=SERVED_IN_16_BITS),
+    export=Export("nvfp4", keeps=SERVED_IN_16_BITS),
 )
