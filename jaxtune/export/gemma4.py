@@ -24,9 +24,10 @@ _UNTURNED = 1e30  # llama.cpp divides a pair's angle by it, so that the pair is 
 
 
 def _attention(layer: LayerSpec) -> AttentionShape:
-    """The settings in which a layer's attention differs from the decoder's, such as its heads, as an AttentionShape;
-    one with the defaults if it does not differ. A field that is None means the decoder's value, but None in gives_keys
-    or takes_keys that the layer gives or takes no keys. `problems` and `hyperparameters` read them of each layer."""
+    """The settings in which a layer's attention differs from the decoder's, such as the number of its key heads and
+    their size, as an AttentionShape; one with the defaults if it does not differ. It has no window and rotary base,
+    which are the LayerSpec's. A field that is None means the decoder's value, but None in gives_keys or takes_keys that
+    the layer gives or takes no keys. `problems` and `hyperparameters` read them of each layer."""
     shape = layer.config_of("mixer")
     return shape if isinstance(shape, AttentionShape) else AttentionShape()
 

@@ -113,8 +113,9 @@ class _Classes:
         return self._keys[id(instruction)]
 
     def _key(self, instruction: Instruction) -> Hashable:
-        """Computes the class of an instruction. It is "gemm" for a library's product and for a fusion around one;
-        ("fusion", fingerprint of its body) for any other fusion; "attention forward", "attention backward" or "mosaic"
+        """Computes the class of an instruction. It is "gemm" for a custom call of a library's product (such as
+        cuBLAS's) and for a fusion around one; ("fusion", fingerprint of its body) for any other fusion, such as a
+        product that XLA compiles itself; "attention forward", "attention backward" or "mosaic"
         for such custom calls and ("custom-call", target) for others; "copy" for copies; for an async-start the class of
         what it starts; and (opcode, name) for all others, so that each is a class of its own."""
         if instruction.opcode in ("async-start", "fusion") and instruction.called:

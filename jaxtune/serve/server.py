@@ -92,7 +92,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def run_until_signal(self) -> None:
-        """Serves until a signal, and returns when all answers have ended. If the engine's thread does not end within
+        """Serves until a signal, and returns when all answers have ended: those that have not within `grace` seconds
+        (--grace) after the signal get the error 503. If the engine's thread does not end within
         five seconds then, as while it compiles, which cannot be interrupted, it does not return but ends the process,
         with exit code 0, or 128 plus the number of a second signal.
 

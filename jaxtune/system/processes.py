@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import ipaddress
 import itertools
 import json
 import os
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.system import shared_errors, terminal
+from jaxtune.system.loopback import host_name, is_loopback
 from jaxtune.system.terminal import printable
 
 HEARTBEAT_SECONDS = 30
@@ -84,6 +84,7 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
 
     _compile_alone()
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM in place of the run
+    of_this_host = is_loopback(host_name(f"//{place.coordinator}"))  # as all processes are then: no other can reach it
     try:
         jax.distributed.initialize(
             place.coordinator,
@@ -92,7 +93,7 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
             place.devices,
             cluster_detection_method="deactivate",
             initialization_timeout=_START_SECONDS,
-            coordinator_bind_address=place.coordinator if _is_loopback(place.coordinator) else None,
+            coordinator_bind_address=place.coordinator if of_this_host else None,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except RuntimeError as error:
@@ -127,16 +128,6 @@ class Place:
     count: int  # number of processes
     index: int  # of this process
     devices: list[int] | None = None  # the GPUs it uses; None: all it sees
-
-
-def _is_loopback(coordinator: str) -> bool:
-    """Whether `coordinator`, "host:port", is an address that only this host can reach, such as that of localhost. All
-    processes are on this host then, and the first one listens on that address only; otherwise it listens on all
-    addresses of the host."""
-    host = coordinator.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:

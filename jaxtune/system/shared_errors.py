@@ -1,5 +1,6 @@
-"""Exceptions of one process that the other processes of its run raise too: `described` says in JSON what an exception
-is, and `made` makes the exception from that. processes.py sends the description from one process to another."""
+"""Exceptions of one process that the other processes of its run raise too: `described` returns a list of JSON values
+that says what an exception is, with the nearest of Python's own classes in _KINDS, and `made` makes an exception of
+that class from the list. processes.py sends the list as JSON from one process to another."""
 
 from __future__ import annotations
 

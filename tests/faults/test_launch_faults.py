@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import jaxtune
-from jaxtune.system import processes
+from jaxtune.system import loopback, processes
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.signals import EXIT_SAVED
@@ -97,7 +97,7 @@ def test_launch_listens_to_its_own_host_alone_and_saves_at_a_hang_up(tmp_path):
     ],
 )
 def test_where_the_first_process_listens(coordinator, own_host_alone):
-    assert processes._is_loopback(coordinator) == own_host_alone
+    assert loopback.is_loopback(loopback.host_name(f"//{coordinator}")) == own_host_alone
 
 
 @pytest.mark.parametrize(
