@@ -450,8 +450,8 @@ class FastLanguageModel:
 
     @staticmethod
     def for_training(model: CompatModel, use_gradient_checkpointing: bool | str = True) -> CompatModel:
-        """Returns the same model, whose residuals may be recomputed or offloaded (use_gradient_checkpointing: True, "true"
-        or "unsloth") or stay on the device (False, "false"), unless SFTConfig says otherwise. ValueError: others."""
+        """Returns the same model, whose residuals may be recomputed or offloaded if use_gradient_checkpointing is True,
+        "true" or "unsloth", and stay on the device if it is False or "false". SFTConfig may say otherwise."""
         where = "FastLanguageModel.for_training"
         model.residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         return model
