@@ -137,7 +137,7 @@ class SFTTrainer(Evaluations):
                 "FastLanguageModel"
             )
         if peft_config is not None:
-            model = _with_adapter(model, peft_config, self.args.seed)
+            model = _with_adapter(model, type(self).__name__, peft_config, self.args.seed)
         if not model.has_adapter and not model.full_finetuning:
             raise ValueError(
                 "SFTTrainer: the model has no adapter: call FastLanguageModel.get_peft_model, or load it with "
@@ -453,10 +453,11 @@ class SFTTrainer(Evaluations):
         (folders.save_beside if beside else folders.save)(self.model.module, folder, self.tokenizer)
 
 
-def _with_adapter(model: CompatModel, peft_config: object, seed: int) -> CompatModel:
+def _with_adapter(model: CompatModel, where: str, peft_config: object, seed: int) -> CompatModel:
     """Returns a new model: `model` with the adapter that `peft_config`, a LoraConfig of this package or PEFT,
-    describes. SFTTrainer's constructor calls it. `seed`, args.seed, determines the adapter's initial values."""
-    settings = lora_settings(peft_config)
+    describes. SFTTrainer's constructor calls it. where: the class of the script's trainer, for messages. seed:
+    args.seed, which determines the adapter's initial values."""
+    settings = lora_settings(where, peft_config)
     return with_adapter(model, *adapted(model.module, "LoraConfig", seed, experts_too=False, **settings))
 
 
