@@ -30,6 +30,7 @@ from jaxtune.compat import (
     SFTConfig,
     SFTTrainer,
     arguments,
+    measures,
     train_on_responses_only,
 )
 from jaxtune.models.decoder import Decoder
@@ -616,6 +617,20 @@ def test_reward_trainer(folder, tmp_path, monkeypatch):
         RewardTrainer(load(folder)[0], args=args, train_dataset=PREFERENCES)
     with pytest.raises(ValueError, match="num_labels = 2: it can be 1"):
         FastLanguageModel.from_pretrained(str(folder), num_labels=2, **settings)
+
+
+def test_predictions_of_a_reward_model_fit_into_memory(folder, tmp_path, monkeypatch):
+    """It gives each token one number, and not one for each token of the vocabulary."""
+    args = RewardConfig(output_dir=str(tmp_path / "run"), max_length=64)
+    made = RewardTrainer(folder, args, PREFERENCES[:4], peft_config=LoraConfig(r=2))
+    tokens = 4 * made._prepared.batches.length
+    for memory, message in ((8 * tokens, None), (8 * tokens - 1, f"of {tokens // 4:,} tokens, which are 0 GB")):
+        monkeypatch.setattr(measures.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": memory}.__getitem__)
+        if message is None:
+            assert made.predict(PREFERENCES[:4]).predictions.shape == (4, tokens // 4, 1)
+        else:
+            with pytest.raises(ValueError, match=message):
+                made.predict(PREFERENCES[:4])
 
 
 def test_what_preference_trainers_refuse(folder, tmp_path):
