@@ -132,13 +132,13 @@ class Evaluations(Reports):
             return trainer
         return Trainer(self._to_train(), self.tokenizer, config, train, held_out, trains=False)
 
-    def _measure(self) -> dict[str, float]:
-        """Returns the numbers that compute_metrics returns for the current model on eval_dataset; {} if there is no
-        compute_metrics. Events calls it after each evaluation of a run. Raises ValueError if compute_metrics returns no
-        numbers, or if it needs all logits and they take more than half of the host's memory."""
+    def _measure(self, held_out: TokenDataset | None) -> dict[str, float]:
+        """Returns the numbers that compute_metrics returns for the current model on `held_out`, the tokenised rows of
+        a run's evaluations; {} if there is no compute_metrics. Events calls it after each evaluation of a run, which
+        therefore has rows. Raises ValueError if compute_metrics returns no numbers, or if it needs all logits and they
+        take more than half of the host's memory."""
         if self.compute_metrics is None:
             return {}
-        held_out = self._prepared.eval_data
         assert held_out is not None  # it is called after an evaluation
         return measured(self._predicted(held_out), self.compute_metrics)
 
