@@ -30,6 +30,7 @@ from jaxtune.compat import (
     SFTConfig,
     SFTTrainer,
     arguments,
+    measures,
     train_on_responses_only,
 )
 from jaxtune.models.decoder import Decoder
@@ -560,6 +561,42 @@ def test_rows_are_evaluated_alike_however_they_are_given(folder, tmp_path, train
         assert known["eval_kl"] > 0
 
 
+LONG = "I am a bot. " * 5
+LONG_PAIRS = [{"prompt": "Who?", "chosen": LONG, "rejected": f"{LONG}no"}] * 3
+LONG_ANSWERS = [
+    {"prompt": prompt, "completion": answer, "label": label}
+    for prompt, answer, label in ((LONG, "no", True), ("x", LONG, False), ("x", "yes", True), ("x", "no", True))
+]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rows", "expected"),
+    [
+        (DPOTrainer, LONG_PAIRS, [f"{LONG}{LONG}no"] * 3),
+        # the answer of the other row of two, after a prompt that is longer than that of the row before
+        (KTOTrainer, LONG_ANSWERS, [f"no{LONG}", f"{LONG}no", "yesno", "noyes"]),
+    ],
+)
+def test_compute_metrics_gets_the_rows_of_the_loss(folder, tmp_path, monkeypatch, trainer, rows, expected):
+    """In a run and after it: max_length limits each answer with its prompt, and not the two of a pair."""
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
+    settings = dict(max_steps=1, eval_strategy="steps", eval_steps=1, save_strategy="no", max_length=60)
+    args = trainer.config_type(str(tmp_path / "run"), per_device_train_batch_size=2, **settings)
+    seen, model = [], load(folder)[0]
+
+    def measure(prediction):
+        labels = [row[row != -100] for row in prediction.label_ids]
+        seen.append([model.tokenizer.decode(row, skip_special_tokens=True) for row in labels])
+        return {}
+
+    given = dict(compute_metrics=measure, preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(dim=-1))
+    made = trainer(model, args, rows[-2:], rows, **given)
+    made.train()
+    made.evaluate()
+    made.predict(rows)
+    assert seen == [expected] * 3
+
+
 def test_rows_of_preference_trainers_may_be_a_path(folder, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PREFERENCES))
     args = DPOConfig(output_dir=str(tmp_path / "run"))
@@ -616,6 +653,20 @@ def test_reward_trainer(folder, tmp_path, monkeypatch):
         RewardTrainer(load(folder)[0], args=args, train_dataset=PREFERENCES)
     with pytest.raises(ValueError, match="num_labels = 2: it can be 1"):
         FastLanguageModel.from_pretrained(str(folder), num_labels=2, **settings)
+
+
+def test_predictions_of_a_reward_model_fit_into_memory(folder, tmp_path, monkeypatch):
+    """It gives each token one number, and not one for each token of the vocabulary."""
+    args = RewardConfig(output_dir=str(tmp_path / "run"), max_length=64)
+    made = RewardTrainer(folder, args, PREFERENCES[:4], peft_config=LoraConfig(r=2))
+    tokens = 4 * made._prepared.batches.length
+    for memory, message in ((8 * tokens, None), (8 * tokens - 1, f"of {tokens // 4:,} tokens, which are 0 GB")):
+        monkeypatch.setattr(measures.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": memory}.__getitem__)
+        if message is None:
+            assert made.predict(PREFERENCES[:4]).predictions.shape == (4, tokens // 4, 1)
+        else:
+            with pytest.raises(ValueError, match=message):
+                made.predict(PREFERENCES[:4])
 
 
 def test_what_preference_trainers_refuse(folder, tmp_path):

@@ -272,6 +272,25 @@ def test_early_stopping_without_evaluations_is_refused(folder, tmp_path, strateg
         trainer.train()
 
 
+def test_evaluations_of_a_script_count_towards_the_patience_as_in_transformers(folder, tmp_path, capsys):  # noqa: F811
+    """Under names of their own, such as test_loss, they do not."""
+    from transformers.trainer_callback import EarlyStoppingCallback as Theirs
+
+    both = ours, theirs = EarlyStoppingCallback(9), Theirs(9)
+    settings = dict(max_steps=2, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss")
+    trainer = trainer_of(folder, tmp_path, both, greater_is_better=False, **settings)
+    trainer.evaluate()
+    trainer.train()
+    counts = [ours.early_stopping_patience_counter]
+    for prefix in ("eval", "test", "eval"):
+        assert f"{prefix}_loss" in trainer.evaluate(metric_key_prefix=prefix)
+        counts.append(ours.early_stopping_patience_counter)
+        assert counts[-1] == theirs.early_stopping_patience_counter
+    assert [count - counts[0] for count in counts] == [0, 1, 1, 2]
+    told = "EarlyStoppingCallback: an evaluation without eval_loss (metric_for_best_model) does not count"
+    assert capsys.readouterr().out.count(told) == 1
+
+
 def test_transformers_own_callbacks_are_taken(folder, tmp_path, capsys):  # noqa: F811
     from transformers.trainer_callback import EarlyStoppingCallback as Theirs
     from transformers.trainer_callback import PrinterCallback

@@ -108,3 +108,12 @@ def test_a_trainer_loads_no_adapter_by_its_name(adapter, kind, others):
 def test_an_adapter_is_trained_further_as_the_error_says(adapter, tmp_path):
     args = SFTConfig(output_dir=str(tmp_path / "run"), max_length=64, max_steps=1, save_strategy="no")
     assert SFTTrainer(AutoPeftModelForCausalLM.from_pretrained(adapter), args, ROWS).train().global_step == 1
+
+
+@pytest.mark.parametrize("kind", [SFTTrainer, RewardTrainer])
+def test_who_got_a_peft_config_that_is_none_is_named(folder, tmp_path, kind):  # noqa: F811
+    told = "{}: peft_config is a dict; only LoraConfig is supported"
+    with pytest.raises(ValueError, match=f"^{told.format('get_peft_model')}"):
+        get_peft_model(AutoModelForCausalLM.from_pretrained(folder), {"r": 3})
+    with pytest.raises(ValueError, match=f"^{told.format(kind.__name__)}"):
+        kind(folder, kind.config_type(str(tmp_path / "run"), max_length=64), ROWS, peft_config={"r": 3})

@@ -91,11 +91,11 @@ class LoraConfig:
         )
 
 
-def lora_settings(config: Any) -> dict[str, Any]:
+def lora_settings(where: str, config: Any) -> dict[str, Any]:
     """Returns the settings of a LoraConfig, this module's or PEFT's, as keyword arguments of `adapted`: {name: value}
     of the named arguments of LoraConfig. Trainers and PEFT's get_peft_model read their peft_config by it. Options that
     PEFT's object leaves unset (None, False or {}) get the defaults of LoraConfig, except init_lora_weights=False, which
-    `adapted` refuses.
+    `adapted` refuses. where: the trainer or function that got `config` as peft_config, for the message.
 
     Raises:
       ValueError: `config` is an object of another class, or PEFT's with a setting that is not supported.
@@ -103,7 +103,7 @@ def lora_settings(config: Any) -> dict[str, Any]:
     if isinstance(config, LoraConfig):
         return config.settings
     if type(config).__name__ != "LoraConfig":
-        raise ValueError(f"SFTTrainer: peft_config is a {type(config).__name__}; only LoraConfig is supported")
+        raise ValueError(f"{where}: peft_config is a {type(config).__name__}; only LoraConfig is supported")
     given = {name: value for name, value in vars(config).items() if name not in ("peft_type", "auto_mapping")}
     # PEFT fills unset options with None, False or {}, which have no effect.
     empty = {name for name, value in given.items() if value is None or value is False or value == {}}

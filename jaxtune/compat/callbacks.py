@@ -149,8 +149,8 @@ class TrainerCallback:
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """transformers' callback that ends training when evaluations do not become better. A script passes it in
-    SFTTrainer's `callbacks`. SFTConfig's metric_for_best_model names the number that is compared.
+    """transformers' callback that ends training when evaluations do not become better, for SFTTrainer's `callbacks`.
+    SFTConfig's metric_for_best_model names the number that is compared.
 
     Args:
       early_stopping_patience: training ends after that number of evaluations in a row that were not better than the
@@ -175,14 +175,15 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Called after each evaluation with `metrics`, its numbers. args: the SFTConfig. state: the TrainerState, whose
-        best_metric does not count this evaluation yet. Counts the evaluations in a row without improvement, and sets
-        control.should_training_stop after early_stopping_patience of them. Raises ValueError if `metrics` lacks the
-        number of metric_for_best_model."""
+        """Called after each evaluation with `metrics`, its numbers; as in transformers, also after those of evaluate().
+        args: the SFTConfig. state: the TrainerState, whose best_metric does not count this evaluation yet. Counts the
+        evaluations in a row without improvement, and sets control.should_training_stop after early_stopping_patience of
+        them. One without the number of metric_for_best_model is not counted, and a line says so."""
+        if (name := best_name(args)) not in metrics:
+            return say(f"EarlyStoppingCallback: an evaluation without {name} (metric_for_best_model) does not count")
         value = best_value(args, metrics)
-        threshold = self.early_stopping_threshold
         if is_better(args, value, state.best_metric) and (
-            state.best_metric is None or abs(value - state.best_metric) > threshold
+            state.best_metric is None or abs(value - state.best_metric) > self.early_stopping_threshold
         ):
             self.early_stopping_patience_counter = 0
         else:
@@ -199,9 +200,8 @@ def best_name(args: Any) -> str:
 
 
 def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
-    """Returns the number in an evaluation's `metrics` by which evaluations are compared: the one that
-    metric_for_best_model of `args`, the SFTConfig, names, with "eval_" added if the name lacks it ("loss" is
-    "eval_loss"). metric_for_best_model must not be None. Events and EarlyStoppingCallback call it.
+    """Returns the number in an evaluation's `metrics` by which evaluations are compared, that named best_name(args).
+    `args` is an SFTConfig in which metric_for_best_model is not None. Events and EarlyStoppingCallback call it.
 
     Raises:
       ValueError: the evaluation has no such number.

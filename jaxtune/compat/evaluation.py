@@ -95,10 +95,11 @@ class Evaluations(Reports):
           ignore_keys: has no effect; transformers' method has it.
           metric_key_prefix: what the names of the numbers begin with in place of "eval".
         Returns:
-          a PredictionOutput: the logits, float32[rows, length, vocab], or what preprocess_logits_for_metrics makes of
-            them; the labels, int32[rows, length]; and the numbers. All rows have the length of the trainer's rows
-            (the least of max_length and the model's max_seq_length), padding included. The logits at position t predict
-            the label at t + 1, and labels are -100 wherever a token is not trained on.
+          a PredictionOutput: the logits, float32[rows, length, vocab] (of a reward model vocab is 1), or what
+            preprocess_logits_for_metrics makes of them; the labels, int32[rows, length]; and the numbers. All rows have
+            the length of the trainer's rows (at most the least of max_length and the model's max_seq_length, for pairs
+            twice that), padding included. The logits at position t predict the label at t + 1, and labels are -100
+            wherever a token is not trained on.
         Raises:
           ValueError: all logits take more than half of the host's memory, and preprocess_logits_for_metrics is not
             given; the rows have another format than the trained ones; or compute_metrics returns no numbers.
@@ -131,13 +132,13 @@ class Evaluations(Reports):
             return trainer
         return Trainer(self._to_train(), self.tokenizer, config, train, held_out, trains=False)
 
-    def _measure(self) -> dict[str, float]:
-        """Returns the numbers that compute_metrics returns for the current model on eval_dataset; {} if there is no
-        compute_metrics. Events calls it after each evaluation of a run. Raises ValueError if compute_metrics returns no
-        numbers, or if it needs all logits and they take more than half of the host's memory."""
+    def _measure(self, held_out: TokenDataset | None) -> dict[str, float]:
+        """Returns the numbers that compute_metrics returns for the current model on `held_out`, the tokenised rows of
+        a run's evaluations; {} if there is no compute_metrics. Events calls it after each evaluation of a run, which
+        therefore has rows. Raises ValueError if compute_metrics returns no numbers, or if it needs all logits and they
+        take more than half of the host's memory."""
         if self.compute_metrics is None:
             return {}
-        held_out = self._prepared.eval_data
         assert held_out is not None  # it is called after an evaluation
         return measured(self._predicted(held_out), self.compute_metrics)
 

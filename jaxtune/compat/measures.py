@@ -26,7 +26,8 @@ class EvalPrediction(NamedTuple):
     answer, and directly after it the prompt with the rejected one (KTOTrainer: the row's answer, and a mismatched
     one)."""
 
-    predictions: Any  # float32[rows, length, vocab], or the concatenated results of preprocess_logits_for_metrics
+    # float32[rows, length, vocab] (of a reward model vocab is 1), or joined results of preprocess_logits_for_metrics
+    predictions: Any
     # int32[rows, length]: the row's token where it is trained on, -100 elsewhere; the logits at position t predict the
     # label at position t + 1, as in transformers
     label_ids: np.ndarray
@@ -57,8 +58,8 @@ def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) 
     Raises:
       ValueError: all logits take more than half of the host's memory, and `preprocess` is None.
     """
-    rows = batches.steps_per_epoch
-    logit_bytes = rows * batches.length * module.config.vocab_size * 4
+    rows, head = batches.steps_per_epoch, module.config.head
+    logit_bytes = rows * batches.length * (head.outputs or module.config.vocab_size) * 4
     if preprocess is None and logit_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2:
         raise ValueError(
             f"SFTTrainer: compute_metrics needs the logits of {rows:,} rows of {batches.length:,} tokens, which are "

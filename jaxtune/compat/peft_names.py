@@ -66,7 +66,7 @@ def get_peft_model(
         has an adapter already; or one of `others` would change the result or is unknown.
     """
     settle("get_peft_model", {"adapter_name": adapter_name, **others}, PEFT_MODEL, get_peft_model)
-    settings = lora_settings(peft_config)
+    settings = lora_settings("get_peft_model", peft_config)
     return with_adapter(model, *adapted(model.module, "LoraConfig", model.random_state, experts_too=False, **settings))
 
 

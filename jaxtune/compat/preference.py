@@ -270,6 +270,8 @@ class KTOTrainer(ReferencedTrainer):
         answer of another one of the same per_device_train_batch_size consecutive rows (its own, if it is the only one).
         KTO's loss estimates its KL term from them. Rows whose answer is cut off completely are left out."""
         assert isinstance(data, PairDataset)
+        if data.width is not None:  # room for the pairs before, of which the new ones may be longer
+            data = dataclasses.replace(data, packing="step", width=None)
         return mismatched_in_groups(data, self.args.per_device_train_batch_size)
 
     def _objective(self) -> ObjectiveConfig:

@@ -169,8 +169,8 @@ class RewardedTrainer(PreferenceTrainer):
     Attributes:
       rollout_model: what generate_rollout_completions samples with during a call of rollout_func; None otherwise.
     Raises:
-      ValueError: reward_funcs are no functions; rollout_func is given with tools or environments, or evaluations with
-        any of these; or an argument, which the message names, is not supported.
+      ValueError: reward_funcs are no functions, or nothing gives a reward; rollout_func is given with tools or
+        environments, or evaluations with any of these; or an argument, which the message names, is not supported.
     """
 
     config_type: type[RewardedConfig]
@@ -197,16 +197,19 @@ class RewardedTrainer(PreferenceTrainer):
         self._rollout_func, self.rollout_model = rollout_func, None
         if rollout_func is not None and self._tools is not None:
             raise ValueError(f"{name}: rollout_func samples answers itself; leave out tools and environment_factory")
+        given = [] if reward_funcs is None else reward_funcs
         self._functions: list[RewardFunction] = []
-        if reward_funcs is None and (environment_factory is not None or rollout_func is not None):
-            reward_funcs = []
-        for one in reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]:
+        for one in given if isinstance(given, list | tuple) else [given]:
             if not callable(one) or isinstance(one, CompatModel):
                 raise ValueError(
                     f"{name}: reward_funcs has {one!r}; give functions of (prompts, completions, **columns) that "
                     "return a list of numbers. A reward model is asked by such a function"
                 )
             self._functions.append(one)
+        if not self._functions and not environment_factory and rollout_func is None:
+            raise ValueError(
+                f"{name}: reward_funcs = {reward_funcs!r}: give a function, an environment_factory or a rollout_func"
+            )
         found = given_arguments(args, self.config_type)
         evaluates = plain_value(found.eval_strategy) not in ("no", None) or found.eval_on_start
         if evaluates and (self._tools is not None or rollout_func is not None):
@@ -257,10 +260,9 @@ class RewardedTrainer(PreferenceTrainer):
         args, parts = self.args, self.args.gradient_accumulation_steps
         batch, group = args.per_device_train_batch_size, args.num_generations
         if batch * parts % group:
-            what = f"per_device_train_batch_size = {batch}"
             tell(
                 type(args).__name__,
-                what,
+                f"per_device_train_batch_size = {batch}",
                 f"an update has whole groups: num_generations = {group} answers are taken instead, as in Unsloth",
             )
             batch = group

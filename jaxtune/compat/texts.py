@@ -46,9 +46,10 @@ _FAMILIES = {
     "qwen3": ("qwen-3", _QWEN),
     "qwen3-thinking": (None, _QWEN),
     "qwen3-instruct": ("qwen-3-instruct", _QWEN),
-    "gpt-oss": (None, "<|channel|>"),
-    "gptoss": (None, "<|channel|>"),
+    "gpt-oss": ("gpt-oss", "<|channel|>"),
+    "gptoss": ("gpt-oss", "<|channel|>"),
 }
+_KEPT = ("gpt-oss",)  # packaged templates that write no tools, as the tokenizer's own one does, which therefore stays
 
 
 class NumpyTensor(np.ndarray):
@@ -132,8 +133,9 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
 
     With one of Unsloth's names that are known here (_FAMILIES) the tokenizer keeps its present template, which is
     printed, if _FAMILIES has no template for the name or the tokenizer lacks the template's special tokens. The present
-    template must then contain a string that is typical of the named one, such as "<|channel|>" for gpt-oss. Unsloth's
-    other names, such as "vicuna", are not found, which raises ValueError.
+    template must then contain a string that is typical of the named one, such as "[INST]" for llama. With "gpt-oss" the
+    present template stays also if it contains gpt-oss's "<|channel|>", because it writes tools, and the packaged one
+    does not. Unsloth's other names, such as "vicuna", are not found, which raises ValueError.
 
     Args:
       tokenizer: a tokenizer of transformers.
@@ -148,10 +150,12 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
     if isinstance(chat_template, Sequence) and not isinstance(chat_template, str):
         chat_template = chat_template[0]  # a pair (template, end of a turn)
     name, mark = _FAMILIES.get(chat_template, (chat_template, None))
-    if mark is None or (name is not None and not missing_marks(tokenizer, name)):
+    fits = mark is not None and mark in (tokenizer.chat_template or "")
+    stays = fits and name in _KEPT
+    if mark is None or (name is not None and not stays and not missing_marks(tokenizer, name)):
         tokenizer.chat_template = resolve_template(tokenizer, name)
         return tokenizer
-    if mark not in (tokenizer.chat_template or ""):
+    if not fits:
         fitting = ", ".join(map(repr, packaged_that_fit(tokenizer))) or "a tokenizer with the template's special tokens"
         raise ValueError(
             f"get_chat_template: chat_template = {chat_template!r} is not the template of this tokenizer, which has no "

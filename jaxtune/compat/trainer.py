@@ -137,7 +137,7 @@ class SFTTrainer(Evaluations):
                 "FastLanguageModel"
             )
         if peft_config is not None:
-            model = _with_adapter(model, peft_config, self.args.seed)
+            model = _with_adapter(model, type(self).__name__, peft_config, self.args.seed)
         if not model.has_adapter and not model.full_finetuning:
             raise ValueError(
                 "SFTTrainer: the model has no adapter: call FastLanguageModel.get_peft_model, or load it with "
@@ -220,10 +220,12 @@ class SFTTrainer(Evaluations):
         """Removes a callback: the instance that is given, or the first instance of the class, if there is one."""
         self.pop_callback(callback)
 
-    def _events(self, leave: Callable[[int], Any] = lambda step: None) -> Events:
-        """Makes the callback of jaxtune.train that passes a run's events to the script's callbacks. leave: a function
-        that writes the current model as a checkpoint-N folder. It gets N, the number of steps done, after each save
-        that save_steps made due or a callback requested (not a signal). By default nothing is written."""
+    def _events(
+        self, leave: Callable[[int], Any] = lambda step: None, measure: Callable[[], dict[str, float]] = dict
+    ) -> Events:
+        """Makes the callback of jaxtune.train that passes a run's events to the script's callbacks. leave: writes a
+        checkpoint-N folder. It gets N, the number of steps done, after each save that save_steps made due or a callback
+        requested (not a signal). measure: returns compute_metrics' numbers after an evaluation. By default: nothing."""
         return Events(
             self.args,
             self.state,
@@ -231,7 +233,7 @@ class SFTTrainer(Evaluations):
             self.model,
             self.tokenizer,
             self.callbacks,
-            self._measure,
+            measure,
             self._handing_back(),
             leave,
         )
@@ -406,7 +408,9 @@ class SFTTrainer(Evaluations):
         resumes, from_step = folders.resumed(resume_from_checkpoint, output)
         folders.require_own(output)
         left = folders.Checkpoints(output, self.tokenizer, self.state, self.args.save_total_limit)
-        events = self._events(lambda step: left.write(self.model.module, step))
+        events = self._events(
+            lambda step: left.write(self.model.module, step), lambda: self._measure(trainer.eval_data)
+        )
         trainer = self._trainer("auto" if resumes else "never", [events])
         say("\n".join(rows_report(type(self).__name__, trainer)))
         self.state.log_history = trainer.history
@@ -453,10 +457,11 @@ class SFTTrainer(Evaluations):
         (folders.save_beside if beside else folders.save)(self.model.module, folder, self.tokenizer)
 
 
-def _with_adapter(model: CompatModel, peft_config: object, seed: int) -> CompatModel:
+def _with_adapter(model: CompatModel, where: str, peft_config: object, seed: int) -> CompatModel:
     """Returns a new model: `model` with the adapter that `peft_config`, a LoraConfig of this package or PEFT,
-    describes. SFTTrainer's constructor calls it. `seed`, args.seed, determines the adapter's initial values."""
-    settings = lora_settings(peft_config)
+    describes. SFTTrainer's constructor calls it. where: the class of the script's trainer, for messages. seed:
+    args.seed, which determines the adapter's initial values."""
+    settings = lora_settings(where, peft_config)
     return with_adapter(model, *adapted(model.module, "LoraConfig", seed, experts_too=False, **settings))
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 import jaxtune
 from jaxtune import compat
 from jaxtune.compat import arguments
 from jaxtune.compat.adapters import LoraConfig
 from jaxtune.models.lora import linears
+from jaxtune.train.data.packaged import PACKAGED
 from scripts.docs_hooks import compat_tables, with_tables
 from tests.docs.pages import ROOT
 from tests.train.data.conftest import make_tokenizer
@@ -196,6 +198,18 @@ def test_templates_and_conversations(workplace):
     assert row["conversations"] == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(ValueError, match="from = 'nobody' is nobody's role"):
         compat.standardize_sharegpt([{"conversations": [{"from": "nobody", "value": "a"}]}])
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gptoss"])
+def test_gpt_osss_template_stays_where_there_is_one(test_data, name):
+    """Its own writes tools, which the packaged one does not."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(test_data / "tokenizers/gpt-oss")
+    own = (test_data / "chat_templates/gptoss.jinja").read_text(encoding="utf-8")
+    for before, after in ((None, PACKAGED["gpt-oss"].text), ("{{ 'x' }}", PACKAGED["gpt-oss"].text), (own, own)):
+        tokenizer.chat_template = before
+        assert compat.get_chat_template(tokenizer, name).chat_template == after
+    with pytest.raises(ValueError, match=f"'{name}' is not the template of this tokenizer, which has no .*channel"):
+        compat.get_chat_template(make_tokenizer(), name)
 
 
 def test_every_kind_of_data_set_is_standardised(workplace):

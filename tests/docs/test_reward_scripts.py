@@ -174,6 +174,8 @@ def test_arguments_become_the_objectives_options(workplace):
         (dict(reward_weights=[1.0]), "there are 2 reward functions"),
         (dict(dataset=[{"text": "x"}]), "the data set has no column prompt"),
         (dict(reward_funcs=["a/reward-model"]), "reward_funcs has 'a/reward-model'; give functions"),
+        (dict(reward_funcs=[], dataset=[dict(prompt="x", reward=1.0)]), r"reward_funcs = \[\]: give a function"),
+        (dict(reward_funcs=[], tools=[a_tool]), r"reward_funcs = \[\]: give a function"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(workplace, settings, told):
