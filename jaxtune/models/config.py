@@ -352,8 +352,8 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int:
-        """The number of positions that the model supports, against which documents, prompts and lengths of rows are
-        checked, by the function `context_length`."""
+        """The number of positions that the model supports, which the function `context_length` computes. Documents,
+        prompts and lengths of rows are checked against it."""
         return context_length(self.max_position_embeddings, self.rotary)
 
     @property

@@ -267,8 +267,8 @@ def of_first(value: Callable[[], Any]) -> Any:
 
 
 def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
-    """Agrees between two steps on what each process may see differently: whether a signal came, and whether a save is
-    due.
+    """Agrees after a step, or between two batches of an evaluation, on what each process may see differently: whether a
+    signal came, and whether a save is due.
 
     A collective call: all processes call it at the same points of the run. The first process decides, and the others
     wait for its decision, which they get from the coordination service. They tell the service of a signal that came to
@@ -276,7 +276,7 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
 
     Args:
       signal_name: the name of a signal that came to this process; None: none did.
-      due: whether a save is due by this process's clock. Only the first process's value counts.
+      due: whether a save is due in this process, such as by its clock. Only the first process's value counts.
     Returns:
       (the name of a signal that the first process got or was informed of, or None; whether a save is due), the same in
         all processes; in a run of one process, the arguments.

@@ -1,5 +1,5 @@
-"""SmolLM3: Llama in which some layers, by default every fourth, have no position encoding. no_rope_layers says which
-(`_rotates`), and `_Layers` reads and writes the layers' types beside it.
+"""SmolLM3: Llama in which some layers, by default every fourth, have no position encoding. no_rope_layers, a Key of its
+own, says which (`_rotates`); `_Layers` reads and writes layer_types, and takes the rotary base from these layers.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

@@ -1,5 +1,6 @@
 """Decode attention as Triton kernels, for NVIDIA GPUs of compute capability 8.0 (Ampere) and higher. `decode` calls
-them, `refusal` says which calls they cannot compute, and `variant` names their tiles.
+them, `refusal` says which calls they cannot compute, and `variant` names their tiles, for the kernels' check at first
+use. A row has one new token.
 
 A cache of at most WHOLE keys takes one kernel, in which a program has one KV head of one row. For a longer cache one
 kernel runs over splits of the keys (flash-decoding) and one combines them: a program has one split of one KV head of

@@ -121,7 +121,7 @@ def delta_rule_state(
     Returns:
       float32[B, heads, K, V]; 0 for a row of length 0.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a dtype or shape is not as described here. The numbers in the arrays are not checked.
     """
     check = Arguments("delta_rule_state")
     _check_tokens(check, key, value, decay, beta)

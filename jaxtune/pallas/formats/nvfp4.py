@@ -400,7 +400,7 @@ class CompressedTensors(_Files):
 
     The tensors are `X.weight_packed` uint8[out, in / 2], `X.weight_scale` e4m3[out, in / 16], `X.weight_global_scale`
     float32[1], by which scales are divided, and, if activations are quantised too, `X.input_global_scale` float32[1].
-    The attributes and methods are explained in Layout.
+    The attributes and methods are explained in Layout and _Files.
     """
 
     title = "NVFP4 of compressed-tensors (nvfp4-pack-quantized)"

@@ -18,9 +18,10 @@ import triton.language as tl
 def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.constexpr, NESTED: tl.constexpr):
     """Returns the float32 absmax of some blocks of a weight. `stored` are their values from the array absmax. If NESTED
     is 0, these are the result. If it is 1, they are indices into nested_map, whose values are multiplied by
-    nested_absmax, one for each 256 blocks, and shifted by offset. blocks: the numbers of the blocks in the weight,
-    which has COUNT blocks; for numbers past the end, nested_absmax counts as 0, so that nothing is read past it. All
-    kernels call it, that of triton_few_kernels.py too."""
+    nested_absmax, one for each 256 blocks, and shifted by offset; these three are pointers (that of offset to one
+    number), which are read only then. blocks: the numbers of the blocks in the weight, which has COUNT blocks; for
+    numbers past the end, nested_absmax counts as 0, so that nothing is read past it. All kernels call it, that of
+    triton_few_kernels.py too."""
     if NESTED:
         steps = tl.load(nested_map + stored.to(tl.int32))
         nested = tl.load(nested_absmax + blocks // 256, mask=blocks < COUNT, other=0.0)

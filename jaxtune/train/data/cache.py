@@ -271,7 +271,7 @@ def open_or_build(
 ) -> CachedDocuments:
     """Opens the documents of a cache folder (this user's, `_own_name`, if there is one), after building the folder if
     it does not exist, is damaged, or is another user's and cannot be read. If `build` makes no document, no folder is
-    left, and the result has no documents. Before it builds, it deletes old temporary folders (`_remove_abandoned`).
+    made, and the result has no documents. Before it builds, it deletes old temporary folders (`_remove_abandoned`).
 
     Args:
         folder: the folder of these documents; its name is their `cache_key`.

@@ -370,7 +370,7 @@ class _InProcess:
             self.thread = None
 
     def stopped(self) -> str:
-        """Returns "": this process is running."""
+        """Returns "": no signal such as SIGSTOP has stopped the process that asks."""
         return ""
 
     def close(self) -> None:

@@ -420,8 +420,9 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
 
 def write_config(output: Path, config: TrainConfig) -> None:
     """Writes `config` with every key to config.yaml in the run's folder `output`, in the first process only, so that
-    the folder says which run it is of; a file that is there is replaced. `require_same_config` compares it, and
-    `jaxtune evaluate` can be given it as the recipe."""
+    the folder says which run it is of; a file that is there is replaced. `require_same_config` compares it before a run
+    that begins at step 0 in the folder (one that resumes is compared with the checkpoint's record), and `jaxtune
+    evaluate` can be given it as the recipe."""
     if processes.first():
         atomic_write(output / CONFIG, config_to_yaml(config))
 
