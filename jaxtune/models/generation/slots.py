@@ -84,7 +84,7 @@ class Rows(NamedTuple):
 
 def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
     """The Rows, with numpy arrays, of `count` empty slots, as a new Sampler has them. ends: how many end tokens each
-    row has room for (E of Rows). vocab_size: the tokens of the vocabulary: an empty slot's top_k, which filters none."""
+    row has room for (E of Rows). vocab_size: the tokens of the vocabulary, an empty slot's top_k, which is off."""
 
     def whole(dtype):
         """Zeros of a dtype, one for each slot."""

@@ -324,10 +324,10 @@ class Answers:
 
 
 def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(the loss of a batch of answers by the variant of GRPO that `options` choose ("dapo" by default), its metrics
-    {name: mean}), float32 scalars, for training loops of a user's own; a run adds up `grpo_sums`. The loss is differentiable with respect to
-    `answers.logps` and, if options.entropy_coef is not 0, `answers.entropies`. Raises ValueError if beta is not 0 and
-    the answers have no ref_logps.
+    """(the loss of a batch of answers by the variant of GRPO that `options` choose, by default "dapo"; its metrics,
+    {name: mean}), float32 scalars, for training loops of a user's own; a run adds up `grpo_sums`. Gradients are those
+    of `answers.logps` and, if options.entropy_coef is not 0, `answers.entropies`. Raises ValueError if beta is not 0
+    and the answers have no ref_logps.
 
     ```python
     answers = Answers(logps, mask, jnp.asarray(group_advantages(rewards, num_generations=8)), entropies)

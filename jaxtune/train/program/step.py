@@ -124,7 +124,7 @@ class StepProgram:
 
     @property
     def _shape(self) -> partition.MeshShape:
-        """The numbers of devices along the mesh's axes, which `init` and `total` give `sync`. AssertionError: no mesh."""
+        """The numbers of devices along the mesh's axes, which `init` and `total` give `sync`. AssertionError: none."""
         assert self.mesh is not None
         return partition.MeshShape.of(self.mesh)
 
