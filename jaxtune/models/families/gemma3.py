@@ -27,9 +27,9 @@ class _Rotary(RotaryByType):
     def given_to(self, layer_type: str, hf: Config) -> Fields:
         """The rotary parameters of one type of layer as one flat dict, as `rope_parameters` returns it, such as
         {"rope_type": "default", "rope_theta": 1e4}. rope_local_base_freq is the base of sliding layers unless
-        rope_parameters, which newer files have, gives one. layer_type: "full_attention" or "sliding_attention". hf: the
-        config.json."""
-        # As in transformers, parameters that are not within an object for a type of layer mean nothing.
+        rope_parameters, which newer files have, gives one. Unlike in RotaryByType, parameters in rope_parameters that
+        are not within an object for a type of layer are ignored, as in transformers. layer_type: "full_attention" or
+        "sliding_attention". hf: the config.json."""
         by_type = {key: value for key, value in (hf["rope_parameters"] or {}).items() if isinstance(value, Mapping)}
         hf = {**hf, "rope_parameters": by_type}
         if layer_type == SLIDING:

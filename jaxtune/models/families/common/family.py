@@ -35,10 +35,11 @@ class Family:
     written: Config = dataclasses.field(default_factory=dict)
     """{key: value} that is written to config.json and never read."""
     refused: tuple[str, ...] = ()
-    """Keys of unsupported features. A config.json in which one of them is not null, false, zero or empty is refused."""
+    """Keys of unsupported features that no entry reads. A config.json in which one of them is not null, false, zero or
+    empty is refused."""
     prepare: Callable[[Config], Config] = dict
-    """Rewrites a config.json in which all keys have values, before the entries read it, for families whose files use
-    keys in another sense than Llama's; by default it changes nothing."""
+    """Rewrites a config.json for families whose files use keys in another sense than Llama's; by default it changes
+    nothing. from_hf calls it after the checks, when all keys have values, and before the entries read them."""
     stages: tuple[Stage, ...] = PRE_NORM
     """The parts of a layer and their norms, in every layer that no later entry changes."""
     norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NORMS)
@@ -113,9 +114,9 @@ class Family:
 
     def to_hf(self, config: DecoderConfig) -> Fields:
         """The config.json, {key: value}, with which transformers 4 and 5, where they have the family, load a model with
-        this DecoderConfig. models/hf.py writes it with a model, unless the config.json that the model came from still
-        describes it. What belongs to the weights (dtype, quantisation) is not in it, and the ids of special tokens are
-        None; models/hf.py adds these.
+        this DecoderConfig. models/hf.py calls it for every model that is saved. If the config.json that the model came
+        from still describes it, that is written instead, with the architectures of this one. What belongs to the
+        weights (dtype, quantisation) is not in it, and the ids of special tokens are None; models/hf.py adds these.
 
         Raises:
           ValueError: a value that an entry of the family cannot write, such as a layer of no type that the family has.

@@ -92,12 +92,12 @@ class Key:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The key alone, because a Key is an Entry too."""
+        """The key alone, because a Key is an Entry too, whose keys Family.declared lists."""
         return (self,)
 
     @property
     def gives(self) -> tuple[str, ...]:
-        """The fields that it sets, as a tuple, by which the common Key of the same field is replaced (Entry.gives)."""
+        """The fields that it sets, as a tuple; a common entry that sets one of them is replaced (Entry.gives)."""
         return (self.field,) if isinstance(self.field, str) else self.field
 
     def read(self, hf: Config, fields: Config) -> Fields:
@@ -154,8 +154,8 @@ class Record:
         return self.make(**arguments)
 
     def described(self, made: Any) -> Fields:
-        """{key: value} for the config.json of an object of the class `make`: the inverse of `made`. made: the
-        object."""
+        """{key: value} for the config.json of an object of the class `make`: the inverse of `made`, for `write`
+        and for the entries that call `made`. made: the object."""
         return {name: value for key in self.keys for name, value in key.write(made).items()}
 
     def read(self, hf: Config, fields: Config) -> Fields:
@@ -165,8 +165,9 @@ class Record:
 
     def write(self, config: Any) -> Fields:
         """The keys of config.json, {key: value}, that describe the object which the DecoderConfig `config` has in its
-        attribute `self.field`, such as its MoEConfig in the attribute moe. If `self.field` is None, the result is {},
-        because another Entry writes the keys of that object."""
+        attribute `self.field`, such as its MoEConfig in the attribute moe. That object must not be None; `read`
+        always sets it. If `self.field` itself is None, the result is {}, because another Entry writes the keys of the
+        object."""
         return {} if self.field is None else self.described(getattr(config, self.field))
 
 

@@ -60,7 +60,8 @@ def alternating(hf: Config) -> list[str]:
 
 def by_pattern(hf: Config) -> list[str]:
     """The type of each layer ("sliding_attention" or "full_attention") by the key sliding_window_pattern of the
-    config.json `hf`. Families declare it as LayerTypes.default, for a file without layer_types.
+    config.json `hf`. Families declare it as LayerTypes.default, for a file without layer_types. `hf` has the family's
+    default for the key if the file lacks it or has null.
 
     A number n stands for n - 1 sliding layers before each full one; letters such as LLLG (local, global) are repeated.
     """
@@ -114,7 +115,8 @@ def window_of(hf: Config, rotary: Sequence[RopeConfig]) -> int | None:
 
 def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None:
     """The window in tokens that all of `layers`, some or all layers of `config`, have, for the key sliding_window that
-    LayerTypes and OneWindow write; None for no window or no layers.
+    LayerTypes and OneWindow write; None for no window or no layers. Of `config` only the family's name is used, for the
+    error.
 
     Raises:
       ValueError: they have different windows, or only some have one, which one config.json cannot express.
@@ -152,8 +154,8 @@ class LayerTypes:
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, each with the window, rotary base and mixer of its type} by the
         config.json `hf`. fields: the fields of DecoderConfig that earlier entries set, with `layers` and `rotary`.
-        Raises ValueError for another number of types than layers, types that the family does not have, or a window that
-        is missing or 0."""
+        Raises ValueError for another number of types than layers, types that the family does not have, or, if a layer
+        is of a type with a window, a sliding_window that is null or 0."""
         types = {kind.name: kind for kind in self.types}
         names = layer_types(hf, self.default, tuple(types))
         mixers = {kind.name: kind.mixer.made(hf) for kind in self.types if kind.mixer is not None}
@@ -229,7 +231,8 @@ class OneWindow:
         return {"sliding_window": one_window(config, config.layers)}
 
 
-# Windows of Qwen and SmolLM3 are used only if this key is true; of Qwen, `prepare` is then `switched_window`.
+# Unless this key is true, Qwen's families with it have no windows (their `prepare` is `switched_window`), and SmolLM3
+# has none by default; there, sliding layers that layer_types lists have their window all the same.
 WINDOW_SWITCH = Key(
     "use_sliding_window",
     (),
@@ -263,7 +266,7 @@ UPPER_WINDOWS = (
 class MLPLayers:
     """An entry of families' tables (key.Entry) for mlp_only_layers and decoder_sparse_step, which say which layers of a
     model with experts have an MLP instead: replaces the feed-forward of these LayerSpecs, and writes mlp_only_layers
-    back."""
+    back. Qwen2-MoE and Qwen3-Next have it; in Qwen3-MoE every layer must have experts."""
 
     keys = (
         Key("mlp_only_layers", (), functools.partial(values.items, of=any_count), ()),

@@ -2,7 +2,8 @@
 transformers 5, with the family's names of norms and the router (LLAMA_NORMS and so on). There one matrix of all experts
 of a layer is one tensor, such as mlp.experts.gate_up_proj. `ExpertFiles` has the names in checkpoints that store one
 linear for each expert and matrix instead; files/expert_files.py translates between the two. A weight has the same
-layout in the file and in the model ([out, in] for a linear), so none is transposed."""
+layout in the file and in the model ([out, in] for a linear), so none is transposed, except experts in gpt-oss's MXFP4
+files, whose format (pallas/formats/mxfp4.py) transposes them when it decodes them."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ def tensor_name(
       path: the attributes and indices that lead from the Decoder to the tensor, such as ("layers", 0, "mlp", "up_proj",
         "weight").
       norms: the family's names of norms and the router (Family.norms).
-      layers: the spec of each layer, by which tensors of parts with their own configs are named; it may be left out if
-        no layer has such parts.
+      layers: the spec of each layer, by which tensors of parts with their own configs (Part.config) are named, such as
+        those of delta nets, per-layer embeddings and Gemma 4's experts; it may be left out if no layer has such parts.
       head: the name of the decoder's head in the checkpoint (Head.name).
     Raises:
       KeyError: a module that neither `norms` nor the layer's spec names.

@@ -69,6 +69,8 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
       layer_type: whose object to take if rope_parameters has one for this type of layer; of full layers, the entries of
         rope_scaling then replace those of the object. Without such an object the result is the same for every type.
         None: rope_parameters is one object for all layers.
+    Raises:
+      ValueError: rope_parameters has objects for types of layers, and layer_type is None.
     """
     scaling, parameters = (hf.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     both = scaling or parameters
@@ -200,13 +202,15 @@ class Rotary:
     def given(self, hf: Config) -> Fields:
         """The rotary parameters of a config.json (`hf`) as one flat dict, as `rope_parameters` returns it: those in
         rope_scaling or rope_parameters, or in `default` if the file has neither, and rope_theta and
-        partial_rotary_factor where the file has these as keys of their own and the parameters do not name them."""
+        partial_rotary_factor where the file has these as keys of their own and the parameters do not name them. `read`
+        calls it. Raises ValueError if rope_parameters has an object for each type of layer."""
         says_nothing = not hf["rope_parameters"] and not hf["rope_scaling"]
         return rope_parameters({**hf, "rope_parameters": self.default} if says_nothing else hf)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`; raises ValueError for parameters that
-        are missing or do not fit the head. `fields` is not used, but all Entries take it."""
+        """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`. Raises ValueError for parameters that
+        are missing, do not fit the head, or are given for each type of layer. `fields` is not used, but all Entries
+        take it."""
         return {"rotary": (rope_config(hf, self.given(hf)),)}
 
     def write(self, config: DecoderConfig) -> Fields:
@@ -222,16 +226,18 @@ class RotaryByType(Rotary):
     """An entry of families' tables (key.Entry) for a model with a rotary base for each type of layer: reads
     rope_parameters, which has one object for each type, into DecoderConfig.rotary, and writes it back. A file without
     such objects gives every type the same base, from the keys that Rotary reads. `given_to` finds the parameters of one
-    type in a file, and families whose files have them elsewhere override it. The inherited field `default` and method
-    `given` are not used."""
+    type in a file, and families whose files have other keys or rules for them override it. The inherited field
+    `default` and method `given` are not used."""
 
     types: tuple[str, ...] = (FULL, SLIDING)
     """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
         """The rotary parameters of the layers of one type as one flat dict, as `rope_parameters` returns it, such as
-        {"rope_type": "default", "rope_theta": 1e4}. `read` calls it for each type; families whose files have the
-        parameters elsewhere override it. layer_type: a name in the key layer_types. hf: the config.json."""
+        {"rope_type": "default", "rope_theta": 1e4}. `read` calls it for each type. Three families override it: Gemma 3
+        has a key of its own for sliding layers, Gemma 4 reads an object for each type and nothing else, and in OLMo 3
+        an extension that is given for all layers is of full layers only. layer_type: a name in the key layer_types. hf:
+        the config.json."""
         return rope_parameters(hf, layer_type)
 
     def read(self, hf: Config, fields: Config) -> Fields:

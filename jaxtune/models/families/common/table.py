@@ -32,8 +32,8 @@ def check_activation(key: str, value: Any) -> None:
 
 def check_window_pattern(key: str, value: Any) -> None:
     """Raises ValueError unless `value` is a sliding_window_pattern: a number of layers of at least 1, or a string of
-    the letters L and G that is repeated over the layers, as in EXAONE 4 ("LLLG"). It is the Key.check of that key. key:
-    what the error calls the value."""
+    one or more letters L and G that is repeated over the layers, as in EXAONE 4 ("LLLG"). It is the Key.check of that
+    key. key: what the error calls the value."""
     if not isinstance(value, str):
         values.whole(key, value)
     elif not value or set(value) - set("LG"):
@@ -43,8 +43,8 @@ def check_window_pattern(key: str, value: Any) -> None:
 def _token(name: str) -> Key:
     """The Key of a special token's id, or list of ids, named `name` in config.json (such as "eos_token_id"). Its value
     is only checked: the decoder computes nothing with it, so no field of DecoderConfig has it. Family.to_hf writes
-    null, and models/hf.py puts the id in its place if the model's source or tokenizer gives it."""
-    # Null is written, because without the key the Hugging Face class has a default that may exceed the vocabulary.
+    null, because without the key the Hugging Face class has a default that may exceed the vocabulary. models/hf.py puts
+    the id in its place if the model's source or tokenizer gives it."""
     return Key(name, (), values.token_ids, None, written=lambda config: None)
 
 
@@ -99,8 +99,8 @@ SOFT_CAP = Key("final_logit_softcapping", "final_soft_cap", values.positive, Non
 
 
 def _whole(number: float) -> float:
-    """A number that is whole as an int, any other one as it is: query_pre_attn_scalar is written by it as published
-    files have it (256 and not 256.0)."""
+    """A number that is whole as an int, any other one as it is. query_pre_attn_scalar is computed back from
+    attention_scale as a float, and written by it as published files have it (256 and not 256.0)."""
     return int(number) if number == int(number) else number
 
 
@@ -190,9 +190,9 @@ def delta_net(fused: bool = False) -> tuple[Entry, ...]:
     layer_types, every full_attention_interval-th layer has attention (every fourth one, if the file does not say). A
     family with experts adds their entries.
 
-    fused: whether one matrix gives queries, keys, values and gates of a delta net, and another both rates, as in
-    Qwen3-Next; otherwise queries, keys and values have one matrix, and gates and each rate have one of their own, as in
-    Qwen3.5.
+    fused: whether one matrix gives queries, keys, values and gates of a delta net, and another both rates (a and b, of
+    which decay and beta are computed), as in Qwen3-Next; otherwise queries, keys and values have one matrix, and gates
+    and each rate have one of their own, as in Qwen3.5.
     """
     shape = Record(
         DeltaNetShape,
