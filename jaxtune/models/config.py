@@ -354,8 +354,8 @@ class DecoderConfig:
     @property
     def context_length(self) -> int:
         """The number of positions that the model supports, by the function `context_length`. Longer documents are
-        refused, as are prompts that with their answers are longer, and a larger max_length of from_pretrained. Of
-        longer rows (data.length) a run only warns, because positions restart with each document."""
+        refused, as are prompts that with their answers are longer (lm-eval's are cut), and a larger max_length of
+        from_pretrained. Of longer rows (data.length) a run only warns, because positions restart with each document."""
         return context_length(self.max_position_embeddings, self.rotary)
 
     @property
