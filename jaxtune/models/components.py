@@ -85,8 +85,9 @@ def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
 
 def follow(model: Decoder, words: Mapping[str, str]) -> None:
     """Makes the modules of `model` multiply as the precision map `words` ({pattern: dtype or format}) says, in place.
-    Runs call it on models that are loaded already, so it changes no stored weight: an array in another dtype is cast
-    when it multiplies. Modules that the map does not name multiply in the model's dtype.
+    Every run whose config names modules calls it, both for a model that was given to it and for one that it loaded by
+    the same map, so it changes no stored weight: an array in another dtype is cast when it multiplies. Modules that
+    the map does not name multiply in the model's dtype.
 
     Raises:
       ValueError: a pattern or word that does not fit the model; a weight that is not quantised in the format that the
@@ -157,10 +158,11 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
 
 
 def common_format(model: Decoder) -> str | None:
-    """The name of the format in which most of the quantised weights of `model` are, such as "nf4"; of formats with
-    equally many weights, the first by name; None if no weight is quantised. Runs and adapters record it as load_in, the
-    format in which the model can be loaded again, and an adapter's record is compared with a base by it. Whether
-    anything is quantised is asked of quant.stored_in."""
+    """The name of the format in which most of the quantised modules of `model` are, such as "nf4" (modules are
+    counted, whatever their sizes; a matrix of all experts of a layer is one); of formats with equally many modules, the
+    first by name; None if no weight is quantised. Runs and adapters record it as load_in, the format in which the model
+    can be loaded again, and an adapter's record is compared with a base by it. Whether anything is quantised is asked
+    of quant.stored_in."""
     names = Counter(word for word in _words(model).values() if word in FORMATS)
     return min(names, key=lambda name: (-names[name], name), default=None)
 

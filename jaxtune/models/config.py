@@ -232,7 +232,8 @@ class MoEConfig:
     # of a learned gate (shared_expert, shared_expert_gate); None: there is none
     shared_size: int | None = None
     router_aux_loss_coef: float = 0.001  # factor on the load-balancing loss, from Hugging Face's config
-    # whether training adds the load-balancing loss by default, from Hugging Face's config
+    # whether training adds the load-balancing loss by default, from Hugging Face's config; layers/experts.py reads it
+    # and the factor, and declares the loss with its default factor for training (AuxLoss)
     output_router_logits: bool = False
     # the router reads the residual stream through a norm and a scale of its own, and multiplies each expert's weight by
     # a number that it learns (Gemma 4)
@@ -352,8 +353,9 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int:
-        """The number of positions that the model supports, which the function `context_length` computes. Documents,
-        prompts and lengths of rows are checked against it."""
+        """The number of positions that the model supports, by the function `context_length`. Longer documents are
+        refused, as are prompts that with their answers are longer (lm-eval's are cut), and a larger max_length of
+        from_pretrained. Of longer rows (data.length) a run only warns, because positions restart with each document."""
         return context_length(self.max_position_embeddings, self.rotary)
 
     @property
@@ -370,7 +372,8 @@ class DecoderConfig:
     @property
     def kv_size(self) -> int:
         """num_kv_heads * head_dim: how many numbers a token's keys have over all heads, and its values as many; k_proj
-        and v_proj are sized by it. As with query_size, an attention with settings of its own has its own."""
+        and v_proj, and a norm over all keys, are sized by it, but no cache. As with query_size, an
+        attention with settings of its own has its own."""
         return self.num_kv_heads * self.head_dim
 
 

@@ -204,8 +204,8 @@ class Decoder(nnx.Module):
     def weight_dtype(self) -> jnp.dtype:
         """The dtype of the weights that are not quantised and that no precision map names: that of the final norm's
         weight, which is never trained whole beside adapters; or the model's dtype, if a precision map gives that norm
-        another one. A new head (models/reward.py) gets it, and an embedding or head that was trained whole when it is
-        merged."""
+        another one. A new head (models/reward.py) gets it, and the bound on the error of a merged model's logits
+        follows from it. A trained embedding or head that is merged gets the dtype of the weight that it replaces."""
         return jnp.dtype(self.dtype) if self.norm.compute else self.norm.weight.get_value().dtype
 
     @property
@@ -262,7 +262,7 @@ class Decoder(nnx.Module):
     ) -> PackedLayout:
         """Computes what all layers need of a batch beside its values, once for all of them: a PackedLayout with the
         document boundaries and the rotary tables. `run` calls it, in training and in forward passes over whole texts;
-        decoding steps make layouts of their own.
+        generation makes layouts of its own, for prompts too.
 
         Args:
           shape: (rows, length) of the batch.
@@ -354,7 +354,8 @@ class Decoder(nnx.Module):
         steps, lm-eval's scores and reward models use it; the losses of language models compute logits themselves
         (head_operands).
 
-        A score head gives float32[..., 1], neither scaled nor capped, as in transformers. rows: the part of the
+        Another head gives float32[..., Head.outputs], which is [..., 1] of a score head, the only other one so far. Its
+        values are neither scaled nor capped, as in transformers. rows: the part of the
         vocabulary for which logits are computed, so that fewer are in memory at a time; None: all of it."""
         head, hidden = self.head_operands(hidden)
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -59,8 +59,8 @@ def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
     """The scales with which a weight is rounded to int4 codes from -8 to 7, [..., out, n, 1] in `dtype`: of each group
     of a row the larger of max / 7 and -min / 8; 0 for a group of zeros, which int4_codes gives codes of 0. The export
-    of int4 weights calls it too, so that it writes what training computed with. groups: float32[..., out, n, group],
-    the weight, each row of which is divided into n groups. dtype: the name of the scales' dtype."""
+    of int4 weights recovers the scales by it from the rounded weights (export/w4a16.py). groups: float32[..., out, n,
+    group], the weight, each row of which is divided into n groups. dtype: the name of the scales' dtype."""
     # XLA may or may not turn a division by a constant into a product; a product is the same in every program.
     seventh = np.float32(1 / 7)
     scale = jnp.maximum(groups.max(-1, keepdims=True) * seventh, -groups.min(-1, keepdims=True) / 8)
@@ -221,8 +221,9 @@ def _within_declared(format: str, weight: jax.Array, group_size: int | None, dty
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """How quantisation-aware training rounds the numbers of a format. ROUNDINGS has one for each format; their
-    functions have no straight-through gradient, which callers add."""
+    """How quantisation-aware training rounds the numbers of a format. ROUNDINGS has one for each format, and
+    its keys must be those of format_names.QAT_GROUPS. The functions have no straight-through gradient; callers add
+    it."""
 
     # (weight [..., out, in], group_size or None, the dtype's name) -> rounded weight of the same shape in that dtype
     weights: Callable[[jax.Array, int | None, str], jax.Array]
@@ -299,7 +300,8 @@ class FakeQuant:
     format: str  # key of ROUNDINGS
     group_size: int | None  # how many consecutive weights of a row share a scale; None: as many as the format says
     dtype: str  # its name, of the rounded values and of scales of groups, whatever dtype computes with them
-    inputs: bool = True  # False: activations are not rounded, also where the format rounds them
+    # False: activations are not rounded, also where the format rounds them. Only the check of a merge sets it so.
+    inputs: bool = True
     # where the gradient of what is rounded passes: "straight_through" (everywhere) or "clipped" (within the range)
     gradients: str = STRAIGHT_THROUGH
     # pairs (name of a linear, scale), the scales under which activations were rounded in the training of a model whose
@@ -363,7 +365,8 @@ class FakeQuant:
     @property
     def grid(self) -> FakeQuant:
         """The grid alone, with `inputs`, `gradients` and `input_scales` at their defaults: two runs of QAT with equal
-        grids round weights alike. A run's report compares grids by it, and records are made from it."""
+        grids round weights alike. A run's report compares by it the grid of the adapter that it is given with
+        its own, and observed_inputs.recorded makes a record's grid from it, to which it adds the observed scales."""
         return FakeQuant(self.format, self.group_size, self.dtype)
 
     @property
@@ -383,7 +386,7 @@ class FakeQuant:
     @property
     def outtype(self) -> str | None:
         """The quantised type of GGUF files (a value of `jaxtune export --outtype`) that stores the grid's numbers
-        exactly, such as "q4_0"; None if there is none. Exports to GGUF compare it with what the user asks for."""
+        exactly, such as "q4_0"; None if there is none. Exports to GGUF in another quantised type are refused."""
         return ROUNDINGS[self.format].outtype
 
     def represented_by(self, dtype: str) -> bool:
@@ -414,8 +417,8 @@ class FakeQuant:
     @property
     def observes(self) -> bool:
         """Whether the format rounds activations under a scale that is observed once for each linear
-        (models/observed_inputs.py), whatever `inputs` says. A run observes the scales in its first step, and records
-        have them."""
+        (models/observed_inputs.py), whatever `inputs` says. A new run observes the scales before its first step, by a
+        forward pass over that step's rows, unless the model has them already; records have them."""
         return ROUNDINGS[self.format].observed is not None
 
     def round_inputs(self, x: jax.Array, scale: jax.Array | None = None) -> jax.Array:

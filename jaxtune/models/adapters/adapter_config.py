@@ -70,7 +70,8 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 def peft_name(model: Decoder, name: str) -> str:
     """The name that a module or tensor of the model has in the class that transformers builds for its base's folder.
-    An adapter's files have these names, because PEFT matches them with that class.
+    An adapter's files have these names, because PEFT matches them with that class. What writes or exports an adapter
+    calls it; load_adapter does not, but goes by the prefixes in the file's keys.
 
     name: the name in the text model, such as model.layers.0.mlp.up_proj. If that class has a vision tower too
     (is_nested), the text model's prefix is inserted: model.language_model.layers.0... Otherwise the name is returned

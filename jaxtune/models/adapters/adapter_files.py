@@ -230,7 +230,8 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
       path: a folder with adapter_model.safetensors and adapter_config.json, written by jaxtune or PEFT.
     Returns:
       a new model that shares every base array with `model` and trains only the adapter, in float32. If the folder
-        records a grid of QAT, merged weights are rounded to it; its end-of-text tokens are added to the model's.
+        records a grid of QAT, linears and experts round their merged weights to it whenever they compute, as in
+        training (rounded_by). The folder's end-of-text tokens are added to the model's.
     Raises:
       ValueError: no such files, or damaged or pickled ones; a PEFT feature that is not supported; targets that match
         nothing in the model; tensors missing, unexpected, misshaped or not finite; another base than in training, if
@@ -314,19 +315,16 @@ def _share_base(model: Decoder, adapted: Decoder) -> None:
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:
-    """Joins at most `limit` of the names with commas, and adds how many more there are, for error messages."""
+    """Joins at most `limit` of the names with commas, and adds how many more there are, for the errors of
+    adapter_content and _check_tensors."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Reads adapter_model.safetensors in `folder` for load_adapter: ({PEFT's key: array in the file's dtype}, the
-    file's metadata, {} if it has none).
-
-    Raises:
-      ValueError: no such file, a pickle (adapter_model.bin) in its place, a damaged file, or a tensor that is not of
-        16- or 32-bit floats.
-    """
+    file's metadata, {} if it has none). Raises ValueError for a missing file, a pickle (adapter_model.bin) in its
+    place, a damaged file, or a tensor that is not of 16- or 32-bit floats."""
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         pickled = folder / "adapter_model.bin"
@@ -342,9 +340,9 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Chooses, from the model's linears, those that PEFT would adapt by its rules for target_modules, exclude_modules
-    and layers_to_transform, so that a loaded adapter gets the same linears. Returns their names, in the order of
-    `names`.
+    """Chooses, from the model's linears, those that PEFT would adapt by its rules for target_modules ("all-linear"
+    selects all), exclude_modules and layers_to_transform, so that a loaded adapter gets the same linears. Returns their
+    names, in the order of `names`. layers_to_transform leaves out no linear whose whole name target_modules lists.
 
     Args:
       path: the path of adapter_config.json, for errors.
@@ -454,7 +452,6 @@ def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
     last parts of the names in the config's own modules_to_save, such as ["embed_tokens", "lm_head"]. For a model that
     scores texts "classifier" is left out: PEFT lists every name that a head may have, and get_peft_model refuses it."""
     names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
-    # PEFT lists every name that a head may have.
     return sorted(names if head_of_task(config.get("task_type")).is_text else names - {"classifier"})
 
 

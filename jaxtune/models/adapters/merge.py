@@ -1,6 +1,6 @@
 """Merges an adapter into its base, one matrix at a time, and verifies that the result computes the same.
 `merge_adapter` makes the merged model in memory, `merged_weights` computes its tensors one by one for an export, and
-`merge_bytes` gives the planner the memory that such an export takes.
+`merge_bytes` forecasts the memory that such an export takes, for the table of a run's phases.
 
 A merge is verified before any of it is used:
 - Every merged matrix is finite, and its product with random rows equals its adapter's within a bound that every correct
@@ -139,7 +139,7 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
       index: the seed of the random rows with which the products are compared; each matrix has another one.
       dtype: the dtype to which a quantised weight is decoded, and then that of the result; a weight that is not
         quantised keeps its own.
-      base_dtype: the dtype that the error message names.
+      base_dtype: the dtype that the error message names, Decoder.weight_dtype. Nothing is computed with it.
     Raises:
       ArithmeticError: the merged weight is not finite, or its products differ from the adapter's by more than rounding.
     """
@@ -167,7 +167,7 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
 
 def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
     """The weight of an embedding or head that was trained whole beside the adapter (`weight`, float32), cast to
-    `dtype` (Decoder.weight_dtype), as it replaces the base's own in the merged model. name: for errors.
+    `dtype`, the dtype of the base's own weight, which it replaces in the merged model. name: for errors.
 
     Raises:
       ArithmeticError: it is not finite in that dtype.
@@ -257,10 +257,10 @@ def merged_weights(model: Decoder) -> Weights:
 def merge_adapter(model: Decoder) -> Decoder:
     """The model with its adapter merged into the weights: w + scale b a, rescaled for DoRA, computed in fp32.
 
-    Merged weights have the dtype in which the base is stored; modules_to_save replace the base's modules, in
-    `model.weight_dtype`. The result is a base again: it has no adapters, every tensor is an `nnx.Param`, and tied heads
-    are tied. It needs memory on the device for all changed tensors, decoded; `export_model` and the end of a run write
-    a merged folder without that.
+    Merged weights have the dtype in which the base is stored; modules_to_save replace the base's modules, each in the
+    dtype of the weight that it replaces. The result is a base again: it has no adapters, every tensor is an
+    `nnx.Param`, except those that no training changes (NeverTrained), and tied heads are tied. It needs memory on the
+    device for all changed tensors, decoded; `export_model` and the end of a run write a merged folder without that.
 
     If the base is quantised, all its quantised weights are decoded to the compute dtype, and the adapter is merged into
     these, over which it was trained. In a model that is prepared for QAT the merged weights are rounded to its grid, as
@@ -284,7 +284,8 @@ def merge_adapter(model: Decoder) -> Decoder:
 
 def merge_bytes(model: Decoder) -> tuple[int, int]:
     """(bytes on the device, bytes in host memory) that writing the merged model (merged_weights) needs in addition to
-    the model, with which the planner leaves room for the export at the end of a run; merge_adapter needs more.
+    the model; merge_adapter needs more. The table of a run's phases (phases_of) has them for the export at its end, and
+    warns if that will not fit; no plan leaves room for it.
 
     Each tensor is written before the next is computed, so that each number is that of the tensor which needs most. The
     device also has the embedding and head that are trained whole, both at once while the logits are checked. For a
@@ -370,8 +371,9 @@ class _Merged(Stored):
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
         """The matrix in `dtype` (None: dtype_name), with its adapter merged and rounded to the grid of QAT, if it has
-        these; Stored.decode calls it when the matrix multiplies. The matrix is rounded first to the dtype in which the
-        merged weight will be stored, so that the values are those of the merged model."""
+        these; Stored.decode calls it when the matrix multiplies. After the rounding to the grid, and before the cast to
+        `dtype`, the matrix is rounded to the dtype in which the merged weight will be stored (dtype_name), so that the
+        values are those of the merged model."""
         weight = dense(self.base, self.dtype_name)
         if self.a is not None and self.b is not None:
             if weight.ndim == 3:
@@ -389,9 +391,9 @@ class _Merged(Stored):
         return jax.lax.optimization_barrier(stored).astype(dtype or self.dtype_name)
 
     def _expert(self, weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Merges one expert's adapter, for `_decode`: its weight plus scale b a, rounded to the grid of QAT, if there
-        is one, in the dtype that the merged weight is stored in. weight: [out, in], or [in, out] if `transposed`, which
-        the result is too. a: [r, in]. b: [out, r]."""
+        """Merges one expert's adapter, for `_decode`, which takes one expert after another: its weight plus scale b a,
+        rounded to the grid of QAT, if there is one, and then to the dtype that the merged weight is stored in.
+        weight: [out, in], or [in, out] if `transposed`, which the result is too. a: [r, in]. b: [out, r]."""
         weight = weight.T if self.transposed else weight
         wide = merged_weight(weight, LoraWeights(a, b, None, self.scale))
         stored = (wide if self.fake_quant is None else self.fake_quant.round(wide)).astype(self.dtype_name)

@@ -91,7 +91,8 @@ def of_model(model: Decoder) -> TrainedOver:
 def _stored_so(model: Decoder) -> bool:
     """Whether the weights are quantised in the files that the model was loaded from, by their config.json; False for a
     model that was not loaded. If they are, weights that the files have in 16 bits need no entry in a record: `of_model`
-    and `difference` ask it for that."""
+    and `difference` ask it for that. `difference` also asks it because a record without a format agrees with such a
+    base."""
     return model.source is not None and "quantization_config" in json.loads(model.source.config)
 
 
