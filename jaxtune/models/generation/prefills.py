@@ -117,8 +117,8 @@ class Prefills:
     def wanted(self, request: Request) -> bytes:
         """Counts a request among those that wait for the states of its prompt. Returns the prompt's key, which the
         caller stores as request.key: the bytes of the tokens as int32, so that requests with equal prompts have the
-        same key and share one prefill. If there are more than four batches (`_keep`), the states may be dropped although a
-        request waits for them, and are then computed again; otherwise they stay until none waits."""
+        same key and share one prefill. If there are more than four batches (`_keep`), the states may be dropped while
+        requests wait for them, and are then computed again; otherwise they stay until none waits."""
         key = np.asarray(request.tokens, np.int32).tobytes()
         self._wanted[key] += 1
         return key
