@@ -250,10 +250,12 @@ DEVICE_SHARES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBytes:
-    """Memory of attention's backward, for the planner. Each number is a multiple of the bytes of the query (all heads)
-    or of the layer's input."""
+    """Memory of attention in its layer's backward, for the planner. Each number is a multiple of the bytes of the query
+    (all heads) or of the layer's input."""
 
-    waiting: float  # of the query: partial results that exist while the feed-forward's backward runs
+    # of the query: results of attention that exist already while the feed-forward's backward runs, before attention's
+    # own; counted only if the feed-forward's estimate includes the mixer's memory (Scratch.covers_mixer)
+    waiting: float
     stream: float  # of the layer's input: values of the residual stream that exist during attention's backward
     # of the query: the work space of attention's kernel in the backward, counted only if layers run in tiles of tokens;
     # otherwise other values of the layer are larger
@@ -273,10 +275,10 @@ ATTENTION_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetBytes:
-    """Memory of the gated delta net's backward, for the planner. Each number is a multiple of the bytes of the net's
-    output (all heads' values) or of the layer's input."""
+    """Memory of the gated delta net in its layer's backward, for the planner. Each number is a multiple of the bytes of
+    the net's output (all heads' values) or of the layer's input."""
 
-    waiting: float  # of its output: partial results that exist while the feed-forward's backward runs
+    waiting: float  # of its output: results of the net that are counted as AttentionBytes.waiting is
     stream: float  # of the layer's input: values of the residual stream that exist during the net's backward
 
 
@@ -320,7 +322,9 @@ class ExpertsBytes:
     own: float  # of the layer's input: further values of the backward, at both moments
     rows: float  # of the sorted rows: values at the second moment in addition to one array of gate_up's size
     rows_beside: float  # of the sorted rows: values at the first moment in addition to two arrays of gate_up's size
-    rows_again: float  # of the sorted rows: all values at the second moment if the backward recomputes gate_up
+    # of the sorted rows: if the backward recomputes gate_up, all values at the second moment, in place of the array of
+    # gate_up's size and of `rows`
+    rows_again: float
     # of the experts' largest quantised weight in the compute dtype: that weight, decoded, at the second moment
     decoded: float
 

@@ -70,7 +70,8 @@ def entry_digest(
 
     name: the name that the digest covers, the model's name of the tensor, which the file's may differ from. read:
     (start, stop) -> the tensor's bytes from start to before stop, uint8; its errors are raised. known: `Digest.whole`
-    of the tensor if it is cached; then only the bytes for `Digest.sampled` are read. None: every byte is read.
+    of the tensor if it is cached (DigestCache, whose entries are valid while the files are unchanged), which is taken
+    over unchecked; then only the bytes for `Digest.sampled` are read, to compute that. None: every byte is read.
     """
     return Digest.read(name, STORED[entry.dtype], entry.shape, entry.size_bytes, read, known)
 

@@ -37,8 +37,9 @@ class StoredEntry(headers.TensorEntry):
 
     @property
     def format_name(self) -> str:
-        """The name of the format in which files store the weight, such as "nf4", a key of FORMATS. The loader compares
-        it with the format that is asked for, and with the one that config.json names."""
+        """The name of the format in which files store the weight, such as "nf4", a key of FORMATS. The loader refuses a
+        model of which weights that stay quantised are in another format than the one that is asked for; whether a
+        weight stays so is decided by its layout (is_kept_packed), not by this name."""
         return format_of(self.layout).name
 
 
@@ -138,8 +139,9 @@ def require_alike(parts: Sequence[headers.TensorEntry]) -> None:
 
 
 def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
-    """Reads a quantised weight from files, when a model is loaded: (the weight of this entry with numpy arrays as
-    leaves, the digest of all its tensors). An experts' matrix is one weight [E, rows, in], joined from its pieces.
+    """Reads a quantised weight from files, when a model is loaded, or when a passthrough tensor is saved in 16 bits:
+    (the weight of this entry with numpy arrays as leaves, the digest of all its tensors). An experts' matrix is one
+    weight [E, rows, in], joined from its pieces.
 
     dtype_name: the dtype that the model computes in, to which the weight is decoded if its file names no other.
 
@@ -209,9 +211,9 @@ def _named(layout: Layout, name: str, weight: Stored, number: float | None) -> d
 
     layout: how files store the weight's format. name: the name of the weight's tensor in the file, such as
     model.layers.0.mlp.up_proj.weight. weight: the quantised weight; shapes and dtypes are enough in place of its
-    arrays. number: what Layout.header_number gave for it (for a piece of experts, for the first piece), a number that
-    must be known before the file's header is written (such as NF4's offset of double quantisation); None if the layout
-    needs none.
+    arrays. number: what Layout.header_number gave for it, a number that must be known before the file's header is
+    written (such as NF4's offset of double quantisation); None if the layout needs none. The pieces of an experts'
+    weight all have one number, because they are cut from one weight.
     """
     module = name.removesuffix(layout.weight)
     return {module + key: tensor for key, tensor in layout.tensors(weight, number).items()}

@@ -73,7 +73,8 @@ class Weights:
         return self.made.get(name, variable.get_value)
 
     def changed(self, changes: Mapping[str, Callable[[Any], Any]]) -> Weights:
-        """Returns these weights with some matrices replaced, which nothing computes yet.
+        """Returns these weights with some matrices replaced, which nothing computes yet. `dequantized`, `quantized` and
+        exports to quantised formats call it; merging does not, but makes a Weights with functions in `made`.
 
         Args:
           changes: {name of a matrix, as lora.matrices gives it: a function that takes the old weight, with the changes

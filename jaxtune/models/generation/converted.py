@@ -1,8 +1,8 @@
 """Weights that a sampler converts once instead of in each step, those of as many layers as there is free memory for: it
 decodes the quantised weights of linears, except those that multiply in FP8 or round their weights (QAT), and casts and
 pads adapters of experts to the form that the kernels of experts read. Quantised experts stay as they are.
-`Converted` does it, after `Convertible` has measured what it would take; `head_of_step` gives the head in the form by
-which each step multiplies.
+A sampler with fewer than LEAST_ROWS slots, or with `deterministic`, converts nothing. `Converted` does it, after
+`Convertible` has measured what it would take; `head_of_step` gives the head in the form by which each step multiplies.
 
 The values of decoded weights are those that each product would decode, so the tokens are those of the quantised model,
 up to the rounding of products.
@@ -201,7 +201,7 @@ class Converted:
     """Converts the weights of the first `layers` layers of models that share them, such as one model with the adapters
     of several training steps: each quantised weight is decoded once, and experts' adapters are cast and padded each
     time. Quantised experts, and linears that multiply in FP8 or round their weights (QAT), stay as they are. A sampler
-    has one, and calls `of` for its first model and in each update."""
+    whose plan converts layers has one, and calls `of` for its first model and in each update."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers

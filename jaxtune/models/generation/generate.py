@@ -23,7 +23,7 @@ from jaxtune.models.generation.slots import SAME_CHOICES
 from jaxtune.models.placement import partition
 from jaxtune.pallas.linear_cross_entropy import linear_token_losses
 
-_SMALLEST_LENGTH = 16  # prompts, and new tokens, are padded to at least this many
+_SMALLEST_LENGTH = 16  # training_logprobs pads prompts, and new tokens, to at least this many
 _MOST_SLOTS = 256
 _SLOTS_OF_SAME_BITS = 32  # slots for any number of prompts, see Sampler's `deterministic`
 
@@ -145,7 +145,7 @@ def generate(
 
 def _bucket(size: int, smallest: int) -> int:
     """`size`, a number of rows or tokens, at least 1, rounded up to a power of two, and to at least `smallest`, so that
-    few programs are compiled."""
+    few programs are compiled. `generate` rounds the number of slots by it, and training_logprobs rows and lengths."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
@@ -158,7 +158,8 @@ def training_logprobs(
     Attention runs in the kernel of a run with `deterministic: true`, and matrix products in the vendor's first
     algorithm, as there. `generate` with `deterministic` and `output_logprobs` returns them. rows: the prompts' token
     ids; answers: their new tokens, at most max_new_tokens each. Texts are padded to lengths that few programs serve,
-    which follow from the longest prompt and max_new_tokens.
+    which follow from the longest prompt and max_new_tokens. Those shapes are not a training step's, so the numbers need
+    not equal, bit for bit, those that a step computes.
     """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)

@@ -115,7 +115,8 @@ class JaxtuneLM(TemplateLM):
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The tokenizer's chat template as lm-eval asks for it, for the fingerprint of its requests; None if the
-        tokenizer has none; "" if `chat_template` is False or "", that is, if lm-eval uses none."""
+        tokenizer has none; "" if `chat_template` is False or "", that is, if lm-eval uses none. Any other string, the
+        name of a template, has the effect of True."""
         return self.tokenizer.chat_template if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -195,7 +195,8 @@ def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:
 def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
     """The products of x [N, in] with several linears, concatenated: [splits, N, sum of the linears' out], partial sums,
     whose sum over the first axis is the product. few_rows.products computes them if all linears are plain (_is_plain),
-    adapters included; otherwise the linears compute the product as usual, and splits is 1."""
+    adapters included; otherwise the linears compute the product as usual, and splits is 1. `step` calls it for query,
+    key and value and for o_proj, and `_feed_forward` for a plain MLP's down_proj (gate and up have gated_product)."""
     if all(_is_plain(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears], _adapters(linears))
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]

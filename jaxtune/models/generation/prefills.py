@@ -71,10 +71,11 @@ class Prefills:
     prompt's states, and `take` hands them to a request that gets a slot.
 
     For models whose mixers are attention and whose layers exchange nothing, one program computes several prompts packed
-    into one row of `chunk` tokens, without padding between them, if their padded length (`_bucket`) is the same, from
-    128 tokens to half of `chunk`, and they fill half of the row. All other prompts are padded rows of a batch. A
-    prompt longer than `chunk` tokens is prefilled in several programs: a forward pass over its first
-    tokens, as many as leave whole chunks, and then one program for each chunk.
+    into one row of `chunk` tokens, without padding between them, if they fill at least half of the row, and if the
+    length to which each would be padded alone (`_bucket`) is the same, from 128 tokens to half of `chunk`: their states
+    have room for that length. All other prompts are padded rows of a batch. A prompt longer than `chunk` tokens is
+    prefilled in several programs: a forward pass over its first tokens, as many as leave whole chunks, and then one
+    program for each chunk.
 
     Args:
       programs: the compiled functions.
@@ -114,10 +115,10 @@ class Prefills:
         self._long: _Long | None = None
 
     def wanted(self, request: Request) -> bytes:
-        """Counts a request among those that wait for the states of its prompt. While any of them waits, the states are
-        dropped only if too many batches are kept (`_keep`), and computed again then. Returns the prompt's key, which
-        the caller stores as request.key: the bytes of the tokens as int32, so that requests with equal prompts have the
-        same key and share one prefill."""
+        """Counts a request among those that wait for the states of its prompt. Returns the prompt's key, which the
+        caller stores as request.key: the bytes of the tokens as int32, so that requests with equal prompts have the
+        same key and share one prefill. If there are more than four batches (`_keep`), the states may be dropped while
+        requests wait for them, and are then computed again; otherwise they stay until none waits."""
         key = np.asarray(request.tokens, np.int32).tobytes()
         self._wanted[key] += 1
         return key
@@ -142,15 +143,16 @@ class Prefills:
     def take(self, request: Request) -> int:
         """Registers that a request, whose prompt is ready, gets a slot and no longer waits. Returns the row of its
         prompt in the batch that `ready` returned. The batch is dropped here if no other request waits for its prompts,
-        so the caller calls `ready` first, and copies the states of the row (Batch.insert) before the next program is
-        dispatched."""
+        so the caller calls `ready` first, and copies the states of the row (Batch.insert) before it dispatches the next
+        round, which decodes the slot."""
         batch = self.ready(request)
         assert batch is not None
         self.unwanted(request)
         return batch.rows[request.key]
 
     def forget(self) -> None:
-        """Frees all prefilled states. Sampler.update calls it, because they were computed with the weights before."""
+        """Frees all prefilled states. Sampler.update, which refuses to run while requests wait, calls it, so that no
+        states of the weights before are used."""
         self._batches, self._long = [], None
 
     def advance(self, leaves: Sequence[jax.Array], nearest: Sequence[Request]) -> int:

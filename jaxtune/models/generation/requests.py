@@ -1,7 +1,7 @@
 """What the sampler (sampler.py) returns, a row that has ended (`Row`) and the new tokens of one step (`Piece`), and
 what is requested of it: the state of one row that it continues (`Request`), stop strings, at which a text ends
 (`StopStrings`, by a tokenizer that `Decodes`), checks of prompts and lengths (`checked_prompt`, `checked_length`), and
-the seeds of rows (`seeds_of`)."""
+the seeds of rows (`seeds_of`). A row of a sampler is one prompt with its new tokens."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ class Request:
     ends: frozenset[int]  # tokens that end it
     stops: StopStrings | None  # strings that end it, or None
     slot: int | None = None  # the slot in which it decodes; None while it waits
-    # how often it was placed in a slot, by which the sampler knows results of an earlier stay in a slot
+    # how often it was placed in a slot, by which the sampler knows results of an earlier stay in a slot; more than once
+    # only if a longrope model changes its factors, and its states are computed anew
     placed: int = 0
     rounds: int = 0  # how many rounds that decode it were dispatched to the device and have not been read
     # identifies the tokens of which its states are computed, so that requests with equal prompts share a prefill; set
