@@ -65,7 +65,7 @@ class _Place:
 @dataclasses.dataclass(frozen=True)
 class _SumNorm:
     """The norm of the sum of a stage's outputs (Stage.post_norm), and how it is connected to the residual stream;
-    `_layout` computes it, and `_sum_norm_segment` makes a segment of it."""
+    `_layout` computes it, and `_sum_norm_segment` makes of it a segment, which generation runs too."""
 
     name: str  # the block's attribute that has the norm
     total: str  # name of the sum that it norms
@@ -91,7 +91,7 @@ class Block(nnx.Module):
 
     Args:
       config: of the decoder.
-      spec: the kind of the layer, for its stages and output_scale; its window and rotary base come with each Context.
+      spec: its kind, for stages and output_scale (whether it has layer_scalar); a Context has window and rotary base.
       key: draws the initial weights.
       dtype: of the weights.
     """
@@ -124,7 +124,8 @@ class Block(nnx.Module):
     @property
     def mixers(self) -> dict[str, Mixer]:
         """{name: module} of the parts that are mixers, such as attention, which have `state_reads`. All others are
-        feed-forwards: they have no state in generation, and declare `order` and `forward_bytes`."""
+        feed-forwards: they have no state in generation, and declare `order` and `forward_bytes`. `first_state`,
+        `order`, the estimates of bytes, the planner and prefills tell the two apart by it, but not `step`."""
         return {name: module for name, module in self.parts.items() if hasattr(module, "state_reads")}
 
     @property
@@ -155,7 +156,6 @@ class Block(nnx.Module):
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
         """Adds a part's output to x, after the part's post-norm if it has one; if x is None, the output is returned
         alone. `_on_stream` adds to the residual stream, with the layer's factors; a sum that is normed later has none.
-
         part: the part's name. x: the value [B, T, hidden] that the output is added to: the residual stream, or in a
         stage whose sum is normed the sum of the outputs so far; None for the first part of such a stage. out: [B, T,
         hidden]. `step` and the segments of `_in_block` call it."""
@@ -204,7 +204,8 @@ class Block(nnx.Module):
     def part_segments(self, part: str) -> tuple[Segment, ...]:
         """The segments of the part named `part`, also those of auxiliary values (such as router_sums, for losses), as
         segments of the block: they include the norms around the part and the addition to the residual stream, and their
-        `run` takes the block. Those of the last part of a stage whose sum is normed end with that norm's segment."""
+        `run` takes the block. Those of the last part of a stage whose sum is normed end with that norm's segment.
+        `segments` and `aux` collect them, `step` runs a feed-forward's in generation, and the planner reads outputs."""
         (segments, names), (places, norms) = self._own_segments()[part], _layout(self.stages)
         place = places[part]
         made = tuple(new for s in segments for new in _in_block(s, part, place, names))
@@ -282,7 +283,6 @@ class Block(nnx.Module):
         """The scratch memory, in bytes, that the backward of one part needs in addition to the residuals; of a layer's
         parts the planner counts the largest need. For a mixer `around` (bytes of other segments' partial gradients that
         exist at the same time) is 0, because a mixer states only what its own computation needs.
-
         part: the name of a mixer or feed-forward of the layer. sizes: the sizes of the residuals of one micro-batch on
         one device, by the block's names."""
         found = self.parts[part].backward_bytes(self.sizes_of(part, sizes))
@@ -291,7 +291,6 @@ class Block(nnx.Module):
     def waiting_bytes(self, part: str, sizes: Sizes) -> float:
         """An estimate of the bytes of results of the mixer `part` that are in device memory while the backward of a
         later feed-forward of the layer runs, although the mixer's own backward comes after it.
-
         It is a multiple (models/fitted.py) of one of the mixer's residuals. The planner adds it to the memory of that
         backward only if the feed-forward's scratch memory covers the mixer (Scratch.covers_mixer). sizes: the sizes of
         the residuals of one micro-batch on one device, by the block's names."""
@@ -347,7 +346,8 @@ class Block(nnx.Module):
         context: Context,
         taken: Mapping[str, object] | None = None,
     ):
-        """Runs the next N tokens of each row in generation, except where plain_layer.py has a faster step for them.
+        """Runs the next N tokens of each row in generation: one while rows decode, more for a chunk of a long prompt.
+        slots._layer_step calls it, unless N is 1 and plain_layer.py has a faster step for all layers of the model.
 
         Args:
           layer_input: [B, N, hidden].

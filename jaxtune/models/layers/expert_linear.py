@@ -94,7 +94,8 @@ def _merged_and_rounded(
     """The weights of all experts with their adapters merged in, if there are any, rounded to the grid `spec` one expert
     at a time, in the shape of the stored ones and the grid's dtype. ExpertLinear.rounded_weight calls it for frozen
     weights. In the backward, the gradient of the rounded weights passes to the adapters where the merged weights are in
-    the grid's range; weight and x get none.
+    the grid's range; weight and x get none. This backward is only used with clipped gradients: with straight-through
+    ones rounded_weight passes adapters through which no gradient flows.
 
     Args:
       spec: the grid.
@@ -186,7 +187,8 @@ class ExpertLinear(nnx.Module):
 
     @property
     def num_experts(self) -> int:
-        """The number of experts E. It is 0 for a Linear, so code that handles both tells them apart by it."""
+        """The number of experts E. It is 0 for a Linear, so code that handles both can tell them apart by it, as counts
+        of work (weights_per_token) and lists of a model's matrices (models/lora.py) do; other code asks isinstance."""
         return self.weight.shape[0]
 
     @property
@@ -215,7 +217,7 @@ class ExpertLinear(nnx.Module):
     @property
     def stored_weight(self) -> jax.Array | Stored:
         """The weight in the form in which the model stores it: an array, or a quantised weight (Stored), [E, out, in]
-        or, if transposed, [E, in, out]. Savers and merges read it."""
+        or, if transposed, [E, in, out]. The products here, the planner, savers and merges read it."""
         return self.weight.get_value()
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:
@@ -239,7 +241,8 @@ class ExpertLinear(nnx.Module):
 
     def adapter(self) -> GroupedLora | None:
         """The adapters as the argument of grouped_matmul (a, b and the scale); None if there are none. `of_tokens` and
-        `rounded_weight` call it here, and MoE.down, which passes them to `to_tokens`."""
+        `rounded_weight` call it here, and MoE.down, which passes them to `to_tokens`; so does generation's faster step
+        (plain_layer.py), which has kernels of its own."""
         return None if self.lora is None else self.lora.weights()
 
     def adapter_bytes(self, itemsize: int) -> float:

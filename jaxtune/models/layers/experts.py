@@ -140,7 +140,7 @@ class MoE(nnx.Module):
     @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Chooses each token's k of E experts, those with the largest logits of the router, the largest first: their
-        numbers int32[B * T, k], without a gradient. The segment `route` calls it.
+        numbers int32[B * T, k], without a gradient. The segment `route` calls it, and generation's plain_layer.py.
 
         x: [B, T, hidden], the input of this feed-forward, after the block's norm; the router computes the logits from
         it. If the router is a ScaledRouter, whose logits are computed in a segment of their own, x is these logits, [B,
@@ -177,7 +177,8 @@ class MoE(nnx.Module):
           gate_up: [rows, 2 * expert_size], rows sorted by expert, from the method `gate_up`.
           choice: int32[B * T, k], each token's experts; E for none.
           x: [B, T, hidden], the part's input, from which the router's weights are computed again (a scaled router's
-            logits [B, T, E]). The products are computed in its dtype, unless down_proj has another one (`compute`).
+            logits [B, T, E], which have the dtype of the residual stream). The products are computed in its dtype,
+            unless down_proj has another one (`compute`).
         """
         weights = self.router.weights(self._logits(x), choice)
         routing = route(choice, self.moe.num_experts)
@@ -290,7 +291,8 @@ class MoE(nnx.Module):
 
         gate_up [rows, 2 * expert_size], choice int32[B * T, k], and shared_gate and shared_up [B, T, shared_size] are
         the residuals of the other segments, the last two None without a shared expert. x is what the router's weights
-        are computed from: the part's input [B, T, hidden], or a scaled router's logits [B, T, E]."""
+        are computed from, and a shared expert's gate: the part's input [B, T, hidden], or a scaled router's logits [B,
+        T, E]; MoEConfig refuses a scaled router with a shared expert."""
         out = self.down(gate_up, choice, x)
         if shared_gate is not None and shared_up is not None:
             gate = jax.nn.sigmoid(self.shared_expert_gate(x, context.key))
@@ -299,8 +301,8 @@ class MoE(nnx.Module):
 
     def _route(self, context: Context, x: jax.Array):
         """The function `run` of the segment `route`: (int32[B * T, k],), the chosen experts of each token. x: the
-        part's input [B, T, hidden], or a scaled router's logits [B, T, E]. context: its layout says which tokens are
-        padding, which gets no expert."""
+        part's input [B, T, hidden], or a scaled router's logits [B, T, E]. context: its layout says by doc_end which
+        tokens are padding, which gets no expert."""
         layout = context.layout
         real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
         # The barrier makes it an array of its own: otherwise XLA keeps the whole sort that it is a part of.
@@ -327,8 +329,9 @@ class MoE(nnx.Module):
         does not gather rows itself (it does on Hopper, unless a quantised weight must be decoded), sorted rows are
         added at the first moment and the largest decoded weight at the second; and if gate_up is recomputed, another
         multiple of the rows' bytes is all else of the second moment. If rows are gathered and FP8 codes multiplied, the
-        rows' codes and the weight's transposed codes are added. sizes: the bytes of the layer's residuals by name, the
-        names of the recomputed ones, the compute dtype, the device's name and whether it is a Hopper GPU.
+        rows' codes and the weight's transposed codes are added to the larger need, at whichever moment. sizes: the
+        bytes of the layer's residuals by name, the names of the recomputed ones, the compute dtype, the device's name
+        and whether it is a Hopper GPU.
         """
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up

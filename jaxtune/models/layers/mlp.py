@@ -169,8 +169,9 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key):
     frozen: [B, T, hidden]. MLP.down calls it.
 
     Its backward needs three arrays of gate's size, if the kernel of pallas/gated runs (MLP._in_place): gate, up and the
-    gradient of activation(gate) * up, over which it writes the gradients of gate and up, and activation(gate) * up,
-    which down_proj's trained tensors need for their gradients. The reference implementation needs up to six.
+    gradient of activation(gate) * up. Over these three the kernel writes its three results: the gradients of gate and
+    up, and activation(gate) * up itself, which down_proj's trained tensors need for their gradients. The reference
+    implementation needs up to six.
 
     Args:
       activation: a key of ACTIVATIONS, such as "silu".

@@ -116,10 +116,10 @@ class PerLayerInputs(nnx.Module):
         given = (norm(projection(x) / sqrt(hidden)) + table[token] * sqrt(size)) / sqrt(2)
 
     table is [vocabulary, layers * size] and projection [layers * size, hidden]. The norm, over the `size` numbers of
-    one layer, is the same for all layers. The module is called with the tokens, x, the function that looks up rows of
-    the table, the key of dropout, and rows that were looked up already; it returns one array [B, T, size] for each
-    layer. A training run may have the table on the host (placement/host_table.py); `needs_rows` then says that the
-    module must be given the rows.
+    one layer, is the same for all layers. The module is called with the tokens, x, the function (table, tokens) -> rows
+    that looks up rows of the table, the key of dropout, and rows [B, T, layers * size] that were looked up already, or
+    None; it returns one array [B, T, size] for each layer. A training run may have the table on the host
+    (placement/host_table.py); `needs_rows` then says that the module must be given the rows.
 
     Args:
       config: gives the sizes: num_layers, hidden_size, per_layer_size and per_layer_vocab_size.

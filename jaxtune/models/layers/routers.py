@@ -46,8 +46,8 @@ class Router(nnx.Module):
 
     def weights(self, logits: jax.Array, choice: jax.Array) -> jax.Array:
         """The factors by which the outputs of each token's experts are multiplied before they are summed: float32[T,
-        k]; 0 where the token has no expert. MoE.down calls it. They are the softmax over the chosen logits if the
-        config renormalises, else the softmax over all E; gradients pass to the logits.
+        k]; 0 where the token has no expert. MoE.down calls it, and generation's plain_layer.py. They are the softmax
+        over the chosen logits if the config renormalises, else the softmax over all E; gradients pass to the logits.
 
         logits: float32[T, E], from a call of the router. choice: int32[T, k], the numbers of each token's experts; E
         where it has none."""

@@ -52,8 +52,8 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a segment, or a mixer's step in generation, receives beside its values: its layer's spec, the batch's layout
-    and a dropout key. The stack makes one for each segment, and generation one for each layer."""
+    """What a segment, or a mixer's `first_state` or `step` in generation, receives beside its values: its layer's spec,
+    the batch's layout and a dropout key. The stack makes one for each segment, and generation one for each layer."""
 
     spec: LayerSpec  # the layer's kind: its parts, attention window and rotary base
     layout: PackedLayout  # document boundaries and rotary tables (by rotary base) of the batch
@@ -327,8 +327,8 @@ class GivingMixer(Mixer, Protocol):
     ) -> tuple[jax.Array, object, dict[str, object]]:
         """Runs the next N tokens of each row as Mixer.step does, with the same arguments (x: [B, N, hidden]; state:
         from the step before; at: int32[B], the first position; context), and returns (output, state, a third result):
-        {name: value} of what later layers take in this step, each any pytree. They reach the later layers' steps as
-        Context.taken."""
+        {name: value} of what later layers take in this step, each any pytree. Block.step returns them to its caller
+        (generation/slots.py), which passes them to the steps of later layers, where they are in Context.taken."""
         ...
 
 
