@@ -25,6 +25,7 @@ _SPARED = 0.1  # the share of free memory that is left for activations of prefil
 def capacity_bucket(tokens: int) -> int:
     """The capacity, in tokens, of a row's caches of keys and values, for a row of this many tokens: the smallest number
     not below `tokens` that is 128 times a power of two, or three quarters of such a number (from 384 on).
+    It is less than twice `tokens` from 65 tokens on, and less than one and a half times from 257 on.
 
     There are few capacities, because each needs compiled programs of its own. The sampler, its prefills of long prompts
     and the plan of its memory use it.
