@@ -159,8 +159,8 @@ class Pretrained:
 
     def device_bytes(self, load_in: str | None = None, stay: Collection[str] = ()) -> int:
         """The bytes of the model on a device that has all of it, computed from the headers of the files, which `load`
-        compares with the free memory. load_in: a format in which all linears and experts would be, for its error; None:
-        the bytes of the model that `load` returns. stay: names of tensors that stay in host memory, not counted."""
+        compares with the free memory. load_in: None: the bytes of the model that it returns; a format: those with all
+        linears and experts in it (NF4's are for `load`'s error). stay: names of tensors in host memory, not counted."""
         shapes = {name: v.get_value().shape for name, (_, v) in self._variables.items() if name not in stay}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._decoded, self._dtypes)

@@ -62,13 +62,15 @@ class _Round:
     `_dispatch` appends it to a queue, and `_look` reads the oldest one."""
 
     emitted: device.Emitted  # its results, which may not have arrived
-    # {slot: (the request that it decodes, Request.placed at that time, by which `_look` sees if it was placed anew)}
+    # {slot: (the request that it decodes, Request.placed at that time)}. A row that paused in an earlier round makes no
+    # tokens in this one; if `placed` is another when this one is read, it has a slot again and is not queued once more
     requests: dict[int, tuple[Request, int]]
 
 
 class Sampler:
     """Continues prompts of token ids in a fixed number of slots. `submit` queues a prompt, and each `step` returns new
-    tokens of the requests; `run` does both for a list of prompts. `update` sets the weights of a model in training.
+    tokens of the requests; `run` does both for a list of prompts. `generate`, the server, evaluations and training from
+    samples use it. Training makes a new one each time that it samples; `update` sets new weights for a user's own loop.
 
     A row gets the same tokens whatever is in the other slots, up to the rounding of products whose shapes depend on how
     many prompts are prefilled at once; with `deterministic` the results are equal bit for bit. A sampler is used by one
@@ -91,7 +93,8 @@ class Sampler:
         need more dispatches; each value needs a program of its own.
       prefill_tokens: the most tokens that one program prefills. While at least half of the slots decode, programs are
         dispatched between two rounds only until they have as many, so that these rows do not stall.
-      prefills_alone: True: each prompt has a prefill of its own, so that a row's bits do not depend on other prompts.
+      prefills_alone: True: each prompt has a prefill of its own, so that a row's bits do not depend on other prompts
+        (`deterministic` implies it). Training sets it for dialogues with tools, whose turns are submitted at any time.
     Attributes:
       plan: the SlotPlan in use: slots, length, and the layers converted once. config: the model's DecoderConfig.
     Raises:
@@ -359,8 +362,8 @@ class Sampler:
 
     def _place(self, request: Request, slot: int) -> None:
         """For `_fill`: puts a request into a free slot: sets the slot's numbers and settings for the next round, and
-        with a repetition penalty marks its tokens as seen. Batch.insert copies the states of its prompt, not this
-        method."""
+        with a repetition penalty marks its tokens as seen. `_fill` copies the states of its prompt afterwards, by
+        Batch.insert (prefills.py)."""
         self._slots[slot], request.slot = request, slot
         request.placed += 1
         self._change(slot, request.tokens[-1], len(request.tokens), True)
@@ -404,8 +407,10 @@ class Sampler:
         return slot_bytes(self._structure, self._shapes, slots, length)
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
-        """Allocates or grows the caches, if needed, for the rows of `nearest`, the requests that get a slot next: to
-        the capacity_bucket of the longest request (`deterministic`: of plan.length), as each needs its own programs."""
+        """Allocates the slots' caches, or grows them, for `_fill`, if a row of `nearest`, the requests that get a slot
+        next, may become longer than their capacity. It becomes the capacity_bucket of the longest row of all that wait
+        or decode, because programs are compiled anew for each capacity; with `deterministic` it is that of plan.length
+        from the start."""
         if all(request.limit <= self._capacity for request in nearest):
             return
         everybody = [*self._waiting, *(request for request in self._slots if request is not None)]
@@ -454,8 +459,8 @@ class Sampler:
 
     def _look(self) -> None:
         """Waits for the oldest round and makes pieces of its tokens, which `step`, its caller, returns. Ends complete
-        rows. Rows that paused, as a longrope model changes its factors at their length and their states must be
-        computed anew, wait again at the head of the queue."""
+        rows; tokens of rows that ended before are dropped. Rows that paused, as a longrope model changes its factors at
+        their length and their states must be computed anew, wait again at the head of the queue."""
         done = self._rounds.popleft()
         tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, done.emitted)
         for slot, (request, placed) in done.requests.items():

@@ -25,9 +25,10 @@ _SPARED = 0.1  # the share of free memory that is left for activations of prefil
 def capacity_bucket(tokens: int) -> int:
     """The capacity, in tokens, of a row's caches of keys and values, for a row of this many tokens: the smallest number
     not below `tokens` that is 128 times a power of two, or three quarters of such a number (from 384 on).
+    It is less than twice `tokens` from 65 tokens on, and less than one and a half times from 257 on.
 
-    There are few capacities, because each needs compiled programs of its own. The sampler and the plan of its memory
-    use it.
+    There are few capacities, because each needs compiled programs of its own. The sampler, its prefills of long prompts
+    and the plan of its memory use it.
 
     >>> [capacity_bucket(tokens) for tokens in (1, 129, 300, 513, 800)]
     [128, 256, 384, 768, 1024]
@@ -74,10 +75,12 @@ def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], s
 
 
 def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, deterministic: bool = False) -> SlotPlan:
-    """The slots with which a sampler would run, for the plan of a training run that samples answers: `most_slots` slots
-    of `length` tokens, or half as many, or a quarter, and so on, until they fit into `room_bytes` bytes of device
-    memory, of which a tenth is left for other buffers; and as many converted layers as fit beside these slots, if there
-    are enough slots for conversion to be faster (converted.LEAST_ROWS).
+    """The slots with which a sampler would run, for the plan of a training run that samples answers, for its steps or
+    its evaluation. The Trainer limits the run's samplers to these numbers, and `jaxtune train --plan` prints them.
+
+    There are `most_slots` slots of `length` tokens, or half as many, or a quarter, and so on, until they fit into
+    `room_bytes` bytes of device memory, of which a tenth is left for other buffers; and as many converted layers as fit
+    beside these slots, if there are enough slots for conversion to be faster (converted.LEAST_ROWS).
 
     model: its arrays may be jax.ShapeDtypeStructs, because only shapes and dtypes are read. deterministic: as the
     sampler's; nothing is converted if it is True. Raises ValueError if there is no room for a single slot, if the model

@@ -195,7 +195,7 @@ def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, total
       capacity: the number of tokens for which the states have room, at least T.
       tokens: int32[R, T], prompts without their last token, with padding after them.
       lengths: int32[R], from 1 to T: how many of a row's tokens are not padding.
-      totals: int32[R], tokens of the whole row, by which a longrope model chooses its factors.
+      totals: int32[R], tokens that the row has, its last one included; by them a longrope model chooses its factors.
     """
     model = structure.model(leaves)
     layout = _rows_layout(model.config, tokens.shape, lengths, totals)
@@ -219,7 +219,7 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
       tokens: int32[1, T], the prompts, each without its last token.
       starts: int32[G], the index of each prompt's first token, ascending; T for an entry without a prompt.
       lengths: int32[G], how many tokens each prompt has in `tokens`; 0 for an entry without a prompt.
-      totals: int32[G], tokens of each whole row, by which a longrope model chooses its factors.
+      totals: int32[G], tokens of each prompt with its last one; by them a longrope model chooses its factors.
     """
     model, length = structure.model(leaves), tokens.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)
@@ -242,10 +242,9 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
 
 
 def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals) -> PackedLayout:
-    """The layout (document boundaries and rotary tables) of R rows that contain one prompt each, for prefills.
-
-    config: the decoder's, for the rotary tables. shape: (R, T). lengths: int32[R], how many tokens of a row are no
-    padding. totals: int32[R], tokens of the whole rows, by which a longrope model chooses its factors."""
+    """The layout (document boundaries and rotary tables) of R rows that contain one prompt each. `_prefill` runs its
+    prompts with it, and `_pack`, after it has run them in one row, makes their states with it. config: the decoder's.
+    shape: (R, T). lengths: int32[R], how many tokens of a row are no padding. totals: int32[R], as for `_prefill`."""
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     layout = packed_layout(shape, (index < lengths[:, None]).astype(jnp.int32), max_documents=1)
     return dataclasses.replace(layout, rotary=rotary_tables(config, index, totals[:, None]))
@@ -277,7 +276,7 @@ def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
       states: the states of the R rows, from _prefill or from the chunk before; donated.
       tokens: int32[R, C], none of them padding.
       at: int32[R], how many tokens the states contain already.
-      totals: int32[R], tokens of the whole row, by which a longrope model chooses its factors.
+      totals: int32[R], tokens of the whole prompt with its last one, by which a longrope model chooses its factors.
     """
     model = structure.model(leaves)
     with jax.named_scope("extend"):
@@ -373,8 +372,9 @@ def _split(model: Decoder) -> list[tuple]:
 
 def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) -> tuple[jax.Array, States]:
     """Runs new tokens of N rows through all layers and the final norm, for a step of generation: by `_plain_step` if C
-    is 1, all layers are plain (plain_layer.is_plain), and the final norm has no dtype of its own; otherwise by
-    `_layer_step`. Returns (the hidden states after the final norm [N, C, hidden], the layers' new states).
+    is 1, all layers are plain (plain_layer.is_plain), and the final norm, which it then includes, has no dtype of its
+    own; otherwise by `_layer_step`. Returns (the hidden states after the final norm [N, C, hidden], the layers' new
+    states).
 
     Args:
       model, splits: the decoder, and its split layers from _split.

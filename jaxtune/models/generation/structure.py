@@ -38,9 +38,9 @@ class Structure:
 @functools.lru_cache(32)
 def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) -> Structure:
     """The Structure of a model; equal arguments give the same object (of the last 32). graph is the model's
-    nnx.GraphDef, treedef the tree structure of its state, and config its DecoderConfig. Programs are looked up by the
-    object's identity: comparing two descriptions of a deep model would take the host as long as the device takes for a
-    token."""
+    nnx.GraphDef, treedef the tree structure of its state, and config its DecoderConfig. `flattened` and slots_for call
+    it. Programs are looked up by the object's identity: comparing two descriptions of a deep model would take the host
+    as long as the device takes for a token."""
     return Structure(graph, treedef, config)
 
 

@@ -144,7 +144,7 @@ class Attention(nnx.Module):
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
         """{name: shape for one token} of the keys and values that it takes from an earlier layer; {} if it has its own.
-        The block reads it to pass the values in."""
+        `attend` reads the values by these names, `step` in Context.taken. The planner reads the shapes."""
         heads = (self.config.num_kv_heads, self.config.head_dim)
         return {} if self.takes_keys is None else dict.fromkeys(_shared_names(self.takes_keys), heads)
 
@@ -160,8 +160,8 @@ class Attention(nnx.Module):
     @property
     def in_matrices(self) -> tuple[str, ...]:
         """Names of the linears that read the layer's input: the projections of queries, keys and values that this
-        attention has, or its fused qkv_proj; in this order, in which adapters' keys are drawn. They are applied in one
-        operation."""
+        attention has, or its fused qkv_proj. They are applied in one operation. get_peft_model draws the initial
+        weights of their adapters in this order."""
         if self.config.fused_qkv:
             return ("qkv_proj",)
         if self.takes:
@@ -171,7 +171,9 @@ class Attention(nnx.Module):
     @property
     def _normed_late(self) -> bool:
         """True: the residuals query, key and value are projections before norm and rotation, which `attended` and
-        `first_state` apply (keys and values of another layer have both already). False: `project` has applied both."""
+        `first_state` apply (keys and values of another layer have both already). False: `project` has applied both. It
+        is True for one that takes keys and values; False for one that gives them; of others, True for those with a
+        norm of queries and keys or of values, or with values that are keys."""
         features = self.config.qk_norm is not None or self.config.value_norm or self.config.values_are_keys
         return bool(self.takes) or (features and not self.gives)
 
@@ -314,10 +316,8 @@ class Attention(nnx.Module):
 
     def _project(self, context: Context, x: jax.Array):
         """The function `run` of the segment `project`: (query, key, value, gates) from the layer's normed input x [B,
-        T, hidden], without those that this attention does not have (_projections). context: has the rotary tables and
-        the dropout key.
-
-        They are normed and rotated here only if `_normed_late` is False; otherwise `attended` does it."""
+        T, hidden], without those that this attention does not have (_projections). They are normed and rotated here
+        only if `_normed_late` is False; otherwise `attended` does it. context: has rotary tables and dropout key."""
         if self._normed_late:
             return self._projections(x, context.key)
         return self.project(x, context.rotary, context.key)
@@ -424,10 +424,10 @@ class Attention(nnx.Module):
 
     def waiting_bytes(self, sizes: Sizes) -> float:
         """An estimate of the bytes of attention's partial results that are in memory while the backward of the layer's
-        feed-forward runs; the planner adds it to what that backward needs.
-
-        It is a multiple of the query's bytes, fitted to compiled programs (models/fitted.py). sizes: the bytes of the
-        layer's residuals by name, of one micro-batch on one device, and the device's name."""
+        feed-forward runs; the planner adds it to what that backward needs if the feed-forward covers the mixer
+        (Scratch.covers_mixer), else it does not count. It is a multiple of the query's bytes, fitted to compiled
+        programs (models/fitted.py). sizes: the bytes of the layer's residuals by name, of one micro-batch on one
+        device, and the device's name."""
         return ATTENTION_BYTES.of("cudnn", sizes.device).waiting * sizes["query"]
 
     def backward_bytes(self, sizes: Sizes) -> float:
@@ -460,8 +460,8 @@ def _written_one(cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
     """Writes the keys or the values of one token of each row into a cache, and returns the new cache; `step_giving`
     calls it when rows decode token by token.
 
-    cache: [B, kv_heads, capacity, D]. new: [B, 1, kv_heads, D]. at: int32[B], the token's position; a row with a
-    negative position is left unchanged."""
+    cache: [B, kv_heads, capacity, D]. new: [B, 1, kv_heads, D]. at: int32[B], the token's position, which is written
+    at the index position % capacity; a row with a negative position is left unchanged."""
     return written(cache, new[:, 0], at)
 
 
