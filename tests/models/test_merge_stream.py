@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from jaxtune.models.adapters import merge
 from jaxtune.models.adapters.merge import merge_adapter, merge_bytes, merged_weights
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.files import byte_files
-from jaxtune.models.files.quant import prepare_qat, quantize
+from jaxtune.models.files.quant import prepare_qat, quantize, round_to_grid
 from jaxtune.models.files.weights import tensors_of
 from jaxtune.models.hf import from_pretrained, save_pretrained, save_weights
 from jaxtune.models.lora import experts, linears
@@ -63,6 +65,7 @@ class Peak:
             return sums
 
         monkeypatch.setattr(byte_files.Writer, "append", append_and_wait)
+        gc.collect()  # arrays of earlier tests are not to go while this one counts
         self.before, self.bytes, self.looks = self._now(), 0, 0
         for module, name in (
             (merge, "_merge_and_check"),
@@ -169,6 +172,18 @@ def test_stated_bytes_hold_what_a_compiled_merge_takes():
     program = merge._merge_and_check.lower(linear.stored_weight, lora, probe, jnp.dtype("bfloat16"), None).compile()
     need = program.memory_analysis()
     assert need.temp_size_in_bytes + need.output_size_in_bytes <= merge_bytes(model)[0]
+
+
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8", "nvfp4", "mxfp4"])
+def test_stated_bytes_hold_what_rounding_a_matrix_without_an_adapter_takes(form):
+    """After QAT every matrix of the merged model is on the grid, those without an adapter too: here the experts."""
+    base = prepare_qat(made("qwen3_moe", "bfloat16", hidden_size=128, moe_intermediate_size=128), form)
+    model = adapted_model(base, r=2, target_modules=["q_proj"])
+    for _, own in experts(model):
+        assert own.lora is None
+        program = jax.jit(lambda weight, own=own: round_to_grid(weight, own.fake_quant, own.transposed))
+        need = program.lower(own.stored_weight).compile().memory_analysis()
+        assert need.temp_size_in_bytes + need.output_size_in_bytes <= merge_bytes(model)[0]
 
 
 def test_a_matrix_that_fails_its_check_leaves_no_folder(tmp_path):

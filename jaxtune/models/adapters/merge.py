@@ -44,8 +44,9 @@ _FP32_ROUNDOFF = 2.0**-24
 _LOGITS_MARGIN = 8.0
 _PROBE_ROWS, _PROBE_LENGTH = 2, 16
 _HEAD_ROWS = 8192  # how many rows of the head are in float32 at a time
-# The most float32 arrays of a matrix's size that a compiled _merge_and_check has at the same time.
+# The most float32 arrays of a matrix's size (one expert's) that a compiled _merge_and_check has at the same time.
 _WIDE_COPIES = 5
+_ROUNDED_COPIES = 11  # where it also rounds to QAT's grid; the formats with scales of blocks in FP8 need most
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "fake_quant"))
@@ -298,9 +299,11 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
         size = weight.size * (jnp.dtype(model.dtype) if isinstance(weight, Stored) else weight.dtype).itemsize
         # Experts are merged one at a time, into a tensor of all of them.
         wide = 4 * weight.size // max(matrix.num_experts, 1)
-        if matrix.lora is not None or isinstance(weight, Stored):
+        if matrix.lora is not None or isinstance(weight, Stored) or matrix.fake_quant is not None:
             decoded = size if isinstance(weight, Stored) else 0
-            device = max(device, size + decoded + (_WIDE_COPIES * wide if matrix.lora is not None else 0))
+            copies = 0 if matrix.lora is None else _WIDE_COPIES
+            copies = copies if matrix.fake_quant is None else _ROUNDED_COPIES
+            device = max(device, size + decoded + copies * wide)
         host = max(host, size)
     for holder in (model.embedding, model.head):
         if holder is not None:

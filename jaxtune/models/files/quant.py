@@ -245,10 +245,15 @@ def convert_qat(model: Decoder) -> Decoder:
 def round_to_grid(weight: jax.Array, spec: FakeQuant, transposed: bool = False) -> jax.Array:
     """Rounds a weight [..., out, in], or [..., in, out] if `transposed`, to the grid `spec` as the forward of QAT does;
     the result has the weight's own shape and dtype. Weights are rounded with it for good when QAT ends (convert_qat,
-    merge_adapter). It is compiled for each shape and grid."""
-    oriented = weight.swapaxes(-1, -2) if transposed else weight
-    rounded = spec.round(oriented).astype(weight.dtype)
-    return rounded.swapaxes(-1, -2) if transposed else rounded
+    merge_adapter), experts one at a time. It is compiled for each shape and grid."""
+
+    def rounded(matrix: jax.Array) -> jax.Array:
+        """One matrix, rounded along its input axis."""
+        oriented = matrix.T if transposed else matrix
+        values = spec.round(oriented).astype(matrix.dtype)
+        return values.T if transposed else values
+
+    return jax.lax.map(rounded, weight) if weight.ndim == 3 else rounded(weight)
 
 
 def qat_spec(model: Decoder) -> FakeQuant | None:
