@@ -1,4 +1,5 @@
-"""Qwen3: each head's queries and keys are normed; optionally a sliding window in the upper layers.
+"""Qwen3: each head's queries and keys are normed; optionally a sliding window in the upper layers. As in Llama,
+attention_bias in config.json says whether attention has biases, by default not.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

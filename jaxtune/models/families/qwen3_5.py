@@ -1,4 +1,5 @@
-"""Qwen3.5 and 3.6, the text model: gated delta nets, gated attention in every fourth layer, and MLPs.
+"""Qwen3.5 and 3.6, the text model: gated delta nets, gated attention in some layers (every fourth one, if config.json
+does not say which), and MLPs.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

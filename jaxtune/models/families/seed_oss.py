@@ -1,4 +1,5 @@
-"""Seed-OSS: Llama with biases on q, k and v.
+"""Seed-OSS: Llama with biases on q, k and v, unless attention_bias in config.json is false; attention_out_bias says
+whether the output projection has one too, by default not.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

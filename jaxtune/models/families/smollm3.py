@@ -32,9 +32,10 @@ def _rotates(hf: Config) -> list[int]:
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The type of each layer ("sliding_attention" or "full_attention") where, with use_sliding_window, those without
-    rotary positions slide, by the config.json `hf`. Raises ValueError for another number of entries in no_rope_layers
-    than layers. It is the LayerTypes.default of FAMILY, for a file without layer_types."""
+    """The type of each layer ("sliding_attention" or "full_attention") by the config.json `hf`: layers without rotary
+    positions slide if use_sliding_window is true and sliding_window is not null; all others have full attention. Raises
+    ValueError for another number of entries in no_rope_layers than layers. It is the LayerTypes.default of FAMILY, for
+    a file without layer_types."""
     slides = hf["use_sliding_window"] and hf["sliding_window"] is not None
     return [SLIDING if slides and not rotates else FULL for rotates in _rotates(hf)]
 
@@ -45,15 +46,17 @@ class _Layers(LayerTypes):
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": LayerSpecs by the types of the config.json `hf`, without a rotary base where `_rotates` has a 0}.
-        fields: the fields of DecoderConfig that are set so far. Raises ValueError for unknown types, a missing window,
-        or lists of another length than there are layers."""
+        fields: the fields of DecoderConfig that earlier entries set, of which it uses `layers` and `rotary`. Raises
+        ValueError for unknown types, sliding layers although sliding_window is null or 0, or lists of another length
+        than there are layers."""
         layers = zip(super().read(hf, fields)["layers"], _rotates(hf), strict=True)
         return {"layers": tuple(dataclasses.replace(one, rotary=0 if rotates else None) for one, rotates in layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
         """{"layer_types": ..., "sliding_window": ...} for the config.json of `config`; another entry writes
-        no_rope_layers, so layers are described here as if all had rotary positions. Raises ValueError for windows that
-        differ, or a layer whose mixer is not attention."""
+        no_rope_layers, so layers are described here as if all had rotary positions. Some layers may have
+        a window and others none. Raises ValueError for windows of different lengths, or a layer whose mixer is not
+        attention."""
         layers = tuple(dataclasses.replace(layer, rotary=0) for layer in config.layers)
         return super().write(dataclasses.replace(config, layers=layers))
 

@@ -22,9 +22,10 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Sums:
-    """The checksums of the bytes of one Writer.append, one for each chunk of CHUNK_BYTES (16 MiB). Writer.append
-    returns them while the bytes are still being written; is_as_written compares the finished file with them, in exports
-    only: saving a model does not read it back.
+    """The checksums of the bytes of one Writer.append, one for each chunk of CHUNK_BYTES (16 MiB). These bytes are a
+    whole tensor of a safetensors file, or a part of one of a GGUF file. Writer.append returns the checksums while the
+    bytes are still being written; is_as_written compares the finished file with them, in exports only: saving a model
+    does not read it back.
 
     Args:
       size_bytes: the number of bytes; also an attribute.
@@ -80,7 +81,8 @@ class Writer:
 
     def append(self, data: bytes | np.ndarray) -> Sums:
         """Writes the bytes (uint8[n]) at the end of the file, in the background, and returns their checksums, which are
-        complete when the bytes are written.
+        complete when the bytes are written. Safetensors files are appended to by whole tensors after the header, and
+        GGUF files by parts of tensors.
 
         The caller must not change `data` afterwards; the reference to it is dropped once it is written. The method
         waits for earlier writes while they and `data` are more than IN_FLIGHT_BYTES (256 MiB); if such a write failed,
@@ -129,8 +131,9 @@ class Writer:
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
     """Whether a file has, from the byte `offset` on, the bytes that were written, by their checksums; False if it ends
     early. It reads the file and waits for `sums`, those that Writer.append returned for these bytes; the OSError of a
-    failed write is raised. Exports verify by it what they wrote. advanced: called with the number of bytes that were
-    read, for a progress bar."""
+    failed write is raised. Exports verify by it what they wrote: a tensor of a safetensors file by one call, one of a
+    GGUF file by one call for each part that was appended. advanced: called with the number of bytes that were read, for
+    a progress bar."""
     size, found = sums.size_bytes, []
     data = np.empty(min(size, CHUNK_BYTES), np.uint8)  # filling it with zeros would take as long as reading
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)

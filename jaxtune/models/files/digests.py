@@ -99,7 +99,8 @@ class Digest:
     @classmethod
     def joined(cls, parts: Iterable[Digest]) -> Digest:
         """Both digests of several tensors, such as all of a model or those of one quantised weight, from their own
-        digests `parts` in the given order.
+        digests `parts` in the given order. A load gives those of a model in the order of the tensors' names, and those
+        of a quantised weight in the order that its format's layout fixes (Layout.digested).
 
         `sampled` is SHA-256 over the `sampled` digests of the parts, one after another, and `whole` is SHA-256 over
         their `whole` digests. Another order of the parts therefore gives another digest.
@@ -133,7 +134,8 @@ def base_digest(config: DecoderConfig, weights: bytes) -> str:
 
 def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | None:
     """The identity, as base_digest gives it, of a base model of this config with random weights drawn by `key` in
-    `dtype`, from which the weights follow, so that no tensor is read; None if the key is traced and has no value."""
+    `dtype`, from which the weights follow, so that no tensor is read; None if the key is traced and has no value.
+    hf.model_from_config calls it, which makes the models that runs train from scratch (model.from_config)."""
     if isinstance(key, Tracer):
         return None
     drawn = np.asarray(jax.random.key_data(key)).tolist()
@@ -165,8 +167,8 @@ def _said(config: DecoderConfig) -> bytes:
 
 
 def cache_folder() -> Path:
-    """The folder in which DigestCache keeps its files: the subfolder "weights" of the folder that the environment
-    variable JAXTUNE_CACHE names, or of ~/.cache/jaxtune if it is not set. The folder need not exist."""
+    """The folder in which DigestCache, its only caller, keeps its files: the subfolder "weights" of the folder that the
+    environment variable JAXTUNE_CACHE names, or of ~/.cache/jaxtune if it is not set. The folder need not exist."""
     return Path(os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune").expanduser() / "weights"
 
 
@@ -211,7 +213,8 @@ class DigestCache:
 
     def put(self, name: str, whole: bytes) -> None:
         """Adds the digest over every byte of the tensor of this name, `whole` (`Digest.whole`), to be written by
-        `save`."""
+        `save`. A load calls it for every divided tensor that is not quantised; for a digest that came from `get` this
+        changes nothing."""
         self._known[name] = whole.hex()
 
     def save(self) -> None:

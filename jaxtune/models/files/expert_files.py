@@ -119,8 +119,9 @@ class ExpertPiece(NamedTuple):
 
 def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[ExpertPiece]]:
     """The tensors in which files store an expert matrix, one for each expert and matrix (gate, up or down): (the number
-    of rows of each, the tensors in the order of experts and rows). Saving a model divides the matrix by it, also a
-    quantised one. Another name than that of an expert matrix fails an assertion.
+    of rows of each, the tensors in the order of experts and rows). When a model is saved or exported, split_experts
+    calls it for a matrix that is not quantised, and hf.py for a quantised one, which stored_weights.group then divides
+    by the result. Another name than that of an expert matrix fails an assertion.
 
     name: the model's name of the matrix, such as model.layers.0.mlp.experts.gate_up_proj. shape: its shape, (E, rows,
     in). files: how the family names experts in files.

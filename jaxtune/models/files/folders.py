@@ -36,7 +36,8 @@ def require_new(path: str | os.PathLike, what: str) -> Path:
 
 def require_space(folder: Path, need_bytes: int) -> None:
     """Raises ValueError where the disk of a folder, which need not exist yet, has fewer free bytes than need_bytes, so
-    that nobody waits for a save that must fail. Only the first process of a run checks, because only it writes."""
+    that nobody waits for a save that must fail. Saving a model and every kind of export call it, each with the size
+    that it will write; saving an adapter does not. Only the first process of a run checks, because only it writes."""
     if not processes.first():
         return  # only the first process writes large files
     while not folder.exists():

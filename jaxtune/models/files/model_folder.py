@@ -322,7 +322,7 @@ def load_tokenizer(folder: Path):
     server's adapters and the compat package call it. Code that comes with the folder is never run. The first call
     imports transformers, which takes seconds, and sets the environment variable TRANSFORMERS_NO_ADVISORY_WARNINGS
     unless it is set. If sys.modules has None for torch, by which the command hides torch from transformers, that entry
-    is removed.
+    is removed: transformers does not look again, and other libraries would take torch for imported.
 
     Raises:
       ValueError: files from which no tokenizer can be built; a value of the wrong type, with file and key.

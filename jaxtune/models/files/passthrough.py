@@ -71,8 +71,9 @@ def stored_in(beside: Passthrough | None) -> set[str]:
 
 def _gathered(tensors: tuple[headers.TensorEntry, ...]) -> Iterable[headers.TensorEntry]:
     """The entries of passthrough tensors (`tensors`, as files have them), with all tensors of each quantised weight,
-    such as codes and scales, combined to one StoredEntry. By them tensors are checked when the model is loaded,
-    and planned when it is saved. Raises ValueError if some of these are missing or do not fit."""
+    such as codes and scales, combined to one StoredEntry. By them tensors are checked when the model is loaded
+    (`divide`, `stored_in`), and planned when it is saved (`with_passthrough`). Raises ValueError if some of these are
+    missing or do not fit."""
     return stored_weights.gather({entry.name: entry for entry in tensors}).values()
 
 
@@ -167,8 +168,8 @@ def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Cal
 
     Only the lists (SKIPPED) that the entry already has are extended. Readers interpret them differently: some match
     whole names of linears, some match prefixes, and compressed-tensors (the list "ignore") matches whole names and
-    regular expressions. So the names of linears are written and, before them, the modules, as regular expressions in
-    "ignore".
+    regular expressions. So each list gets the modules of the passthrough tensors, as regular expressions in "ignore",
+    and after them the name of each passthrough matrix, without ".weight", as that of a linear.
 
     name_of: maps the module names that the lists already contain to names in the saved model.
     """

@@ -84,9 +84,10 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
 
 
 def dequantize(model: Decoder, modules: Sequence[str] | None = None) -> Decoder:
-    """A new model whose quantised weights are decoded to model.dtype, for example to save 16-bit weights. Saving and
-    exporting do not call it: they decode one weight at a time (Weights.dequantized). All other arrays, adapters
-    included, are shared with `model`, and frozen weights stay frozen.
+    """A new model whose quantised weights are decoded to model.dtype, for example to save 16-bit weights:
+    save_pretrained writes quantised weights as they are. jaxtune itself does not call it; its exports that
+    need 16-bit weights decode one at a time (Weights.dequantized). All other arrays, adapters included, are shared with
+    `model`, and frozen weights stay frozen.
 
     modules: names, or last parts of names, of the linears and experts that are decoded; a name that matches none has no
     effect. None: all are decoded.
@@ -128,8 +129,9 @@ def computes_in_fp8(model: Decoder) -> bool:
 
 def stored_in(model: Decoder) -> str | None:
     """The name of the format of the model's quantised weights, such as "nf4" (a value of model.load_in). If they are in
-    several formats, it is the first in alphabetical order; None if no weight is quantised. Exports, configs of runs and
-    the planner ask it."""
+    several formats, it is the first in alphabetical order; None if no weight is quantised. Exports ask it whether
+    weights still have to be quantised, the planner whether a teacher is quantised, and the report of a teacher and the
+    config of compat's trainer name the format by it."""
     return min((format_of(weight).name for weight in _stored(model).values()), default=None)
 
 
@@ -279,7 +281,8 @@ def qat_config(model: Decoder) -> dict[str, Any] | None:
     key for this: the weights are plain arrays, and with `quantization_config` loaders would look for packed tensors.
 
     Raises:
-      ValueError: the model's dtype cannot represent the grid's values.
+      ValueError: model.dtype cannot represent the grid's values exactly (FakeQuant.represented_by), such as float16
+        where the grid is in bfloat16, or a 16-bit dtype where it is in float32.
     """
     if model.qat is None:
         return None

@@ -91,7 +91,8 @@ def read_tensors(
       dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
       stay: names of plain tensors, not divided by `where`, that stay in host memory as numpy arrays, beyond that 1 GiB.
     Returns ({name: array or quantised weight}, digest of all tensors as they are stored, in the order of their names).
-    Raises CancelledError, and ValueError for files that end early, or values not finite after the cast or not allowed.
+    Raises CancelledError, and ValueError for files that end early, values that are not finite after the cast, or a
+    quantised weight's scales or tables that cannot be right, such as negative scales (stored_weights.read).
     """
     one_at_a_time, digest_cache = threading.Lock(), DigestCache(entry.file for entry in entries.values())
 
