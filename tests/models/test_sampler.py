@@ -274,6 +274,17 @@ def test_a_longrope_row_is_prefilled_anew_when_it_switches(chunk):
             text.append(token)
 
 
+def test_a_longrope_row_that_waits_to_be_prefilled_anew_waits_once():
+    """Its prefill takes several chunks while others decode, and a round that was dispatched before it paused ends."""
+    prompts, new = prompts_of(48, (20, 2, 3, 10)), [30, 40, 40, 20]
+    model = longrope_model()
+    found = [
+        [row.ids for row in Sampler(model, slots=4, length=64, prefill_tokens=chunk).run(prompts, new)]
+        for chunk in (2048, 8)
+    ]
+    assert found[0] == found[1] and [len(ids) for ids in found[1]] == new
+
+
 def test_requests_come_and_go_while_others_decode(model):
     sampler = Sampler(model, slots=2, length=64)
     one, two, three, four = prompts_of(48, (5, 9, 3, 12))

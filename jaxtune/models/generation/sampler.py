@@ -480,7 +480,9 @@ class Sampler:
                 continue
             if made:
                 self._pieces.append(Piece(request.number, made, values, None, tops))
-            if count < self._steps and request.placed == placed:  # it paused, so that its states are computed anew
+            # It paused, so that its states are computed anew. In a round that was dispatched before that was known, it
+            # made no token either, but has left its slot.
+            if count < self._steps and request.placed == placed and self._slots[slot] is request:
                 self._slots[slot] = None
                 self._wait(request, first=True)
 
