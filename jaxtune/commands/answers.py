@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.requests import text_of
 from jaxtune.system import files, terminal
 from jaxtune.system.terminal import fitted, say
 
@@ -100,7 +101,7 @@ def answer_file(
             numbers[sampler.submit(asked[index // num_answers], max_new_tokens, **request)] = index
         with terminal.counted("answers", total, there) as advance:
             for index, ids, reason in in_order(sampler, numbers, there):
-                text = tokenizer.decode(ids, skip_special_tokens=True)
+                text = text_of(tokenizer, ids)
                 append(file, {**rows[index // num_answers], ANSWER: text, REASON: reason})
                 tokens += len(ids)
                 advance(1)
@@ -292,4 +293,4 @@ def show(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], raw: bool
     for prompt, answer in zip(prompts, answers, strict=True):
         if len(prompts) > 1:
             say(f"--- {prompt}")
-        say(tokenizer.decode(answer, skip_special_tokens=True))
+        say(text_of(tokenizer, answer))

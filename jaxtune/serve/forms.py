@@ -110,7 +110,7 @@ def _token(tokenizer: Tokenizer, number: int) -> str:
     """The text that `tokenizer` gives for the token with the id `number`, decoded alone: it has U+FFFD for a token that
     is only a part of a character. A special token has its own text, such as <|im_end|>. The log-probabilities of an
     answer name tokens so."""
-    return tokenizer.decode([number], skip_special_tokens=False)
+    return tokenizer.decode([number], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _chat_logprobs(tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:

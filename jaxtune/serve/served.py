@@ -23,9 +23,11 @@ class Tokenizer(Protocol):
         """{"input_ids": the token ids of a text}, with the special tokens that begin a text, such as BOS."""
         ...
 
-    def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ...) -> str:
+    def decode(
+        self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...
+    ) -> str:
         """The text of `token_ids`. skip_special_tokens: True: special tokens, such as BOS, are left out of it; False:
-        they have their own text."""
+        they have their own text. clean_up_tokenization_spaces: whether spaces before punctuation are left out."""
         ...
 
     def apply_chat_template(self, conversation: list[dict[str, object]], /, **options: object) -> list[int]:

@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Sequence
 
+from jaxtune.models.generation.requests import text_of
 from jaxtune.serve.served import Tokenizer
 
 _PART_OF_CHARACTER = "\ufffd"  # what a decoder gives for bytes of a character whose other bytes follow
@@ -54,8 +55,8 @@ class Text:
         which may be "". An incomplete character at the end is not certain, nor is text from where a stop string or,
         with `tools`, a call of a tool begins or may begin: `end` decides on it."""
         self._ids += ids
-        before = self._decode(self._ids[self._begin : self._known])
-        now = self._decode(self._ids[self._begin :])
+        before = text_of(self._tokenizer, self._ids[self._begin : self._known])
+        now = text_of(self._tokenizer, self._ids[self._begin :])
         if now.endswith(_PART_OF_CHARACTER) or not now.startswith(before):
             return ""
         self._text += now[len(before) :]
@@ -76,7 +77,7 @@ class Text:
     def end(self) -> str:
         """Called once after the last token: sets `calls`, the calls of tools in the answer, and returns the text that
         was not returned yet (after `keep`, all of it), up to the first stop string or the first of these calls."""
-        text = self._decode(self._ids)
+        text = text_of(self._tokenizer, self._ids)
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         text = text[: min(found)] if found else text
         if self._tools:
@@ -88,11 +89,6 @@ class Text:
         from its start, as far as it can be returned."""
         piece, self._given = text[self._given :], max(self._given, len(text))
         return piece
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens, as the tokenizer gives it; an incomplete character at the end
-        is U+FFFD."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _split(self, text: str) -> str:
         """Sets `calls` from the <tool_call> marks in a text, in OpenAI's form with new ids, and returns the text before

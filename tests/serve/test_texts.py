@@ -44,6 +44,13 @@ def test_pieces_are_the_whole(tokenizer, seed):
     whole = tokenizer.decode(ids, skip_special_tokens=True)
     found, _ = pieces(tokenizer, ids, (), draw)
     assert "".join(found) == whole
+    tokenizer.clean_up_tokenization_spaces = True  # as Llama 3's, which would leave out what was streamed
+    try:
+        spaced = tokenizer("go . on , and ' s")["input_ids"]
+        found, _ = pieces(tokenizer, spaced, (), draw)
+    finally:
+        tokenizer.clean_up_tokenization_spaces = False
+    assert "".join(found) == tokenizer.decode(spaced, skip_special_tokens=True)
     stops = [stop for _ in range(2) if (stop := whole[(at := draw.randrange(len(whole))) : at + draw.randint(1, 6)])]
     found, _ = pieces(tokenizer, ids, stops, draw)
     assert "".join(found) == whole[: min(whole.index(stop) for stop in stops)]

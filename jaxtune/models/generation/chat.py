@@ -9,6 +9,7 @@ from typing import Any
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.generate import generate
+from jaxtune.models.generation.requests import text_of
 from jaxtune.models.lora import has_adapter, without_adapter
 
 _INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character whose other bytes are missing
@@ -82,7 +83,7 @@ class Conversation:
             """The streamer of generate: shows what new tokens add to the text, in whole characters."""
             nonlocal shown
             new.extend(tokens)
-            known = self._text(new)
+            known = text_of(self._tokenizer, new)
             if not known.endswith(_INCOMPLETE) and known.startswith(shown):
                 show(known[len(shown) :])
                 shown = known
@@ -91,11 +92,7 @@ class Conversation:
         [answer] = generate(
             model, [prompt], eos_token_ids=self._ends, streamer=stream, tokenizer=self._tokenizer, **self._settings
         )
-        whole = self._text(answer)
+        whole = text_of(self._tokenizer, answer)
         show(whole[len(shown) :])
         self.messages = [*messages, {"role": "assistant", "content": whole}]
         return whole
-
-    def _text(self, tokens: list[int]) -> str:
-        """The text of the token ids `tokens` of an answer, without special tokens such as EOS, for `ask`."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,13 +1,14 @@
 """What the sampler (sampler.py) returns, a row that has ended (`Row`) and the new tokens of one step (`Piece`), and
 what is requested of it: the state of one row that it continues (`Request`), stop strings, at which a text ends
-(`StopStrings`, by a tokenizer that `Decodes`), checks of prompts and lengths (`checked_prompt`, `checked_length`), and
-the seeds of rows (`seeds_of`). A row of a sampler is one prompt with its new tokens."""
+(`StopStrings`, by a tokenizer that `Decodes`), checks of prompts and lengths (`checked_prompt`, `checked_length`), the
+seeds of rows (`seeds_of`), and the text of an answer (`text_of`). A row of a sampler is one prompt with its new
+tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -21,6 +22,16 @@ class Decodes(Protocol):
     def decode(self, token_ids: Sequence[int], /) -> str:
         """The text of the tokens with the ids token_ids."""
         ...
+
+
+def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of an answer's token ids, without special tokens, as the commands and the server show it. Spaces before
+    punctuation stay, which the tokenizers of some models leave out (clean_up_tokenization_spaces): what is shown while
+    tokens arrive must be how the whole text begins.
+
+    tokenizer: one of transformers.
+    """
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 # Why a row ended: an end token or a stop string; max_new_tokens; Sampler.cancel.
