@@ -1,7 +1,7 @@
 """How tensors and the rows of a batch are divided over the devices of a mesh.
 
-`AXES` declares the axes of a mesh (`make_mesh`), `data` and `fsdp`. In a run, models compute in a shard_map over all of
-it (`divided`), so that they and their kernels see plain local arrays; the optimizer's update is outside of it, and XLA
+`AXES` declares the axes of a mesh (`make_mesh`), `data` and `fsdp`. Models train in a shard_map over all of it
+(`divided`), so that they and their kernels see plain local arrays; the optimizer's update is outside of it, and XLA
 divides it. The rows of a batch are divided over both axes. Tensors are whole along `data`; along `fsdp`, each device
 has a part (a `Shard`) of the tensors that declare an axis to divide. They are gathered before use (gathers.py), except
 frozen ones that the plan keeps whole (`declared_resident`). Sums over rows, such as gradients, are each device's own
@@ -116,8 +116,8 @@ def mesh_shape(*sizes: int, devices: int | None = None) -> MeshShape:
 
 def make_mesh(*sizes: int) -> Mesh:
     """Makes a mesh with `sizes`, numbers of devices along AXES, of which one may be -1 and the last may be left out
-    (mesh_shape). It has the first devices of the run; in one process others may be left over. A run's setup calls it
-    before there is an Engine, and the loading of weights that are to be divided.
+    (mesh_shape). It has the run's first devices; in one process others may be left over. setup.py and loading.py call
+    it, before the Engine.
 
     Raises:
       ValueError: there are fewer devices, or in a run of several processes more devices; -1 gives no whole number.
@@ -402,9 +402,8 @@ def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
 
 
 def divide_like(divided_tree: Any, tree: Any) -> Any:
-    """A copy of `tree`, a step's sums of gradients, with arrays in Shards (of the same axis, count and sync) where the
-    leaves of `divided_tree`, the trained tensors from `divide`, are Shards. `divide` itself could misjudge sums, which
-    may have a leading axis of devices (unsummed_specs). No array is cut."""
+    """A copy of `tree`, a step's sums of gradients, with its arrays in Shards like those of `divided_tree`, trained
+    tensors from `divide`, which itself could misjudge sums with a leading axis of devices. No array is cut."""
 
     def one(leaf, array):
         return dataclasses.replace(leaf, array=array) if isinstance(leaf, Shard) else array
@@ -420,8 +419,8 @@ def undivided(tree: Any) -> Any:
 
 def specs(tree: Any) -> Any:
     """The PartitionSpecs with which `divided` (a shard_map) takes or returns a tree from `divide`. A Shard becomes a
-    Shard whose `array` is the spec that divides its axis over `fsdp`; any other array, whole everywhere, gets an empty
-    spec."""
+    Shard with, in place of its array, the spec that divides its axis over the mesh axis `fsdp`. Any other array, which
+    every device has whole, gets an empty spec."""
     return _specs(tree, (), ())
 
 
