@@ -75,10 +75,10 @@ def not_differentiated(frozens):
 
 
 def _differentiated(frozens):
-    """The forward rule of `not_differentiated`, which JAX calls only if a gradient is asked for. It always raises a
-    TypeError that names one of the tensors that the gradient would be of, because zeros would mislead. frozens: the
-    tree with, in place of each tensor, an object of custom_vjp's symbolic zeros, whose attribute `perturbed` says
-    whether the gradient is asked for."""
+    """The forward rule of `not_differentiated`, which JAX calls only if the gradient of at least one tensor is asked
+    for. It always raises a TypeError that names one of these tensors, because zeros would mislead. frozens: the tree
+    with, in place of each tensor, an object of custom_vjp's symbolic zeros, whose attribute `perturbed` says whether
+    the gradient of this tensor is asked for."""
     leaves = jax.tree_util.tree_leaves_with_path(frozens)
     names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
     raise TypeError(
@@ -194,7 +194,8 @@ def merged_and_rounded(
     stops the adapter's gradient if it is False); weight and x get none.
 
     x: the activations that the rounded weight will multiply; an optimization barrier makes the rounding depend on them,
-    so that forward and backward each round and no rounded weight is kept in between."""
+    so that no rounded weight is kept from the forward to the backward: the stack's backward computes a segment again,
+    and so rounds again, and without the barrier XLA would round once for both."""
     weight, lora, _ = optimization_barrier((weight, lora, x))
     weight = dense(weight, spec.dtype)
     return spec.round(weight if lora is None else merged_weight(weight, lora))

@@ -68,8 +68,9 @@ def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
 
 def stop_rounding(matrix: Linear | ExpertLinear) -> None:
     """Changes a linear or experts, in place, so that they compute without the rounding of quantisation-aware training:
-    neither weights nor inputs are rounded, and an observed scale of inputs is removed. The caller gives one of a copied
-    model. Adapters that are removed or merged, and QAT that is undone or converted, need it."""
+    neither weights nor inputs are rounded, and an observed scale of inputs is removed. Weights are not changed. The
+    caller gives one of a copied model. It is called where adapters are removed or merged, where QAT is undone or
+    prepared anew, and where QAT ends with weights that were rounded for good (convert_qat)."""
     matrix.fake_quant = None
     if isinstance(matrix, Linear) and matrix.input_scale is not None:
         del matrix.input_scale
@@ -77,8 +78,9 @@ def stop_rounding(matrix: Linear | ExpertLinear) -> None:
 
 def has_adapter(model: Decoder) -> bool:
     """Whether any linear or expert matrix of the model has a LoRA adapter; matrices that are trained whole do not
-    count. Functions that need a base, such as get_peft_model, refuse a model by it, and runs, exports and chat decide
-    by it what they save, merge or switch off."""
+    count. Functions that need a base, such as get_peft_model, refuse a model with one, and objectives whose reference
+    is the model without its adapter refuse a model that has none. Runs and exports decide by it what they save or
+    merge, and chat whether there is an adapter to switch off."""
     return any(matrix.lora is not None for _, matrix in matrices(model))
 
 
@@ -387,7 +389,8 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
 def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
     """Whether get_peft_model(base, **settings) would give adapters like those of `model`, apart from their values, and
     train the same modules whole. If so, a run records the adapter section of its config as it was written; otherwise it
-    records what the model has (adapter_settings). The run does not refuse the model.
+    records what the model has (adapter_settings). The run does not refuse the model. A section that names an adapter's
+    folder (adapter.path) is always recorded as it was written, without this question.
 
     settings: every argument of get_peft_model but the seed. The result is False too if the model has no adapters, or if
     a target or pattern matches nothing in it or is not valid.

@@ -95,8 +95,9 @@ def observed_scales(
 
 def with_input_scales(model: Decoder, scales: Mapping[str, float]) -> Decoder:
     """A new model over the same arrays whose linears round their activations under these scales. quant.rounded_by
-    (prepare_qat, and the loading of adapters) and training call it. model: prepared for QAT in a format that observes
-    scales; it is not changed. scales: {name of a linear: scale}; names of linears that are not rounded have no effect.
+    (prepare_qat, and the loading of adapters) calls it, and training, with scales that it has observed or that are in
+    the checkpoint from which it resumes. model: prepared for QAT in a format that observes scales; it is not changed.
+    scales: {name of a linear: scale}; names of linears that are not rounded have no effect.
 
     Raises:
       ValueError: a linear that is rounded has no scale.

@@ -19,8 +19,9 @@ def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
     """Names of the values that neighbouring tokenwise segments of a layer pass to each other, such as an MLP's gate and
     up, in the runs that `_chains` finds; () if it finds none. segments: the layer's chain.
 
-    If these segments run over tiles, the values exist for one tile only. So tiles are possible only if a plan
-    recomputes all of them in the backward; `described` (models/stack_layers.py) and the planner check that."""
+    If these segments run over tiles, the values exist for one tile only. So tiles are possible only under a plan that
+    recomputes all of them in the backward. A plan may keep or offload them: then `described` (models/stack_layers.py)
+    runs the segments whole, without an error, and the planner forecasts them so."""
     return tuple(name for chain in _chains(segments) for s in chain for name in s.outputs if s is not chain[-1])
 
 
@@ -47,7 +48,7 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
     it under a plan that has tiles.
 
     Args:
-      module: the block of the segments, from whose matrices the duration of the joined segment is computed.
+      module: the block of the segments, from whose matrices the duration of the joined segment is computed (_joined).
       segments: the chain.
       tile: tokens of each row in a tile; it divides the rows' length. The gradients of weights are summed tile by tile.
     """
@@ -62,7 +63,8 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
     again, because the values inside the chain are not kept.
 
     Args:
-      module: the block of the segments, from whose matrices the duration of the new segment is computed.
+      module: the block of the segments, from whose matrices the duration of the new segment is computed. By it the
+        stack distributes copies and collectives over segments; the planner's forecasts do not read it.
       chain: consecutive tokenwise segments, as `_chains` finds them. The last value that they read from outside has the
         shape of their output, which overwrites it (the residual stream to which the output is added).
       tile: tokens of each row in a tile; it divides the rows' length.
@@ -119,8 +121,8 @@ def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], beside: tuple[jax.Arr
     """Runs `step` for each tile of the second axis and overwrites `arrays` with its results: (the last sums, arrays).
     The forward and the backward of a joined segment (`_joined`) call it.
 
-    This is no lax.scan, because a scan stacks its outputs in new arrays, and XLA then keeps inputs and outputs in
-    memory until the backward.
+    It is a lax.fori_loop and no lax.scan, because a scan stacks its outputs in new arrays, and XLA then keeps inputs
+    and outputs in memory until the backward.
 
     Args:
       step: (sums, tiles of `arrays`, tiles of `beside`) -> (sums, tuple of new tiles of `arrays`); each tile is an

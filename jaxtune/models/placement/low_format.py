@@ -106,9 +106,10 @@ def _int4_scales(scales: jax.Array, largest: jax.Array) -> jax.Array:
 
 
 def _inverse(scales: jax.Array) -> jax.Array:
-    """1 / scales, float32 of the same shape, by which numbers are multiplied before they are rounded to codes; 0 for
-    scales that are zero or subnormal, which some devices take for 0, so that their inverse would not be finite, and for
-    scales that are infinite or NaN."""
+    """1 / scales, float32 of the same shape; 0 for scales that are zero or subnormal, which some devices take for 0, so
+    that their inverse would not be finite, and for scales that are infinite or NaN. The encoders multiply numbers by it
+    before they round them to codes. The code of a number that is not finite has no meaning, and only the scale shows
+    the overflow. weights_in_blocks calls it, too."""
     return jnp.where(scales >= jnp.finfo(jnp.float32).tiny, 1 / scales, 0)
 
 

@@ -1,16 +1,16 @@
 """How tensors and the rows of a batch are divided over the devices of a mesh.
 
-`AXES` declares the axes of a mesh (`make_mesh`), `data` and `fsdp`. Training runs in one shard_map over all of it
-(`divided`), so that a model and its kernels see plain local arrays. The rows of a batch are divided over both axes.
-Tensors are whole along `data`; along `fsdp`, each device has a part (a `Shard`) of the tensors that declare an axis to
-divide. They are gathered before use (gathers.py), except frozen ones that the plan keeps whole (`declared_resident`).
-Sums over rows, such as gradients, are each device's own until they are added up: gradients of a Shard over `fsdp` at
-once, which leaves each device its part, others once a step. A model asks here for what concerns other devices
-(`part_of_rows`, `total`, `largest`). `divide` marks tensors as Shards, `specs` and `shardings` say where arrays belong,
-`put` and `moved` place them there, and `on_host` copies them to the host. Plans, which have no mesh, use a MeshShape
-and `divided_into`, `bytes_per_device` and `divided_sizes`. A module declares a tensor's logical axes in its variable's
-metadata: `nnx.Param(value, axes=("out", "in"))`. Small tensors (norms, biases, routers) and adapters declare none,
-because exchanges would cost more than they save."""
+`AXES` declares the axes of a mesh (`make_mesh`), `data` and `fsdp`. Models train in a shard_map over all of it
+(`divided`), so that they and their kernels see plain local arrays; the optimizer's update is outside of it, and XLA
+divides it. The rows of a batch are divided over both axes. Tensors are whole along `data`; along `fsdp`, each device
+has a part (a `Shard`) of the tensors that declare an axis to divide. They are gathered before use (gathers.py), except
+frozen ones that the plan keeps whole (`declared_resident`). Sums over rows, such as gradients, are each device's own
+until they are added up: gradients of a Shard over `fsdp` at once, which leaves each device its part, others once a
+step. A model asks here for what concerns other devices (`part_of_rows`, `total`, `largest`). `divide` marks tensors as
+Shards, `specs` and `shardings` say where arrays belong, `put` and `moved` place them there, and `on_host` copies them
+to the host. Plans, which have no mesh, use a MeshShape and `divided_into`, `bytes_per_device` and `divided_sizes`. A
+module declares a tensor's logical axes in its variable's metadata: `nnx.Param(value, axes=("out", "in"))`. Small
+tensors (norms, biases, routers) and adapters declare none: exchanges would cost more than they save."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Axis:
     """The name of the axis, which is also the config key `mesh.NAME` (a field of MeshConfig, in the order of AXES)."""
     divides: tuple[str, ...] = ()
     """Logical axes of tensors, such as "out", that are divided over it, with their gradients and optimizer states; of a
-    tensor with several, the first is divided. One axis of the mesh divides tensors; along all others they are whole."""
+    tensor with several, the first of its own axes is. Only one axis of the mesh divides tensors, `fsdp`."""
 
 
 AXES = (Axis("data"), Axis("fsdp", divides=("out", "experts", "vocab")))
@@ -76,12 +76,12 @@ class MeshShape(tuple[int, ...]):
         return self.size // self.parts
 
     def to_record(self) -> dict[str, int]:
-        """The shape as a JSON object, {"mesh_data": 1, "mesh_fsdp": 2} for example, for the record of a run."""
+        """The shape as a JSON object, {"mesh_data": 1, "mesh_fsdp": 2} for example, for checkpoints' records."""
         return {f"mesh_{axis.name}": count for axis, count in zip(AXES, self, strict=True)}
 
     @staticmethod
     def from_record(record: Mapping[str, int]) -> MeshShape:
-        """The shape from a run's record (`to_record`). An axis that it lacks is newer than the record: one device."""
+        """The shape from a checkpoint's record, when a run resumes. An axis that it lacks is newer: one device."""
         return MeshShape(record.get(f"mesh_{axis.name}", 1) for axis in AXES)
 
 
@@ -91,12 +91,11 @@ def _keys(shape: Sequence[int]) -> list[str]:
 
 
 def mesh_shape(*sizes: int, devices: int | None = None) -> MeshShape:
-    """The shape of the mesh that the config's section `mesh` requests.
+    """The shape of the mesh that the config's section `mesh` requests, for make_mesh, plans, and counts of devices.
 
     Args:
-      sizes: the number of devices along each of AXES; axes left out have one. One size may be -1, which stands for the
-        number of devices divided by the others.
-      devices: the number of devices, which only -1 needs; None: all devices of the run.
+      sizes: devices along each of AXES, 1 where left out; one may be -1, the number of devices divided by the others.
+      devices: the number of devices, which only -1 needs; None (all callers pass it): all devices of the run.
     Raises:
       ValueError: -1 gives no whole number.
     """
@@ -117,7 +116,8 @@ def mesh_shape(*sizes: int, devices: int | None = None) -> MeshShape:
 
 def make_mesh(*sizes: int) -> Mesh:
     """Makes a mesh with `sizes`, numbers of devices along AXES, of which one may be -1 and the last may be left out
-    (mesh_shape). It has the first devices of the run; in one process others may be left over.
+    (mesh_shape). It has the run's first devices; in one process others may be left over. setup.py and loading.py call
+    it, before the Engine.
 
     Raises:
       ValueError: there are fewer devices, or in a run of several processes more devices; -1 gives no whole number.
@@ -138,9 +138,9 @@ def make_mesh(*sizes: int) -> Mesh:
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
     """Wraps a function in jax.shard_map, so that every device of the mesh runs it on its own part of the arrays;
     in_specs and out_specs are trees of PartitionSpecs for its arguments and results (`specs`). Returns the function
-    itself for a mesh of one device or None. Nothing checks that arrays which the specs call whole are equal on all
-    devices. Inside, jax.grad must be taken of this device's own share of a sum over devices: if the differentiated
-    function summed it by psum, each gradient would be counted once for every device (see `total`)."""
+    itself for a mesh of one device or None. A run's programs are all inside it, except the update. Nothing checks that
+    arrays which the specs call whole are equal on all devices. Inside, jax.grad must be taken of this device's share of
+    a sum over devices: if it were summed by psum first, each gradient would be counted once a device (see `total`)."""
     if mesh is None or mesh.size == 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -148,8 +148,8 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
 
 @contextlib.contextmanager
 def compiling(mesh: Mesh) -> Iterator[None]:
-    """The context in which a program that is all inside `divided` is compiled. Until it ends, `mesh` is JAX's current
-    mesh, and Shardy, which has nothing to partition, is off: 32 layers of 70B took XLA 67 s, and 130 s with it."""
+    """The context in which programs that are all inside `divided` (all but the update) are compiled: `mesh` is JAX's
+    current mesh, and Shardy, with nothing to partition, is off. 32 layers of 70B took XLA 67 s, 130 s with it."""
     with jax.set_mesh(mesh), private_jax.config.use_shardy_partitioner(False):
         yield
 
@@ -189,7 +189,7 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
     """Places two trees of nnx variables, a run's trained tensors and the rest of its model, on the same devices, so
     that the finished model can compute: (trained, rest). In one process they stay as they are. If each of several
-    processes has every array whole, it gets its own copies on one device; otherwise they are placed by `shardings`."""
+    processes has every array whole, it gets copies on one device; otherwise `shardings` on their mesh place them."""
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
     if all(array.is_fully_replicated for array in elsewhere):
@@ -201,8 +201,8 @@ def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
 
 
 def addressable(tree: Any) -> list[Any]:
-    """The arrays of a tree, such as a tensor, that this process can check alone, as loading checks for NaN: [tree] if
-    it has all of every array, otherwise a list of the parts of floating-point arrays that are on its own devices."""
+    """What of a tree, such as a tensor, this process can check alone; loading checks each entry for NaN: [tree] if it
+    has all of every array, otherwise a list of the parts of floating-point arrays that are on its own devices."""
     leaves = jax.tree.leaves(tree)
     if all(leaf.is_fully_addressable for leaf in leaves):
         return [tree]
@@ -229,7 +229,7 @@ def on_host(array: Any) -> np.ndarray:
 
 @functools.cache
 def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
-    """Makes the program (cached) that copies an array on these devices to a sharding, not by way of the host."""
+    """Makes the cached program by which _put, moved and on_host copy an array between devices, not by the host."""
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
@@ -344,8 +344,8 @@ def bytes_per_device(tree: Any, parts: int) -> float:
 
 
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
-    """(bytes, elements) of those arrays of a tree of nnx variables, each counted whole, that would be divided if
-    `parts` devices divide tensors; the planner computes time and memory of gathers from them."""
+    """(bytes, elements) of the arrays of a tree of nnx variables that would be divided if `parts` devices divide
+    tensors, each counted whole. The planner computes gathers from bytes, sums of gradients from elements."""
     arrays = [shard.array for shard in shards(divided_into(tree, parts))]
     counts = [float(math.prod(array.shape)) for array in arrays]
     return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)
@@ -402,8 +402,8 @@ def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
 
 
 def divide_like(divided_tree: Any, tree: Any) -> Any:
-    """A copy of `tree`, such as a step's sums of gradients, with arrays in Shards (of the same axis, count and sync)
-    where the leaves of `divided_tree`, such as the trained tensors from `divide`, are Shards. No array is cut."""
+    """A copy of `tree`, a step's sums of gradients, with its arrays in Shards like those of `divided_tree`, trained
+    tensors from `divide`, which itself could misjudge sums with a leading axis of devices. No array is cut."""
 
     def one(leaf, array):
         return dataclasses.replace(leaf, array=array) if isinstance(leaf, Shard) else array
@@ -425,8 +425,8 @@ def specs(tree: Any) -> Any:
 
 
 def unsummed_specs(tree: Any) -> Any:
-    """The PartitionSpecs of a tree from `divide_like` of sums that are not added up over devices yet. Its arrays have a
-    leading axis, which a Shard's `axis` does not count: an entry for each device, in Shards for each along `data`."""
+    """The PartitionSpecs of a tree from `divide_like`, of sums not yet added over devices (Shards: only over `fsdp`). A
+    leading axis, which a Shard's `axis` does not count, has an entry a device, in Shards one for each along `data`."""
     names = tuple(axis.name for axis in AXES)
     return _specs(tree, (names,), (tuple(name for name in names if name != TENSORS),))
 
@@ -464,7 +464,7 @@ def require_undivided(states: Any, what: str) -> None:
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     """The NamedShardings on a mesh of opt_state, an optimizer's states, in its structure. In parts that have a state
     for each tensor of `trainable`, those of divided tensors are divided, if evenly: one of its tensor's shape along the
-    same axis, another (blocks of 8-bit states, factors) along its first. All others are whole. Any would be right."""
+    same axis, another (8-bit blocks, factors) along its first. All others are whole. Any give equal results."""
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
     everywhere = NamedSharding(mesh, WHOLE)
