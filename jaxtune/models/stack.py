@@ -93,8 +93,8 @@ def _differentiable(names, gradients) -> dict[str, jax.Array]:
 
 
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
-    """The durations of the segments, by which the schedules distribute copies and collectives, each as the number of
-    multiplications that large products do in that time.
+    """The durations of the segments, by which the schedules distribute copies and collectives and `cut` sizes slices,
+    each as the number of multiplications that large products do in that time.
 
     segments: of the block. x: [B, T, hidden], the layer's input; only its rows and length are read. backward: True: the
     durations of their derivatives; False: of their forwards."""
