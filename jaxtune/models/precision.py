@@ -26,19 +26,19 @@ ROUTER, NORMS = "router", "norms"
 @dataclass(frozen=True)
 class Component:
     """A module that a precision map can name, as patterns are compared with it. models/components.py makes one for each
-    such module of a model."""
+    such module of a model, for `resolve`, and for train/sensitivity.py, which tries formats."""
 
     name: str  # its name in checkpoints, such as "model.layers.0.mlp.down_proj"
     kind: str = ""  # "router" or "norms" for such a module, which this pattern selects; "" for others
     aliases: tuple[str, ...] = ()  # further names: "lm_head" of an embedding that is the head too
-    # whether it can be stored in a format, as linears and experts of the layers can (routers, norms, embedding and head
-    # cannot)
+    # whether it can be stored in a format, as linears and experts of the layers and the projection of Gemma 4's
+    # per-layer embeddings can (routers, norms, embeddings and head cannot)
     quantizable: bool = False
 
     def matches(self, pattern: str) -> bool:
         """Whether `pattern`, a key of a precision map, selects this module: it is the module's kind; or, with *, ? and
         [...] as in names of files, its whole name or what follows a dot in it ("layers.0.*", "*.down_proj",
-        "down_proj"). An alias counts as a name."""
+        "down_proj"). An alias counts as a name. `resolve` asks it, and train/sensitivity.py, to find short patterns."""
         if self.kind and pattern == self.kind:
             return True
         parts = (name.split(".") for name in (self.name, *self.aliases))

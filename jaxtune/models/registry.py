@@ -147,7 +147,8 @@ def tower_modules(model_type: str) -> tuple[str, ...]:
     ("vision_tower", "multi_modal_projector") if it declares none. model_type: that of the text part; ValueError if it
     is not supported.
 
-    An adapter's config excludes them, because their linears can have the same names as the text model's."""
+    The config of an adapter excludes them if transformers builds the whole model for its base (is_nested), because
+    their linears can have the same names as the text model's."""
     declared = tuple(prefix.removeprefix("model.").rstrip(".") for prefix in family(model_type).passthrough_tensors)
     return declared or ("vision_tower", "multi_modal_projector")
 
@@ -169,7 +170,8 @@ def whole_tensor_name(name: str) -> str:
     ("model.language_model." in place of "model."), as transformers 5 writes it; a name that does not begin with
     "model.", such as lm_head.weight, is returned unchanged. text_tensor_name is its inverse. A model is saved under
     these names if a vision tower's passthrough tensors are saved with it, and an adapter if transformers builds the
-    whole model for its base (is_nested)."""
+    whole model for its base (is_nested). load_adapter compares an adapter's targets with them if its tensors have them.
+    """
     return name if not name.startswith("model.") else _LANGUAGE + name.removeprefix("model.")
 
 

@@ -88,7 +88,8 @@ class LayerPlan(Mapping[str, Placement]):
     def named(self, placement: Placement, residuals: Iterable[Residual]) -> tuple[str, ...]:
         """Returns the names of the residuals to which the plan gives this placement (`of`), in the order of
         `residuals`. `described` sorts a layer's residuals by it for the stack, and the report of a plan counts them.
-        residuals: all residuals of the layer. Raises ValueError as `of` does."""
+        residuals: all residuals of the layer; the report gives all of the model, and the result then also has names
+        that the layer lacks. Raises ValueError as `of` does."""
         return tuple(residual.name for residual in residuals if self.of(residual) == placement)
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:
@@ -97,7 +98,8 @@ class LayerPlan(Mapping[str, Placement]):
         placements become equal values, for which a program is compiled only once. The planner and the reading of
         configs return such plans.
 
-        residuals: all residuals of the layer; other names are left out. Raises ValueError as `of` does.
+        residuals: all residuals that the result may name; other names are left out. Both callers give all residuals of
+        the model, so the result may name some that its layer lacks. Raises ValueError as `of` does.
         """
         forms, residuals = [], tuple(residuals)
         for word in (KEEP, IN_FP8, RECOMPUTE):
@@ -137,9 +139,10 @@ class ResidualPlan:
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
-        """The plan in which each of num_layers layers has the plan `layer`, such as run_stack's default, in which all
-        residuals are kept; whole_weights and resident are 0. tile_tokens: the field of that name, tokens of each row in
-        a tile; None: there are no tiles."""
+        """The plan in which each of num_layers layers has the plan `layer`; whole_weights and resident are 0. run_stack
+        makes its default by it, in which all residuals are kept, and the planner makes the plan of passes without a
+        backward, and one by which it finds out quickly whether any plan fits. A plan in a config is not made by it, but
+        by parse_residuals. tile_tokens: the field of that name, tokens of each row in a tile; None: no tiles."""
         return cls((layer,) * num_layers, tile_tokens)
 
 

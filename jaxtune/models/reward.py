@@ -35,9 +35,9 @@ def reward_model(model: Decoder, seed: int = 0) -> Decoder:
 
 def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     """Makes a copy of the model with a new head in place of its own; a model that has that head already is returned
-    unchanged. The copy's config, and the config.json that it is saved with, name the new head. reward_model calls it,
-    and load_adapter and runs for an adapter or an objective that has another head. An embedding that was tied to the
-    old head stays, untied.
+    unchanged. The copy's config, and the config.json that it is saved with, name the new head. reward_model calls it;
+    so do load_adapter with the adapter's head, and runs and the planner with the objective's. An embedding that was
+    tied to the old head stays, untied.
 
     Args:
       model: without adapters, unless it has that head; get_peft_model adds them later, and the head is trained with

@@ -195,8 +195,8 @@ _rotated.defvjp(_rotated_fwd, _rotated_bwd)
 
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
     """Computes the rotary tables of a batch, once for all layers: a tuple with one table (rotary_table) for each of the
-    decoder's rotary bases. LayerSpec.rotary is the index of a layer's table in it. The decoder, generation and the
-    planner put it into the batch's layout (PackedLayout.rotary).
+    decoder's rotary bases. LayerSpec.rotary is the index of a layer's table in it. The decoder, generation (in each
+    step anew, for the new tokens) and the planner put it into the batch's layout (PackedLayout.rotary).
 
     config: of the decoder. positions: int32[B, T], each token's position in its document. lengths: int32 that
     broadcasts to [B, T], the length of each token's document; None: each row is one document."""

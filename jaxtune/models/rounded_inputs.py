@@ -140,12 +140,14 @@ def within_fp8_by_token(x: jax.Array) -> jax.Array:
 
 def within_mxfp4_activations(x: jax.Array) -> jax.Array:
     """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is between -6 and 6 times
-    the scale of its block of 32 numbers in MXFP4; clipped gradients pass only to those."""
+    the scale of its block of 32 numbers in MXFP4; clipped gradients pass only to those. Scales are powers of two, and a
+    block's largest numbers can be outside, because they are below 7 times the scale, not below 6 times."""
     return within_stored(formats.MXFP4.encode_activations(x), x)
 
 
 def within_nvfp4_activations(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is between -6 and 6 times
-    the scale of its block of 16 numbers in NVFP4; clipped gradients pass only to those. scale: float32[], the observed
-    scale of the whole tensor, as in `nvfp4_activations`."""
+    the scale of its block of 16 numbers in NVFP4; clipped gradients pass only to those. Numbers are outside where the
+    block's scale was rounded down to e4m3, and where they are larger than all that were observed, beyond 448 * 6 /
+    scale. scale: float32[], the observed scale of the whole tensor, as in `nvfp4_activations`."""
     return within_stored(formats.NVFP4.encode_activations(x, scale), x)

@@ -41,8 +41,8 @@ from jaxtune.pallas.quant_matmul import in_e4m3
 
 
 def _scope(segment: Segment) -> contextlib.AbstractContextManager:
-    """The context in which a segment's kernels are traced: it gives them the segment's name in profiles, or does
-    nothing if the segment is not `scoped`."""
+    """The context in which `_run` and layer_backward trace a segment and its own backward: its kernels get the
+    segment's name in profiles, or none if the segment is not `scoped`."""
     return jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext()
 
 
@@ -75,10 +75,10 @@ def _barrier(order, saved_inputs, doutputs, total):
     So what a segment's derivative computes again takes no memory before the segment's gradient arrives.
 
     Args:
-      order: the layer's BackwardOrder. total is tied to the others only if its weights_first is True.
-      saved_inputs: {name: value} that the segment's derivative reads, without those of order.shared.
+      order: the layer's BackwardOrder (segment.py). total is tied to the others only if its weights_first is True.
+      saved_inputs: {name: value} that the segment's derivative reads, but not order.shared, which need not wait.
       doutputs: the gradients of the segment's outputs.
-      total: the sum of the layer's weight gradients so far; None before the first.
+      total: the sum of the weight gradients of the segments after this one; None if there are none yet.
     """
     if order.weights_first:
         return optimization_barrier((saved_inputs, doutputs, total))
@@ -93,8 +93,8 @@ def _differentiable(names, gradients) -> dict[str, jax.Array]:
 
 
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
-    """The durations of the segments, by which the schedules distribute copies and collectives, each as the number of
-    multiplications that large products do in that time.
+    """The durations of the segments, by which the schedules distribute copies and collectives and `cut` sizes slices,
+    each as the number of multiplications that large products do in that time.
 
     segments: of the block. x: [B, T, hidden], the layer's input; only its rows and length are read. backward: True: the
     durations of their derivatives; False: of their forwards."""

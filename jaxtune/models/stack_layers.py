@@ -31,7 +31,10 @@ class StackLayer:
     offloaded: tuple[str, ...]  # names of the residuals that are copied to the host and back
     aux: tuple[str, ...]  # names of the auxiliary values that it can return beside its output
     tile: int | None  # tokens of each row in a tile of its tokenwise segments; None: they run whole
-    free: tuple[str, ...]  # names of the residuals that need not be tied to the layer's gradient (BackwardOrder.free)
+    # names of residuals that, where they are kept, need not be tied to the layer's gradient, unless memory is short
+    # (StackProgram.short): XLA may keep what the forward computed from them alone. They are `free` of the
+    # block's BackwardOrder.
+    free: tuple[str, ...]
     shared: tuple[str, ...]  # names of the values that it takes from earlier layers, such as their keys and values
     # the items of Block.gives (it is what this layer gives, not what it is given): pairs (its name of a residual, the
     # name under which later layers take it)

@@ -5,7 +5,8 @@ A stage is one segment that a layer runs. Each copy is bound by optimization_bar
 layer than the one whose residuals are copied: it starts within the window and is complete when the window's last stage
 ends. Windows follow one another and are chosen by the durations of copies and stages (`windows`). Copies to the device
 are as late as possible and copies to the host end as early as possible, so that little memory is used in both places.
-The stack's programs of a layer (models/stack.py) are the callers.
+The stack (models/stack.py) calls all of this: its rules for all layers call `cut` and `join`, and its programs of one
+layer (layer_forward and layer_backward) make the TransferSchedules.
 
 Without this, XLA's scheduler starts a copy five kernels before its end, whatever the sizes of kernels and copy, and
 allows two copies at a time. By compiled schedules (not by a trace), an 8B step in 24 GB then waited for 91 ms, and a
@@ -145,7 +146,8 @@ def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -
 class TransferSchedule:
     """Copies arrays to device or host memory while a layer computes, in a program that is being traced. The layer's
     program (layer_forward or layer_backward) calls `start` before and `finish` after each of its stages, and reads the
-    copies, `arrays`, at the end.
+    copies, `arrays`, at the end. Large arrays are copied first on the way to the host, and last on the way to the
+    device, so that they occupy device memory for a shorter time.
 
     Args:
       arrays: a pytree of arrays, such as Pieces of residuals.
@@ -195,5 +197,6 @@ class TransferSchedule:
     @property
     def arrays(self) -> Any:
         """The copies, as a pytree with the structure of the argument `arrays`. They are read after every stage has
-        ended."""
+        ended: layer_forward and layer_backward return them. Pieces among them are still cut; _stack_bwd joins those
+        that layer_backward copied, before it runs the next layer's backward."""
         return jax.tree.unflatten(self._structure, self._arrays)
