@@ -203,7 +203,7 @@ def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], 
 
 def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:
     """Chooses the device that the report shows. rows: the trace events of kernels, copies and memsets. Returns (the
-    rows of the device with the longest sum of durations, the number of devices in the trace)."""
+    rows of the device with the longest sum of durations, the number of devices, for Trace.num_devices)."""
     by_device: dict[Any, list[dict]] = collections.defaultdict(list)
     for row in rows:
         by_device[(row.get("args") or {}).get("device", row.get("pid"))].append(row)
@@ -318,11 +318,11 @@ def _steps(events: list[Event]) -> list[tuple[float, float]]:
 
 def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> Event:
     """Makes the Event of one kernel, memset or copy, with its category, scope, phase and work; the caller sets its
-    step. One of the category "optimizer" gets the scope "optimizer" and the phase "forward".
+    step. One of the category "optimizer" gets the scope "optimizer" and the phase "forward", wherever its launch is.
 
     Args:
       row: its trace event, as JSON.
-      call: the CPU call that launched it; None if the trace lacks it; other scopes and phases then stay "".
+      call: the CPU call that launched it; None if the trace lacks it: scope and phase stay "", except an optimizer's.
       forward: finds the forward operator of a launch in the backward.
       origin: the start of the first kernel or copy in microseconds, from which the Event's times count.
     """
@@ -386,10 +386,10 @@ def _category(event: Event, around: Sequence[_Call]) -> str:
 
 def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
     """(scope, phase) of the kernel that a call launched; the phase is "forward", "backward" or "recompute". In the
-    forward, and in a forward that gradient checkpointing runs again in the backward ("recompute"), the scope is that of
-    the marked ranges and modules around the call (_path). A forward runs again if a module, a marked range or an
-    operator that records its own backward is around the call, inside an autograd node. In the backward, it is that of
-    the forward operator, which `forward` finds; if it finds none, the operator around the call (_operator)."""
+    forward, and in one that gradient checkpointing runs again ("recompute"), the scope is that of the marked ranges and
+    modules around the call (_path). A forward runs again if a module, a marked range or an operator that records its
+    own backward (it has a sequence number and no "Fwd thread id") is around the call, inside an autograd node. In the
+    backward, it is that of the forward operator, which `forward` finds; if it finds none, it is `_operator`'s."""
     node = _backward_call(call)
     if node is None:
         return _path(call), "forward"

@@ -20,9 +20,10 @@ from pathlib import Path
 @dataclasses.dataclass(frozen=True)
 class DataSheet:
     """The figures that a vendor states for a device: its rates, without sparsity, the size of its memory and its links;
-    and the host memory that machines with it usually have. The planner computes with them, and where rates of products,
-    memory and host link were measured, with those in their place. `known_ceilings` gives them to reports, `jaxtune
-    doctor` compares measured rates with them, and a run's metric mfu is its FLOP/s over the sheet's."""
+    and the host memory that machines with it usually have. The planner takes from it NVLink and how much slower fp32
+    is than bfloat16 in any case, the rates of bfloat16 products, memory and host link unless they were measured, and
+    the sizes of memory for a device of another machine. `known_ceilings` gives its rates to reports if none were
+    measured, `jaxtune doctor` compares measured rates with it, a run's metric mfu is its FLOP/s over the sheet's."""
 
     bf16_tflops: float  # TFLOP/s of products in bfloat16 with fp32 sums
     fp8_tflops: float | None  # TFLOP/s of products in FP8 with fp32 sums; None: the chip has no FP8

@@ -1,7 +1,8 @@
-"""The highest rates that a device reaches, as `Ceilings`. `known_ceilings` looks them up without measuring, for reports
-and the planner: those measured earlier, or else the data sheet's. `ceilings` measures them if that has not been done
-yet and stores them in `cache_file`, for `jaxtune doctor` and `jaxtune profile ceilings`. `nvidia_smi` reads a GPU's
-state, for the measurement and for `jaxtune doctor`."""
+"""The highest rates that a device reaches, as `Ceilings`. `known_ceilings` looks them up without measuring: those
+measured earlier, or else the data sheet's. Reports use either; the planner uses measured ones only, and otherwise
+computes from the data sheet itself. `ceilings` measures them if that has not been done yet and stores them in
+`cache_file`, for `jaxtune doctor` and `jaxtune profile ceilings`. `nvidia_smi` reads a GPU's state, for the measurement
+and for `jaxtune doctor`."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ from jaxtune.system.invocation import spelled
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
     """The highest rates that one device reaches, measured by `ceilings` or taken from the vendor's data sheet. Reports
-    compare a profile's kernels with those of products and of copies in memory. The planner computes with those of
-    bfloat16 products, of copies in memory and of copies to the host. `jaxtune doctor` and `jaxtune profile ceilings`
-    show measured ones. A rate is 0 where it is unknown."""
+    compare a profile's kernels with those of products and of copies in memory. The planner computes with measured ones
+    only: those of bfloat16 products, of copies in memory and of copies to the host. `jaxtune doctor` and `jaxtune
+    profile ceilings` show measured ones. A rate is 0 where it is unknown."""
 
     device: str  # its kind, jax.Device.device_kind
     gemm_bf16_tflops: float  # TFLOP/s of one large matrix product in bfloat16
@@ -59,7 +60,8 @@ def cache_file(device: str) -> Path:
 def known_ceilings(device: str) -> Ceilings | None:
     """The ceilings of a kind of device (jax.Device.device_kind): those measured earlier, from the cache file; else
     those of its data sheet, with 0 for the rates to and from the host and for launches; else None. Nothing is measured,
-    so a profile of another machine's device can be read. Reports and the planner take ceilings from here.
+    so a profile of another machine's device can be read. Reports compare kernels with what it returns. The planner uses
+    it only if its source is "measured"; otherwise it computes from the data sheet itself, host link included.
 
     Raises:
       ValueError: the cache file is damaged.
@@ -132,7 +134,7 @@ def _measure(device) -> Ceilings:
 def _seconds(run, *, repeats: int = 5) -> float:
     """The median wall time in seconds of `repeats` calls of run(), from which each figure in Ceilings is computed. run:
     a function without arguments that starts work and returns JAX arrays, which are waited for. A first call, for
-    warming up, is not counted."""
+    warming up, is not counted; callers have compiled their programs before."""
     import jax
 
     jax.block_until_ready(run())
@@ -251,8 +253,8 @@ def _power_state() -> dict[str, str]:
 
 
 def nvidia_smi(*fields: str, units: bool = True) -> dict[str, str] | None:
-    """Asks nvidia-smi for readings of the first GPU, for `jaxtune doctor` and the field power of Ceilings. Nothing is
-    changed on the device.
+    """Asks nvidia-smi for readings of its GPU 0, whichever GPUs JAX sees (CUDA_VISIBLE_DEVICES), for `jaxtune doctor`
+    and the field power of Ceilings. Nothing is changed on the device.
 
     Args:
       fields: names of nvidia-smi's query fields (--query-gpu), such as "power.draw".

@@ -122,12 +122,12 @@ class Instruction:
     @property
     def is_gemm(self) -> bool:
         """Whether it is a matrix product: a dot, or a library's custom call with "matmul" or "gemm" in its target. A
-        fusion around one is none. By it launches.py finds a custom call's class, and xplane.py a kernel's category."""
+        fusion around one is none. `flops`, `moved_bytes`, launches.py's classes and xplane.py's categories use it."""
         return self.opcode == "dot" or "matmul" in self.target or "gemm" in self.target.lower()
 
     @property
     def is_mosaic(self) -> bool:
-        """Whether it calls a Pallas kernel of Mosaic GPU. Those are one class of launches.py; `scope` names each."""
+        """Whether it calls a Pallas kernel of Mosaic GPU. All are one class of launches.py; `flops` asks the scope."""
         return "mosaic_gpu" in self.target
 
 
@@ -260,7 +260,8 @@ def trip_count(loop: Instruction) -> int:
 
 def _compiled(proto: Any) -> tuple:
     """The values of those fields of an HloInstructionProto that decide which kernel the computation around it becomes,
-    hashable, for Module.fingerprint: without names, ids, metadata, operands and called computations."""
+    hashable, for Module.fingerprint, which adds operands and called computations itself: without these, names, ids and
+    metadata, but with every field up to _LAST_COMPILED that messages.py does not declare."""
     known = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
     parts = (proto.shape, proto.dot_dimension_numbers)
     others = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]
@@ -311,7 +312,7 @@ def _shape(proto: Any) -> Shape:
 
 def flops(instruction: Instruction) -> int:
     """FLOPs of the products in an instruction, two for each multiply-add; 0 where shapes do not tell. The report's
-    TFLOP/s and losses, and the category of a fusion, depend on it. Products are those of is_gemm, and those inside a
+    TFLOP/s and lost time, and the category of a fusion, depend on it. Products are those of is_gemm, and those inside a
     fusion. A cuDNN attention call counts 2 products of length x length a head in the forward, 5 in the backward, half
     if its mask is causal; packed rows count as one document each, which is too much. Of Pallas kernels only Mosaic's
     `grouped_matmul` and `fp8_matmul` count (x [., K] is the first operand, [rows, N] the result, rows that fill up
@@ -381,9 +382,10 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
 
 
 def moved_bytes(instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes, for the report's TB/s and losses: each operand and result once,
-    cuBLAS's workspace not. Of an operand that a fusion only slices or gathers from, the slices count; of one that it
-    updates in place, the update. An asynchronous start (not all-reduce-start) counts its result, operands included."""
+    """Bytes that an instruction reads and writes, for the report's TB/s and lost time: each operand and result
+    once, cuBLAS's workspace not. Of an operand that a fusion only slices or gathers from, the slices count; of one that
+    it updates in place, the update. An asynchronous start counts its result alone, because that includes the operands;
+    only all-reduce-start counts as other instructions do."""
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0
@@ -420,11 +422,9 @@ def moved_bytes(instruction: Instruction) -> int:
 def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instruction | None, str]]:
     """The buffers live when the program `module` needs the most device memory, found by replaying `assignment`, the
     compiler's BufferAssignmentProto. Returns (bytes, instruction or None, kind) of each, as Module.peak_buffers does.
-
     Values that share an allocation over time are replayed by the heap simulator's trace. Those live when the allocation
-    is fullest are listed, and its unused rest. Without a trace its largest value is, and the rest as one row.
-    Allocations on the host do not count.
-    """
+    is fullest are listed, and its unused rest. Without a trace its largest value is, and the rest as one row. Host
+    allocations do not count."""
     sizes = {buffer.id: buffer.size for buffer in assignment.logical_buffers}
     defined = {buffer.id: buffer.defined_at.instruction_id for buffer in assignment.logical_buffers}
     traces = [

@@ -36,13 +36,14 @@ _SATELLITES = (
 @dataclasses.dataclass(slots=True)
 class Launch:
     """One kernel or copy of a trace, and the HLO instruction that launched it, which `join` finds. xplane.py makes one
-    for each event of a program, passes them to `join`, and then reads the instruction."""
+    for each event of a program, passes them to `join`, and then reads what `join` has set."""
 
     name: str  # of the kernel or copy
     hlo_op: str  # the HLO instruction that the trace names, or a CUDA graph's name; "" if it names none
     is_copy: bool  # True: a copy (cudaMemcpy); False: a kernel or a memset
     instruction: Instruction | None = None  # set by the join: the instruction that launched it; None if not found
-    # set by the join: the number of the program's execution in the trace, from 0; if unknown, that of the launch before
+    # set by the join: the number of the program's execution in the trace, from 0, by which xplane.py lists its runs; if
+    # unknown, that of the launch before
     execution: int = 0
     main: bool = True  # set by the join: False for a helper kernel; FLOPs are booked on the instruction's main kernel
 
@@ -184,9 +185,9 @@ def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> 
 def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
     """Guesses how often the program ran within the trace, and which instruction each launch belongs to, from the
     numbers of launches of each class (a key of instructions that may launch the same kernel, see _Classes). The numbers
-    of executions for which most launches speak come first; for each, there is one guess for each place at which the
-    trace may have been cut (_cuts). `join` takes the guess that places most launches in order; in a trace that names
-    every instruction, the first.
+    of executions for which most launches speak come first; one more than the first of them is tried too. For each,
+    there is one guess for each place at which the trace may have been cut (_cuts). `join` takes the guess that places
+    most launches in order; in a trace that names every instruction, the first.
 
     Args:
       wanted: {class: the positions of its instructions in the schedule, ascending}.
