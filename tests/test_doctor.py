@@ -9,6 +9,7 @@ import pytest
 
 from jaxtune import cli
 from jaxtune.commands import machine_checks as doctor
+from jaxtune.profile.device import nvidia_smi
 
 
 def tell_of(monkeypatch, tmp_path, text: str, code: int = 0):
@@ -42,6 +43,20 @@ def test_the_driver_says_which_extra_it_runs(monkeypatch, tmp_path, version, sta
     tell_of(monkeypatch, tmp_path, f"NVIDIA H200, {version}, 143771, 500")
     finding = doctor._driver(doctor._nvidia_smi())
     assert finding.state == state and words in finding.to_text()
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked"),
+    [(None, "0"), ("", "0"), ("-1", "0"), ("2,3", "2"), ("GPU-8d3f, GPU-1", "GPU-8d3f"), ("MIG-1", "0")],
+)
+def test_the_gpu_that_is_asked_about_is_the_first_that_jax_sees(monkeypatch, tmp_path, visible, asked):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nfor last; do :; done; echo $last\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert nvidia_smi("name") == {"name": f"--id={asked}"}
 
 
 def test_a_driver_that_fails_is_wrong(monkeypatch, tmp_path):

@@ -84,7 +84,7 @@ def resolve(components: Sequence[Component], words: Mapping[str, str], rest: str
             raise ValueError(f"{where}: patterns before it match the same modules; put it before them, or remove it")
         if not fitting:
             raise ValueError(
-                f"{where}: {left[0].name} cannot be stored in a format, as only linears and experts of the layers can; "
+                f"{where}: {left[0].name} cannot be stored in a format, as linears and experts within the layers can; "
                 f"take one of {', '.join(DTYPES)}"
             )
         found |= {each.name: word for each in fitting}

@@ -253,8 +253,8 @@ def _power_state() -> dict[str, str]:
 
 
 def nvidia_smi(*fields: str, units: bool = True) -> dict[str, str] | None:
-    """Asks nvidia-smi for readings of its GPU 0, whichever GPUs JAX sees (CUDA_VISIBLE_DEVICES), for `jaxtune doctor`
-    and the field power of Ceilings. Nothing is changed on the device.
+    """Asks nvidia-smi for readings of the first GPU that JAX sees (CUDA_VISIBLE_DEVICES), for `jaxtune doctor` and the
+    field power of Ceilings. Nothing is changed on the device.
 
     Args:
       fields: names of nvidia-smi's query fields (--query-gpu), such as "power.draw".
@@ -267,7 +267,9 @@ def nvidia_smi(*fields: str, units: bool = True) -> dict[str, str] | None:
     if tool is None:
         return None
     form = "csv,noheader" if units else "csv,noheader,nounits"
-    command = [tool, f"--query-gpu={','.join(fields)}", f"--format={form}", "--id=0"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    first = first if first.isdigit() or first.startswith("GPU-") else "0"  # not of a part of a GPU (MIG), or none
+    command = [tool, f"--query-gpu={','.join(fields)}", f"--format={form}", f"--id={first}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -90,19 +90,18 @@ def _keys(shape: Sequence[int]) -> list[str]:
     return [f"mesh.{axis.name} = {count}" for axis, count in zip(AXES, shape, strict=True) if count != 1]
 
 
-def mesh_shape(*sizes: int, devices: int | None = None) -> MeshShape:
+def mesh_shape(*sizes: int) -> MeshShape:
     """The shape of the mesh that the config's section `mesh` requests, for make_mesh, plans, and counts of devices.
 
     Args:
-      sizes: devices along each of AXES, 1 where left out; one may be -1, the number of devices divided by the others.
-      devices: the number of devices, which only -1 needs; None (all callers pass it): all devices of the run.
+      sizes: devices along each of AXES, 1 where left out; one may be -1, all devices of the run divided by the others.
     Raises:
       ValueError: -1 gives no whole number.
     """
     shape = (*sizes, *[1] * (len(AXES) - len(sizes)))
     if -1 not in shape:
         return MeshShape(shape)
-    devices = jax.device_count() if devices is None else devices
+    devices = jax.device_count()
     others = [1 if size == -1 else size for size in shape]
     used = math.prod(others)
     if devices % used:
