@@ -20,11 +20,12 @@ def test_a_plan_without_rows_is_that_of_the_run(monkeypatch, capsys, tmp_path):
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 140e9})
 
     def make_mesh(*sizes):
-        size = partition.mesh_shape(*sizes, devices=4).size
+        size = partition.mesh_shape(*sizes).size
         if size > 4:
             raise ValueError("mesh.data = 8: there are 4 gpu devices")
         return SimpleNamespace(size=size, local_devices=[gpu])
 
+    monkeypatch.setattr(partition.jax, "device_count", lambda: 4)
     monkeypatch.setattr(shown_plan.jax, "local_devices", lambda: [gpu])
     monkeypatch.setattr(shown_plan.partition, "make_mesh", make_mesh)
     planned = []
