@@ -66,9 +66,10 @@ def report_page(report: ReportData) -> str:
 
 def comparison_page(comparison: ComparisonData) -> str:
     """Returns the HTML text of a page that shows `comparison`, that of the profiles of two runs, A and B. The page says
-    in words what changed from A to B. Its tables have the times of both by category, by scope (or region) and by
-    kernel, and it draws bars and timelines of both. Transfers and memory are not on it. B's times are multiplied by
-    `comparison.scale`, except in its headline and timeline. Comparison.to_html calls it."""
+    in words what changed from A to B. Its tables have the times of both by category, by scope (or by region of the
+    model, if the programs name their scopes differently) and by kernel, and it draws bars and timelines of both.
+    Transfers and memory are not on it. B's times are multiplied by `comparison.scale`, except in its headline and
+    timeline. Comparison.to_html calls it."""
     kernels = {
         "sort": "diff",
         "sums": ["a", "b", "diff"],
@@ -104,7 +105,8 @@ def _column(key: str, title: str, digits: int | None = None) -> dict[str, Any]:
     it has numbers, "digits"}.
 
     Args:
-      key: its identifier, by which the table is sorted and summed. page.js shows "shape" below "name" and colours
+      key: the column's identifier, by which the table is sorted and summed; a row is a list with a value for each
+        column, in their order, and has no keys. page.js shows "shape" below "name", without its heading, and colours
         "verdict".
       title: its heading.
       digits: decimals of its numbers; None: it has text, and "digits" is 0.
@@ -127,8 +129,8 @@ def _page(
       sides: (label, report) of the one or two profiles; a label is "A", "B" or "" for a single one.
       notes: remarks below the heading, as plain text.
       body: the sections, as HTML.
-      kernels: the kernel table for page.js: "columns", "rows", "sort" (the key it is sorted by first) and "sums" (keys
-        of columns that are summed).
+      kernels: the kernel table for page.js: "columns" (of `_column`), "rows" (lists of values, in the order of the
+        columns), "sort" (the key it is sorted by first) and "sums" (keys of columns that are summed).
       scales: {label: factor on the times in that profile's bar}, 1 where missing; None: 1 for all. Headline and
         timeline are not scaled, and `body` and `kernels` are shown as they are.
     """
@@ -241,9 +243,9 @@ def _shares(title: str, shares: Sequence[Share], id: str) -> str:
 
 
 def _changes(title: str, rows: Sequence[Change], id: str) -> str:
-    """The HTML table of a comparison's categories or scopes. The last cell of a row is the verdict, coloured as
-    "faster", "slower" or "same"; "only in A" has the colour of "faster", "only in B" that of "slower". title: its
-    heading. rows: the changes. id: the id of the HTML element."""
+    """The HTML table of a comparison's step and categories, or of its scopes or regions. The last cell of a row is the
+    verdict, coloured as "faster", "slower" or "same"; "only in A" has the colour of "faster", "only in B" that of
+    "slower". title: its heading. rows: the changes. id: the id of the HTML element."""
     head = ("", "", "A ms", "B ms", "B - A", "noise", "")
     table = _table(title, head, [], id)
     lines = []

@@ -22,8 +22,8 @@ _SMALL_BYTES = 16 << 20
 
 def read(path: str | Path) -> Trace:
     """Finds and reads the trace in a folder that `capture`, jax.profiler or PyTorch's profiler wrote, or in one file,
-    and adds what `capture` recorded beside it, if it did. Returns the Trace, from which `show` makes a report; nothing
-    else calls it; its `path` is the one given.
+    and adds what `capture` recorded beside it, if it did. Returns the Trace, whose `path` is the one given. Only `show`
+    calls it, which makes a report from the Trace.
 
     Raises:
       TraceError: no trace can be read, or the record beside it is damaged; the message says why and what would help.
@@ -114,9 +114,10 @@ def _bytes(file: Path) -> bytes:
 
 
 def _add_record(trace: Trace, file: Path) -> None:
-    """Adds to a trace, in place, what `capture` recorded about it: meta, in place of the trace's own (with the
-    programs' memory analyses under "memory"), versions, device and peak memory. The device is taken only if the trace
-    names none or the CPU, the peak memory only if the trace has none. `read` calls it.
+    """Adds to a trace, in place, what `capture` recorded about it. The recorded meta replaces the trace's own and has
+    the programs' memory analyses under "memory". The recorded versions are added to those that the trace itself has,
+    and replace them for packages that both name. The device is taken only if the trace names none or the CPU, the peak
+    memory only if the trace has none. `read` calls it.
 
     `file` is the record, profile.json in the folder of the trace's file. If there is no such file, as with traces that
     another profiler wrote, the trace stays as it is.

@@ -84,7 +84,8 @@ def _check_folder(folder: Path) -> None:
     """Checks that a capture can be written into the folder, which need not exist and may have an earlier one.
 
     Raises:
-      ValueError: it is a file, or has files that `capture` did not write, so that it deletes none of these.
+      ValueError: it is a file, or has files or folders with names that `capture` does not give, which are not to be
+        deleted. Only names are compared: `capture` deletes any trace.xplane.pb.gz, profile.json and folder "hlo".
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder for the profile")
@@ -118,7 +119,8 @@ def _settle() -> None:
 def _environment() -> dict[str, Any]:
     """What profile.json records about this process, as JSON values: "device" (the kind of its first local device),
     "num_devices" (local ones), "backend", "peak_memory_bytes" (since the process began; the largest of the local
-    devices'; 0 where unknown) and "versions" of Python, JAX, jaxtune and related packages."""
+    devices'; 0 where unknown) and "versions" of Python, JAX, jaxtune and related packages. Reports do not read
+    "num_devices" and "backend"."""
     import platform
     from importlib import metadata
 

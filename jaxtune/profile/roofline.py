@@ -74,11 +74,11 @@ def losses(
 ) -> list[Loss]:
     """Finds every loss of a step, the largest first, for the report's list of what could be saved. The comparison of
     two profiles does not use them. A moment of the step counts in one loss only. Large matrix products, attention and
-    experts lose the time beyond the ceiling's, copies over the host link and collectives the time that the step waits
-    for them, and all others their whole time: whatever is recomputed, thin products (limited by memory), passes over
-    memory, and idle time. Matrix products, attention and experts lose nothing where the device's rate for their
-    operands is unknown (0), such as that of FP8 on an A100. Nor does one of these three kinds if none of its kernels
-    has known FLOPs, as with Pallas attention.
+    experts lose the time beyond that of their FLOPs at the ceiling, copies over the host link and collectives the time
+    that the step waits for them, and all others their whole time: whatever is recomputed, thin products (limited by
+    memory), passes over memory, and idle time. Matrix products, attention and experts lose nothing where the device's
+    rate for their operands is unknown (0), such as that of FP8 on an A100. Nor does one of these three kinds if none of
+    its kernels has known FLOPs, as with Pallas attention.
 
     Args:
       events: those of the captured steps, with `self_ns` set.
@@ -148,9 +148,9 @@ def _kind(event: Event, ceilings: Ceilings) -> str:
 
 def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
     """The Loss of matrix products, attention or experts, with its sentence: the ms per step that would be saved if
-    these kernels ran at the device's ceiling. If no kernel of `events` has FLOPs and a known ceiling, that is 0, and
-    the sentence says that it is unknown. If some have, a kernel without FLOPs, such as a helper, counts whole, and one
-    whose own ceiling is unknown (0), such as that of FP8, not at all.
+    these kernels did their FLOPs at the device's ceiling; their bytes do not count. If no kernel of `events` has FLOPs
+    and a known ceiling, that is 0, and the sentence says that it is unknown. If some have, a kernel without FLOPs, such
+    as a helper, counts whole, and one whose own ceiling is unknown (0), such as that of FP8, not at all.
 
     Args:
       kind: "GEMM", "attention" or "MoE".

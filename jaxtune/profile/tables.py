@@ -158,7 +158,7 @@ class ComparisonData:
     # (comparison.region); those that take longest in A or in B first
     scopes: list[Change]
     aligned_by: str  # of what `scopes` are: "scope" where both programs use the same scope names, else "region"
-    kernels: list[Change]  # one for each kernel of either profile, the largest difference first
+    kernels: list[Change]  # one for the kernels of either profile that do the same work, the largest difference first
     sentences: list[str]  # what changed, in words
     notes: list[str]  # remarks on both profiles and on how they were compared
 

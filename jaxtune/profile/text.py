@@ -21,8 +21,8 @@ _WIDE = 110  # a terminal with at least this many columns shows the kernels' sha
 
 
 def _console(width: int) -> Console:
-    """A rich Console of `width` columns that writes into a string, which `_text` returns, also in a silent process
-    (terminal.be_silent)."""
+    """A rich Console of `width` columns that writes into a string, which `_text` returns. It does so also in a silent
+    process (terminal.be_silent), which is any but the first process of a run."""
     return terminal.console(file=io.StringIO(), width=width, soft_wrap=False)
 
 
@@ -97,8 +97,8 @@ def headline(report: ReportData) -> list[str]:
 
 # Report.to_text calls it. The tables are by category, scope, kernel (with shapes from 110 columns on) and transfer;
 # below them are idle time, memory and the device's ceilings. At most three losses, 15 scopes (further ones as one row,
-# and then idle time) and 15 kernels are shown. Losses, transfers, memory and ceilings are left out where the report has
-# none. The text ends with a newline.
+# and then idle time), 15 kernels, three waits and 8 rows of memory are shown. Losses, transfers, memory and ceilings
+# are left out where the report has none. The text ends with a newline.
 def report_text(report: ReportData, width: int) -> str:
     """The report as plain text, for a terminal of `width` columns: a headline, notes, losses and tables."""
     console = _console(width)

@@ -85,7 +85,8 @@ def gaps(events: Sequence[Event], start: float, end: float) -> list[tuple[float,
 def find_period(names: Sequence[str]) -> int:
     """The smallest number, at most half its length, after which a sequence repeats throughout (a part of a last
     repetition may stand at its end); its length if there is none. names: the programs that ran, in order; the result is
-    then the number of programs in a step. The reader of XPlane files finds steps by it."""
+    then the number of programs in a step. The reader of XPlane files calls it for every trace; steps that the program
+    marked win over it only if their number divides that of the programs that ran (xplane._steps)."""
     for period in range(1, len(names) // 2 + 1):
         if all(names[i] == names[i + period] for i in range(len(names) - period)):
             return period

@@ -20,7 +20,8 @@ class TraceError(ValueError):
 class Event:
     """One piece of work on the device: a kernel, a memset, a copy or a collective. In a trace from a machine without a
     device, operators on the CPU take the place of kernels. The readers of both formats of traces, XPlane and Chrome's,
-    make events. The ms of categories, scopes and kernels in a report are sums of their self_ns."""
+    make events. A report's tables, except that of memory, are made from them; the ms of categories, scopes and kernels
+    are sums of their self_ns."""
 
     start_ns: float  # device clock, counted from the trace's first event
     end_ns: float  # on the same clock
@@ -43,7 +44,8 @@ class Event:
 
     @property
     def duration_ns(self) -> float:
-        """The ns from its start to its end, also those in which other events ran (`self_ns` leaves these out)."""
+        """The ns from its start to its end, also those in which other events ran. `self_ns` has only those of them that
+        are booked on this event."""
         return self.end_ns - self.start_ns
 
 

@@ -356,10 +356,11 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
     """(start_ns, end_ns) of each step, in order. A step is a period of the sequence in which programs run, apart from
     those that take less than 0.02 % of the time, or, if that gives none, 0.2 % or 2 %; if there is still none, because
     programs change with their shapes, a period of the functions' names. If there is none either, all runs are one step.
-    If the program marked steps, and their number divides that of the runs that were not left out for their time at the
-    last attempt, these runs are divided equally among the steps instead. Work before the first step and after the last
-    belongs to none, and a step that the capture cut is left out (_whole). If no program takes 2 % of the time, or none
-    ran, and no period was found, the whole trace is one step, to which all events belong.
+    If the program marked steps, they win over a period if their number divides that of the runs in which the period was
+    found, or, if none was found, of the runs of programs with at least 2 % of the time: those runs are divided equally
+    among the steps. Work before the first step and after the last belongs to none, and a step that the capture cut is
+    left out (_whole). If no program takes 2 % of the time, or none ran, and no period was found, the whole trace is one
+    step, to which all events belong.
 
     Args:
       events: of the trace; their field `step` is set.
