@@ -19,6 +19,7 @@ TRACE_FILE = "trace.xplane.pb.gz"
 RECORD_FILE = "profile.json"
 HLO_FOLDER = "hlo"
 _FORMAT = 1
+_SCRATCH = ".trace-"  # how the folder's name begins in which the profiler writes; a killed process leaves it there
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def capture(
     folder.mkdir(parents=True, exist_ok=True)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as scratch:
         _settle()
         try:
             jax.profiler.start_trace(scratch, profiler_options=options)
@@ -90,7 +91,11 @@ def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder for the profile")
     foreign = (
-        [p.name for p in folder.iterdir() if p.name not in (TRACE_FILE, RECORD_FILE, HLO_FOLDER)]
+        [
+            path.name
+            for path in folder.iterdir()
+            if path.name not in (TRACE_FILE, RECORD_FILE, HLO_FOLDER) and not path.name.startswith(_SCRATCH)
+        ]
         if folder.exists()
         else []
     )

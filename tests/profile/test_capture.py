@@ -109,6 +109,7 @@ def test_a_folder_with_other_files_is_refused_before_the_block_runs(tmp_path):
 
 
 def test_a_capture_inside_a_capture_is_refused_and_the_outer_one_survives(tmp_path):
+    (tmp_path / "outer" / ".trace-left by a process that was killed").mkdir(parents=True)
     with jaxtune.profile.capture(tmp_path / "outer"):
         with pytest.raises(ValueError, match="cannot capture"), jaxtune.profile.capture(tmp_path / "inner"):
             pytest.fail("the block ran")
