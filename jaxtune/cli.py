@@ -1,5 +1,5 @@
-"""The console command: `main` finds the command in `jaxtune.commands`, runs it and handles its errors; `console`, the
-entry point of the script, also sets up the process.
+"""The console command: `main` finds the command in COMMANDS, runs it and handles its errors; `console`, the entry
+point of the script, also sets up the process.
 
 A user's mistake (`_is_user_error`), or running out of memory (`_out_of_memory`), is a message on stderr and exit code
 2; JAXTUNE_TRACEBACK=1 shows the traceback. Any other exception is an error of jaxtune or of a library and keeps its
@@ -66,7 +66,8 @@ _WORKING = ("train", "launch", "export", "tune", "report", "watch", "serve")
 
 
 def console(arguments: Sequence[str] | None = None) -> int:
-    """The entry point of the `jaxtune` script and of `python -m jaxtune`: sets up the process and calls `main`.
+    """The entry point of the `jaxtune` script, of `python -m jaxtune` and of `python -m jaxtune.train`: sets up the
+    process and calls `main`.
 
     The set-up is for a process of its own: interrupts that Python drops are raised again, output that can no longer be
     written is dropped (for a command whose result is what it prints, it is an error), and transformers does not import
@@ -136,9 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Runs the command that `arguments`, the words after `jaxtune`, name, and returns its exit code; `main` calls it
-    and handles what it raises. Also does what is no command: prints the usage (for --help, or with exit code 2 if there
-    are no words), the version, or an error (2) for an unknown command, with the command of the most similar name."""
+    """Runs the command that `arguments`, the words after `jaxtune`, name, by its function in COMMANDS, and returns its
+    exit code (0 for None); `main` calls it and handles what it raises. It imports no command: all are imported with
+    this module. Also does what is no command: prints the usage (for --help, or with exit code 2 if there are no words),
+    the version, or an error (2) for an unknown command, with the command of the most similar name."""
     if not arguments or arguments[0] in ("-h", "--help"):
         _print_usage()
         return 0 if arguments else USER_ERROR
@@ -174,8 +176,9 @@ def _out_of_memory(error: Exception) -> str | None:
 def _is_user_error(error: Exception) -> bool:
     """Whether an error that ended a command is the user's to mend, so that `main` prints its message alone, without a
     traceback. A RuntimeError never is. An OSError is if it names a file or says that a disk or a quota is full or a
-    file too large, whoever raised it. Any other error is if jaxtune's own code raised it, and not a library that it
-    called; `main` asks this of ValueError and ArithmeticError alone; others, such as a KeyError, keep a traceback."""
+    file too large, whoever raised it. A ValueError or ArithmeticError is if jaxtune's own code raised it, and not a
+    library that it called. `main` asks it of these alone, after `_out_of_memory`; other errors, such as a KeyError,
+    keep a traceback."""
     if isinstance(error, RuntimeError):
         return False
     if isinstance(error, OSError):

@@ -125,8 +125,8 @@ class _Processes:
             self._port.close()
 
     def _note(self, number: int, frame: object) -> None:
-        """The signal handler: stores the signal's number for `_wait`, which passes it on to the processes. number: the
-        signal's; frame: what Python gives every handler, not used."""
+        """The signal handler: appends the signal's number to a list, from which `_wait` passes all on to the processes,
+        in the order in which they came. number: the signal's; frame: what Python gives every handler, not used."""
         self._signals.append(number)
 
     def _wait(self, running: dict[int, subprocess.Popen]) -> int:
@@ -170,9 +170,10 @@ def _exit_code(code: int) -> int:
 
 
 def _how(code: int) -> str:
-    """Words on how a process failed and on what happens to the others, which follow "process N" in a message. It is
-    printed if other processes still run. code: the failed process's Popen.returncode, not 0; minus the signal's number
-    if a signal ended it."""
+    """Words on how a process failed and that the others end too, such as "ended with exit code 1; the others follow";
+    if a signal ended it, also that the same command continues the run. They follow "process N" in a message that
+    `_wait` prints if other processes still run. code: the failed process's Popen.returncode, not 0; minus the signal's
+    number if a signal ended it."""
     if code > 0:
         return f"ended with exit code {code}; the others follow"
     return f"was ended by {signal.Signals(-code).name}; the others are ended too. The same command continues the run"

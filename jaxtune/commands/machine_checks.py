@@ -27,7 +27,8 @@ _LEAST_DISK_GB, _SLOW_SHARE = 20, 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A result of a check of `jaxtune doctor`: whether it is in order, what was found, and what to do if not."""
+    """A result of a check of `jaxtune doctor`: whether it is in order, what was found, and what to do if not. If one is
+    "wrong", the exit code of `jaxtune doctor` is 1."""
 
     state: Literal["ok", "note", "wrong"]  # "note": slower or less than possible; "wrong": training will not work
     what: str  # what was found
@@ -68,8 +69,9 @@ def _on_gpu() -> bool:
 
 
 def _packages() -> Finding:
-    """Lists the versions of jax, flax and other packages. The finding is "wrong" if jax and jaxlib have different
-    versions, which then fail in unclear ways; else "ok"."""
+    """Lists the versions of jax, flax and other packages. The finding is "wrong" if the versions of jax and jaxlib
+    are not exactly equal, because the two may then fail in unclear ways; else "ok". jaxtune requires all of these
+    packages; for one that is missing, importlib.metadata raises PackageNotFoundError."""
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     if metadata.version("jax") != metadata.version("jaxlib"):

@@ -1,6 +1,7 @@
 """The command `jaxtune serve`: its options, and the models that the server (jaxtune/serve) answers with.
 
-`run` takes the words of the command line after `serve`; its docstring is the text that --help prints.
+`run` takes the words of the command line after `serve` and checks them; its docstring is the text that --help prints.
+`_serve` loads the models (`_models`) and serves them until a signal, which jaxtune/serve/server.py handles.
 """
 
 from __future__ import annotations
@@ -83,10 +84,10 @@ def run(arguments: Sequence[str]) -> None:
 def _serve(options: argparse.Namespace, key: str | None) -> None:
     """Opens the socket, loads the models, prints each one's slots, and serves them until a signal. Each of N models has
     a sampler. The samplers are made one by one after all models are loaded, and the slots of each (the rows that it
-    decodes at once) may take 1/N of the device memory that is free when this one is made, also when it is made anew
-    after a failure. options: the command's parsed options. key: the API key that clients must send; None: none is
-    needed. Raises ValueError if the address is not available, a model cannot be served, or the slots do not fit in
-    memory."""
+    decodes at once) may take 1/N of the device memory that is free when this one is made, so a later one may take less;
+    this holds also when one is made anew after a failure. options: the command's parsed options. key: the API key that
+    clients must send; None: none is needed. Raises ValueError if the address is not available, a model cannot be
+    served, or the slots do not fit in memory."""
     from jaxtune.models.generation.sampler import Sampler
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
@@ -111,7 +112,8 @@ def _models(options: argparse.Namespace) -> list[Served]:
 
     Returns:
       the models with their names: first the base, then the argument `model` itself if it is an adapter folder, then
-        those of --adapter. Each of the latter has its folder's tokenizer, or that of `model` if there is none in it.
+        those of --adapter. Each of these has its folder's tokenizer, or that of `model` if there is none in it; the
+        one or two before have that of `model`.
     Raises:
       ValueError: the model has no tokenizer, two models have the same name, or an --adapter is not NAME=FOLDER.
     """

@@ -1,7 +1,7 @@
 """The command `jaxtune train`, which is also `python -m jaxtune.train`. `run` takes the words of the command line after
 `train`. It reads the options, loads the config, sets the share of device memory and the pinned memory that JAX may use,
-joins the processes of a run of several, and refuses unreadable rows; then train/app.py does the work. `_print_help`
-prints the help."""
+and joins the processes of a run of several, all before JAX starts its devices. It refuses unreadable rows, before a
+model is loaded; then train/app.py does the work. `_print_help` prints the help."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def run(arguments: Sequence[str]) -> int | None:
     Args:
       arguments: the words of the command line after `train`: a recipe, overrides (key=value) and options.
     Returns:
-      the exit code, never None: 0, also after --help, --plan and --check, or 75 if a signal ended the run and the same
-        command continues it from what is saved, or begins it again if nothing is.
+      the exit code, never None (the annotation is that of COMMANDS in cli.py): 0, also after --help, --plan and
+        --check, or 75 if a signal ended the run and the same command continues it from what is saved, or begins it
+        again if nothing is.
     Raises:
       ValueError: the recipe is missing, or the config or the rows are wrong.
     """

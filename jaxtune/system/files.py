@@ -73,7 +73,7 @@ def temporary_path(path: str | os.PathLike) -> Path:
 def create_temporary(path: str | os.PathLike, mode: int = 0o666) -> tuple[Path, int]:
     """Creates an empty file under a temporary name beside `path` (`temporary_path`) and locks it (`hold`), so that no
     other process removes it as a leftover. The caller writes it, renames it to `path`, and then closes the descriptor,
-    which ends the lock.
+    which ends the lock. Only `atomic_write` and the writer of a teacher's stored scores call it.
 
     Args:
       path: what the file will be renamed to. The folder must exist.
@@ -96,6 +96,7 @@ def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
     """A context for writing a file. An OSError within it that names no file (those of write and flush name none) is
     raised as an OSError of the same number (EIO if it has none) that names this file and has the number of bytes in its
     message, so that the user learns which disk is full. An OSError that names a file passes unchanged.
+    `atomic_write` and the writers of safetensors, GGUF and tokenizer files and of the cache of rows enter it.
 
     Args:
       path: the file that is written.
@@ -115,8 +116,10 @@ def hold(descriptor: int) -> bool:
     """Locks an open file or folder (flock, exclusive) for as long as the descriptor is open, without waiting. Returns
     False if it is locked already through another descriptor, as by another process; else True, also on a file system
     without locks, where nothing is locked. A process locks what it writes, so that `remove_left` does not take it for
-    the leftover of a dead one, and no second process writes the same file. The lock ends with its process, however the
-    process ends."""
+    the leftover of a dead one, and no second process writes the same file. The temporary files of
+    `create_temporary` and the temporary folders of new_folder are locked by it, and the file of answers of `jaxtune
+    generate`; a run's folder is not (train/folder/folder_lock.py). The lock ends with its process, however the process
+    ends."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -129,8 +132,8 @@ def hold(descriptor: int) -> bool:
 def remove_left(path: Path) -> None:
     """Removes a temporary file or folder that a killed process left, unless a living process is writing it: such a
     process has locked it by `hold`. A symbolic link is removed itself, not what it points to. On a file system without
-    locks, everything is removed. Errors are ignored, because the path may be gone already. Callers clean folders with
-    it that earlier, killed runs may have left."""
+    locks, everything is removed. Errors are ignored, because the path may be gone already. `remove_temporary` calls
+    it, and so do the writers of model folders and of a teacher's stored scores, before they write."""
     with contextlib.suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -149,8 +152,8 @@ def remove_left(path: Path) -> None:
 
 def read_plain(path: str | os.PathLike) -> bytes:
     """Returns the content of a regular file; symbolic links are followed. It is for folders that others may write to:
-    the cache of tokenised rows and the file of kernels' block sizes are read by it. In place of the file there may be a
-    named pipe or a device, on which an ordinary read could wait forever; here it raises an error.
+    meta.json in the cache of tokenised rows and the file of kernels' block sizes are read by it. In place of the file
+    there may be a named pipe or a device, on which an ordinary read could wait forever; here it raises an error.
 
     Raises:
       OSError: the path is not a regular file, or cannot be read.

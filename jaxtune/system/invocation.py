@@ -36,7 +36,8 @@ def prefix_of(original: list[str]) -> str:
     """Returns the words with which the user starts jaxtune, before the name of a command. If `python -m` started the
     process, they are "PYTHON -m jaxtune" or "PYTHON -m jaxtune.train", where PYTHON is the interpreter as it was typed.
     If the script `jaxtune` did, or in a user's own script the one of this environment, they are "jaxtune" if the shell
-    finds that script under this name, else its path. In an environment without the script they are "PYTHON -m jaxtune".
+    finds that script under this name, else its path. In an environment without the script they are "PYTHON -m jaxtune",
+    where PYTHON is "python" if the shell finds this interpreter under that name, else its path.
     `spelled` begins with them, and `jaxtune launch` gives them to its processes.
 
     Args:
@@ -56,5 +57,6 @@ def prefix_of(original: list[str]) -> str:
 
 def _short(path: str) -> str:
     """Returns a path relative to the current folder if it is an absolute one below that folder; otherwise the path
-    unchanged. `prefix_of` shortens the path of the script or the interpreter by it."""
+    unchanged. A file in the folder itself gets no "./" before its name. `prefix_of` shortens the path of the script or
+    the interpreter by it."""
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path

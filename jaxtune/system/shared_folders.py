@@ -35,8 +35,9 @@ def require_shared(folder: Path) -> None:
 def writes(folder: Path) -> bool:
     """Returns whether this process must write the files that every process reads from the path `folder`: the stored
     scores of a teacher, the one case in which it is asked. The first process writes them. Processes on a host that does
-    not share this folder cannot see these files; there the process with the smallest number writes them too. The folder
-    must exist in the first process and be writable there. Collective, as require_shared."""
+    not share this folder cannot see these files; on each such host the process with the smallest number writes them
+    too, also if two such hosts share the folder with each other. The folder must exist in the first process and be
+    writable there. Collective, as require_shared."""
     own, hosts = processes.index(), processes.all_of(socket.gethostname())
     without = [number for number, there in enumerate(_see_first(folder)) if not there and hosts[number] == hosts[own]]
     return own == 0 or own in without[:1]

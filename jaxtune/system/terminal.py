@@ -56,8 +56,9 @@ class _Stream:
     def write(self, text: str) -> int:
         """Writes `text` and returns what the stream's own `write` returns, the number of characters written. A
         character that the stream's encoding lacks is written as its escape, of which each character counts. If the
-        stream fails, the text is dropped, its length is returned, and the error is ignored, with one exception: if the
-        stream has a name, the first OSError of its `write` and `flush` is raised, with that name as its file."""
+        stream fails, the text is dropped, its length (with the escapes) is returned, and the error is ignored, with one
+        exception: if the stream has a name, the first OSError of its `write` and `flush` is raised, with that name as
+        its file."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
@@ -68,7 +69,8 @@ class _Stream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Writes each of `lines` by `write`, without adding line ends."""
+        """Writes each of `lines` by `write`, without adding line ends. The wrapped stream's own method would raise an
+        error when the reader is gone."""
         for line in lines:
             self.write(line)
 
@@ -100,9 +102,10 @@ class _Stream:
 def outlive(raises: bool = False) -> None:
     """From now on, writes to stderr, and without `raises` to stdout, do not end this process when they fail because the
     reader is gone, such as `head` or a closed terminal, or the disk of a log file is full: what can no longer be
-    written is dropped. The command line calls it at its start. SIGHUP, which a closing terminal sends, is not
-    handled here: train/signals.py stops a run after a save at it, under nohup it is ignored, and any other process
-    ends. If one of the file descriptors 0 to 2 is closed, the null device takes its place.
+    written is dropped. The command line calls it at its start, and so does each process that tokenises rows. SIGHUP,
+    which a closing terminal sends, is not handled here: train/signals.py stops a run after a save at it, under nohup it
+    is ignored, and any other process ends. If one of the file descriptors 0 to 2 is closed, the null device takes its
+    place.
 
     Args:
       raises: True: the first write to stdout that fails raises an OSError (for a pipe, a BrokenPipeError), for commands
@@ -162,12 +165,14 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
 
 
 def fitted(text: str, console: Console, hang: int = 2) -> str:
-    """Returns `text` with its lines broken between words, so that each fits the width of a console of the library rich,
-    which would otherwise break them within words. A word that is wider than the console stays whole.
+    """Returns `text` with its lines broken between words, so that each fits the width of the terminal, which would
+    otherwise break them within words. A word that is wider than the terminal stays whole. Callers print the result by
+    `say` or on a Console of the library rich.
 
     Args:
       text: sentences; its own line breaks stay.
-      console: where they will be printed. If it is no terminal, the text is returned unchanged.
+      console: a rich Console of the stream on which they will be printed; it is asked only for its width and whether
+        it is a terminal. If it is none, the text is returned unchanged.
       hang: the number of columns by which continuation lines are indented beyond their first line.
     """
     if not console.is_terminal:
@@ -247,9 +252,9 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 @contextlib.contextmanager
 def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
     """A context with a progress bar on stderr for work that is counted: `jaxtune generate` counts the answers to a file
-    of prompts by it. Training has a display of its own. It yields a function that is called with the number of items
-    done since its last call. The bar stays on the screen at the end. Without a terminal, or if this process is silent
-    (`be_silent`), nothing is shown.
+    of prompts by it, and `jaxtune sensitivity` matrices. Training has a display of its own. It yields a function that
+    is called with the number of items done since its last call. The bar stays on the screen at the end. Without a
+    terminal, or if this process is silent (`be_silent`), nothing is shown.
 
     Args:
       what: the items in words, printed before the bar.
