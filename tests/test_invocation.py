@@ -38,6 +38,8 @@ def test_a_script_on_the_path_is_named_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     monkeypatch.chdir(tmp_path.parent)
     assert invocation.prefix_of(["python", str(script), "train"]) == f"{tmp_path.name}/jaxtune"
+    monkeypatch.chdir(tmp_path)
+    assert invocation.prefix_of(["python", str(script), "train"]) == "./jaxtune"
 
 
 def test_in_a_script_of_the_user_it_is_what_works_in_this_environment(monkeypatch, tmp_path):
@@ -46,6 +48,8 @@ def test_in_a_script_of_the_user_it_is_what_works_in_this_environment(monkeypatc
     assert invocation.prefix_of(["python3", "mine.py"]) == f"{tmp_path}/python3 -m jaxtune"
     (tmp_path / "jaxtune").touch()
     assert invocation.prefix_of(["python3", "mine.py"]) == f"{tmp_path}/jaxtune"
+    for arguments in (["mine.py", "--output", "/data/jaxtune"], ["-c", "import jaxtune", "jaxtune"]):
+        assert invocation.prefix_of(["python3", *arguments]) == f"{tmp_path}/jaxtune"
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "jaxtune").chmod(0o755)
     assert invocation.prefix_of(["python3", "mine.py"]) == "jaxtune"

@@ -84,8 +84,8 @@ def run(arguments: Sequence[str]) -> None:
 def _serve(options: argparse.Namespace, key: str | None) -> None:
     """Opens the socket, loads the models, prints each one's slots, and serves them until a signal. Each of N models has
     a sampler. The samplers are made one by one after all models are loaded, and the slots of each (the rows that it
-    decodes at once) may take 1/N of the device memory that is free when this one is made, so a later one may take less;
-    this holds also when one is made anew after a failure. options: the command's parsed options. key: the API key that
+    decodes at once) may take an equal share of the device memory that those before it have left: 1/N of it, 1/(N - 1),
+    and so on. This holds also when one is made anew after a failure. options: the command's parsed options. key: the API key that
     clients must send; None: none is needed. Raises ValueError if the address is not available, a model cannot be
     served, or the slots do not fit in memory."""
     from jaxtune.models.generation.sampler import Sampler
@@ -96,9 +96,11 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     use_program_cache()
     with server.listen(options.host, options.port) as listener:
         models = {served.name: served for served in _models(options)}
+        # Made one after the other, each with its part of the memory that those before it have left.
+        shares = (1 / (len(models) - place) for place in range(len(models)))
         samplers = {
-            name: functools.partial(Sampler, served.model, options.slots, options.length, memory_share=1 / len(models))
-            for name, served in models.items()
+            name: functools.partial(Sampler, served.model, options.slots, options.length, memory_share=share)
+            for (name, served), share in zip(models.items(), shares, strict=True)
         }
         engine = Engine(samplers, {name: served.decoder for name, served in models.items()})
         for name, plan in engine.plans.items():

@@ -46,17 +46,23 @@ def prefix_of(original: list[str]) -> str:
     for flag, module in itertools.pairwise(original):
         if flag == "-m" and module in ("jaxtune", "jaxtune.train", "jaxtune.cli"):
             return f"{shlex.quote(original[0])} -m {module.removesuffix('.cli')}"
-    scripts = [argument for argument in original[1:] if Path(argument).name == _SCRIPT]
+    # The first of these is the script, and what follows are its own arguments.
+    ways = (each for each in original[1:] if Path(each).name == _SCRIPT or each == "-c" or each.endswith(".py"))
+    started = next(ways, "")
     beside = Path(sys.executable).with_name(_SCRIPT)
-    if scripts or beside.is_file():
-        script = scripts[0] if scripts else str(beside)
+    by_script = Path(started).name == _SCRIPT
+    if by_script or beside.is_file():
+        script = started if by_script else str(beside)
         return _SCRIPT if shutil.which(_SCRIPT) == os.path.abspath(script) else shlex.quote(_short(script))
     known = shutil.which("python") == sys.executable
     return f"{'python' if known else shlex.quote(_short(sys.executable))} -m jaxtune"
 
 
 def _short(path: str) -> str:
-    """Returns a path relative to the current folder if it is an absolute one below that folder; otherwise the path
-    unchanged. A file in the folder itself gets no "./" before its name. `prefix_of` shortens the path of the script or
-    the interpreter by it."""
-    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+    """Returns a path relative to the current folder if it is an absolute one below that folder, with "./" before the
+    name of a file in the folder itself, which a shell would look for elsewhere; otherwise the path unchanged.
+    `prefix_of` shortens the path of the script or the interpreter by it."""
+    if not Path(path).is_relative_to(Path.cwd()):
+        return path
+    short = os.path.relpath(path)
+    return short if os.sep in short else os.path.join(".", short)

@@ -214,7 +214,9 @@ def count() -> int:
 
 
 def index() -> int:
-    """The index of this process among those of the run, from 0; 0 before `join` and in a run of one process."""
+    """The index of this process among those of the run, from 0; 0 before `join` and in a run of one process. The
+    planner counts a host's devices by it, shared_folders.py names folders, and errors name processes. Which rows a
+    process reads goes by jax.process_index."""
     if _client() is None:
         return 0
     from jaxtune.system.private_jax import distributed
@@ -247,7 +249,8 @@ def all_of(value: Any) -> list[Any]:
 
 def of_first(value: Callable[[], Any]) -> Any:
     """Returns in all processes what `value()` returns in the first one, sent as JSON; the others do not call `value`.
-    If it raises an Exception, all processes raise it: the first the exception itself, the others one with the same
+    So they agree on what they could see or choose differently: a plan, the newest checkpoint, which files exist. If it
+    raises an Exception, all processes raise it: the first the exception itself, the others one with the same
     message and a class of Python's own (shared_errors.py). Collective: every process must call it, in the same
     order as its other collective calls and in its main thread. A single process returns value()."""
     client, key = _client(), f"jaxtune/first/{next(_calls)}"
@@ -364,11 +367,11 @@ def one_a_host() -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
-    """A context for writing what all processes compute and one writes, as a run's result: it yields `path` in the first
-    process, and in the others a path of the same name in a temporary folder that is removed at the end. Its end waits
-    until all processes have reached it, so that the first has written. A process that raises an Exception within does
-    not wait, and the others raise it at their end (as `of_first`). Collective: every process must enter it, in the same
-    order as its other collective calls and in its main thread. A single process gets `path`."""
+    """A context for writing a folder that all processes compute and one writes, as a run's result: it yields `path` in
+    the first process, and in the others a path of the same name in a temporary folder that is removed at the end. Its
+    end waits until all processes have reached it, so that the first has written. A process that raises an Exception
+    within does not wait, and the others raise it at their end (as `of_first`). Collective: every process must enter it,
+    in the same order as its other collective calls and in its main thread. A single process gets `path`."""
     client, key, failure = _client(), f"jaxtune/written/{next(_calls)}/", None
     if client is None:
         yield path
