@@ -211,8 +211,8 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:
     """Returns the number of whole lines, each with one answer, that an output has already, so that a stopped command
     continues after them. Line n (from 0) belongs to row n // num_answers: it must be that row with an answer. A last
-    line that is not whole, which a killed process or a full disk left, must agree with that row's JSON, without the last
-    brace, as far as the shorter of the two goes: it may have a part of the answer. It is cut off the file.
+    line that is not whole, which a killed process left, must agree with that row's JSON, without the last brace, as far
+    as the shorter of the two goes: it may have a part of the answer. It is cut off the file.
 
     Args:
       file: the output, opened for reading and appending.

@@ -81,7 +81,7 @@ class Json(Response):
     def render(self, content: object) -> bytes:
         """Encodes `content`, a JSON value, as the bytes of the response's body, in UTF-8. Lone surrogates in its texts,
         which UTF-8 cannot encode, are written as escapes, and NaN and infinities as null. Of log-probabilities only NaN
-        is left for this: minus infinity is -9999 before (forms.py). starlette calls it."""
+        becomes null: forms.py has replaced minus infinity by -9999. starlette calls it."""
         return encoded(content)
 
 

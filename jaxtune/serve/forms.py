@@ -193,7 +193,7 @@ class Answer:
         """The JSON objects that a stream sends for `piece`, the new tokens of the row with this index in the request:
         up to three chunks, one each for the text that later tokens cannot change, the tool calls, and the reason why
         the row ended. The list is empty if there is none of these. The first chunk has the log-probabilities, if they
-        are asked for, of all tokens since the last chunk of this row; the objects of the others then have empty lists.
+        are asked for, of all tokens since the last chunk of this row; the objects of the others then have no entries.
         If they are not asked for, `logprobs` is null."""
         choice = self._choices[index]
         text, found = choice.add(piece, stream=True), []
