@@ -47,8 +47,9 @@ def answer_file(
 
     A line is written whole, as soon as its answer and all those before it have ended. If the output has answers to
     these prompts already, because the command was stopped, only the others are made. With the same settings, which are
-    not compared, they are the same as without the stop: what an answer draws depends only on the seed and on its index
-    among all answers. Progress, the answers that are kept, and the time are printed on stderr.
+    not compared, they are the same as without the stop, up to rounding that depends on what is computed in one batch
+    (Sampler): what an answer draws depends only on the seed and on its index among all answers. Progress, the answers
+    that are kept, and the time are printed on stderr.
 
     Args:
       model: the model.
@@ -61,8 +62,8 @@ def answer_file(
       max_new_tokens: the most tokens of an answer.
       num_answers: the number of answers to each prompt, which are written one below the other.
       slots: the number of answers that decode at once; None: as many as there is memory for, at most 64.
-      settings: keyword arguments of Sampler.submit by name, such as {"seed": 0, "temperature": 0.7}. "seed" must be
-        among them; "index" and "tokenizer" are set here.
+      settings: no row of a file, but keyword arguments of Sampler.submit by name, such as {"seed": 0, "temperature":
+        0.7}. "seed" must be among them; "index" and "tokenizer" are set here.
 
     Raises:
       ValueError: a row that cannot be asked (read_rows and prompt_ids say which), or whose prompt and `max_new_tokens`
@@ -211,8 +212,8 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:
     """Returns the number of whole lines, each with one answer, that an output has already, so that a stopped command
     continues after them. Line n (from 0) belongs to row n // num_answers: it must be that row with an answer. A last
-    line that is not whole, which a killed process or a full disk left, must begin as that row does, and is cut off the
-    file.
+    line that is not whole, which a killed process left, must agree with that row's JSON, without the last brace, as far
+    as the shorter of the two goes: it may have a part of the answer. It is cut off the file.
 
     Args:
       file: the output, opened for reading and appending.
@@ -253,9 +254,9 @@ def encoded(row: Row) -> bytes:
 
 
 def append(file: FileIO, row: Row) -> None:
-    """Appends a row, an answer with its prompt, to the output file as a line of JSON. If the line cannot be written
-    whole, the file is cut back to its old length and the error is raised, so that the file has whole lines only. file:
-    opened for appending, unbuffered.
+    """Appends a row, an answer with its prompt, to the output file as a line of JSON. After a short write the rest is
+    written. If a write raises, the file is cut back to its old length and the error is raised, so that the file has
+    whole lines only, unless the process is killed here (`count_answers`). file: opened for appending, unbuffered.
 
     Raises:
       OSError: the line cannot be written, for example because the disk is full.

@@ -20,7 +20,8 @@ from jaxtune.system.terminal import say
 
 def wide_console() -> Any:
     """Returns a rich Console for help texts: as wide as the terminal, or 140 columns if stdout is a pipe or a file. It
-    is terminal.console's, so it prints [brackets] as they are, without markup, and nothing in a silent process."""
+    is terminal.console's, so it prints [brackets] as they are, without markup, and nothing in a silent process
+    (each but the first of a run of several)."""
     return terminal.console(width=None if sys.stdout.isatty() else 140)
 
 

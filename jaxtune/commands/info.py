@@ -12,7 +12,8 @@ from jaxtune.system.terminal import say
 
 
 # arguments: the words after `jaxtune info`: none, or --kernels for the kernels in place of all else. Everything is
-# printed on stdout.
+# printed on stdout: versions and recipes in two columns, a line for each device, and for each kernel's call a line for
+# each implementation, with the reason if it is refused.
 def run(arguments: Sequence[str]) -> None:
     """Show versions, devices and packaged recipes, or which kernels would run here."""
     parser = common.parser("info", run.__doc__)

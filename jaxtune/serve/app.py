@@ -1,7 +1,8 @@
 """The ASGI application of the server (`make_app`). `_Guard` checks who may ask (API key, Host and Origin). `_Api` has a
-handler for each route, such as /v1/chat/completions, and limits the time of an answer; `_body` reads a request and
-limits its size. An answer is made by `_whole` as one JSON object, or by `_events` and sent by `_Stream`. `_error` turns
-an error into a response; the functions from `_refuse` to `_fault` are starlette's exception handlers.
+handler for each route, such as /v1/chat/completions, and limits the time of an answer; `_body` reads a request, and
+limits its size and the time in which it must arrive. An answer is made by `_whole` as one JSON object, or by `_events`
+and sent by `_Stream`. `_error` turns an error into a response; the functions from `_refuse` to `_fault` are starlette's
+exception handlers.
 
 If a client closes its connection (`_unless_gone`), the answers that are generated for it (rows of the batch) are
 cancelled, and their slots become free. A client that reads slowly delays nobody: generation does not wait for it, and
@@ -79,7 +80,8 @@ class Json(Response):
 
     def render(self, content: object) -> bytes:
         """Encodes `content`, a JSON value, as the bytes of the response's body, in UTF-8. Lone surrogates in its texts,
-        which UTF-8 cannot encode, are written as escapes, and NaN and infinities as null. starlette calls it."""
+        which UTF-8 cannot encode, are written as escapes, and NaN and infinities as null. Of log-probabilities only NaN
+        becomes null: forms.py has replaced minus infinity by -9999. starlette calls it."""
         return encoded(content)
 
 
@@ -152,8 +154,8 @@ class _Guard:
         """Returns the error for a request that must not be answered, or None if it may be. With `local`, a missing
         Host, or a Host or Origin that is not this machine, is a 403, also for /health. With a key, a missing or wrong
         one ("Authorization: Bearer KEY") is a 401, except for /health, which needs none. Keys are compared in constant
-        time, so that the time does not show how many characters of a key are right. Headers come as Latin-1, whatever
-        bytes they have; a key is its UTF-8."""
+        time, so that the time does not show how many characters of a key are right. They are compared as bytes: the
+        header, which starlette decodes as Latin-1, is encoded so again, and `key` as UTF-8."""
         why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
         if why is not None:
             return ApiError(403, why)
@@ -226,8 +228,8 @@ class _Api:
         """Answers a request, whole or as a stream, as its body asks. If the client leaves before a whole answer is
         made, its rows (the sequences that the engine samples for it) are cancelled, and the response is empty with
         status 499. A stream is returned as soon as its rows are submitted. starlette then sends it, and a later error
-        is its last event. `chat` and `completions` call it. Prompts are tokenised in a thread, of one request at a
-        time.
+        is its last event. `chat` and `completions` call it. Prompts are tokenised in a thread, because that may
+        take seconds, and for one request at a time, because two threads must not encode with one tokenizer at once.
 
         Args:
           request: the request, whose body was not read yet.
@@ -258,7 +260,8 @@ class _Api:
 
     def _too_late(self) -> ApiError:
         """The error (504) of an answer that is not complete, or, if it is streamed, not read, within the server's time
-        limit."""
+        limit. `_answer` raises it, for a stream only before its rows are submitted, and gives it to `_Stream` for the
+        time after that."""
         message = f"the answer was not made and read within {self._seconds:g} s: ask for fewer tokens (max_tokens)"
         return ApiError(504, message, code="timeout")
 

@@ -238,8 +238,9 @@ def _checked[B: _Body](kind: type[B], body: object) -> B:
 def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
     """Makes the ApiError (400) for the first fault in `error`, which pydantic raised in `_checked` for a body of the
     class `kind`: a key is unknown (the message names the nearest key of `kind`, if one is near), is missing, or has a
-    wrong value. Its `param` is the path of the key, such as messages.3.content. Of a wrong value, parts that are no
-    identifiers, and what follows them, are left out, because pydantic also puts names of types there."""
+    wrong value. Its `param` is the path of the key, such as messages.3.content. The path of a wrong or missing value
+    ends before the first part that is neither an index nor an identifier, or is "str": pydantic puts names of types,
+    such as list[str], behind the key."""
     fault = error.errors(include_url=False, include_context=False)[0]
     # Of a key with several types the place continues with the name of one of them, which is no key.
     keys = itertools.takewhile(

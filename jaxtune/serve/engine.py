@@ -1,6 +1,7 @@
 """The engine of the server: one thread drives the samplers of all models. A sampler decodes the answers of many clients
 at once, each answer in one of the sampler's slots. Requests submit each answer as a `Row` to the `Engine` and read the
-tokens from their `Answers`, in which a `_Failed` takes the place of tokens if an error ends a row.
+tokens from their `Answers`, in which a `_Failed` takes the place of tokens if an error ends a row. If a sampler refuses
+a row, `_code` gives OpenAI's error code for the reason.
 
 Each model (the base, and the base with each adapter) has a sampler of its own, because rows of one batch multiply by
 the same weights. Samplers take turns: while several have rows, each makes a round of tokens, one after another.
@@ -68,7 +69,8 @@ class Answers:
       model: the model's name.
       count: the number of rows.
       left: the number of rows whose last tokens `next` has not returned.
-      numbers: the numbers that Sampler.submit gave the rows. Only the engine's thread uses them.
+      numbers: the numbers that Sampler.submit gave the rows, by which `close` has them cancelled. Only the engine's
+        thread uses them. That new tokens find these Answers does not depend on them (Engine._place).
     """
 
     def __init__(self, engine: Engine, model: str, count: int):
@@ -112,7 +114,8 @@ class Answers:
 
 
 class Engine:
-    """The samplers of several models, and the thread that drives them, which begins when the Engine is made.
+    """The samplers of several models, and the thread that drives them, which begins when the Engine is made: by
+    `jaxtune serve`, after the models are loaded. Server and app.py get it as an argument.
 
     Samplers are used in that thread alone. The event loop's thread sends it functions to call (`_commands`), and gets
     the results through each request's `Answers`. It calls `submit` to start a request's rows, `forget` to cancel them,
@@ -146,8 +149,9 @@ class Engine:
 
     async def submit(self, model: str, rows: Sequence[Row]) -> Answers:
         """Puts rows at the end of the queue of the model with this name, all of them or none, and returns the Answers
-        from which their tokens are read. It waits until the engine's thread has done so, after the round that this
-        thread is in. If this is cancelled, the rows are too.
+        from which their tokens are read. It waits until the engine's thread has done so, after the pass that this
+        thread is in (a round of each model that has rows). If this is cancelled, the rows are too. _Api._answer calls
+        it.
 
         Raises:
           ApiError: 400 if the sampler refuses a prompt or a setting; 429 if more than 1,024 rows of all models would
@@ -177,14 +181,15 @@ class Engine:
 
     def end(self, why: ApiError) -> None:
         """Has the engine's thread end all answers, those that wait for a slot too, with the error `why`, and refuse
-        later requests with it, because the server stops. It returns at once; the thread does so after the round that it
-        is in. Server calls it in the event loop's thread, when the grace after a signal is over."""
+        later requests with it, because the server stops. It returns at once; the thread does so after the pass that it
+        is in (a round of each model that has rows). Server calls it in the event loop's thread, when the grace after a
+        signal is over."""
         self._commands.put(lambda: self._end(why))
 
     def close(self, seconds: float) -> bool:
         """Asks the thread to end and waits for that, at most `seconds`. Returns True if it has ended, and False if not:
-        it ends between rounds only, and one in which it compiles may take minutes. Rows that have not ended get no
-        error: Server calls it after the event loop has ended."""
+        it ends between passes only (`_drive`), and one in which it compiles may take minutes. Rows that have not ended
+        get no error: Server calls it after the event loop has ended."""
         self._commands.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -247,8 +252,10 @@ class Engine:
             done.get_loop().call_soon_threadsafe(report)
 
     def _place(self, answers: Answers, rows: Sequence[Row]) -> None:
-        """Submits rows to the sampler of their model, which is made anew if the last one failed. answers: the queue for
-        the rows' tokens; it gets the numbers of the rows in the sampler.
+        """For `_submit`: submits rows to the sampler of their model, which is made anew if the last one failed.
+        `_of_request` gets (answers, index of the row) for each row, by which `_step` finds where its tokens go;
+        answers.numbers gets its number in the sampler, by which `_forget` cancels it. answers: the queue for the rows'
+        tokens.
 
         Raises:
           ValueError: the sampler refuses a row; those submitted before it are cancelled.

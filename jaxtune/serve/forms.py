@@ -66,7 +66,7 @@ class _Choice:
     @property
     def calls(self) -> list[dict[str, object]]:
         """The calls of tools in the row's text, in OpenAI's form of `tool_calls`. It is empty until the row has ended,
-        and if there are none."""
+        and if there are none. If there are any, `add` has set `reason` to "tool_calls"."""
         return self._text.calls
 
     def logprobs(self) -> dict[str, object] | None:
@@ -193,7 +193,8 @@ class Answer:
         """The JSON objects that a stream sends for `piece`, the new tokens of the row with this index in the request:
         up to three chunks, one each for the text that later tokens cannot change, the tool calls, and the reason why
         the row ended. The list is empty if there is none of these. The first chunk has the log-probabilities, if they
-        are asked for, of all tokens since the last chunk of this row; the others' are then empty."""
+        are asked for, of all tokens since the last chunk of this row; the objects of the others then have no entries.
+        If they are not asked for, `logprobs` is null."""
         choice = self._choices[index]
         text, found = choice.add(piece, stream=True), []
 

@@ -52,8 +52,10 @@ class Text:
 
     def add(self, ids: Sequence[int]) -> str:
         """Adds the next token ids of a streamed answer, and returns the text that is certain and was not returned yet,
-        which may be "". An incomplete character at the end is not certain, nor is text from where a stop string or,
-        with `tools`, a call of a tool begins or may begin: `end` decides on it."""
+        which may be "". An incomplete character at the end is not certain, nor is text in which a stop string or, with
+        `tools`, a call of a tool may begin: a later `add` returns them once the next tokens complete the character, or
+        do not continue the string or call. From where a whole stop string or <tool_call> begins, nothing is returned
+        before `end`, which decides on it."""
         self._ids += ids
         before = text_of(self._tokenizer, self._ids[self._begin : self._known])
         now = text_of(self._tokenizer, self._ids[self._begin :])
@@ -92,9 +94,9 @@ class Text:
 
     def _split(self, text: str) -> str:
         """Sets `calls` from the <tool_call> marks in a text, in OpenAI's form with new ids, and returns the text before
-        the first of them; other text between and after the calls is dropped. If there is no mark with a JSON object, or
-        a call is not a JSON object with a name, the whole text is returned and `calls` stays empty. `end` calls
-        it."""
+        the first of them; other text between and after the calls is dropped. If no mark is followed by braces, or
+        what is in the braces after one is not a JSON object with a name, the whole text is returned and `calls` stays
+        empty. A mark that no braces follow is dropped if another has a call. `end` calls it."""
         begin = text.find(_CALL)
         if begin < 0:
             return text
