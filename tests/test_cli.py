@@ -395,6 +395,15 @@ def test_chat_keeps_what_was_said_and_turns_the_adapter_off(tmp_path, capsys, mo
     assert next(lines) == "w5"
 
 
+def test_a_template_that_refuses_the_messages_ends_no_conversation(tmp_path, capsys, monkeypatch):
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}w8"
+    jaxtune.save_pretrained(tiny_model(), tmp_path / "model", tokenizer=word_tokenizer(template))
+    lines = iter(["w1", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert cli.main(["chat", str(tmp_path / "model"), "--system", "w3"]) == 0
+    assert "the chat template refuses these messages: no system role" in capsys.readouterr().err
+
+
 def test_chat_needs_a_template(tmp_path, capsys):
     jaxtune.save_pretrained(tiny_model(), tmp_path / "model", tokenizer=word_tokenizer(None))
     assert cli.main(["chat", str(tmp_path / "model")]) == 2

@@ -136,6 +136,21 @@ def test_what_cannot_be_asked_is_said_with_its_line(model, capsys, prompts, mess
     assert message in capsys.readouterr().err and not (model.parent / "answers.jsonl").exists()
 
 
+def test_prompts_that_are_not_utf_8_are_said_to_be_so(model, capsys):
+    (model.parent / "prompts.jsonl").write_bytes(b'{"prompt": "w1 \xff"}\n')
+    assert cli.main(command(model)) == 2
+    assert "prompts.jsonl is not UTF-8: " in capsys.readouterr().err
+
+
+def test_answers_to_a_row_with_nan_go_on(model, capsys):
+    (model.parent / "prompts.jsonl").write_text('{"prompt": "w1", "score": NaN}\n{"prompt": "w2"}\n')
+    assert cli.main(command(model)) == 0
+    file = model.parent / "answers.jsonl"
+    whole = file.read_text()
+    file.write_text(whole.split("\n")[0] + "\n")
+    assert cli.main(command(model)) == 0 and file.read_text() == whole
+
+
 def test_an_output_of_something_else_is_left_alone(model, capsys):
     file = model.parent / "answers.jsonl"
     for content in (
@@ -144,6 +159,8 @@ def test_an_output_of_something_else_is_left_alone(model, capsys):
         '{"other": 3}',
         '{"prompt": "w1"}\n',
         '{"prompt": "w9", "answer": "x"}\n',
+        "\n",
+        json.dumps({**ROWS[0], "answer": "w1", "finish_reason": "length"}) + "\n\n",
     ):
         file.write_text(content)
         assert cli.main(command(model)) == 2

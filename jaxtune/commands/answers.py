@@ -142,11 +142,14 @@ def read_rows(file: Path) -> list[Row]:
 
     Raises:
       ValueError: a line that is not a JSON object, or has both or neither of `messages` and `prompt`, or has a column
-        `answer` or `finish_reason`, which are added; or there are no rows.
+        `answer` or `finish_reason`, which are added; there are no rows; or the file is not UTF-8.
       OSError: the file cannot be read.
     """
     rows = []
-    text = file.read_text(encoding="utf-8").rstrip()
+    try:
+        text = file.read_text(encoding="utf-8").rstrip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}") from None
     for number, line in enumerate(text.split("\n") if text else [], 1):
         try:
             row = json.loads(line)
@@ -229,12 +232,14 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
     for number, line in enumerate([*whole, rest] if rest else whole):
         row = rows[number // num_answers] if number < len(rows) * num_answers else {}
         try:
-            if line is rest:
+            if number == len(whole):  # what a killed process left
                 begin = encoded(row)[:-1]
                 right = begin[: len(line)] == line[: len(begin)]
             else:
                 found = json.loads(line)
-                right = ANSWER in found and {**found, ANSWER: None, REASON: None} == {**row, ANSWER: None, REASON: None}
+                # As JSON, because a row with NaN is not equal to itself.
+                same = encoded({**found, ANSWER: None, REASON: None}) == encoded({**row, ANSWER: None, REASON: None})
+                right = ANSWER in found and same
         except (ValueError, TypeError):
             right = False
         if not right:

@@ -85,9 +85,9 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     """Opens the socket, loads the models, prints each one's slots, and serves them until a signal. Each of N models has
     a sampler. The samplers are made one by one after all models are loaded, and the slots of each (the rows that it
     decodes at once) may take an equal share of the device memory that those before it have left: 1/N of it, 1/(N - 1),
-    and so on. This holds also when one is made anew after a failure. options: the command's parsed options. key: the API key that
-    clients must send; None: none is needed. Raises ValueError if the address is not available, a model cannot be
-    served, or the slots do not fit in memory."""
+    and so on. This holds also when one is made anew after a failure. options: the command's parsed options. key: the
+    API key that clients must send; None: none is needed. Raises ValueError if the address is not available, a model
+    cannot be served, or the slots do not fit in memory."""
     from jaxtune.models.generation.sampler import Sampler
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine

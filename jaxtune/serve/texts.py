@@ -95,8 +95,8 @@ class Text:
     def _split(self, text: str) -> str:
         """Sets `calls` from the <tool_call> marks in a text, in OpenAI's form with new ids, and returns the text before
         the first of them; other text between and after the calls is dropped. If no mark is followed by braces, or
-        what is in the braces after one is not a JSON object with a name, the whole text is returned and `calls` stays
-        empty. A mark that no braces follow is dropped if another has a call. `end` calls it."""
+        one is not followed by a JSON object with a name, the whole text is returned and `calls` stays empty. `end`
+        calls it."""
         begin = text.find(_CALL)
         if begin < 0:
             return text
@@ -109,7 +109,7 @@ class Text:
                 return text
             function = {"name": str(name), "arguments": json.dumps(arguments, ensure_ascii=False)}
             calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
-        if not calls:
+        if not calls or _CALL in _CALLS.sub("", text[begin:]):
             return text
         self.calls = calls
         return text[:begin]

@@ -69,13 +69,16 @@ class Conversation:
             the answer, and some may be empty. By default nothing is called.
 
         Raises:
-          ValueError: the conversation and max_new_tokens are more tokens than the model has positions; a setting that
-            `generate` refuses.
+          ValueError: the chat template refuses the messages; the conversation and max_new_tokens are more tokens than
+            the model has positions; a setting that `generate` refuses.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        try:
+            prompt = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # a template raises what it likes, such as of a system message that it does not know
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
         new: list[int] = []
         shown = ""
 
