@@ -96,7 +96,7 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     use_program_cache()
     with server.listen(options.host, options.port) as listener:
         models = {served.name: served for served in _models(options)}
-        # Made one after the other, each with its part of the memory that those before it have left.
+        # They are made in this order, each with its part of the memory that those before it have left.
         shares = (1 / (len(models) - place) for place in range(len(models)))
         samplers = {
             name: functools.partial(Sampler, served.model, options.slots, options.length, memory_share=share)

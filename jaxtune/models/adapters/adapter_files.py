@@ -225,17 +225,16 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
 
     Args:
       model: the base that the adapter was trained over; for an adapter that scores texts, the causal model is accepted
-        too. If the folder records another format or precision of the base (trained_over.py), a warning says so:
-        from_pretrained of the folder loads the base in the right format.
+        too. If the folder records another format or precision of the base (trained_over.py), a warning says so.
       path: a folder with adapter_model.safetensors and adapter_config.json, written by jaxtune or PEFT.
     Returns:
       a new model that shares every base array with `model` and trains only the adapter, in float32. If the folder
         records a grid of QAT, linears and experts round their merged weights to it whenever they compute, as in
         training (rounded_by). The folder's end-of-text tokens are added to the model's.
     Raises:
-      ValueError: no such files, or damaged or pickled ones; a PEFT feature that is not supported; targets that match
-        nothing in the model; tensors missing, unexpected, misshaped or not finite; another base than in training, if
-        digests of both are known (_check_base); a model that has an adapter already.
+      ValueError: no such files, or damaged or pickled ones; an unsupported PEFT feature; targets that match nothing;
+        tensors missing, unexpected, misshaped or not finite; another base than in training, if digests of both are
+        known (_check_base); a model that has an adapter already.
     """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME

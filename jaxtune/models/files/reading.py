@@ -86,14 +86,13 @@ def read_tensors(
       decoded: names of quantised tensors to decode to their dtype. Those in formats that no model keeps always are.
       cancelled: once another thread sets it, CancelledError is raised before the next tensor, if there is one, begins.
       where: (name, tensor) -> the sharding of its arrays, called in threads; None: the default device. `tensor` is the
-        array or quantised weight, or only its shape. Of a divided tensor only this process's parts are kept in memory,
-        unless it is quantised or encoded. The rest is read for its digest, unless that is cached on disk.
+        array or quantised weight, or only its shape. Of a divided plain tensor only this process's parts are kept; the
+        rest is read for its digest, unless that is cached on disk.
       dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
       stay: names of plain tensors, not divided by `where`, that stay in host memory as numpy arrays, beyond that 1 GiB.
     Returns ({name: array or quantised weight}, digest of all tensors as they are stored, in the order of their names).
     Raises CancelledError, and ValueError for files that end early, values that are not finite after the cast, or a
-    quantised weight's scales or tables that cannot be right, such as negative scales (stored_weights.read).
-    """
+    quantised weight's scales or tables that cannot be right, such as negative scales (stored_weights.read)."""
     one_at_a_time, digest_cache = threading.Lock(), DigestCache(entry.file for entry in entries.values())
 
     def load(name, entry):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -24,13 +24,21 @@ class Decodes(Protocol):
         ...
 
 
-def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+class DecodesAnswers(Protocol):
+    """The interface of a tokenizer of transformers with which `text_of` makes the text of an answer."""
+
+    def decode(
+        self, token_ids: Sequence[int], /, *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
+        """The text of the tokens with the ids token_ids: without special tokens, and without spaces before punctuation,
+        if the two flags are true."""
+        ...
+
+
+def text_of(tokenizer: DecodesAnswers, ids: Sequence[int]) -> str:
     """The text of an answer's token ids, without special tokens, as the commands and the server show it. Spaces before
     punctuation stay, which the tokenizers of some models leave out (clean_up_tokenization_spaces): what is shown while
-    tokens arrive must be how the whole text begins.
-
-    tokenizer: one of transformers.
-    """
+    tokens arrive must be how the whole text begins."""
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
