@@ -83,7 +83,7 @@ def quantised(config: object) -> dict[str, Any]:
         read that this module's class names; or None, with which weights are not quantised.
     Raises:
       ValueError: `config` is another object, or has a setting that is not supported. One is bnb_4bit_quant_type="fp4"
-        with four bits, the default of transformers' class.
+        with four bits, the default of transformers' class; this module's class, or a dict without it, means NF4.
     """
     if config is None:
         return {"load_in_4bit": False}

@@ -297,9 +297,9 @@ def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[
 
 
 def _steps(events: list[Event]) -> list[tuple[float, float]]:
-    """(start_ns, end_ns) of each step on the device, in order: from its first kernel to the first kernel of the next
-    step, the last one to its last kernel's end. Renumbers the events' steps from 0. An event in no step keeps -1 and
-    counts in none; if all are so, all are step 0. events: those of one device, at least one."""
+    """(start_ns, end_ns) of each step on the device, in order: from the start of its first event (a kernel, copy or
+    memset) to that of the next step's; the last one to the latest end. Renumbers the events' steps from 0. An event in
+    no step keeps -1 and counts in none; if all are so, all are step 0. events: those of one device, at least one."""
     numbers = sorted({e.step for e in events if e.step >= 0})
     if not numbers:
         for event in events:

@@ -154,9 +154,9 @@ class Computation:
 
 
 class Module:
-    """One optimised HLO program of a trace, made from an HloProto (messages.py): what it launches (`launches`), its
-    instructions by name, and the buffers at its memory peak. Its computations are converted to Computation objects when
-    they are asked for, because a program has hundreds of them and few are looked at. `name` is the program's name,
+    """One optimised HLO program of a trace, made from an HloProto (messages.py): what it launches (`launches`), by name
+    the instructions that start work, and the buffers at its memory peak. Its computations become Computation objects
+    when they are asked for, because a program has hundreds and few are looked at. `name` is the program's name,
     `entry_id` its entry computation's id. Raises ValueError if the proto has no module, KeyError if it has no entry."""
 
     def __init__(self, proto: Any):

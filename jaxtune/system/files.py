@@ -180,9 +180,9 @@ def remove_temporary(folder: str | os.PathLike) -> None:
 
 def sync(path: str | os.PathLike) -> None:
     """Waits until the disk has what was written to the file `path`, or, if it is a folder, the names of its files.
-    Afterwards a power failure does not lose them. Writers of checkpoints, results and model folders call it for a file
-    before they rename it, and for the folder afterwards. Raises OSError if the path cannot be opened or the disk
-    fails."""
+    Afterwards a power failure does not lose them. Writers of checkpoints, results and model folders call it for what
+    they have written before they rename it, and for the folder that contains it afterwards. Raises OSError if the path
+    cannot be opened or the disk fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -214,9 +214,9 @@ def count() -> int:
 
 
 def index() -> int:
-    """The index of this process among those of the run, from 0; 0 before `join` and in a run of one process. The
-    planner counts a host's devices by it, shared_folders.py names folders, and errors name processes. Which rows a
-    process reads goes by jax.process_index."""
+    """The index of this process among those of the run, from 0; 0 before `join` and in a run of one process. It is that
+    of jax.process_index and device.process_index, but asking it does not start the devices. The planner counts this
+    process's devices by it, shared_folders.writes chooses the process that writes, and errors name processes."""
     if _client() is None:
         return 0
     from jaxtune.system.private_jax import distributed

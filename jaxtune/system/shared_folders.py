@@ -1,6 +1,6 @@
 """Folders of a run of several processes, which may be one folder for all of them, or another one on each host:
-`require_shared` refuses the second case, `writes` says which processes write files for all, and `seen` waits for what
-another process writes.
+`require_shared` refuses the second case, `writes` says whether this process must write the files that all read, and
+`seen` waits for what another process writes.
 
 The first process creates a file in a folder (`_marked`), and all look for it (`_see_first`). With one process nothing
 is created."""
