@@ -289,7 +289,7 @@ class RewardTrainer(PreferenceTrainer):
 
     Raises:
       ValueError: the model has an adapter and no such head; FastLanguageModel.from_pretrained(num_labels=1) loads one
-        with it.
+        with the head, to which get_peft_model then adds the adapter.
     """
 
     config_type = RewardConfig

@@ -392,7 +392,7 @@ class _Delivery:
 
         Args:
           model: the trained model.
-          run: the values that identify the run (record.same_run).
+          run: the values that identify the run, as record.same_run returns them.
           trained: whether this process made any step; if not, exports that exist already are not written again.
         Raises:
           ValueError: a folder of an export is not a result of this run, or has to be written again and has files that

@@ -12,6 +12,7 @@ from tiny import CONFIGS
 from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune import Decoder, Sampler, generate
+from jaxtune.models.components import stored_as
 from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import plain_layer
@@ -354,8 +355,13 @@ def test_other_weights_of_the_same_structure(model):
 @pytest.mark.usefixtures("compiled_in_full")
 def test_adapters_are_rounded_once_as_products_round_them():
     tokens = np.arange(24, dtype=np.int32)[None]
-    for settings, rounded_dtype in ({"use_rslora": True}, "bfloat16"), ({"use_dora": True}, "float32"):
-        model = adapted_model(tiny_model("bfloat16"), r=4, target_modules=["q_proj", "up_proj"], **settings)
+    wide = stored_as(tiny_model("bfloat16"), {"*.q_proj": "fp32", "*.up_proj": "fp32"})  # which multiply in float32
+    for base, settings, rounded_dtype in (
+        (tiny_model("bfloat16"), {"use_rslora": True}, "bfloat16"),
+        (tiny_model("bfloat16"), {"use_dora": True}, "float32"),
+        (wide, {}, "float32"),
+    ):
+        model = adapted_model(base, r=4, target_modules=["q_proj", "up_proj"], **settings)
         structure, leaves = flattened(model)
         rounded = structure.model(leaves)
         np.testing.assert_array_equal(rounded(tokens), model(tokens))

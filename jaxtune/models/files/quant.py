@@ -122,8 +122,8 @@ def compute_in_fp8(model: Decoder) -> Decoder:
 
 
 def computes_in_fp8(model: Decoder) -> bool:
-    """Whether any linear or experts of the model multiply in FP8 (compute_in_fp8). Runs and adapters record it, so that
-    the adapter is loaded over a base that computes in the same way."""
+    """Whether any linear or experts of the model multiply in FP8 (their attribute fp8, which compute_in_fp8 sets). Runs
+    and adapters record it, so that the adapter is loaded over a base that computes in the same way."""
     return any(matrix.fp8 for _, matrix in matrices(model))
 
 

@@ -79,9 +79,10 @@ def _rounded_sides(model: Decoder) -> list[nnx.Variable]:
     Each product would cast them, so that it computes the same with them, and a decoding step needs no casts.
 
     Adapters whose float32 numbers are used too are not among them: those with DoRA, and those of linears that round
-    their weights. Neither are adapters of experts."""
-    loras = [linear.lora for _, linear in linears(model) if linear.lora is not None and linear.fake_quant is None]
-    return [side for lora in loras if lora.magnitude is None for side in (lora.a, lora.b)]
+    their weights or, by a precision map, multiply in a dtype of their own. Neither are adapters of experts."""
+    plain = [linear for _, linear in linears(model) if linear.fake_quant is None and linear.compute is None]
+    loras = [linear.lora for linear in plain if linear.lora is not None and linear.lora.magnitude is None]
+    return [side for lora in loras for side in (lora.a, lora.b)]
 
 
 @functools.partial(jax.jit, static_argnums=1)

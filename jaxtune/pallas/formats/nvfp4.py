@@ -464,7 +464,7 @@ class ModelOpt(_Files):
     The tensors are `X.weight` uint8[out, in / 2], `X.weight_scale` e4m3[out, in / 16], `X.weight_scale_2` float32[], by
     which scales are multiplied, and, if activations are quantised too, `X.input_scale` float32[]. Files may also have
     `X.k_scale` and `X.v_scale`, for FP8 key/value caches, which jaxtune does not use and does not write again. The
-    attributes and methods are explained in Layout.
+    attributes and methods are explained in Layout and _Files.
     """
 
     title = "NVFP4 of nvidia-modelopt"

@@ -65,8 +65,8 @@ def router_sums(logits: jax.Array, choice: jax.Array) -> RouterSums:
       choice: int32[T, k], each token's experts, from choose_experts. A token all of whose choices are E has no expert
         (it is padding, for example), and is in none of the sums.
     Raises:
-      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
-        are not checked.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; the contents of arrays are not
+        checked.
     """
     check = Arguments("router_sums")
     check.array("logits", logits, "T E", FLOATS)

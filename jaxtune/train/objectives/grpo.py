@@ -1,5 +1,5 @@
-"""The losses of reinforcement learning from rewards: GRPO, its variants and RLOO, as functions of arrays; the
-objectives (policy.py) call them.
+"""The losses of reinforcement learning from rewards: GRPO, its variants and RLOO, as functions of arrays. The
+objectives (policy.py) call the sums; `grpo_loss` and `rloo_loss` are for training loops of a user's own.
 
 No function depends on a model. `group_advantages` and `rloo_advantages` compute advantages from rewards on the host
 (`total_rewards` weighs and adds them). `importance_ratio` corrects for a sampler whose probabilities differ from the

@@ -27,7 +27,8 @@ def rows_seconds(rows_bytes: float, devices: int, device: Device) -> float:
 
     rows_bytes: StepCost.table_rows_bytes, of the rows on one device, which has those of two steps (the one that it
     computes and the next); each step looks up half of them. 0 with the table on the device.
-    device: has the rate of the link."""
+    The result is the time of looking up the rows of all devices, at _LOOKUP_RATE, and of copying those of one device
+    over its link (at the device's copy rate if it has none), as the links work at the same time."""
     step = rows_bytes / 2
     return step * devices / _LOOKUP_RATE + step / (device.link or device.copy)
 
