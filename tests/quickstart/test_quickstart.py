@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 import jaxtune
+from jaxtune import cli
 from jaxtune.train import app
 from jaxtune.train.config.file import load_config
 from jaxtune.train.evaluate import exact_match
@@ -176,6 +177,13 @@ def test_by_rewards_alone_it_learns_to_answer(tmp_path):
     assert results["before"]["exact_match"] <= 0.02
     assert results["after"]["exact_match"] >= 0.30
     assert "24 steps of 8 prompts x 8 answers; rewards: exact_match" in printed
+
+
+def test_check_of_rewards_shows_a_prompt(capsys):
+    """There are no rows before the run: --check asked for some, and failed."""
+    assert cli.main(["train", "quickstart-rewards", "--check"]) == 0
+    shown = capsys.readouterr().out
+    assert "A prompt, to which the model samples answers during the run:" in shown and shown.rstrip().endswith("->")
 
 
 def test_what_is_said_after_a_run(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 from tiny_models import adapted_model, tiny_config, tiny_model
 
 import jaxtune
@@ -22,6 +24,7 @@ from jaxtune.models.lora import freeze, get_peft_model, without_adapter
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig, OptimConfig
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.display.report import check
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.loading import loading
 from jaxtune.train.objectives.distillation import Distill, generalized_jsd
@@ -312,6 +315,13 @@ def test_a_run_on_own_samples_learns_on_two_devices_and_goes_on_to_the_same_bits
     same_bits(again.train(), trained)
     losses = of_metric(again, "loss")
     assert 0 < len(losses) < 6 and losses == of_metric(whole, "loss")[-len(losses) :]
+
+
+def test_check_shows_a_prompt_where_rows_are_sampled(tmp_path):
+    trainer, screen = on_policy_trainer(tmp_path), Console(file=io.StringIO(), width=100)
+    check(trainer.model.given, trainer.data_summary(), trainer.batches, trainer.tokenizer, screen)
+    shown = screen.file.getvalue()
+    assert "A prompt, to which the model samples answers during the run:" in shown and "one<|im_end|>" in shown
 
 
 # ---- from a config

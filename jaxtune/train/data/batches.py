@@ -196,6 +196,11 @@ class BatchSource:
         that they are made during the run, and the numbers of steps and of rows in a step."""
         return ["training rows: made during the run", f"{total_steps:,} steps of {self.rows_per_step:,} rows"]
 
+    def first_prompt(self) -> Sequence[int]:
+        """The token ids of a prompt to which the source samples answers. --check shows it if `sees_model` is True,
+        because there are no rows before the run. Empty by default, if there is none to show."""
+        return ()
+
     def warnings(self) -> list[str]:
         """Warnings about the rows to show before training, with those lines, such as rows that were left out, one
         sentence each; [] by default. They end nothing: what makes rows unusable is raised as an error instead."""

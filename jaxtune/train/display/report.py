@@ -172,20 +172,21 @@ def check(model: Decoder, summary: str, batches: BatchSource, tokenizer: Any, co
     Args:
       model: the model, whose trainable tensors are listed; its arrays may be abstract (jax.ShapeDtypeStruct).
       summary: the data in words, as data_summary returned it.
-      batches: the source of the batches; the first packed row of the first batch is shown with its loss mask.
-      tokenizer: decodes that row.
+      batches: the source of the batches; the first packed row of the first batch is shown with its loss mask, or if
+        rows are made of answers that the model samples, the first prompt.
+      tokenizer: decodes that row or prompt.
       console: where the report is printed.
     """
     colours = console.color_system is not None
     how = "green" if colours else f"between {MARKS[0]} and {MARKS[1]}"
-    parts: list[RenderableType] = [
-        trained_table(model),
-        Text(),
-        Text(fitted(summary, console)),
-        Text(f"\nOne packed row: what is trained is {how}, the rest is only read.\n"),
-        preview(batches.batch_at(0), tokenizer, 0, marks=not colours),
-    ]
-    console.print(Group(*parts))
+    if batches.sees_model:
+        title = "A prompt, to which the model samples answers during the run:"
+        shown = Text(printable(tokenizer.decode(batches.first_prompt())))
+    else:
+        title = f"One packed row: what is trained is {how}, the rest is only read."
+        shown = preview(batches.batch_at(0), tokenizer, 0, marks=not colours)
+    parts: list[RenderableType] = [trained_table(model), Text(), Text(fitted(summary, console))]
+    console.print(Group(*parts, Text(f"\n{title}\n"), shown))
 
 
 def precision_notes(

@@ -158,6 +158,10 @@ class OwnSamples(BatchSource):
             digest = zlib.crc32(bytes(row.mask), digest)
         return {"prompts": len(self.asked), "tokens_crc32": digest}
 
+    def first_prompt(self) -> Sequence[int]:
+        """The token ids of the first row's prompt, for --check."""
+        return self.asked[0].prompt
+
     def described(self, total_steps: int) -> list[str]:
         """Two lines that a run of `total_steps` steps prints about its rows before it begins: the number of data rows
         and how answers to them are sampled; and the number of steps and of data rows in each."""

@@ -275,6 +275,10 @@ class SampledAnswers(BatchSource):
             found["tools"] = [*self.answering.tool_names]
         return found
 
+    def first_prompt(self) -> Sequence[int]:
+        """The token ids of the first prompt of the rows, for --check."""
+        return self.prompts[0].ids
+
     def described(self, total_steps: int) -> list[str]:
         """The lines that a run of `total_steps` steps prints before it begins: the prompts, the answers and rewards of
         its steps, and the tools, if there are any."""
