@@ -57,7 +57,10 @@ def compat_tables() -> str:
         "FastLanguageModel.get_peft_model": (parameters(model.get_peft_model), tables.PEFT),
         "AutoModelForCausalLM.from_pretrained": (parameters(plain_arguments)[1:], tables.AUTO),  # all but `where`
         "BitsAndBytesConfig": (parameters(compat.BitsAndBytesConfig.__init__), tables.BITS_AND_BYTES),
-        "get_peft_model, PeftModel.from_pretrained": (parameters(compat.get_peft_model), tables.PEFT_MODEL),
+        "get_peft_model, PeftModel.from_pretrained": (
+            [name for name in parameters(compat.get_peft_model) if name not in tables.PEFT_MODEL],
+            tables.PEFT_MODEL,
+        ),
         "SFTConfig": (fields(compat.SFTConfig), tables.SFT),
         "SFTTrainer": (parameters(compat.SFTTrainer.__init__), tables.TRAINER),
         **{
@@ -84,7 +87,7 @@ def compat_tables() -> str:
     }
     lines: list[str] = []
     for name, (followed, others) in callables.items():
-        lines += [f"## {name}", "", "| argument | what becomes of it | |", "|---|---|---|"]
+        lines += [f"## {name}", "", "| argument | what becomes of it | why, or what to use instead |", "|---|---|---|"]
         lines += [f"| `{argument}` | followed | |" for argument in followed]
         for argument, fate in others.items():
             if argument in followed:
