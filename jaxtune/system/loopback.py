@@ -49,7 +49,7 @@ def refusal(host: str | None, origin: str | None) -> str | None:
 
 def host_name(url: str) -> str | None:
     """The host name in `url`, such as "http://localhost:8000" or "//[::1]:8000", without port and brackets; None if it
-    has none or is not a URL. `refusal` asks it, and `join` about the first process's address."""
+    has none or is not a URL. `refusal` reads a request's headers with it, and `join` the first process's address."""
     try:
         return urlsplit(url).hostname
     except ValueError:

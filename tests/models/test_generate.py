@@ -369,7 +369,7 @@ def test_log_probabilities_beside_a_head_that_is_filled_up():
 class _Letters:
     """A tokenizer whose token i is the letter i."""
 
-    def decode(self, tokens):
+    def decode(self, tokens, **options):
         return "".join(chr(ord("A") + int(token)) for token in tokens)
 
 

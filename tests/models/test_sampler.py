@@ -129,7 +129,7 @@ def test_a_seed_of_its_own_draws_as_generate_does_alone(model):
 class _Letters:
     """A tokenizer whose token i is the letter i."""
 
-    def decode(self, tokens):
+    def decode(self, tokens, **options):
         return "".join(chr(ord("A") + int(token)) for token in tokens)
 
 

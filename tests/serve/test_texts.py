@@ -8,7 +8,7 @@ import random
 import pytest
 
 from jaxtune.models.files.model_folder import load_tokenizer
-from jaxtune.models.generation.requests import Piece
+from jaxtune.models.generation.requests import Piece, StopStrings
 from jaxtune.serve.bodies import read_chat
 from jaxtune.serve.errors import encoded
 from jaxtune.serve.forms import Answer
@@ -48,9 +48,11 @@ def test_pieces_are_the_whole(tokenizer, seed):
     try:
         spaced = tokenizer("go . on , and ' s")["input_ids"]
         found, _ = pieces(tokenizer, spaced, (), draw)
+        ended = StopStrings(["go ."], tokenizer).end(spaced, 0)  # which is in the text that is shown
     finally:
         tokenizer.clean_up_tokenization_spaces = False
     assert "".join(found) == tokenizer.decode(spaced, skip_special_tokens=True)
+    assert ended is not None and ended < len(spaced)
     stops = [stop for _ in range(2) if (stop := whole[(at := draw.randrange(len(whole))) : at + draw.randint(1, 6)])]
     found, _ = pieces(tokenizer, ids, stops, draw)
     assert "".join(found) == whole[: min(whole.index(stop) for stop in stops)]

@@ -16,26 +16,18 @@ from jaxtune.models.generation.sampling import Sampling
 
 
 class Decodes(Protocol):
-    """The interface of a tokenizer of which only `decode` is used, which turns token ids into text: stop strings need
-    no more than that."""
-
-    def decode(self, token_ids: Sequence[int], /) -> str:
-        """The text of the tokens with the ids token_ids."""
-        ...
-
-
-class DecodesAnswers(Protocol):
-    """The interface of a tokenizer of transformers with which `text_of` makes the text of an answer."""
+    """The interface of a tokenizer of transformers of which only `decode` is used, which turns token ids into text, for
+    stop strings (StopStrings) and for the text of an answer (text_of)."""
 
     def decode(
-        self, token_ids: Sequence[int], /, *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+        self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...
     ) -> str:
         """The text of the tokens with the ids token_ids: without special tokens, and without spaces before punctuation,
         if the two flags are true."""
         ...
 
 
-def text_of(tokenizer: DecodesAnswers, ids: Sequence[int]) -> str:
+def text_of(tokenizer: Decodes, ids: Sequence[int]) -> str:
     """The text of an answer's token ids, without special tokens, as the commands and the server show it. Spaces before
     punctuation stay, which the tokenizers of some models leave out (clean_up_tokenization_spaces): what is shown while
     tokens arrive must be how the whole text begins."""
@@ -110,8 +102,9 @@ class StopStrings:
         return next((count for count in range(looked_at + 1, len(new) + 1) if self._in(new[:count])), None)
 
     def _in(self, tokens: Sequence[int]) -> bool:
-        """Whether the text of `tokens`, a list of token ids, contains one of the stop strings; `end` asks it."""
-        text = self._tokenizer.decode(tokens)
+        """Whether the text of `tokens`, a list of token ids, contains one of the stop strings; `end` asks it. Spaces
+        before punctuation count, as `text_of` shows them."""
+        text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return any(string in text for string in self._strings)
 
 

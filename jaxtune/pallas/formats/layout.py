@@ -189,9 +189,9 @@ class Layout:
         raise NotImplementedError
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError, whose message names the key and its value, if `settings`, a quantization_config that
-        `recognises` accepts, has a setting that is not supported. registry.weights_stored_in calls it, for plans and
-        before a checkpoint's tensors are read. Otherwise it returns nothing. By default every setting is accepted."""
+        """Checks `settings`, a quantization_config that `recognises` accepts. It raises ValueError, whose message names
+        the key and its value, for a setting that is not supported. registry.weights_stored_in calls it, for plans and
+        before a checkpoint's tensors are read. This method accepts every setting; layouts override it."""
 
     def key_of(self, name: str) -> tuple[str, str] | None:
         """Divides the name of a tensor in a file into (module, key): the key is the longest of `codes` and `others`

@@ -44,8 +44,8 @@ def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     reads rows of the format messages by it, and `sharegpt_message` calls it for turns with the key `role`.
 
     - The content becomes text, "" if the turn has only tool calls. If it is a list of typed parts, their texts are
-      joined, parts of the type "reasoning" become `reasoning_content`, and those of the type "tool_call" `tool_calls`,
-      in place of the turn's own.
+      joined. Parts of the type "reasoning" become `reasoning_content`. Parts of the type "tool_call" become
+      `tool_calls`, and the turn's own calls are dropped then.
     - The name of a speaker becomes a role ("human" becomes "user"); other roles stay.
     - Each tool call becomes {"id" (if it has one), "type": "function", "function": {"name", "arguments": object}}. The
       older key `function_call` becomes `tool_calls`; it is dropped if the turn has calls under that key too.

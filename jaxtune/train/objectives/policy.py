@@ -310,9 +310,9 @@ class RLOO(GRPO):
 
     @property
     def reference_runs(self) -> int:
-        """0: no loss runs the reference, because it runs, if beta is above 0, once for each generation (round of
+        """0, because no loss runs the reference. If beta is above 0, it runs once for each generation (round of
         sampling), when the rewards are computed."""
-        return 0  # the reference runs once for each generation, and not in the steps
+        return 0
 
     @property
     def penalises(self) -> bool:

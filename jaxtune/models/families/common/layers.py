@@ -102,7 +102,7 @@ def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: S
 def window_of(hf: Config, rotary: Sequence[RopeConfig]) -> int | None:
     """The window in tokens from the key sliding_window of a config.json (`hf`), for its sliding layers (LayerTypes,
     OneWindow). None if the window is at least as long as the context, because full attention is then the same and
-    faster. rotary: the rotary bases that were read from the file, of which yarn extends the context (context_length).
+    faster. rotary: the rotary bases that were read from the file; those of the kind yarn extend the context.
 
     Raises:
       ValueError: sliding_window is null or below 1.
