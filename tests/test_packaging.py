@@ -355,7 +355,11 @@ def test_torch_and_cuda_go_into_their_own_environments(checkout):
 
 
 def load_check_skips():
-    spec = importlib.util.spec_from_file_location("check_skips", ROOT / "scripts/check_skips.py")
+    return load_script("check_skips")
+
+
+def load_script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -372,10 +376,18 @@ def reports(tmp_path_factory) -> Path:
         "@pytest.mark.skip(reason='needs an H200')\ndef test_gpu(): pass\n"
         "@pytest.mark.xfail(reason='not yet')\ndef test_later(): assert False\n"
     )
+    (folder / "test_bad.py").write_text(
+        "import pytest\n"
+        "@pytest.fixture\ndef broken(): raise OSError('no such thing')\n"
+        "@pytest.mark.parametrize('n', [1, 2])\ndef test_number(n): assert n == 1\n"
+        "def test_setup(broken): pass\n"
+    )
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     for name, keyword in (("mixed", ""), ("clean", "runs"), ("empty", "no_such_test")):
         command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={name}.xml", "-k", keyword, "test_it.py"]
         subprocess.run(command, cwd=folder, env=env, capture_output=True)
+    command = [sys.executable, "-m", "pytest", "-q", "--junit-xml=bad.xml", "test_bad.py"]
+    subprocess.run(command, cwd=folder, env=env, capture_output=True)
     return folder
 
 
@@ -409,6 +421,20 @@ def test_skips_in_the_list_pass(check_skips):
 def test_a_report_without_tests_fails(check_skips):
     code, text = check_skips("empty", "")
     assert code == 1 and "no test ran" in text
+
+
+def test_failures_are_shown_with_their_reasons(reports, tmp_path, capsys):
+    (tmp_path / "killed.xml").write_text("<testsuites>")
+    files = [reports / "bad.xml", reports / "mixed.xml", tmp_path / "killed.xml", tmp_path / "missing.xml"]
+    assert load_script("show_failures").main([str(file) for file in files]) == 0
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if line.startswith("----")] == [
+        "---- bad: test_bad.test_number[2]",
+        "---- bad: test_bad.test_setup",
+        "---- killed: killed.xml",
+        "---- missing: missing.xml",
+    ]
+    assert "assert 2 == 1" in text and "OSError: no such thing" in text
 
 
 def test_the_list_of_this_project_is_readable_and_short():

@@ -116,6 +116,21 @@ def test_donated_and_overwritten_buffers_are_saved_as_they_were(checkpointer):
         assert_same(restored, expected)
 
 
+def test_a_save_pins_no_host_memory(checkpointer, monkeypatch):
+    """XLA keeps what is pinned once, and its pool doubles when it grows."""
+    put, kinds = jax.device_put, []
+
+    def noted(x, device=None, **options):
+        kinds.append(getattr(device, "memory_kind", None))
+        return put(x, device, **options)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # by which Orbax chooses
+    monkeypatch.setattr(jax, "device_put", noted)
+    checkpointer.save(1, {"x": jnp.arange(4096.0)}, {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [1] and "pinned_host" not in kinds
+
+
 def test_save_returns_before_the_files_are_written(checkpointer, monkeypatch):
     import threading
 
