@@ -34,7 +34,7 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.display import report
 from jaxtune.train.planning import choice, devices, fitting
-from jaxtune.train.planning.choice import PlanError, choose, saved_bytes
+from jaxtune.train.planning.choice import PlanError, beside_states, choose, saved_bytes, trained_bytes
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.planning.forecasts import forecast, head_forecast, layer_forecast
@@ -663,6 +663,18 @@ def test_pinned_memory_is_what_xla_may_pin(monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "500")
     devices.allow_pinned_memory()
     assert find_device("NVIDIA H200", 140e9).host_bytes == 0.7 * 200e9
+
+
+def test_what_is_pinned_leaves_room_for_the_copy_of_a_save(parts_8b):
+    """XLA's pool takes the power of two above what a step pins, and keeps it while a state of 32 GB is copied."""
+    assert [devices.pool_bytes(size) for size in (0.0, 1.0, 2.0**34, 19.4e9)] == [0.0, 1.0, 2.0**34, 2.0**35]
+    for memory, most in ((math.inf, 45e9), (128e9, 45e9), (64e9, 2.0**34), (40e9, 2.0**31), (35e9, 0.0), (20e9, 0.0)):
+        device = dataclasses.replace(H200, host_memory_bytes=memory, host_bytes=min(0.7 * memory, 45e9))
+        parts = dataclasses.replace(
+            parts_8b, fixed=parts_8b.fixed | {"optimizer states": 32e9 - trained_bytes(parts_8b)}
+        )
+        found = beside_states(parts, device).host_bytes
+        assert found == most and memory >= devices.pool_bytes(found) + (36e9 if found else 0)
 
 
 def test_the_devices_of_a_host_share_its_memory(monkeypatch):

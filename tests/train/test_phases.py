@@ -177,6 +177,29 @@ def test_a_save_needs_host_memory_beside_what_the_step_pinned(tmp_path):
     assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=N" in lines[1]
 
 
+@pytest.mark.parametrize(("limit", "pool"), [(64e9, 2.0**35), (30e9, 30e9), (10e9, 19e9)])
+def test_the_pool_of_pinned_memory_is_counted_as_large_as_it_grows(tmp_path, limit, pool):
+    """An 8B whose step pins 19.4 GB held 36 GB of pinned memory, which is the process's until it ends."""
+    config = make_config(tmp_path, checkpoint=CheckpointConfig(every_steps=2))
+    trainer = Trainer(lora_model(), None, config, dataset(documents(12)))
+    planner, model = trainer.planner, trainer.model
+    pinning = dataclasses.replace(planner.forecast, host_bytes=19e9)
+    device = dataclasses.replace(planner.device, host_bytes=limit)
+    found = phases_of(model.prepared, model.trainable, planner.cost, pinning, device, config)
+    host = {each.name: each.host_bytes for each in found}
+    assert host["step"] == pool and host["save"] == pool + host["resume"]
+
+
+def test_a_resume_reads_a_large_state_in_parts(tmp_path):
+    config = make_config(tmp_path, checkpoint=CheckpointConfig(every_steps=2))
+    trainer = Trainer(lora_model(), None, config, dataset(documents(12)))
+    planner, model = trainer.planner, trainer.model
+    large = dataclasses.replace(planner.cost, fixed=planner.cost.fixed | {"optimizer states": 15e9})
+    found = phases_of(model.prepared, model.trainable, large, planner.forecast, planner.device, config)
+    host = {each.name: each.host_bytes for each in found}
+    assert host["resume"] == 2e9 and host["save"] > 15e9
+
+
 def test_the_devices_of_a_process_need_host_memory_each(tmp_path):
     """Each has its own of what the step pins; it has a part of a state that is divided, and else the same as all."""
     config = make_config(tmp_path, checkpoint=CheckpointConfig(every_steps=2))

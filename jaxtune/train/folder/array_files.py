@@ -14,7 +14,7 @@ from jaxtune.system import processes
 _SAVE_TIMEOUT_SECONDS = 4 * 3600
 # Host memory for arrays that are read and not yet on their device. By default Orbax reads all of them at once: resuming
 # full fine-tuning of a 1B model, with 15 GB of weights and moments, took 47 GB of host memory.
-_READ_AT_ONCE_GB = 2
+READ_AT_ONCE_BYTES = 2e9
 _operations = itertools.count()  # numbers saves and restores; all processes count the same
 
 
@@ -42,7 +42,7 @@ def reader(largest_bytes: int) -> Any:
     import orbax.checkpoint as ocp
 
     options = _processes()
-    at_once = max(_READ_AT_ONCE_GB, math.ceil(largest_bytes / 1e9) + 1)
+    at_once = math.ceil(max(READ_AT_ONCE_BYTES, largest_bytes + 1e9) / 1e9)
     return ocp.Checkpointer(_handler(options, at_once), multiprocessing_options=options)
 
 

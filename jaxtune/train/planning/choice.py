@@ -20,7 +20,7 @@ import numpy as np
 from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan, ResidualPlan
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import SYNC_ERRORS, StepCost
-from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.devices import Device, most_pinned_bytes
 from jaxtune.train.planning.forecasts import (
     Forecast,
     LayerForecast,
@@ -152,13 +152,13 @@ def _candidates(
 
 def beside_states(parts: StepCost, device: Device) -> Device:
     """Returns `device` with less host memory that it may pin (`host_bytes`): what residuals may take beside the
-    optimizer's offloaded states, at least 0. The states are subtracted from the smaller of two: host_bytes, and what is
-    left of the host's memory (host_memory_bytes) beside 4 GB for Python and the compiler, a table of per-layer
-    embeddings on the host, and the copy of the state that a checkpoint makes (`saved_bytes`). Without room for that
-    copy, a run would be killed at its first save; where memory is ample, the copy takes nothing away. `choose` searches
-    with the result, and `fitting` does too. parts: the step's costs."""
+    optimizer's offloaded states, at least 0. The states are subtracted from the most that may be pinned so that XLA's
+    pool of pinned memory fits (`most_pinned_bytes`) into what is left of the host's memory (host_memory_bytes) beside
+    4 GB for Python and the compiler, a table of per-layer embeddings on the host, and the copy of the state that a
+    checkpoint makes (`saved_bytes`). Without room for that copy, a run would be killed at its first save. `choose`
+    searches with the result, and `fitting` does too. parts: the step's costs."""
     taken = saved_bytes(parts) + _HOST_OTHER_BYTES + (parts.table.bytes if parts.table_on_host else 0.0)
-    room = min(device.host_bytes, device.host_memory_bytes - taken)
+    room = most_pinned_bytes(device, device.host_memory_bytes - taken)
     return dataclasses.replace(device, host_bytes=max(room - parts.hosted_bytes, 0.0))
 
 

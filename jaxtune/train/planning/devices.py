@@ -149,6 +149,23 @@ def _pinnable_bytes(on_host: int, in_process: int) -> float:
     return min(host_memory_bytes() * _PINNED_SHARE / on_host, limit / in_process)
 
 
+def pool_bytes(pinned: float) -> float:
+    """The size in bytes of XLA's pool of pinned host memory once a step has pinned `pinned` bytes: the power of two
+    that holds them. The pool grows by regions of such sizes (tsl::BFCAllocator), a step takes its part in one piece,
+    and the process keeps the pool until it ends. So an 8B whose step pins 19.4 GB takes 34.4 GB. The forecasts of
+    phases count it."""
+    return 2.0 ** math.ceil(math.log2(pinned)) if pinned > 0 else 0.0
+
+
+def most_pinned_bytes(device: Device, room: float) -> float:
+    """The most bytes that the device's part of a step may pin so that the pool (`pool_bytes`) takes no more than `room`
+    bytes of host memory: all of Device.host_bytes where that is within `room`, because XLA lets the pool grow no
+    further. `beside_states` in choice.py limits plans by it."""
+    if device.host_bytes <= room:
+        return device.host_bytes
+    return 2.0 ** math.floor(math.log2(room)) if room > 0 else 0.0
+
+
 def devices_here(count: int) -> tuple[int, int]:
     """(devices on this host, devices of this process) among JAX's first `count` devices, which the run uses. The
     devices of a host share its memory, and those of a process share what XLA lets the process pin (`_pinnable_bytes`

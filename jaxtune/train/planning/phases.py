@@ -30,9 +30,10 @@ from jaxtune.pallas.formats import Stored
 from jaxtune.system import processes
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.folder.array_files import READ_AT_ONCE_BYTES
 from jaxtune.train.planning.choice import saved_bytes, trained_bytes
 from jaxtune.train.planning.cost import StepCost
-from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.devices import Device, pool_bytes
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.forward import forward_bytes
 from jaxtune.train.planning.planner import out_of_memory
@@ -181,7 +182,8 @@ def phases_of(
     trained, states = trained_bytes(parts), fixed["optimizer states"]
     start = partition.bytes_per_device(given, weight_parts)
     here = max(parts.devices // processes.count(), 1)  # devices whose host memory is this process's
-    pinned, saved = here * forecast.host_bytes, min(here, weight_parts) * saved_bytes(parts)
+    used, saved = here * forecast.host_bytes, min(here, weight_parts) * saved_bytes(parts)
+    pinned = min(pool_bytes(used), max(used, here * device.host_bytes))  # XLA lets its pool grow no further
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     forward = forward_bytes(parts, tokens, plan.chunk_tokens, device)
     between = parts.fixed_bytes(plan.micro_batches, plan.residuals.resident)
@@ -191,7 +193,7 @@ def phases_of(
     loading, arriving = loading_bytes(model, parts.dtype.itemsize, config.model.load_in is not None)
     found = [
         Phase("load", weights + start + loading, arriving, "model.load_in=nf4"),
-        Phase("resume", weights + trained + states, saved, "a device with more memory"),
+        Phase("resume", weights + trained + states, min(saved, READ_AT_ONCE_BYTES), "a device with more memory"),
     ]
     if config.objective.name in ("dpo", "kto"):
         found.append(Phase("reference", weights + trained + states + forward, 0.0, less_rows))
