@@ -330,7 +330,13 @@ def test_answers_have_a_grace_after_a_signal_and_then_an_error(models, engine, m
         assert own.close(120)  # a program may be compiling
 
 
-def test_a_second_signal_ends_at_once(models):
+@pytest.fixture
+def patient(monkeypatch):
+    """A server that waits for a program that compiles, where it would end the process: here that of the tests."""
+    monkeypatch.setattr("jaxtune.serve.server._THREAD_SECONDS", 120)
+
+
+def test_a_second_signal_ends_at_once(models, patient):
     from jaxtune.serve.server import Server, listen
 
     own = engine_of({"base": models["base"]})
@@ -342,7 +348,7 @@ def test_a_second_signal_ends_at_once(models):
             server.run_until_signal()
 
 
-def test_a_second_signal_ends_answers_that_have_begun(models):
+def test_a_second_signal_ends_answers_that_have_begun(models, patient):
     from jaxtune.serve.server import Server, listen
 
     own = engine_of({"base": models["base"]})
