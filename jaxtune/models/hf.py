@@ -140,9 +140,9 @@ class Pretrained:
         if odd := packed - self._quantizable:
             raise ValueError(f"{folder}: {listed(odd)} is quantised; only linears of layers can be")
         self.packed = bool(packed)
-        stored = {entry.format_name for name in packed if isinstance(entry := entries[name], StoredEntry)}
-        self.stored_in = min(stored, default=None)
-        quant.check_stored(folder, hf, stored, load_in, passthrough.stored_in(beside))
+        formats = {name: entry.format_name for name, entry in entries.items() if isinstance(entry, StoredEntry)}
+        self.stored_in = min((formats[name] for name in packed), default=None)
+        quant.check_stored(folder, hf, formats, packed, load_in, passthrough.stored_in(beside))
         # The 16-bit weights of a checkpoint that has quantised ones were left so on purpose.
         words = words if packed else resolved(model, precision, load_in)
         named = of_tensors(model, words, {name: where for name, (where, _) in self._variables.items()})
@@ -416,7 +416,7 @@ def save_pretrained(
       tokenizer: saved with the model; None: no tokenizer files are written.
       max_shard_bytes: larger weights are divided into several files with an index.
     Raises:
-      ValueError: adapters that are not merged; a model prepared for QAT; quantised experts that no checkpoint could
+      ValueError: adapters that are not merged; a model prepared for QAT; quantised weights that no checkpoint could
         store; what config.json cannot say (hf_config_of); a path in use; a disk with too little space.
     """
     save_weights(Weights(model), path, tokenizer, max_shard_bytes)
@@ -445,14 +445,14 @@ def checkpoint_tensors(weights: Weights) -> Planned:
     weights: the model, of which some tensors may be computed only when they are written.
 
     Raises:
-      ValueError: adapters that are not merged; a model prepared for QAT; quantised experts that no checkpoint could
+      ValueError: adapters that are not merged; a model prepared for QAT; quantised weights that no checkpoint could
         store; a passthrough tensor that is no longer in the file from which the model was loaded.
     """
     model = weights.model
-    dtype = jnp.dtype(model.dtype)
+    quant.check_written(model)
     files = family(model.config.family).expert_files
     planned = {
-        name: _group(name, variable.get_value(), weights.maker(name, variable), dtype, files)
+        name: _group(name, variable.get_value(), weights.maker(name, variable), jnp.dtype(model.dtype), files)
         for name, variable in tensors_of(model).items()
     }
     return passthrough.with_passthrough(planned, None if model.source is None else model.source.passthrough)

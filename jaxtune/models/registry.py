@@ -42,7 +42,7 @@ from jaxtune.models.families import (
 )
 from jaxtune.models.families.common import Family
 from jaxtune.models.heads import head_of_class
-from jaxtune.pallas.formats import format_of, layouts
+from jaxtune.pallas.formats import Layout, format_of, layouts
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
@@ -194,12 +194,20 @@ def weights_stored_in(hf: dict) -> str | None:
     """The name of the format, such as "nf4", in which a checkpoint says that it stores its quantised weights, by its
     parsed config.json (`hf`). Plans of models that are not loaded go by it; loading only compares the tensors with it.
 
-    It reads the key quantization_config. None: there is none, so that weights have 16 bits or more, or it is a format
-    that is decoded on loading, such as MXFP4.
+    None: it has no quantization_config, so that weights have 16 bits or more, or it names a format that is decoded on
+    loading, such as MXFP4.
 
     Raises:
       ValueError: a quantisation that cannot be read; what text_config raises.
     """
+    layout = stated_layout(hf)
+    return None if layout is None or layout.decoded_on_load else format_of(layout).name
+
+
+def stated_layout(hf: dict) -> Layout | None:
+    """The layout in which a checkpoint says that it stores its quantised weights, by the key quantization_config of its
+    parsed config.json (`hf`); None if it has no such key. weights_stored_in takes the format from it, and
+    quant.check_stored compares that with the tensors. It raises the errors of weights_stored_in."""
     hf = text_config(hf)
     quantization = hf.get("quantization_config")
     if not quantization:
@@ -208,7 +216,7 @@ def weights_stored_in(hf: dict) -> str | None:
     for layout in layouts():
         if (layout.families is None or hf.get("model_type") in layout.families) and layout.recognises(settings):
             layout.check(settings)
-            return None if layout.decoded_on_load else format_of(layout).name
+            return layout
     found = {
         key: settings[key] for key in ("quant_method", "format", "load_in_8bit", "quant_algo") if settings.get(key)
     }

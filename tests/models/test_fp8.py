@@ -240,6 +240,24 @@ def test_another_format_is_not_taken_in_silence(folder):
     assert stored_in(from_pretrained(folder, load_in="fp8")[0]) == "fp8"
 
 
+def test_scales_of_several_kinds_load_and_are_not_saved(folder, tmp_path):
+    """One quantization_config could not be true for all of them; servers read every weight by it."""
+    tensors = in_fp8(folder, OFFICIAL)
+    name = "model.layers.0.mlp.up_proj.weight"
+    del tensors[f"{name}_scale_inv"]
+    for scales, said in ((np.full((192, 1), 1e-3), "each row"), (np.full(1, 1e-3), "the matrix")):
+        changed = tensors | {f"{name}_scale": scales.astype(np.float32)}
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        model, _ = from_pretrained(folder)
+        assert np.isfinite(model(golden_tokens() % CONFIG["vocab_size"])).all()
+        with pytest.raises(ValueError, match="FP8 weights have scales for .*: use dequantize") as error:
+            save_pretrained(model, tmp_path / "again")
+        assert "each 128 x 128 numbers" in str(error.value) and said in str(error.value)
+        assert not (tmp_path / "again").exists()
+    save_pretrained(dequantize(model), tmp_path / "again")
+    assert stored_in(from_pretrained(tmp_path / "again")[0]) is None
+
+
 def test_16_bit_weights_are_quantised_on_the_way(plain):
     model, _ = from_pretrained(plain, load_in="fp8")
     original, _ = from_pretrained(plain)

@@ -16,6 +16,7 @@ from flax import nnx
 from tiny import CONFIGS
 from tiny_models import shaken
 
+from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
 from jaxtune.models.files import headers, shards
 from jaxtune.models.files.quant import dequantize, quantize, stored_in
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
@@ -124,6 +125,28 @@ def test_a_checkpoint_is_read_and_written_bit_for_bit(tmp_path, kind, hf, inputs
     assert said["quant_method"] == KINDS[kind][-1]["quant_method"] and "lm_head" in said["ignore"]
     assert (said["config_groups"]["group_0"].get("input_activations") is not None) == inputs
     assert from_pretrained(tmp_path / "again")[0].base_digest == model.base_digest
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["quantised", "plain"])
+def test_scales_of_a_cache_are_left_out_and_do_not_change_the_base(tmp_path, plain):
+    """modelopt writes them beside the linears of keys and values, also where these stay in 16 bits."""
+    tensors, attention = checkpoint(tmp_path / "model", LINEARS, "modelopt"), "model.layers.0.self_attn"
+    if plain:
+        for name in ("k_proj", "v_proj"):
+            rows, pairs = tensors[f"{attention}.{name}.weight"].shape
+            for key in ("weight_scale", "weight_scale_2", "input_scale"):
+                del tensors[f"{attention}.{name}.{key}"]
+            tensors[f"{attention}.{name}.weight"] = np.ones((rows, 2 * pairs), ml_dtypes.bfloat16)
+    save_file(tmp_path / "model/model.safetensors", tensors)
+    without, _ = from_pretrained(tmp_path / "model")
+    scales = {f"{attention}.{kind}_proj.{kind}_scale": np.full((), 0.25, np.float32) for kind in "kv"}
+    save_file(tmp_path / "model/model.safetensors", tensors | scales)
+    model, _ = from_pretrained(tmp_path / "model")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(without))
+    save_adapter(get_peft_model(model, r=2, target_modules=["q_proj"]), tmp_path / "adapter")
+    save_pretrained(model, tmp_path / "again")
+    assert_same_bytes(load_file(tmp_path / "again/model.safetensors"), tensors)
+    load_adapter(from_pretrained(tmp_path / "again")[0], tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("kind", KINDS)

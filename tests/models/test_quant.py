@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import get_peft_model, linears
-from jaxtune.pallas.formats import NF4, FourBit
+from jaxtune.pallas.formats import FP8, NF4, FourBit
 from jaxtune.train.display import report
 from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.trainer import Trainer
@@ -300,6 +301,42 @@ def test_modules_that_a_checkpoint_keeps_whole_stay_whole(folder):
     model, _ = from_pretrained(folder, dtype="float32", load_in="nf4")
     np.testing.assert_array_equal(weights(model)[UP.removesuffix(".weight")], whole)
     assert quantization_config(model)["llm_int8_skip_modules"] == ["lm_head", UP.removesuffix(".weight")]
+
+
+FP8_SAYS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MXFP4_SAYS = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+
+
+@pytest.mark.parametrize(("said", "config"), [("fp8", FP8_SAYS), ("mxfp4", MXFP4_SAYS)])
+def test_a_config_that_says_another_format_than_the_weights_have(folder, said, config):
+    """Plans go by config.json, and loading by the tensors: both must say the same."""
+    hf = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(hf | {"quantization_config": config}))
+    words = (
+        f"{folder}: config.json: quantization_config says that the weights are stored in {said}, but they are stored "
+        "in nf4: fetch config.json again, or take quantization_config out of it"
+    )
+    for load_in in (None, "nf4"):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            from_pretrained(folder, load_in=load_in)
+    del hf["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(hf))
+    assert stored_in(from_pretrained(folder)[0]) == "nf4"
+
+
+def test_a_config_may_say_one_of_the_formats_that_the_weights_have(folder):
+    def mix(arrays):
+        for name in [name for name in arrays if name.startswith(UP)]:
+            del arrays[name]
+        arrays[UP] = np.ones((128, 64), jnp.float8_e4m3fn)
+        arrays[UP.replace("weight", "weight_scale_inv")] = np.ones((1, 1), np.float32)
+
+    rewrite(folder, mix)
+    hf = json.loads((folder / "config.json").read_text())
+    for config in (hf["quantization_config"], FP8_SAYS):
+        (folder / "config.json").write_text(json.dumps(hf | {"quantization_config": config}))
+        model, _ = from_pretrained(folder)
+        assert {type(weight) for weight in weights(model).values()} == {NF4, FP8}
 
 
 def test_fp4_checkpoints_load(folder):

@@ -6,7 +6,8 @@ functions of a model returns a new one and leaves the given one as it was.
 
 Other functions say how a model's weights are: `stored_in`, `computes_in_fp8`, `qat_spec`, `not_quantized` and
 `parameters`. `quantization_config` and `qat_config` write what config.json says about quantisation and QAT;
-`check_load_in`, `check_stored` and `grid_of` check and read such settings."""
+`check_load_in`, `check_stored` and `grid_of` check and read such settings, and `check_written` checks that
+config.json can describe the weights of a model that is saved."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from jaxtune.models.fake_quant import STRAIGHT_THROUGH, FakeQuant
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, matrices, name_matches, stop_rounding
 from jaxtune.models.observed_inputs import known_scales, recorded, with_input_scales
-from jaxtune.models.registry import weights_stored_in
+from jaxtune.models.registry import stated_layout
 from jaxtune.pallas.format_names import QAT_GROUPS
 from jaxtune.pallas.formats import FORMATS, Stored, dense, format_of, load_in
 from jaxtune.pallas.formats.layout import Config
@@ -317,34 +318,52 @@ def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
 # ---- checkpoints
 
 
-def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, beside: Set[str] = frozenset()) -> None:
+def check_stored(
+    folder: Path,
+    hf: dict,
+    formats: Mapping[str, str],
+    packed: Set[str],
+    load_in: str | None,
+    beside: Set[str] = frozenset(),
+) -> None:
     """Refuses a checkpoint whose weights are not stored as load_in or its own config.json says: quantised weights in
-    another format than load_in, or no quantised weight although quantization_config names a format. The latter is
-    allowed if load_in is that format, because the weights are then quantised to it, or if passthrough tensors are in
-    it. Plain weights without a quantization_config may have any load_in. The loader calls it before it reads any
-    weight.
+    another format than load_in, or none in the format that quantization_config names. If no weight stays quantised, the
+    latter is allowed where load_in is that format, because the weights are then quantised to it, and where the format
+    is one that is decoded on loading. Also, passthrough tensors may be the ones that are in it, and other weights may
+    be in further formats. Weights without a quantization_config may be in any format, and plain ones may have any
+    load_in. The loader calls it before it reads any weight.
 
     Args:
       folder: the checkpoint, for errors.
       hf: its config.json, parsed.
-      stored: names of the formats of the weights that stay quantised in the model; empty if there are none.
+      formats: {name of a weight that its files store quantised: name of its format}.
+      packed: those of these names whose weights stay quantised in the model; empty if there are none.
       load_in: the format that is asked for, or None, with which quantised weights may be in any format.
       beside: names of the formats of passthrough tensors, with which the model does not compute, such as a vision
         tower's.
     Raises:
       ValueError: with the folder, what is wrong about its weights, and the fix.
     """
+    stored = {formats[name] for name in packed}
     if load_in is not None and stored - {load_in}:
         raise ValueError(
             f"{folder}: load_in = {load_in!r}, but its weights are stored in {' and '.join(sorted(stored))}: leave "
             "load_in out, or take the 16-bit original"
         )
-    said = weights_stored_in(hf)
-    if said is not None and not stored and load_in != said and said not in beside:
+    layout = stated_layout(hf)
+    if layout is None:
+        return
+    said = format_of(layout).name
+    where = f"{folder}: config.json: quantization_config says that the weights are stored in {said}"
+    if stored and said not in {*beside, *formats.values()}:
         raise ValueError(
-            f"{folder}: config.json: quantization_config says that the weights are stored in {said}, but none is: set "
-            f"load_in = {said!r} to quantise them, or take quantization_config out of config.json to load them as they "
-            "are"
+            f"{where}, but they are stored in {' and '.join(sorted(stored))}: fetch config.json again, or take "
+            "quantization_config out of it to load the weights as they are"
+        )
+    if not stored and not layout.decoded_on_load and load_in != said and said not in beside:
+        raise ValueError(
+            f"{where}, but none is: set load_in = {said!r} to quantise them, or take quantization_config out of "
+            "config.json to load them as they are"
         )
 
 
@@ -368,6 +387,24 @@ def quantization_config(model: Decoder) -> Config | None:
         )
     weights = list(stored.values())
     return FORMATS[names[0]].layout(weights[0]).config(weights, plain, model.dtype)
+
+
+def check_written(model: Decoder) -> None:
+    """Refuses a model that is to be saved if its quantised weights, although all in one format, are stored so that
+    quantization_config in config.json cannot describe all of them (Layout.differing), such as FP8 with scales of rows
+    and of blocks. hf.checkpoint_tensors calls it before files are written. Such a model can be loaded and trained over,
+    so quantization_config, which compat calls for models that are not saved, does not refuse it.
+
+    Raises:
+      ValueError: such weights, with how they differ and the fix.
+    """
+    weights = list(_stored(model).values())
+    for layout in {format_of(weight).layout(weight) for weight in weights}:
+        if (problem := layout.differing([w for w in weights if format_of(w).layout(w) is layout])) is not None:
+            raise ValueError(
+                f"save_pretrained: {problem}, and config.json can say one kind: use dequantize "
+                "(jaxtune.models.files.quant), or merge the adapter, and save 16-bit weights"
+            )
 
 
 def parameters(state: nnx.State) -> int:

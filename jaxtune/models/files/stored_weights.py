@@ -45,15 +45,17 @@ class StoredEntry(headers.TensorEntry):
 
 def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.TensorEntry]:
     """The entries of a checkpoint ({name: entry}), with all tensors of each quantised weight, such as codes and scales,
-    combined to one StoredEntry under the weight's name. Other entries stay as they are. The loader sees by it one entry
-    for each weight, whatever its format; gather_experts then combines those of single experts. `entries` is not
-    changed. Only the content of small tensors is read that say how others are stored.
+    combined to one StoredEntry under the weight's name. Tensors that belong to no weight (Layout.left_out) are removed,
+    and other entries stay as they are. The loader sees by it one entry for each weight, whatever its format;
+    gather_experts then combines those of single experts. `entries` is not changed. Only the content of small tensors is
+    read that say how others are stored.
 
     Raises:
       ValueError: tensors of a quantised weight that are missing or do not fit each other; a scale, or another tensor
         that accompanies codes, without codes beside it.
     """
-    whole = dict(entries)
+    left_out = tuple(key for layout in layouts() for key in layout.left_out)
+    whole = {name: entry for name, entry in entries.items() if not name.endswith(left_out)}
     for layout in layouts():
         modules: dict[str, dict[str, str]] = {}
         for name, entry in whole.items():

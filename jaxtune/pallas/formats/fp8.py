@@ -50,6 +50,7 @@ _PRODUCT_TIME = Fitted({("H200", "mosaic"): ((0.56, 0.72), "two steps of the 8B 
 # (rows, columns) of a block; None: all of the matrix.
 Block = tuple[int | None, int | None]
 ROW, TILE, MATRIX = (1, None), (128, 128), (None, None)
+_KINDS: dict[Block, str] = {ROW: "each row", TILE: "each 128 x 128 numbers", MATRIX: "the matrix"}  # in messages
 
 
 @jax.tree_util.register_dataclass
@@ -348,6 +349,14 @@ class FP8Files(Layout):
             )
         return None
 
+    def differing(self, weights: Sequence[Stored]) -> str | None:
+        """The reason why a single quantization_config cannot describe all of `weights`, which is that their scales are
+        for blocks of different kinds; None if it can. `config` writes the kind of the first one's, by which servers
+        read all of them. Saving and exporting a model fails with the reason."""
+        blocks = {weight.block for weight in weights if isinstance(weight, FP8)}
+        kinds = [words for block, words in _KINDS.items() if block in blocks]
+        return f"FP8 weights have scales for {' and others for '.join(kinds)}" if len(kinds) > 1 else None
+
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
         """Describes the tensors of a file that store `weight`, {key, such as ".weight_scale": FileTensor}. A FileTensor
         has a shape, a dtype, and a function that later takes the same weight with its arrays and returns the array to
@@ -366,7 +375,8 @@ class FP8Files(Layout):
         entry is written with a model that is saved or exported.
 
         Args:
-          weights: the weights in FP8; the blocks of the first one decide.
+          weights: the weights in FP8; the blocks of the first one decide. If others have other blocks, the model cannot
+            be saved (`differing`).
           plain: the names of the linears that are not quantised.
           dtype: not used.
         """

@@ -162,6 +162,9 @@ class Layout:
     codes: ClassVar[str]  # the key of the tensor that has the weight's codes, such as ".weight"
     codes_dtype: ClassVar[str]  # the dtype of that tensor, by safetensors' name
     others: ClassVar[tuple[str, ...]] = ()  # the keys of the tensors that accompany the codes, such as scales
+    # the keys of tensors that belong to no weight, such as scales of a key/value cache, which the loader leaves out
+    # wherever they are, and no file is written with
+    left_out: ClassVar[tuple[str, ...]] = ()
     weight: ClassVar[str] = ".weight"  # what follows the module's name in the weight's name in the model
     # keys of tensors that are read as uint8[bytes], whatever dtype their header has
     raw: ClassVar[tuple[str, ...]] = ()
@@ -272,6 +275,13 @@ class Layout:
         not read their numbers."""
         del weight
         return True
+
+    def differing(self, weights: Sequence[Stored]) -> str | None:
+        """The reason why a single quantization_config cannot describe all of `weights`, the weights of a model that are
+        written in this layout, such as scales of different kinds; None if it can, as by default. Saving and exporting a
+        model fails with a reason (quant.check_written). `weights` may have shapes (jax.ShapeDtypeStruct) in place of
+        their arrays."""
+        del weights
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
         """The reason why `weight`, experts [E, out, in], cannot be written as separate matrices, such as blocks that

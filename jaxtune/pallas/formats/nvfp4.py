@@ -307,9 +307,7 @@ class _Files(Layout):
     are explained in Layout.
 
     `others` are, in this order, the keys of the scales of blocks, of the tensor's scale, and of the scale of
-    activations, which may be missing. Further keys are those of scales of FP8 key/value caches: `describe` checks their
-    headers, and their content enters the digest of the base model (`digested`), but not the weight, so that no file is
-    written with them.
+    activations, which may be missing.
     """
 
     divides: bool  # whether files in this layout have tensor scales by which scales are divided (NVFP4.divides)
@@ -325,12 +323,12 @@ class _Files(Layout):
           read: a function that returns a tensor's bytes; it is not called, because the headers say everything.
         Raises:
           ValueError: the codes are no matrix whose rows are whole blocks, the blocks' or the tensor's scale is missing,
-            or a scale (also one of a key/value cache) has another dtype or shape than the codes need.
+            or a scale has another dtype or shape than the codes need.
         """
         codes = tensors[self.codes]
         rows, pairs = codes.shape if len(codes.shape) == 2 else (0, 0)
         where = f"{codes.file}: {name}"
-        scales, of_tensor, _, *_ = self.others
+        scales, of_tensor, _ = self.others
         wanted: dict[str, tuple[str, tuple]] = {scales: ("F8_E4M3", ((rows, 2 * pairs // BLOCK),))}
         wanted |= dict.fromkeys(self.others[1:], ("F32", ((), (1,))))
         for key, (dtype, shapes) in wanted.items():
@@ -357,7 +355,7 @@ class _Files(Layout):
           ValueError: the scale of the tensor or of the activations is not positive and finite. A missing scale of
             activations is no error: the weight's input_scale is then None.
         """
-        scales, of_tensor, of_inputs, *_ = self.others
+        scales, of_tensor, of_inputs = self.others
         leaves: list = [arrays[self.codes], arrays[scales]]
         for key in (of_tensor, of_inputs):
             value = arrays[key].reshape(1, 1) if key in arrays else None
@@ -382,7 +380,7 @@ class _Files(Layout):
         (jax.ShapeDtypeStruct) instead of arrays. The code that writes checkpoints calls it. number: the number that
         some layouts put into the header, from `header_number`; this layout has none and ignores it."""
         assert isinstance(weight, NVFP4)
-        scales, of_tensor, of_inputs, *_ = self.others
+        scales, of_tensor, of_inputs = self.others
         shape, one = self.scalar, np.dtype(np.float32)
         found = {
             self.codes: file_tensor(weight.codes, lambda w: w.codes),
@@ -463,14 +461,16 @@ class ModelOpt(_Files):
 
     The tensors are `X.weight` uint8[out, in / 2], `X.weight_scale` e4m3[out, in / 16], `X.weight_scale_2` float32[], by
     which scales are multiplied, and, if activations are quantised too, `X.input_scale` float32[]. Files may also have
-    `X.k_scale` and `X.v_scale`, for FP8 key/value caches, which jaxtune does not use and does not write again. The
-    attributes and methods are explained in Layout and _Files.
+    `X.k_scale` and `X.v_scale`, for FP8 key/value caches, beside quantised or plain weights. jaxtune leaves them out
+    (`left_out`), so that adapters fit the model with and without them. The attributes and methods are explained in
+    Layout and _Files.
     """
 
     title = "NVFP4 of nvidia-modelopt"
     codes = ".weight"
     codes_dtype = "U8"
-    others = (".weight_scale", ".weight_scale_2", ".input_scale", ".k_scale", ".v_scale")
+    others = (".weight_scale", ".weight_scale_2", ".input_scale")
+    left_out = (".k_scale", ".v_scale")
     divides = False
     scalar = ()
 
