@@ -5,17 +5,21 @@ the result. The folder is complete and verified before it gets its name.
 Each entry of FORMATS is called with (model, `_Job`: the other arguments of export_model). `_folder` makes the entries
 for folders of safetensors and JSON files, PEFT's among them, those of some quantised formats through `_stored`; the
 others are `_gguf` and `_gguf_adapter`, which write by `_write_gguf`. `_whole` gives the weights that exports of a whole
-model write; if it has an adapter, each is merged with it when it is made.
+model write; if it has an adapter, each is merged with it when it is made, and each is refused if it is not finite
+(`_finite`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, grids, w4a16
 from jaxtune.export.architectures import architecture, hyperparameters
@@ -24,9 +28,11 @@ from jaxtune.export.gguf_types import OUTTYPES, is_short, not_trained, stored_ty
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.folders import new_folder, require_new, require_space
-from jaxtune.models.files.weights import Weights
+from jaxtune.models.files.reading import are_finite
+from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import has_adapter
-from jaxtune.pallas.formats import Format, exports, load_in
+from jaxtune.pallas.formats import Format, Stored, exports, load_in
+from jaxtune.system import processes
 
 _METADATA_BYTES = 64 << 20  # room reserved for tokenizer, template and headers
 _DEFAULT_OUTTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -77,9 +83,9 @@ def export_model(
         rounded to another grid, or a model without an adapter in formats of adapters; gguf without a tokenizer or
         without the gguf package; a folder in use; a disk without room; max_shard_bytes that is not positive; with
         "adapter", a value that is not finite.
-      ArithmeticError: what was read back differs from what was written; a merged value, or one of a GGUF file, is not
-        finite; a value decodes to one further off than rounding explains; or the merged weights do not compute what the
-        adapter does. The temporary folder is removed.
+      ArithmeticError: what was read back differs from what was written; a weight of the model, merged or not, is not
+        finite (save_pretrained writes it); a value decodes to one further off than rounding explains; or the merged
+        weights do not compute what the adapter does. The temporary folder is removed.
     """
     require_format(path, to, outtype)
     folder = Path(path).resolve()
@@ -130,13 +136,45 @@ class _Job:
     max_shard_bytes: int  # weights above this size are divided into several safetensors files
 
 
-def _whole(model: Decoder) -> Weights:
+def _whole(model: Decoder, dtype: str | None = None) -> Weights:
     """The weights of a model for an export: if it has an adapter, the adapter is merged into them (quantised weights
     are then decoded), else they are unchanged. A merged weight is made only when it is written, so that the merged
-    model is never in memory as a whole. All entries of FORMATS but the two of adapters call it. Raises ArithmeticError
-    if the merged logits, which are verified here, are not those of the model with its adapter; each merged matrix is
-    verified when it is made, which raises it too."""
-    return merged_weights(model) if has_adapter(model) else Weights(model)
+    model is never in memory as a whole. All entries of FORMATS but the two of adapters call it.
+
+    dtype: that in which numbers must be finite; None: the model's, to which folders cast what they do not quantise.
+
+    Raises:
+      ValueError: a model that is prepared for QAT and has no adapter.
+      ArithmeticError: the merged logits, which are verified here, are not those of the model with its adapter. Each
+        weight raises it when it is made, before it is encoded, if it is not finite (`_finite`) or merged wrongly.
+    """
+    weights = merged_weights(model) if has_adapter(model) else Weights(model)
+    made = {
+        name: functools.partial(_finite, name, weights.maker(name, variable), dtype or model.dtype)
+        for name, variable in tensors_of(weights.model).items()
+    }
+    return Weights(weights.model, made)
+
+
+def _finite(name: str, make: Callable[[], jax.Array | Stored], dtype: str) -> jax.Array | Stored:
+    """Makes a tensor of the model that is exported, and returns it. Its numbers are looked over on the device, because
+    most formats have a code for any number, which would hide a broken one.
+
+    Args:
+      name: Hugging Face's name of the tensor, for the message.
+      make: computes the tensor, an array or quantised.
+      dtype: that in which the numbers of an array must be finite.
+    Raises:
+      ArithmeticError: a number is not finite in `dtype`, or, of a quantised tensor, in its own.
+    """
+    tensor = make()
+    if not all(processes.all_of(bool(all(jax.device_get(are_finite(tensor, dtype)))))):
+        wider = ", or load it in bfloat16 or float32 (dtype, --dtype)" if dtype == "float16" else ""
+        raise ArithmeticError(
+            f"export: {name} has values that are not finite in {dtype}, so the model is broken: take an earlier "
+            f"checkpoint of its training, or load it anew{wider}; save_pretrained writes it as it is"
+        )
+    return tensor
 
 
 def _gguf(model: Decoder, job: _Job) -> Exported:
@@ -175,7 +213,7 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
         **{f"{arch.name}.{key}": value for key, value in keys.items()},
         **tokens,
     }
-    sources = gguf_tensors.of_model(_whole(model), arch)
+    sources = gguf_tensors.of_model(_whole(model, "float32"), arch)
     tensors = gguf_tensors.all_tensors(sources)
     kinds = stored_types(tensors, outtype, arch.name, fields)
     if short := [kinds[tensor.name] for tensor in tensors if is_short(tensor, outtype)]:

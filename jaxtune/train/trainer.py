@@ -247,7 +247,7 @@ class Trainer:
                 with stop.at_once() if saved else contextlib.nullcontext(), phase("export", remedy):
                     delivery.finish(trained, self._same_run(), start < self.total_steps)
             if processes.first():
-                m.decorate("loss.png", lambda: m.loss_plot(self.output / m.JSONL, self.output / "loss.png"))
+                m.decorate("loss.png", lambda: m.loss_plot(self.output, self.objective.unit))
         return trained
 
     def _watched(self) -> Watched:

@@ -120,12 +120,6 @@ def test_w4a16_of_experts_and_of_rows_that_fit_no_group(tmp_path):
     assert "are kept in 16 bits" in done.notes[0]
     with pytest.raises(ValueError, match="w4a16: the experts of 'gpt_oss' are stored as one tensor"):
         api.export_model(made("gpt_oss", "bfloat16"), tmp_path / "other", "w4a16")
-    broken = made("qwen2", "bfloat16", hidden_size=128, intermediate_size=256)
-    _, linear = next(iter(linears(broken)))
-    for value in (np.nan, np.inf):
-        linear.weight.set_value(linear.weight[...].at[0, 0].set(value))
-        with pytest.raises(ArithmeticError, match="is not the model's weight in steps of its groups"):
-            api.export_model(broken, tmp_path / "broken", "w4a16")
     with pytest.raises(ValueError, match="w4a16: no linear has whole groups of 128"):
         api.export_model(made("qwen2"), tmp_path / "other", "w4a16")
 
@@ -243,6 +237,49 @@ def test_no_room(to, tmp_path, monkeypatch):
 def test_what_cannot_be_is_refused(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         api.export_model(made("qwen2"), tmp_path / "out", **arguments)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", sorted(api.FORMATS.keys() - {"adapter", "gguf-adapter"}))
+@pytest.mark.parametrize("broken", ["mlp.down_proj.weight", "input_layernorm.weight"])
+def test_weights_that_are_not_finite_are_refused(to, broken, tmp_path, tokenizer):
+    """In every format, most of which have a code for any number; a model is saved as it is."""
+    if to == "gguf":
+        pytest.importorskip("gguf")
+    model = made("qwen2", "bfloat16", hidden_size=128, intermediate_size=256)
+    if to == "nvfp4-nvfp4":
+        model = convert_qat(prepare_qat(model, to, input_scales={name: 0.25 for name, _ in linears(model)}))
+    weight = named(model)[f"model.layers.1.{broken}"]
+    value = weight.get_value()
+    weight.set_value(value.at[(-1,) * value.ndim].set(jnp.nan if to < "i" else jnp.inf))
+    with pytest.raises(ArithmeticError, match=rf"export: model\.layers\.1\.{broken} has values that are not finite in"):
+        api.export_model(model, tmp_path / "out", to, tokenizer=tokenizer)
+    assert not any(tmp_path.iterdir())
+    hf.save_pretrained(model, tmp_path / "saved")
+
+
+def test_a_weight_that_is_only_finite_before_its_cast_is_refused(tmp_path, tokenizer):
+    """Folders have it in the model's dtype; a GGUF file of float32 may have it as it is."""
+    model = made("qwen2", "float16")
+    weight = named(model)["model.norm.weight"]
+    weight.set_value(weight.get_value().astype("float32").at[0].set(65519.0))
+    assert api.export_model(model, tmp_path / "out", "merged").files
+    weight.set_value(weight.get_value().at[0].set(65521.0))  # rounded to infinity
+    with pytest.raises(ArithmeticError, match=r"model\.norm\.weight .* in float16.*load it in bfloat16 or float32"):
+        api.export_model(model, tmp_path / "broken", "merged")
+    pytest.importorskip("gguf")
+    assert api.export_model(model, tmp_path / "gguf", "gguf", tokenizer=tokenizer, outtype="f32").files
+
+
+def test_a_quantised_weight_that_is_not_finite_is_refused(tmp_path):
+    model = quantize(made("qwen2", "bfloat16"), "fp8")
+    name, linear = next(iter(linears(model)))
+    stored = linear.stored_weight
+    assert isinstance(stored, FP8)
+    linear.weight.set_value(dataclasses.replace(stored, scales=stored.scales.at[0, 0].set(jnp.nan)))
+    for to in ("fp8", "merged", "mxfp4"):
+        with pytest.raises(ArithmeticError, match=rf"export: {name}\.weight has values that are not finite"):
+            api.export_model(model, tmp_path / "out", to)
     assert not any(tmp_path.iterdir())
 
 

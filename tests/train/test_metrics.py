@@ -18,6 +18,12 @@ from rich.console import Console
 
 from jaxtune.train.display import metrics
 from jaxtune.train.display.metrics import MetricsLogger, Progress, decorate, duration, loss_plot, read_metrics
+from jaxtune.train.objectives.distillation import Distill
+from jaxtune.train.objectives.kto import KTO
+from jaxtune.train.objectives.policy import GRPO, RLOO
+from jaxtune.train.objectives.preference import DPO
+from jaxtune.train.objectives.reward import Reward
+from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.planning.devices import device_peak_flops, memory_peak_bytes
 from jaxtune.train.program.flops import model_flops_per_step
 
@@ -323,7 +329,7 @@ def test_loss_plot_shows_what_was_logged(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Axes, "plot", lambda self, x, y, *a, **k: (drawn.append((list(x), list(y))), real(self, x, y, *a, **k))[1]
     )
-    loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    loss_plot(tmp_path, "targets")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     (steps, losses), (smooth_steps, smooth), (eval_steps, eval_losses) = drawn
     assert steps == smooth_steps == [step for step in range(1, 101) if step != 7]
@@ -342,21 +348,45 @@ def test_a_plot_of_few_steps_has_no_mean_of_one(tmp_path, monkeypatch):
     labels = []
     real = Axes.plot
     monkeypatch.setattr(Axes, "plot", lambda *a, **k: (labels.append(k["label"]), real(*a, **k))[1])
-    loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    loss_plot(tmp_path, "targets")
     assert labels == ["training loss"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "label"),
+    [
+        (SFT.unit, "loss (nats per token)"),
+        (Distill.unit, "loss (nats per token)"),
+        (DPO.unit, "loss (mean over pairs)"),
+        (KTO.unit, "loss (mean over examples)"),
+        (Reward.unit, "loss (mean over pairs)"),
+        (GRPO.of().unit, "loss (mean over tokens)"),
+        (GRPO.of(loss_type="dr_grpo").unit, "loss (mean over possible tokens)"),
+        (RLOO.of().unit, "loss (mean over answers)"),
+    ],
+)
+def test_a_plot_says_what_the_loss_is(unit, label, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    with MetricsLogger(tmp_path) as log:
+        log.log(1, {"loss": 1.0})
+    labels = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, _: labels.append(self.axes[0].get_ylabel()))
+    loss_plot(tmp_path, unit)
+    assert labels == [label]
 
 
 def test_loss_plot_without_a_loss(tmp_path):
     with MetricsLogger(tmp_path) as log:
         log.log(1, {"loss": math.nan})
     with pytest.raises(ValueError, match="has no finite loss to plot"):
-        loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+        loss_plot(tmp_path, "targets")
     assert not (tmp_path / "loss.png").exists()
 
 
 def test_without_matplotlib_a_line_says_how_to_get_it(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    decorate("loss.png", lambda: loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png"))
+    decorate("loss.png", lambda: loss_plot(tmp_path, "targets"))
     [line] = caplog.messages
     assert line.startswith("loss.png was left out: it needs matplotlib")
     assert line.endswith(": pip install matplotlib, or see jaxtune report")

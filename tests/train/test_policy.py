@@ -126,6 +126,7 @@ CASES = {
     "divergence": GRPO.of(**settings(beta=0.1, temperature=1.3, importance_sampling_mode="token_truncate")),
     "entropy": GRPO.of(**settings(entropy_coef=0.1, importance_sampling_correction=False)),
     "rloo": RLOO.of(**settings()),
+    "rloo, told another loss": RLOO.of(**settings(loss_type="cispo", epsilon_high=0.3)),
 }
 
 
@@ -141,6 +142,7 @@ def test_packed_answers_have_the_loss_and_gradients_of_answers_alone(name, lengt
 
     def packed(trainable):
         loss, count, sums = objective.loss(nnx.merge(graph, trainable, frozen), batch, Forward())
+        assert sums.keys() == set(objective.sums)
         return loss / count, objective.metrics(sums)
 
     def alone(trainable):

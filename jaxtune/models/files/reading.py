@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxtune.models.files import expert_files, headers, quant, shards, stored_weights
 from jaxtune.models.files.digests import Digest, DigestCache
@@ -29,24 +30,28 @@ _THREADS = 8
 _PIECE_BYTES = 256 << 20
 
 
-@jax.jit
-def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
-    """Whether all floating-point numbers of a tensor are finite, bool[] on its device; the loader refuses damaged files
-    by it. Of a quantised tensor, the scales are checked, and the codes if they are floats (FP8). tensor: it must have
-    at least one floating-point array."""
+@functools.partial(jax.jit, static_argnums=1)
+def _all_finite(tensor: jax.Array | Stored, dtype: str | None) -> jax.Array:
+    """Whether all floating-point numbers of a tensor are finite, bool[] on its device, for `are_finite`. Of a quantised
+    tensor, the scales are checked, and the codes if they are floats (FP8). dtype: that in which the numbers of a plain
+    tensor must be finite; None: its own."""
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+    if dtype is not None and not isinstance(tensor, Stored):
+        to = jnp.finfo(dtype)
+        leaves = [lax.reduce_precision(leaf, to.nexp, to.nmant) for leaf in leaves]  # XLA would leave out a cast
+    return jnp.stack([jnp.bool_(True), *(jnp.isfinite(leaf).all() for leaf in leaves)]).all()
 
 
-def _are_finite(tensor: jax.Array | np.ndarray | Stored) -> list[jax.Array | bool]:
+def are_finite(tensor: jax.Array | np.ndarray | Stored, dtype: str | None = None) -> list[jax.Array | bool]:
     """Whether all numbers are finite, for each part of a tensor: the results of `_all_finite`, for which this function
-    does not wait, so that reading continues; _require_finite does. The parts are those that this process has of an
-    array on devices (none if it has none). A tensor in host memory is copied to the device in parts of 256 MiB, or one
-    larger row, and their results are waited for."""
+    does not wait, so that reading continues; _require_finite does, and so do exports, which refuse broken weights by
+    it. The parts are those that this process has of an array on devices (none if it has none). A tensor in host memory
+    is copied to the device in parts of 256 MiB, or one larger row, and their results are waited for. dtype: that in
+    which the numbers of a tensor that is not quantised must be finite, to which it will be cast; None: its own."""
     if not isinstance(tensor, np.ndarray):
-        return [_all_finite(part) for part in partition.addressable(tensor)]
+        return [_all_finite(part, dtype) for part in partition.addressable(tensor)]
     rows = max(1, _PIECE_BYTES * len(tensor) // max(tensor.nbytes, 1))
-    return [bool(_all_finite(jnp.asarray(tensor[at : at + rows]))) for at in range(0, len(tensor), rows)]
+    return [bool(_all_finite(jnp.asarray(tensor[at : at + rows]), dtype)) for at in range(0, len(tensor), rows)]
 
 
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
@@ -55,7 +60,7 @@ def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[
 
     Args:
       entries: {name: entry in files}.
-      finite: {name: [whether the numbers are finite, for each of the tensor's parts] (_are_finite)}.
+      finite: {name: [whether the numbers are finite, for each of the tensor's parts] (are_finite)}.
       dtype: the dtype that the error names, to which tensors are cast unless read_tensors' `dtypes` names another.
     """
     if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
@@ -130,7 +135,7 @@ def read_tensors(
         nonlocal in_flight
         name, entry, future = waiting.popleft()
         arrays[name], digests[name] = future.result()
-        finite[name] = _are_finite(arrays[name])
+        finite[name] = are_finite(arrays[name])
         in_flight -= entry.size_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:

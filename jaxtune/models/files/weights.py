@@ -59,7 +59,7 @@ class Weights:
     one of these is in memory at a time. `changed`, `dequantized` and `quantized` return new Weights with further such
     changes, and compute nothing. `maker` gives the function that computes a tensor, which the files' writer calls."""
 
-    # the changed model's structure, configs, shapes and unchanged tensors; a tensor that `made` computes has a
+    # the changed model's structure, configs, shapes and unchanged tensors; a tensor that `made` changes has a
     # jax.ShapeDtypeStruct in place of each array in it
     model: Decoder
     # {Hugging Face name: function that computes the tensor}; a caller that keeps none of the results has one in memory

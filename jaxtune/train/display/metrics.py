@@ -445,16 +445,16 @@ class Progress:
 # ---- plot
 
 
-def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
-    """Draws the finite losses in the metrics.jsonl at jsonl_path into png_path (loss.png, at a run's end): of logged
-    steps (if 50 or more, with a moving average), and of evaluations. Raises ValueError if there is none, ImportError
-    without matplotlib."""
+def loss_plot(folder: Path, unit: str) -> None:
+    """Draws the finite losses in a folder's metrics.jsonl into its loss.png, at a run's end: of logged steps (if 50 or
+    more, with a moving average), and of evaluations. unit: what they are means over (Objective.unit). Raises ValueError
+    if there is none, ImportError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"it needs matplotlib ({error}): pip install matplotlib, or see jaxtune report") from None
-    lines = read_metrics(jsonl_path)
+    lines = read_metrics(folder / JSONL)
 
     def series(key: str) -> list[tuple[int, float]]:
         """(step, value) of the lines with a finite number for this key."""
@@ -463,10 +463,11 @@ def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> Non
 
     train, evaluation = series("loss"), series("eval_loss")
     if not train and not evaluation:
-        raise ValueError(f"{jsonl_path} has no finite loss to plot")
+        raise ValueError(f"{folder / JSONL} has no finite loss to plot")
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    meant = "nats per token" if unit == "targets" else f"mean over {unit.replace('_', ' ')}"
+    axes = figure.add_subplot(xlabel="optimizer step", ylabel=f"loss ({meant})")
     if train:
         steps, losses = zip(*train)
         window = len(losses) // 25 // 2 * 2 + 1
@@ -477,10 +478,9 @@ def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> Non
     if evaluation:
         steps, losses = zip(*evaluation)
         axes.plot(steps, losses, "o--", color="tab:red", markersize=5, linewidth=1, label="evaluation loss")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(png_path)
+    figure.savefig(folder / "loss.png")
 
 
 def decorate(what: str, make: Callable[[], Any]) -> None:

@@ -23,7 +23,8 @@ class Objective(Protocol):
 
     unit: ClassVar[str]
     """What the count that `loss` returns counts, in plural, such as "targets" or "pairs". The loss of a step is the
-    mean over them, and the step's metrics have their number under this name."""
+    mean over them, and the step's metrics have their number under this name. The plot of the losses says so on its
+    axis; "targets" are trained tokens, and their losses are in nats."""
     sums: ClassVar[tuple[str, ...]]
     """The names of the sums for metrics that `loss` returns in its dict, beside the loss and the count."""
     head: ClassVar[Head]

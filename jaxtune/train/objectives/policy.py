@@ -283,7 +283,7 @@ class RLOO(GRPO):
 
     losses: PolicyLoss = dataclasses.field(default_factory=lambda: PolicyLoss(beta=0.05))
     """Only epsilon, epsilon_high and beta are used in the loss and the rewards: the bounds of clipping, and the factor
-    of the divergence. loss_type must keep its default, by which `sums` names the metrics that RLOO's loss has."""
+    of the divergence."""
 
     normalize_advantages: bool = False
     """True: the advantages are normalised to mean 0 and standard deviation 1 over a generation. False: they are not."""
@@ -304,9 +304,10 @@ class RLOO(GRPO):
 
     @property
     def _measured(self) -> tuple[str, ...]:
-        """The names of the sums for metrics that `_sums` returns, of which `sums` is made: GRPO's without "kl", which
-        the batch source measures with the rewards."""
-        return tuple(name for name in super()._measured if name != "kl")  # the divergence is measured with the rewards
+        """The names of the sums for metrics that `_sums` returns, of which `sums` is made: those of GRPO with clipped
+        ratios, whatever `losses` say, which choose no other loss here, and without "kl", because the batch source
+        measures the divergence with the rewards."""
+        return grpo.metric_names(PolicyLoss())
 
     @property
     def reference_runs(self) -> int:
