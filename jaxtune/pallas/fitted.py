@@ -1,11 +1,37 @@
 """The class of tables (`Fitted`) of numbers that were fitted to measurements on devices, such as the time of a kernel
 relative to another. From them the planner forecasts time and memory, and layers make the durations by which the stack
-distributes copies and collectives. The tables are in models/fitted.py and pallas/formats."""
+distributes copies and collectives. The tables are in models/fitted.py and pallas/formats. `device_name` is the device
+whose numbers count: this machine's, or within `planned_for` the one for which a plan is made."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+from jaxtune.pallas import dispatch
+
+_planned: contextvars.ContextVar[str | None] = contextvars.ContextVar("planned", default=None)
+
+
+@contextlib.contextmanager
+def planned_for(device: str | None) -> Iterator[None]:
+    """A context in which `device_name` returns `device`, the name of another machine's device for which a plan is made
+    (plan.device), such as "RTX 4090"; None: that of this machine, as outside of the context. Which kernels run, and
+    with which block sizes, does not depend on it."""
+    token = _planned.set(device)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def device_name() -> str:
+    """The name of the device whose fitted numbers count where layers and costs look them up without being given a
+    device: within `planned_for` the planned one, else the GPU that programs are compiled for (dispatch.device_kind);
+    "" without a GPU, for which `Fitted.of` returns the first device's numbers."""
+    return _planned.get() or dispatch.device_kind() or ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,7 +112,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
             f"{path}: no GPU kernels in it (event categories kernel, gpu_memcpy, gpu_memset); profile with "
             "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], or give JAX's .xplane.pb"
         )
-    device_rows, num_devices = _busiest_device(device_rows)
+    device, device_rows, num_devices = _busiest_device(device_rows, head.get("deviceProperties") or [])
     forward = _Forward(calls)
     marks = sorted(
         ((c.start, c.end) for thread in calls.values() for c in thread if _STEP.match(c.name)), key=lambda m: m[0]
@@ -135,17 +135,14 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
         )
     if not any(call.args.get("Input Dims") for thread in calls.values() for call in thread):
         notes.append("the trace has no shapes (record_shapes=False): FLOPs of products are unknown")
-    properties = (head.get("deviceProperties") or [{}])[0]
-    versions = {
-        k: str(head[v]) for k, v in (("torch", "pytorch_version"), ("cuda", "cuda_runtime_version")) if v in head
-    }
-    # Metadata that the program added with torch.profiler's add_metadata_json are top-level entries.
-    meta = {key: head[key] for key in ("what", "tokens_per_step") if key in head}
+    named = {"torch": "pytorch_version", "cuda": "cuda_runtime_version"}
+    versions = {name: str(head[key]) for name, key in named.items() if key in head}
     return Trace(
         path=path,
         framework="torch",
-        meta=meta,
-        device="CPU" if on_cpu else str(properties.get("name", "")),
+        # Metadata that the program added with torch.profiler's add_metadata_json are top-level entries.
+        meta={key: head[key] for key in ("what", "tokens_per_step") if key in head},
+        device="CPU" if on_cpu else device,
         events=events,
         steps=steps,
         num_devices=num_devices,
@@ -201,13 +198,16 @@ def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], 
     return rows, calls
 
 
-def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:
-    """Chooses the device that the report shows. rows: the trace events of kernels, copies and memsets. Returns (the
-    rows of the device with the longest sum of durations, the number of devices, for Trace.num_devices)."""
+def _busiest_device(rows: list[dict], properties: list[dict]) -> tuple[str, list[dict], int]:
+    """Chooses the device that the report shows: the one with the longest sum of durations. rows: the trace events of
+    kernels, copies and memsets. properties: the trace's `deviceProperties`, an entry for each GPU; kinds may differ.
+    Returns (its name, or that of the first entry if none has its number; its rows; the number of devices)."""
     by_device: dict[Any, list[dict]] = collections.defaultdict(list)
     for row in rows:
         by_device[(row.get("args") or {}).get("device", row.get("pid"))].append(row)
-    return max(by_device.values(), key=lambda r: sum(float(x.get("dur", 0)) for x in r)), len(by_device)
+    busiest, own = max(by_device.items(), key=lambda item: sum(float(row.get("dur", 0)) for row in item[1]))
+    entries = [each for each in properties if each.get("id") == busiest] or properties or [{}]
+    return str(entries[0].get("name", "")), own, len(by_device)
 
 
 class _Forward:

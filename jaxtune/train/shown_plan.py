@@ -13,6 +13,7 @@ from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.generation.slot_plan import slots_for
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, weights_stored_in
+from jaxtune.pallas.fitted import planned_for
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.display import report
@@ -55,6 +56,14 @@ def show_plan(config: TrainConfig, console: Console) -> None:
         raise ValueError(
             "plan.device is not set, and this machine has no GPU: name one, such as plan.device='RTX 4090'"
         )
+    with planned_for(config.plan.device):
+        _show_plan_for(device, config, console)
+
+
+def _show_plan_for(device: Device | None, config: TrainConfig, console: Console) -> None:
+    """Makes the plan of `show_plan` and prints it on `console`, with the lines that follow it. device: the one of
+    another machine for which the plan is; None: a device of this machine, of a mesh that is chosen here if the config
+    names none. Raises what `show_plan` does, except for errors that the config alone shows."""
     hf = find_config(config.model.from_config or config.model.path or "")
     shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
     config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))

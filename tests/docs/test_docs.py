@@ -162,7 +162,9 @@ def test_the_readmes_plan_is_what_the_command_prints(workplace, capsys):
 CARDS = ("RTX 3060", "RTX 4060 Ti 16GB", "RTX 4090", "RTX 5090", "A40", "A100")  # of 12, 16, 24, 32, 48 and 80 GB
 
 
-@pytest.mark.parametrize(("card", "recipe"), re.findall(r"GB \(([\w ]+)\) \| `(qwen3\.5-[\w.-]+)` \|$", README, re.M))
+@pytest.mark.parametrize(
+    ("card", "recipe"), re.findall(r"GB \(([\w ]+)\) \| `((?:qwen3\.5|gemma-4)-[\w.-]+)` \|$", README, re.M)
+)
 def test_the_card_that_is_named_is_the_smallest(card, recipe):
     config = load_config(recipe, [], rows_needed=False)
     parts = step_cost(abstract_model(config_from_hf(find_config(config.model.path)), config), config)
@@ -191,7 +193,15 @@ def test_the_plans_of_qwen35_are_what_the_planner_says(row):
             assert value == pytest.approx(record[name], rel=2e-3), f"{card}: python -m tests.docs.qwen35_plans"
 
 
-# ---- docs/: tables of names
+# ---- docs/: functions and tables of names
+
+
+def test_functions_that_errors_tell_users_to_call_are_in_the_reference():
+    """They are named as "use dequantize first (jaxtune.models.files.quant)"."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "jaxtune").rglob("*.py")]
+    named = {found for text in sources for found in re.findall(r"use (\w+)(?: first)? \((jaxtune\.[\w.]+)\)", text)}
+    reference = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md")).splitlines()
+    assert named and {f"::: {module}.{name}" for name, module in named} <= set(reference)
 
 
 def table(page: str, heading: str) -> list[list[str]]:

@@ -262,3 +262,27 @@ def test_only_the_busiest_device_is_read(tmp_path):
     assert report.num_devices == 2
     assert not any(row.name == "nvjet_other_device" for row in report.kernels)
     json.dumps(report.to_dict())
+
+
+def test_the_device_that_is_read_is_named_where_gpus_differ(tmp_path):
+    """The busiest is the second here, and neither the first in the list of properties nor, by number, in its place."""
+    trace = torch_trace()
+    for number in range(5):
+        trace.kernel("nvjet_other_device", 10, 2000 + number * 1000, 900)
+        trace.rows[-1]["args"]["device"] = 2
+    content = trace.content() | {
+        "deviceProperties": [
+            {"id": number, "name": name} for number, name in enumerate(("NVIDIA H200", "NVIDIA A40", "NVIDIA L4"))
+        ][::-1]
+    }
+    file = tmp_path / "run.json"
+    for properties, name in (
+        (content["deviceProperties"], "NVIDIA L4"),
+        (content["deviceProperties"][::-1], "NVIDIA L4"),
+        ([{"name": "NVIDIA A40"}], "NVIDIA A40"),
+        ([], ""),
+    ):
+        file.write_text(json.dumps(content | {"deviceProperties": properties}))
+        report = show(file)
+        assert (report.device, report.num_devices) == (name, 2)
+        assert [row.name for row in report.kernels] == ["nvjet_other_device"]

@@ -21,7 +21,6 @@ from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segm
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import norm_of
 from jaxtune.models.rope import rotate, scaled_by_position
-from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import attention_backward, attention_forward
 from jaxtune.pallas.decode_attention import (
     cache_capacity,
@@ -31,6 +30,7 @@ from jaxtune.pallas.decode_attention import (
     decode_attention,
     written,
 )
+from jaxtune.pallas.fitted import device_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,13 +188,13 @@ class Attention(nnx.Module):
         own = (Residual("key", small=given), Residual("value", decided_with="key", small=given))
         slower = (1.0, 1.0)
         if self.config.head_dim > 256:
-            wide = WIDE_ATTENTION_TIME.of("mosaic", dispatch.device_kind() or "")
+            wide = WIDE_ATTENTION_TIME.of("mosaic", device_name())
             slower = (wide.forward, wide.backward)
 
         def multiplications(tokens: int, length: int, backward: bool) -> float:
             """The duration of attention over rows of `length` tokens, for Segment.multiplications
             (models/fitted.py)."""
-            fit = ATTENTION_STAGE.of("cudnn", dispatch.device_kind() or "")
+            fit = ATTENTION_STAGE.of("cudnn", device_name())
             whole = fit.slower * (1 + fit.half_tokens / length) * tokens * width * length
             return whole * (fit.backward if backward else 1.0) * slower[backward]
 

@@ -20,7 +20,6 @@ from jaxtune.models.fitted import DELTA_NET_BYTES, DELTA_RULE_TIME
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import RMSNorm
-from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.delta_rule import (
     delta_rule_chunk,
@@ -31,6 +30,7 @@ from jaxtune.pallas.delta_rule import (
     short_convolution_step,
 )
 from jaxtune.pallas.delta_rule.chunked import CHUNK, GROUP_TOKENS
+from jaxtune.pallas.fitted import device_name
 
 _OUT = "remembered"  # the recurrence's output, by the name that checkpoints of earlier runs have in their plans
 
@@ -163,7 +163,7 @@ class DeltaNet(nnx.Module):
         """Its segments in the order in which they run: `project` (the input projections), `recur` (convolution and
         recurrence) and `mix` (gated norm and out_proj). They tell the stack how to run the mixer and the planner what
         it costs."""
-        shape, time = self.shape, DELTA_RULE_TIME.of("triton", dispatch.device_kind() or "")
+        shape, time = self.shape, DELTA_RULE_TIME.of("triton", device_name())
         # Per token and head: the state is read twice and written once; two triangular matrices of a chunk count half.
         products = shape.heads * (3 * shape.key_dim * shape.value_dim + CHUNK * (shape.key_dim + shape.value_dim))
         apart = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")

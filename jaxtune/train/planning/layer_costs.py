@@ -24,6 +24,7 @@ from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.fitted import device_name
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.train.planning.devices import Device, float32_time
@@ -139,11 +140,11 @@ def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
     graph, trained, rest = nnx.split(layer, nnx.Param, ...)
     leaves, structure = jax.tree.flatten((trained, rest))
     abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
-    return _kind_of(graph, spec, shape, length, dtype, abstract, structure)
+    return _kind_of(graph, spec, shape, length, dtype, abstract, structure, device_name())
 
 
 @functools.lru_cache(64)
-def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> LayerKind:
+def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: str) -> LayerKind:
     """Makes the LayerKind of a layer (its residuals and its work) from hashable values, so that the result can be
     cached and equal layers get the same object.
 
@@ -154,6 +155,7 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> Layer
       length: tokens of a row.
       dtype: the compute dtype.
       leaves, structure: (shape, dtype) of each of its arrays, and the tree that they form.
+      device: `device_name()`, on which the work depends; the layer's segments look it up themselves.
     """
     arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
     block = nnx.merge(graph, *arrays)
@@ -165,15 +167,18 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> Layer
     moved = residuals | taken | {LAYER_OUTPUT: residuals[LAYER_INPUT]}
     window = min(spec.window or length, length)
     seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
-    work = {s.name: _segment_work(s, block, moved, seen_keys, shape.hidden_size, dtype) for s in block.segments()}
+    work = {
+        s.name: _segment_work(s, block, moved, seen_keys, shape.hidden_size, dtype, device) for s in block.segments()
+    }
     state_bytes = functools.partial(_state_bytes, graph, spec, shape, dtype, arrays)
     return LayerKind(block, residuals, padding, work, state_bytes)
 
 
-def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
+def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype, device: str) -> Work:
     """The work of one segment of a layer, by which the planner forecasts its seconds; `Work` says what is for each
-    token and what is once a pass. Products that are slower or faster than 16-bit ones (quantised, FP8 or float32
-    matrices) count by their time on the GPU of `dispatch.device_kind`.
+    token and what is once a pass. Products over quantised and FP8 matrices, which are slower or faster than 16-bit
+    ones, count by their fitted time on `device`, and those of float32 matrices by the rate of the GPU that programs are
+    compiled for (dispatch.device_kind).
 
     Args:
       segment: the segment, which names its matrices and the values that it reads and makes.
@@ -182,8 +187,8 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
       seen_keys: the mean number of keys that a token attends to.
       hidden: the hidden size.
       dtype: the compute dtype.
+      device: the device's name (pallas/fitted.device_name).
     """
-    device = dispatch.device_kind() or ""
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
         matrix = matrix_of(block, name)
@@ -194,7 +199,7 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
             sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
         # A module's own float32 product runs at the device's float32 rate and copies what it reads to float32.
         wide = matrix.compute == "float32" and dtype.itemsize < 4
-        plain = float32_time(device) if wide else 1.0
+        plain = float32_time(dispatch.device_kind() or "") if wide else 1.0
         sums["flops"] += 2.0 * used * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else plain)
         sums["moved_bytes"] += 4.0 * sum(matrix.sizes[-2:]) if wide else 0.0
         sums["weight_bytes"] += nbytes(weight)

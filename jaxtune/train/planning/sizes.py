@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.placement import partition
-from jaxtune.pallas import dispatch
+from jaxtune.pallas.fitted import device_name
 from jaxtune.pallas.formats import Stored, format_of
 
 
@@ -23,10 +23,10 @@ def nbytes(tree) -> float:
 def packed_slack(frozen) -> float:
     """Device bytes that the allocator loses on a model's quantised weights, because the 16-bit originals, which are
     freed after encoding, leave gaps of other sizes: a share of the quantised weights' bytes, fitted for each format and
-    GPU. `frozen` is the nnx.State of the weights that do not train; 0 if none is quantised. Weights that are divided
+    device. `frozen` is the nnx.State of the weights that do not train; 0 if none is quantised. Weights that are divided
     over devices count whole here; callers divide the result by the number of parts."""
     stored = [leaf for leaf in jax.tree.leaves(frozen, is_leaf=_is_stored) if isinstance(leaf, Stored)]
-    return sum(format_of(leaf).slack.of("xla", dispatch.device_kind() or "") * nbytes(leaf) for leaf in stored)
+    return sum(format_of(leaf).slack.of("xla", device_name()) * nbytes(leaf) for leaf in stored)
 
 
 def weight_bytes(frozen, parts: int) -> float:
