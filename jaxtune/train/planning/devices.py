@@ -72,6 +72,9 @@ _PINNED_SHARE = 0.7  # share of the host's memory that may be pinned
 _ONE_MEMORY_GBPS = 25.0  # network rate between machines whose device and host share one memory
 # The environment variable that limits the GiB that XLA pins; its default is 64.
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+# Of these GiB, what loading and resuming pinned before the first step, in pieces too small for what a step pins: 2.1
+# when a full 8B was resumed.
+_STAGED_GIB = 3
 # An unknown device of this machine is assumed to have the rates of this one, which only rank plans, until it is
 # measured.
 _ASSUMED = "RTX 3060"
@@ -128,24 +131,25 @@ def _limited_note() -> str:
 
 def allow_pinned_memory() -> None:
     """Lets XLA pin as much of this machine's memory (keep it in place for copies to and from the GPU) as the planner
-    counts on, 70 % of what this process may use, by an environment variable; a limit that is already set there stays.
-    XLA's default of 64 GiB may be less than that, or more.
+    counts on, 70 % of what this process may use, and what loading pins beside that, by an environment variable; a limit
+    that is already set there stays. XLA's default of 64 GiB may be less than that, or more.
 
     `jaxtune train` calls it before JAX starts its devices, when XLA reads the limit. The memory is pinned as it is
     used."""
-    os.environ.setdefault(_PINNED_LIMIT, str(int(host_memory_bytes() * _PINNED_SHARE) >> 30))
+    os.environ.setdefault(_PINNED_LIMIT, str(math.ceil(host_memory_bytes() * _PINNED_SHARE / 2**30) + _STAGED_GIB))
 
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
-    """Bytes of host memory that one device may pin: the smaller of its share of 70 % of the memory that this
-    process may use, and its share of what XLA lets this process pin (see allow_pinned_memory). `find_device` stores it
-    in Device.host_bytes, by which plans limit what they offload and the optimizer's states on the host.
+    """Bytes of host memory that one device may pin: the smaller of its share of 70 % of the memory that this process
+    may use, and its share of what XLA lets this process pin (see allow_pinned_memory) beside what loading pins.
+    `find_device` stores it in Device.host_bytes, by which plans limit what they offload and the optimizer's states on
+    the host.
 
     Args:
       on_host: number of the run's devices on this host.
       in_process: number of the run's devices that this process uses.
     """
-    limit = int(os.environ.get(_PINNED_LIMIT, 64)) * 2.0**30
+    limit = max(int(os.environ.get(_PINNED_LIMIT, 64)) - _STAGED_GIB, 0) * 2.0**30
     return min(host_memory_bytes() * _PINNED_SHARE / on_host, limit / in_process)
 
 
