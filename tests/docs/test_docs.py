@@ -162,8 +162,8 @@ def test_the_readmes_plan_is_what_the_command_prints(workplace, capsys):
 CARDS = ("RTX 3060", "RTX 4060 Ti 16GB", "RTX 4090", "RTX 5090", "A40", "A100")  # of 12, 16, 24, 32, 48 and 80 GB
 
 
-# Not gemma-4-e4b and gemma-4-12b: by forecast they fit 12 GB, where a step mostly waits for the host; they are named for
-# 16 GB, in which their steps were measured (steps.json).
+# Not gemma-4-e4b and gemma-4-12b: by forecast they fit 12 GB, where a step mostly waits for the host; they are named
+# for 16 GB, in which their steps were measured (steps.json).
 @pytest.mark.parametrize(
     ("card", "recipe"), re.findall(r"GB \(([\w ]+)\) \| `((?:qwen3\.5|gemma-4-[23])[\w.-]+)` \|$", README, re.M)
 )
