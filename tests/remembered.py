@@ -256,7 +256,8 @@ def _is_test_data(node: ast.AST) -> bool:
 
 
 def _of_import(module: str, name: str) -> set[str]:
-    words = {*module.split("."), *name.split(".")}
+    # Not "", which stands for what a file runs when it is imported (_meanings): tests/conftest.py sets signals there.
+    words = {*module.split("."), *name.split(".")} - {""}
     # importlib's other modules import nothing: they read files that count for every test.
     return words - {"importlib"} if words & {"metadata", "resources"} else words
 

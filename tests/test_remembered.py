@@ -325,3 +325,10 @@ def test_what_passed_in_another_environment_is_run_again(suite):
     assert "3 tests were not run" in run(**plain, JAX_COMPILATION_CACHE_DIR="/elsewhere")[1]
     for changed in ({"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}, {"JAX_ENABLE_X64": "1"}, {"HYPOTHESIS_PROFILE": "deep"}):
         assert "4 passed" in run(**plain | changed)[1]
+
+
+def test_what_conftest_runs_for_all_tests_makes_none_of_them_timed():
+    """It sets signals, and for a day no test was remembered."""
+    names = ["programs_are_kept_as_the_command_keeps_them", "compiled_quickly"]
+    assert not remembered.timed(ROOT / "tests/train/test_checkpoint.py", [*names, "test_nothing_there", "checkpointer"])
+    assert remembered.timed(ROOT / "tests/faults/test_kills.py", [*names, "test_killed_at_random_moments"])
