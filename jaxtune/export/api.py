@@ -5,8 +5,8 @@ the result. The folder is complete and verified before it gets its name.
 Each entry of FORMATS is called with (model, `_Job`: the other arguments of export_model). `_folder` makes the entries
 for folders of safetensors and JSON files, PEFT's among them, those of some quantised formats through `_stored`; the
 others are `_gguf` and `_gguf_adapter`, which write by `_write_gguf`. `_whole` gives the weights that exports of a whole
-model write; if it has an adapter, each is merged with it when it is made, and each is refused if it is not finite
-(`_finite`).
+model write. Each weight is made when it is written: an adapter is merged into it, and `_finite` refuses it if one of
+its numbers is not finite.
 """
 
 from __future__ import annotations

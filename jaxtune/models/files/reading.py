@@ -43,11 +43,16 @@ def _all_finite(tensor: jax.Array | Stored, dtype: str | None) -> jax.Array:
 
 
 def are_finite(tensor: jax.Array | np.ndarray | Stored, dtype: str | None = None) -> list[jax.Array | bool]:
-    """Whether all numbers are finite, for each part of a tensor: the results of `_all_finite`, for which this function
-    does not wait, so that reading continues; _require_finite does, and so do exports, which refuse broken weights by
-    it. The parts are those that this process has of an array on devices (none if it has none). A tensor in host memory
-    is copied to the device in parts of 256 MiB, or one larger row, and their results are waited for. dtype: that in
-    which the numbers of a tensor that is not quantised must be finite, to which it will be cast; None: its own."""
+    """Whether all numbers of a tensor are finite: a bool for each part of it. The loader and exports refuse broken
+    weights by it.
+
+    The parts of an array on devices are those that this process has, possibly none. Their bools are arrays that are
+    still being computed, so that the loader can continue to read. A tensor in host memory is copied to the device in
+    parts of 256 MiB, or one larger row, and this function waits for their results.
+
+    dtype: the dtype to which a tensor that is not quantised will be cast, in which its numbers must be finite; None:
+    its own.
+    """
     if not isinstance(tensor, np.ndarray):
         return [_all_finite(part, dtype) for part in partition.addressable(tensor)]
     rows = max(1, _PIECE_BYTES * len(tensor) // max(tensor.nbytes, 1))
@@ -55,8 +60,8 @@ def are_finite(tensor: jax.Array | np.ndarray | Stored, dtype: str | None = None
 
 
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
-    """Raises ValueError, with the names and files, if a tensor has values that are not finite; waits for the devices.
-    read_tensors calls it once, at its end.
+    """Raises ValueError, which names the tensors and their files, if a tensor has values that are not finite. It waits
+    until the devices have computed `finite`. read_tensors calls it once, at its end.
 
     Args:
       entries: {name: entry in files}.

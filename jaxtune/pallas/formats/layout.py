@@ -193,7 +193,7 @@ class Layout:
 
     def check(self, settings: Settings) -> None:
         """Checks `settings`, a quantization_config that `recognises` accepts. It raises ValueError, whose message names
-        the key and its value, for a setting that is not supported. registry.weights_stored_in calls it, for plans and
+        the key and its value, for a setting that is not supported. registry.stated_layout calls it, for plans and
         before a checkpoint's tensors are read. This method accepts every setting; layouts override it."""
 
     def key_of(self, name: str) -> tuple[str, str] | None:

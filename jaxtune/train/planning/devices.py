@@ -162,9 +162,9 @@ def pool_bytes(pinned: float) -> float:
 
 
 def most_pinned_bytes(device: Device, room: float) -> float:
-    """The most bytes that the device's part of a step may pin so that the pool (`pool_bytes`) takes no more than `room`
-    bytes of host memory: all of Device.host_bytes where that is within `room`, because XLA lets the pool grow no
-    further. `beside_states` in choice.py limits plans by it."""
+    """The most bytes that a step may pin for `device` so that XLA's pool (`pool_bytes`) fits into `room` bytes of host
+    memory. If Device.host_bytes is at most `room`, it is Device.host_bytes, because XLA lets the pool grow no further;
+    else it is the largest power of two within `room`. `beside_states` in choice.py limits plans by it."""
     if device.host_bytes <= room:
         return device.host_bytes
     return 2.0 ** math.floor(math.log2(room)) if room > 0 else 0.0
