@@ -1,7 +1,7 @@
 """Measures what is named on the GPU of this machine, and fails where something got worse.
 
-    python -m benchmarks FOLDER NAME ... [--seconds 540]
-    python -m benchmarks FOLDER [STEP ...] --old FOLDER [--cold] [--seconds 540]
+    python -m benchmarks FOLDER NAME ... [--seconds 540] [--each 150]
+    python -m benchmarks FOLDER [STEP ...] --old FOLDER [--rounds 2] [--cold] [--seconds 540] [--each 150]
     python -m benchmarks --list
 
 A name is a train step, a part with a script of its own, or a set of either. Records go to FOLDER, in the form of
@@ -11,9 +11,10 @@ A part is a process with a time limit, and one that fails costs only itself. Whe
 JAXTUNE_COMMIT names the commit. `ablation` is of steps that are each without something, and says what it gains.
 
 With --old, that folder holds an older commit's files (`git worktree add FOLDER COMMIT`, or `git archive COMMIT`
-unpacked into a folder that is named COMMIT). Each step runs benchmarks/train/step.py of either side in turn, old, new,
-old, new, each with a process and its side's own cache of compiled programs; FOLDER/commits.json has the ratio of the
-medians of tokens per second, which must be 0.995. Both sides' programs are compiled beforehand, side by side; with
+unpacked into a folder that is named COMMIT). Each step runs benchmarks/train/step.py of either side in turn, new, old,
+new, old (--rounds 2), each with a process and its side's own cache of compiled programs; FOLDER/commits.json has the
+ratio of the medians of tokens per second, which must be 0.995. A case that the older commit does not know fails there
+and costs the seconds of that. Both sides' programs are compiled beforehand, side by side; with
 --cold, by each side's first run alone instead, whose seconds are recorded (`compile_seconds_cold`). commits.json is
 added to by the next call, so that several calls, each of at most --seconds, make one record.
 """
@@ -21,7 +22,9 @@ added to by the next call, so that several calls, each of at most --seconds, mak
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import shlex
 import statistics
@@ -40,15 +43,19 @@ FLOORS = {"old": 0.995, "stored": 0.97}  # a stored record is of another day, an
 _KEPT = (
     "commit",
     "tokens_per_second",
+    "predicted_tokens_per_second",
     "step_seconds",
     "step_seconds_all",
     "peak_memory_gb",
+    "predicted_peak_gb",
     "compiled_peak_gb",
     "compile_seconds_cold",
     "compile_seconds_cached",
     "residuals",
     "micro_batches",
+    "attention",
     "losses",
+    "parts",
     "failed",
 )
 
@@ -80,16 +87,23 @@ def run_part(name: str, folder: Path) -> list[str]:
     return worse(json.loads(output.read_text(encoding="utf-8")), before)
 
 
-def ratio(runs: list[dict]) -> float | None:
-    """New tokens per second over old, in the medians; None where a side has none."""
+def kept(found: dict) -> dict:
+    """Of a run's record, what a comparison keeps."""
+    return {key: found[key] for key in _KEPT if key in found}
+
+
+def ratio(runs: list[dict], before: str = "old", after: str = "new") -> float | None:
+    """Tokens per second of the side `after` over those of `before`, in the medians; None where one has none."""
     old, new = (
         [run["tokens_per_second"] for run in runs if run["side"] == side and "failed" not in run]
-        for side in ("old", "new")
+        for side in (before, after)
     )
     return statistics.median(new) / statistics.median(old) if old and new else None
 
 
-def beside_older(names: list[str], sides: list[Side], facts: dict, call: Call, ahead: bool) -> dict[str, float | None]:
+def beside_older(
+    names: list[str], sides: list[Side], facts: dict, call: Call, options: argparse.Namespace
+) -> dict[str, float | None]:
     """Makes the runs that the call's record lacks; {step: ratio}.
 
     Raises:
@@ -103,27 +117,30 @@ def beside_older(names: list[str], sides: list[Side], facts: dict, call: Call, a
     def missing(name: str) -> list[tuple[int, Side]]:
         runs = record["cases"].get(name, ())
         done = {(run["round"], run["side"]) for run in runs if "failed" not in run}
-        return [(number, side) for number in (1, 2) for side in sides if (number, side.name) not in done]
+        turns = itertools.product(range(1, options.rounds + 1), sides)
+        return [(number, side) for number, side in turns if (number, side.name) not in done]
 
     wanted = [name for name in names if missing(name)]
-    if ahead and wanted:
+    if not options.cold and wanted:
         call.ahead([(side, [STEPS[name] for name in wanted]) for side in sides])
     for name in wanted:
         longest = 0.0
         for number, side in missing(name):
             begun = time.monotonic()
-            found = call.run(side, STEPS[name], f"{name}: {side.name} {number}", longest)
+            found = call.run(side, STEPS[name], f"{name}: {side.name} {number}", longest, options.each)
             if found is None:
                 break
             longest = max(longest, time.monotonic() - begun)
             runs = [run for run in record["cases"].get(name, ()) if "failed" not in run]
-            runs.append({key: found[key] for key in _KEPT if key in found} | {"side": side.name, "round": number})
+            runs.append(kept(found) | {"side": side.name, "round": number})
             record["cases"][name], record["ratios"][name] = runs, ratio(runs)
             write(call.output, record)
     return {name: record["ratios"].get(name) for name in names}
 
 
-def beside_stored(names: list[str], side: Side, device: str, call: Call, ahead: bool) -> dict[str, float | None]:
+def beside_stored(
+    names: list[str], side: Side, device: str, call: Call, options: argparse.Namespace
+) -> dict[str, float | None]:
     """Runs each step once and writes its record; {step: ratio to the stored one}, of those that have one.
 
     Raises:
@@ -134,10 +151,10 @@ def beside_stored(names: list[str], side: Side, device: str, call: Call, ahead: 
         if name in stored and (found := stored[name]["device"]) != device:
             raise SystemExit(f"{name}: the stored record is of {found!r}, this device is {device!r}; use --old FOLDER")
     records, ratios = call.begun({}), dict.fromkeys(names)
-    if ahead:
+    if not options.cold:
         call.ahead([(side, [STEPS[name] for name in names])])
     for name in names:
-        found = call.run(side, STEPS[name], name)
+        found = call.run(side, STEPS[name], name, most=options.each)
         if found is None or "failed" in found:
             continue
         write(call.output, records := records | {name: found})
@@ -169,11 +186,11 @@ def run_steps(names: list[str], options: argparse.Namespace) -> list[str]:
     new = Side("new", ROOT, facts["commit"], caches / "new")
     call = Call(options.folder / ("steps.json" if options.old is None else "commits.json"), options.seconds)
     if options.old is None:
-        ratios = beside_stored(names, new, facts["device"], call, not options.cold)
+        ratios = beside_stored(names, new, facts["device"], call, options)
     else:
         old = Side("old", options.old.resolve(), commit_of(options.old.resolve()), caches / "old")
         facts["old_commit"] = old.commit
-        ratios = beside_older(names, [old, new], facts, call, not options.cold)
+        ratios = beside_older(names, [new, old], facts, call, options)
     floor = FLOORS["stored" if options.old is None else "old"]
     for name, found in ratios.items():
         print(f"{name}: {'no ratio' if found is None else f'{found:.4f}'}, at least {floor} is asked", flush=True)
@@ -187,6 +204,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--old", type=Path, metavar="FOLDER", help="files of the commit to compare steps with")
     parser.add_argument("--cold", action="store_true", help="nothing is compiled beforehand; compiling is timed")
     parser.add_argument("--seconds", type=float, default=540, help="that the steps of this call may take")
+    parser.add_argument("--each", type=float, default=math.inf, help="seconds that one run of a step may take")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of either side, with --old (default: 2)")
     parser.add_argument("--list", action="store_true", help="sets, parts and steps")
     options = parser.parse_args(argv)
     if options.list:

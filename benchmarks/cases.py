@@ -14,7 +14,7 @@ class Step:
     """
 
     arguments: str
-    steps: int = 8
+    steps: int = 10
     cold: bool = False
     beside: str | None = None
 
@@ -28,6 +28,7 @@ _EXPERTS = {
     "qwen3_moe": "--shape qwen3-30b-a3b --budget-gb 75.1 --optim adamw_8bit",
     "qwen3_moe_nf4": "--shape qwen3-30b-a3b --budget-gb 30.7 --optim adamw_8bit --load-in nf4",
 }
+_PARTS = "--profile {folder}"  # further steps are traced; the record says where their time goes
 _RELOAD = "--plan 'recompute, layer_input=offload'"
 _14B = "--shape qwen3-14b --load-in nf4 --rows 4 --documents packed --micro-batches 1"
 # 8 x 2,048 tokens; packed, 4,096 and 65,536.
@@ -45,7 +46,7 @@ STEPS = {
         f"8b_{objective}": Step(f"{_8B} --documents pairs --objective {objective}")
         for objective in ("sft", "dpo", "dpo_precomputed")
     },
-    "8b_nf4_parts": Step(f"{_8B} --load-in nf4 --profile {{folder}}", steps=4),
+    "8b_nf4_parts": Step(f"{_8B} --load-in nf4 {_PARTS}", steps=4),
     # Precision maps (docs/precision.md), beside 8b_nf4, which has none.
     "8b_nf4_norms": Step(f"{_8B} --load-in nf4 --precision norms=fp32"),
     "8b_nf4_mixed": Step(f"{_8B} --load-in nf4 --precision 'layers.0.*=bf16,layers.31.*=bf16,down_proj=int8'"),
@@ -59,6 +60,14 @@ STEPS = {
     "8b_qat_int8_int4": Step(f"{_8B} --qat int8-int4"),
     "1b_full": Step("--shape llama-3.2-1b --rank 0"),
     "1b_full_qat": Step("--shape llama-3.2-1b --rank 0 --qat int4"),
+    # Within what 12, 16 and 24 GiB cards leave, by the planner's own plan.
+    "8b_10.8gb": Step(f"{_8B} --load-in nf4 --plan auto --budget-gb 10.8"),
+    "8b_16gb": Step(f"{_8B} --load-in nf4 --plan auto --budget-gb 16"),
+    "14b_16gb": Step("--shape qwen3-14b --load-in nf4 --plan auto --budget-gb 16"),
+    "32b_25.2gb": Step("--shape qwen3-32b --load-in nf4 --plan auto --budget-gb 25.2"),
+    "06b": Step("--shape qwen3-0.6b --micro-batches 1", steps=16),
+    "06b_full": Step("--shape qwen3-0.6b --micro-batches 1 --rank 0", steps=16),
+    "8b_full_8bit": Step(f"{_8B} --rank 0 --optim adamw_8bit --plan auto"),
     "32b_nf4": Step("--shape qwen3-32b --load-in nf4 --rows 4 --micro-batches 4 --plan recompute", steps=5),
     # All experts train, so their weights have gradients. 14 billion parameters in 16 bits, with 8-bit states.
     "qwen15_moe_full": Step("--shape qwen1.5-moe-a2.7b --rank 0 --rows 4 --optim adamw_8bit --plan auto"),
@@ -68,6 +77,7 @@ STEPS = {
     "qwen35_9b_nf4": Step(f"{_35}9b --load-in nf4 --plan auto --budget-gb 16"),
     "qwen35_27b_nf4": Step(f"{_35}27b --load-in nf4 --plan auto --budget-gb 32", steps=5),
     "qwen35_35b": Step(f"{_35}35b-a3b --plan auto --budget-gb 100 --optim adamw_8bit"),
+    "qwen35_35b_kept": Step(f"{_35}35b-a3b --micro-batches 1 --optim adamw_8bit {_PARTS}"),
     "qwen35_35b_nf4": Step(f"{_35}35b-a3b --load-in nf4 --plan auto --budget-gb 36 --optim adamw_8bit"),
     "gemma4_e4b": Step(f"{_GEMMA}e4b --plan auto --budget-gb 24", steps=5),
     # Fits because the plan has the table of per-layer embeddings in host memory.
@@ -79,7 +89,20 @@ STEPS = {
     "gemma4_26b_nf4": Step(f"{_GEMMA}26b-a4b --load-in nf4 --plan auto --budget-gb 24 --optim adamw_8bit", steps=5),
     "gemma4_31b_nf4": Step(f"{_GEMMA}31b --load-in nf4 --plan auto --budget-gb 32", steps=5),
     "gpt_oss_kept": Step("--shape gpt-oss-20b --plan keep --micro-batches 2", steps=5),
-    "qwen3_moe_kept": Step("--shape qwen3-30b-a3b --plan keep --optim adamw_8bit", steps=5),
+    "gpt_oss_one": Step(f"--shape gpt-oss-20b --micro-batches 1 {_PARTS}"),
+    "gpt_oss_fp8_one": Step(f"--shape gpt-oss-20b --micro-batches 1 {_IN_FP8} {_PARTS}"),
+    # The experts stay as gpt-oss is published.
+    "gpt_oss_mxfp4": Step(f"--shape gpt-oss-20b --load-in mxfp4 --plan auto --budget-gb 24 {_PARTS}"),
+    "gpt_oss_120b": Step(
+        f"--shape gpt-oss-120b --load-in mxfp4 --plan auto --budget-gb 115 --optim adamw_8bit {_PARTS}"
+    ),
+    # As it was measured first (h200_once.json).
+    "qwen3_next": Step(
+        "--shape qwen3-next-80b-a3b --load-in nf4 --rows 4 --documents packed --rank 8 --plan auto --optim adamw_8bit "
+        + _PARTS
+    ),
+    "qwen3_moe_fp8_kept": Step(f"--shape qwen3-30b-a3b --micro-batches 1 --optim adamw_8bit {_IN_FP8} {_PARTS}"),
+    "qwen3_moe_kept": Step("--shape qwen3-30b-a3b --plan keep --optim adamw_8bit"),
     # Their peaks are held against bf16's. Of 30 GB of codes the allocator may lose more than the planner counts.
     "gpt_oss_fp8": Step(f"--shape gpt-oss-20b --budget-gb 50.9 {_IN_FP8} --plan auto"),
     "qwen3_moe_fp8": Step(f"--shape qwen3-30b-a3b --budget-gb 73.5 --optim adamw_8bit {_IN_FP8} --plan auto"),
@@ -112,6 +135,7 @@ _MEMORY = "benchmarks/train/memory.py"
 PARTS = {
     "startup": Part("benchmarks/train/startup.py", "startup_8b.json", 240),
     **{name: Part(f"benchmarks/kernels/{name}.py", f"{name}.json", seconds) for name, seconds in _KERNELS.items()},
+    "tuned": Part("benchmarks/train/tuned.py", "tuned.json", 560),
     "mesh": Part("benchmarks/train/mesh.py", "mesh_2.json", 580),  # needs two GPUs
     # Each adds its cases to one file.
     "memory_plans": Part(
@@ -129,5 +153,10 @@ SETS = {
     "qat": ["8b", "8b_qat", "8b_qat_int8_int4", "1b_full", "1b_full_qat"],
     "fp8_ranks": ["8b_fp8", "8b_fp8_r64", "8b_fp8_blocks", "8b_fp8_blocks_r64"],
     "gemma4": [name for name in STEPS if name.startswith("gemma4")],
+    # Models of experts as they are kept, and models on the cards for which they are named.
+    "roof": [
+        *("gpt_oss_one", "gpt_oss_fp8_one", "gpt_oss_mxfp4", "gpt_oss_120b", "qwen35_35b_kept", "qwen3_moe_fp8_kept"),
+        *("qwen3_next", "8b_10.8gb", "8b_16gb", "14b_16gb", "32b_25.2gb", "06b", "06b_full", "8b_full_8bit"),
+    ],
     "ablation": [name for name in STEPS if "_reload" in name],
 }

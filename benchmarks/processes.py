@@ -41,12 +41,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Side:
-    """One commit's files, and the folder that its compiled programs go to."""
+    """One commit's files, the folder that its compiled programs go to, and variables of its runs' environment."""
 
     name: str
     folder: Path
     commit: str
     cache: Path
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def run(self, script: str, arguments: Iterable[str], log: Path, **variables: str) -> subprocess.Popen:
         """A process of this side's script, which sees this side's files alone; what it prints is added to `log`."""
@@ -57,7 +58,7 @@ class Side:
             return subprocess.Popen(
                 [sys.executable, script, *arguments],
                 cwd=self.folder,
-                env=os.environ | variables,
+                env=os.environ | dict(self.environment) | variables,
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -15,13 +16,16 @@ from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.layers.block import Block
+from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.layers.per_layer import PerLayerInputs
 from jaxtune.models.linear import frozen
 from jaxtune.models.lora import copy_structure, freeze, matrices
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
-from jaxtune.pallas.formats import FP8, dense
+from jaxtune.pallas.formats import FP8, MXFP4, dense
 from jaxtune.pallas.formats.fp8 import TILE
+
+_SCALE = 127 - 8  # of MXFP4: 2^-8
 
 
 def random_model(
@@ -31,8 +35,9 @@ def random_model(
     mesh: jax.sharding.Mesh | None = None,
     table_on_host: bool = False,
 ) -> Decoder:
-    """A bfloat16 model of the shape that a config.json states; load_in as in from_pretrained. table_on_host: a table of
-    per-layer embeddings is a numpy array, as loading for a run with an adapter leaves it.
+    """A bfloat16 model of the shape that a config.json states; load_in as in from_pretrained, or "mxfp4": the experts
+    alone are in MXFP4, with random codes, as gpt-oss is published. table_on_host: a table of per-layer embeddings is a
+    numpy array, as loading for a run with an adapter leaves it.
 
     One layer at a time is made and, where asked, encoded and divided over a mesh: its 16-bit weights are gone before
     the next one's exist. So a model fits whose 16-bit weights do not, and one that no device can hold alone.
@@ -55,17 +60,23 @@ def random_model(
         graph, state = nnx.split(module)
         return graph, state if mesh is None else jax.device_put(state, partition.shardings(state, mesh))
 
+    def encode(model):
+        """The model, whose layer is encoded."""
+        if load_in == "mxfp4":
+            return experts_in_mxfp4(model)
+        return quantize(model, load_in) if load_in else model
+
     model = nnx.merge(*placed(model))
     layers = []
     for spec, layer_key in zip(config.layers, keys, strict=True):
         model.config = dataclasses.replace(config, layers=(spec,))
         model.layers = nnx.List([Block(config, spec, layer_key, "bfloat16")])
-        encoded = quantize(model, load_in) if load_in else model
+        encoded = encode(model)
         layers.append(jax.block_until_ready(placed(encoded.layers[0])))  # else the host runs ahead: layers pile up
         model.layers = nnx.List([])
     model.config = config
     model.layers = nnx.List([nnx.merge(*layer) for layer in layers])
-    if load_in:
+    if load_in and load_in != "mxfp4":
         model = quantize(model, load_in)  # what is outside of the layers
     model.source = Source(path="random weights", config=json.dumps(dict(hf)))
     return model
@@ -83,6 +94,19 @@ def per_layer_inputs(config: DecoderConfig, key: jax.Array, table_on_host: bool)
     made = nnx.merge(graph, jax.device_put(state, jax.local_devices()[0]))
     made.weight.set_value(table)
     return made
+
+
+def experts_in_mxfp4(model: Decoder) -> Decoder:
+    """The model with its experts in MXFP4, with random codes and one scale: encoding the experts of gpt-oss-120b would
+    take longer than a benchmark may. Their standard deviation is near 0.011."""
+    model = copy_structure(model)
+    for number, (_, matrix) in enumerate(matrices(model)):
+        if isinstance(matrix, ExpertLinear):
+            *before, last = matrix.weight.shape
+            codes = jax.random.bits(jax.random.key(number), (*before, last // 2), "uint8")
+            scales = jnp.full((*before, last // MXFP4.row_block), _SCALE, jnp.uint8)
+            matrix.weight = frozen(matrix.weight.replace(MXFP4(codes, scales)))
+    return model
 
 
 def in_blocks(model: Decoder) -> Decoder:

@@ -131,6 +131,28 @@ def test_programs_are_compiled_ahead_from_shapes_alone(monkeypatch, capsys, argu
     assert made and {type(leaf) for leaf in made} == {jax.ShapeDtypeStruct}
 
 
+def test_experts_in_mxfp4_train_in_the_form_in_which_they_are_made(monkeypatch, tmp_path):
+    """A model of random experts in MXFP4 has the shapes of the one that is planned, and its step trains."""
+    small = {"num_hidden_layers": 2, "num_local_experts": 4, "vocab_size": 512, "hidden_size": 64}
+    small |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    monkeypatch.setitem(SHAPES, "small", SHAPES["gpt-oss-20b"] | small)
+    text = f"--shape small --load-in mxfp4 --rows 2 --length 32 --plan auto --steps 4 --cache {tmp_path}"
+    options = step.arguments().parse_args(text.split())
+    made, trainer_of = [], step.make_trainer
+
+    def make_trainer(options, model):
+        made.append(nnx.state(model))
+        return trainer_of(options, model)
+
+    monkeypatch.setattr(step, "make_trainer", make_trainer)
+    assert honest(step.measure(options)) is None
+    shapes = [
+        jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state)
+        for state in (*made, nnx.state(step.abstract(options)))
+    ]
+    assert shapes[0] == shapes[1] and "uint8" in str(shapes[0])
+
+
 def test_experts_have_adapters_where_a_model_has_them():
     adapter = step.adapter_config(SimpleNamespace(shape="gpt-oss-20b", rank=16))
     assert adapter.target_parameters == ("experts.gate_up_proj", "experts.down_proj")
@@ -153,7 +175,7 @@ def test_every_case_has_its_record_and_every_step_that_is_stored_its_case():
         return json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))
 
     steps, kept = stored("steps.json"), stored("memory.json")["cases"]
-    unmeasured = {"qwen3_moe_fp8_blocks", *cases.SETS["ablation"]} - {"8b"}  # yet
+    unmeasured = {"qwen3_moe_fp8_blocks", *cases.SETS["ablation"], *cases.SETS["roof"]} - {"8b"}  # yet
     assert set(cases.STEPS) - unmeasured == set(steps) and not unmeasured & set(steps)
     assert set(memory.CASES) < set(kept)
     assert set(mesh.CASES) - mesh.NOT_MEASURED == set(stored("mesh_2.json")["cases"])

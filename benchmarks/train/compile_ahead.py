@@ -16,23 +16,14 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from flax import nnx
-
-from benchmarks.random_model import in_blocks
-from benchmarks.shapes import SHAPES
-from benchmarks.train.step import arguments, compile_step, make_trainer, prepare, train_config
-from jaxtune.models.registry import config_from_hf
-from jaxtune.train.planning.cost import abstract_model
+from benchmarks.train.step import abstract, arguments, compile_step, make_trainer, prepare
 
 
 def main() -> int:
     cache, case = sys.argv[1:]
     options = arguments().parse_args(shlex.split(case))
     prepare(cache)
-    model = abstract_model(config_from_hf(SHAPES[options.shape]), train_config(options))
-    if options.scales == "blocks":
-        model = nnx.eval_shape(in_blocks, model)
-    print(compile_step(make_trainer(options, model), options).seconds)
+    print(compile_step(make_trainer(options, abstract(options)), options).seconds)
     return 0
 
 

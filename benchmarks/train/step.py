@@ -1,7 +1,7 @@
 """Speed and memory of one train step: a published shape, random weights made on the device, random tokens.
 
     python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed|pairs]
-                                    [--objective sft|dpo|dpo_precomputed] [--load-in nf4|fp8] [--compute fp8]
+                                    [--objective sft|dpo|dpo_precomputed] [--load-in nf4|fp8|mxfp4] [--compute fp8]
                                     [--qat int4] [--precision norms=fp32,layers.0.*=bf16]
                                     [--plan keep|recompute|...|auto] [--budget-gb 24] [--micro-batches 1]
                                     [--data 1] [--fsdp 1] [--output FILE.json]
@@ -32,14 +32,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
 import numpy as np
+from flax import nnx
 
 import jaxtune
 import jaxtune.profile
-from benchmarks.random_model import in_blocks, random_model
+from benchmarks.random_model import experts_in_mxfp4, in_blocks, random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.serial import serial_transfers
 from benchmarks.shapes import SHAPES
 from jaxtune.models.components import stored_as
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
@@ -60,6 +62,7 @@ from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.pairs import PairDataset
+from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.program.programs import Programs
@@ -100,9 +103,22 @@ def precision_map(options) -> dict[str, str]:
     return dict(pair.split("=") for pair in options.precision.split(",")) if options.precision else {}
 
 
+def loaded_in(options) -> str | None:
+    """The config's model.load_in. Experts in MXFP4 are no format of it: the model is made so."""
+    return None if options.load_in == "mxfp4" else options.load_in
+
+
+def abstract(options) -> Decoder:
+    """The model of a case, with its adapters, as shapes: for plans, and programs that are compiled ahead."""
+    model = abstract_model(config_from_hf(SHAPES[options.shape]), train_config(options))
+    if options.load_in == "mxfp4":
+        model = nnx.eval_shape(experts_in_mxfp4, model)
+    return nnx.eval_shape(in_blocks, model) if options.scales == "blocks" else model
+
+
 def train_config(options) -> TrainConfig:
     return TrainConfig(
-        model=ModelConfig(path=options.shape, load_in=options.load_in, compute=options.compute),
+        model=ModelConfig(path=options.shape, load_in=loaded_in(options), compute=options.compute),
         data=DataConfig(train="random tokens", length=options.length),
         adapter=adapter_config(options),
         steps=options.steps + 3,
@@ -289,7 +305,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rank", type=int, default=16, help="LoRA rank on all linears and experts; 0: full fine-tuning"
     )
-    parser.add_argument("--load-in", choices=tuple(LOADED), help="the layers' weights in few bits; default: bfloat16")
+    parser.add_argument(
+        "--load-in",
+        choices=(*LOADED, "mxfp4"),
+        help="the layers' weights in few bits; mxfp4: the experts' alone; default: bfloat16",
+    )
     parser.add_argument("--compute", choices=["fp8"], help="weights in FP8 multiply as they are stored")
     parser.add_argument("--qat", choices=list(QAT_GROUPS), help="weights are rounded to this format in the forward")
     parser.add_argument("--precision", help="a precision map of modules: pattern=word, several with commas between")
