@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.few_rows import added_norm, experts_down, experts_gated, gated_product, placed, products
+from jaxtune.pallas.few_rows import (
+    added_norm,
+    attended,
+    experts_down,
+    experts_gated,
+    gated_product,
+    placed,
+    products,
+)
 from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import LoraWeights
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls
@@ -108,3 +118,21 @@ def test_other_kernels_fit(capability, tmp_path):
     for call in calls:
         compiled = compile_call(call, capability, tmp_path)
         assert compiled.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize(("dim", "group"), [(64, 8), (128, 4), (256, 2), (512, 4)])
+def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
+    rows = 64
+    parts = array(2, rows, (group + 2) * KV_HEADS * dim, dtype=jnp.float32)
+    table = (array(rows, dim // 2, dtype=jnp.float32),) * 2
+    keys, positions = array(rows, KV_HEADS, 768, dim), array(rows, dtype=jnp.int32)
+    with dispatch.compile_for(capability), recorded_calls() as calls:
+        for norms in (None, (array(dim),) * 2):
+            run = functools.partial(attended, scale=0.1, implementation="triton")
+            jax.eval_shape(run, parts, keys, keys, positions, table, norms)
+    assert [kernel.__name__ for kernel, *_ in calls] == ["attended_kernel"] * 2
+    for call in calls:
+        compiled = compile_call(call, capability, tmp_path)
+        assert compiled.spilled_bytes == 0
+        assert compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024
