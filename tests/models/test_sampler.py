@@ -179,13 +179,13 @@ def test_prompts_of_unequal_lengths_are_packed(monkeypatch):
     packed = []
     pack = Prefills._pack
     monkeypatch.setattr(
-        Prefills, "_pack", lambda self, leaves, some, width: packed.append(len(some)) or pack(self, leaves, some, width)
+        Prefills, "_pack", lambda self, *given: packed.append((len(given[1]), given[3])) or pack(self, *given)
     )
     model = tiny_model(initializer_range=0.5, max_position_embeddings=512, layers=(LayerSpec(window=50), LayerSpec()))
     prompts = prompts_of(48, (90, 128, 66, 100, 70, 71, 91, 3))
     sampler = Sampler(model, slots=8, length=160, prefill_tokens=384)
     found = mixed(sampler, prompts, 6)
-    assert packed == [4, 3]
+    assert packed == [(4, 384), (3, 384)]
     assert_same(found, one_by_one(Sampler(model, slots=8, length=160), prompts, 6))
 
 

@@ -295,7 +295,8 @@ def _insert(states, staged, rows, slots) -> States:
 
     def one(kept, new):
         """Copies rows of `new`, one array of `staged`, into the slots of `kept`, that of `states`."""
-        if len(new) == len(slots) == 1:
+        if len(slots) == 1:
+            new = jax.lax.dynamic_slice_in_dim(new, rows[0], 1)
             return jax.lax.dynamic_update_slice(kept, new, (slots[0], *(0,) * (kept.ndim - 1)))
         return kept.at[(slots, *map(slice, new.shape[1:]))].set(new[rows])
 
