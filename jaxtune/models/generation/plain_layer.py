@@ -82,9 +82,9 @@ def norm_before(block: Block, part: str) -> RMSNorm:
 
 
 def rounding(norm: RMSNorm) -> dict:
-    """The settings of an RMSNorm of the model as keyword arguments for the kernels added_norm and attended, which compute
-    the same norm inside another operation: {"eps": added to the mean square, "offset": added to the weight, "float32":
-    whether the product with the weight is computed in fp32}. `step` calls it."""
+    """The settings of an RMSNorm of the model as keyword arguments for the kernels added_norm and attended, which
+    compute the same norm inside another operation: {"eps": added to the mean square, "offset": added to the weight,
+    "float32": whether the product with the weight is computed in fp32}. `step` calls it."""
     return dict(eps=norm.eps, offset=norm.offset, float32=norm.float32)
 
 

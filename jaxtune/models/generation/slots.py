@@ -288,7 +288,7 @@ def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
 
 def _insert(states, staged, rows, slots) -> States:
     """Copies the states of prefilled rows into slots, and returns the states of all slots: row rows[i] of `staged` goes
-    into slot slots[i].
+    into slot slots[i], or nowhere if there is no slot of that number.
 
     states: those of all slots. staged: those of the prefilled rows; their caches may have a smaller capacity. Both are
     pytrees of arrays whose first axis is rows. rows, slots: int32[G]."""
@@ -298,7 +298,7 @@ def _insert(states, staged, rows, slots) -> States:
         if len(slots) == 1:
             new = jax.lax.dynamic_slice_in_dim(new, rows[0], 1)
             return jax.lax.dynamic_update_slice(kept, new, (slots[0], *(0,) * (kept.ndim - 1)))
-        return kept.at[(slots, *map(slice, new.shape[1:]))].set(new[rows])
+        return kept.at[(slots, *map(slice, new.shape[1:]))].set(new[rows], mode="drop")
 
     return jax.tree.map(one, states, staged)
 

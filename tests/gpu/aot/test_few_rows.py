@@ -41,6 +41,15 @@ def test_products_with_adapters_fit_a_hopper_gpu(rows, rank, tmp_path):
     assert_fit(calls, tmp_path)
 
 
+def test_products_of_many_rows_with_several_weights_fit_a_hopper_gpu(tmp_path):
+    weights = array(HIDDEN, HIDDEN), array(KV_HEADS * DIM, HIDDEN)
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        jax.eval_shape(lambda x, query, key: products(x, [query, key, key]), array(256, HIDDEN), *weights)
+        jax.eval_shape(lambda x, query, key: products(x, [query]), array(256, HIDDEN), *weights)
+    assert len(calls) == 1
+    assert_fit(calls, tmp_path)
+
+
 def calls_of(rows: int, rank: int | None):
     """The calls of kernels for the products of a layer of Llama-3.1-8B, with adapters of that rank or without."""
 
