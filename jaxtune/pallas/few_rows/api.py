@@ -59,7 +59,7 @@ def _chosen_product(op: str, x, most: int, refusal, first_use, implementation: s
         reason why it must not run, or None.
       implementation: the name that the caller requests; None: the first that supports the call.
     """
-    few = triton.LEAST_ROWS <= x.shape[0] <= most
+    few = x.shape[0] <= most
     return _chosen(op, refusal, first_use, implementation if few or implementation else "reference")
 
 
@@ -121,13 +121,13 @@ def products(
     value, with their LoRA adapters. The kernel has no derivative.
 
     Args:
-      x: [N, in], the rows; "triton" supports N from 2 to 128, and to 256 with several weights and no adapters.
+      x: [N, in], the rows; "triton" supports N up to 128, and to 256 with several weights and no adapters.
       weights: each [out_i, in], in x's dtype.
       loras: the adapter of each weight, or None for a weight without one; empty if no weight has one. An adapter adds
         scale * (x a^T) b^T to its weight's product. "triton" supports ranks up to 64. Arrays in another dtype than x's
         are cast to it in each call.
       implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns),
-        "reference" (plain JAX), or None for the first that supports the call; for another N than those that is
+        "reference" (plain JAX), or None for the first that supports the call; for a larger N that is
         "reference", without a warning.
     Returns:
       partial sums [splits, N, sum of out_i], in float32, or in x's dtype if there is one split. Their sum over the
@@ -176,15 +176,15 @@ def gated_product(
     projection. The kernel has no derivative.
 
     Args:
-      x: [N, in], the rows; "triton" supports N from 2 to 128.
+      x: [N, in], the rows; "triton" supports N up to 128.
       gate, up: the weights, [out, in], in x's dtype.
       activation: a key of gated.ACTIVATIONS, such as "silu". Its argument, its result and x up^T are rounded to x's
         dtype.
       loras: the adapters of gate and up, each may be None; empty if there are none. An adapter adds scale * (x a^T) b^T
         to its weight's product. "triton" supports ranks up to 64.
       implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns, "silu"
-        or "gelu_tanh"), "reference" (plain JAX), or None for the first that supports the call; for another N than 2 to
-        128 that is "reference", without a warning.
+        or "gelu_tanh"), "reference" (plain JAX), or None for the first that supports the call; for a larger N
+        that is "reference", without a warning.
     Returns:
       [N, out] in x's dtype.
     Raises:

@@ -21,9 +21,8 @@ import jax.numpy as jnp
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.quant_matmul import LoraWeights
 
-# Rows of x that a product may have: a single one makes it a product with a vector, and more than the most make it bound
-# by multiplications; XLA's products are the right choice for both.
-LEAST_ROWS, MOST_ROWS = 2, 128
+# The most rows of x that a product may have: with more it is bound by multiplications, and XLA's is the right choice.
+MOST_ROWS = 128
 # The most rows of a product of several weights: XLA multiplies each of them apart, and concatenates the products.
 MOST_ROWS_TOGETHER = 256
 MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit the registers
@@ -75,10 +74,10 @@ def most_rows(weights: Sequence, loras: Sequence) -> int:
     return MOST_ROWS_TOGETHER if len(weights) > 1 and not padded_rank(loras) else MOST_ROWS
 
 
-def rows_refusal(count: int, dtype, weights: Sequence, most: int = MOST_ROWS) -> str | None:
+def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int = MOST_ROWS) -> str | None:
     """The reason why no kernel of a product supports `count` rows of `dtype` and these weights on this GPU, whatever
     the weights' sizes, or None: no Hopper GPU or no jax-triton, another dtype than 16-bit floats, a weight of another
-    dtype than the rows, or other counts than 2 to `most`. `products_refusal` and experts_triton.py ask it first."""
+    dtype than the rows, or other counts than `least` to `most`. `products_refusal` and experts_triton.py ask it first."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -86,8 +85,8 @@ def rows_refusal(count: int, dtype, weights: Sequence, most: int = MOST_ROWS) ->
         return "measured on Hopper alone (compute capability 9.0)"
     if dtype not in _DTYPES or any(weight.dtype != dtype for weight in weights):
         return f"x in {dtype}, weights in {', '.join(str(weight.dtype) for weight in weights)}; one of 16 bits"
-    if not LEAST_ROWS <= count <= most:
-        return f"{count} rows; from {LEAST_ROWS} to {most}"
+    if not least <= count <= most:
+        return f"{count} rows; from {least} to {most}"
     return None
 
 
@@ -96,7 +95,7 @@ def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], 
     of `rows_refusal`, more than three weights, adapters of a rank above 64, or sizes that tiles do not divide
     (multiples of 64 rows and of 128 columns). x: [N, in]. weights: each [out_i, in]. loras: the adapter of each weight
     or None; empty if there are none. most: the most rows of x."""
-    reason = rows_refusal(len(x), x.dtype, weights, most)
+    reason = rows_refusal(len(x), x.dtype, weights, most=most)
     if reason is not None:
         return reason
     if len(weights) > 3:

@@ -29,7 +29,7 @@ def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-@pytest.mark.parametrize("rows", [2, 64, 128])
+@pytest.mark.parametrize("rows", [1, 64, 128])
 def test_products_fit_a_hopper_gpu(rows, tmp_path):
     assert_fit(calls_of(rows, None), tmp_path)
 
