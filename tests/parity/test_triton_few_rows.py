@@ -16,6 +16,7 @@ from jaxtune.pallas.decode_attention import reference as attention_reference
 from jaxtune.pallas.few_rows import (
     added_norm,
     attended,
+    chosen_token,
     experts_down,
     experts_gated,
     experts_have_kernels,
@@ -353,3 +354,27 @@ def test_experts_that_no_kernel_multiplies(change, message):
     for capability in ((8, 0), HOPPER):
         with interpreted(capability):
             assert experts_have_kernels(x, (gate_up, down), 2, "silu") == (capability == HOPPER)
+
+
+@pytest.mark.parametrize("size", [300, 4096, 9001])
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_token_is_chosen(size, draws):
+    """As by the definition, whose sums have another order; of equal largest logits the first; padding has no part."""
+    rows = 40
+    logits = 3 * normal(rows, size + 7, dtype=jnp.float32)
+    logits = logits.at[:, size:].set(50.0).at[3, 7].set(20.0).at[3, size - 5].set(20.0).at[5, 11:].set(-jnp.inf)
+    heat, own = jnp.linspace(0.3, 2.0, rows), jnp.where(jnp.arange(rows) % 3 == 0, 1.0, 0.7)
+    uniform = jnp.where(jnp.arange(rows) % 4 == 3, -1.0, jnp.linspace(0.0, 0.999, rows)) if draws else None
+    with interpreted():
+        token, *numbers = chosen_token(logits, size, heat, own, uniform)
+        few = chosen_token(logits[4:6], size, heat[4:6], own[4:6], None if uniform is None else uniform[4:6])
+    assert dispatch.record["chosen_token"][0] == "triton"
+    want = chosen_token(logits, size, heat, own, uniform, implementation="reference")
+    np.testing.assert_array_equal(token, want[0])
+    for got, expected in zip(numbers, want[1:], strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+    for alone, whole in zip(few, (token, *numbers), strict=True):
+        np.testing.assert_array_equal(alone, whole[4:6])
+    assert token[3] == (7 if not draws else want[0][3]) and token[3] < size
+    if draws:
+        assert (token != logits[:, :size].argmax(-1)).sum() > 15

@@ -77,7 +77,8 @@ def most_rows(weights: Sequence, loras: Sequence) -> int:
 def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int = MOST_ROWS) -> str | None:
     """The reason why no kernel of a product supports `count` rows of `dtype` and these weights on this GPU, whatever
     the weights' sizes, or None: no Hopper GPU or no jax-triton, another dtype than 16-bit floats, a weight of another
-    dtype than the rows, or other counts than `least` to `most`. `products_refusal` and experts_triton.py ask it first."""
+    dtype than the rows, or other counts than `least` to `most`. `products_refusal` and experts_triton.py ask it
+    first."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
