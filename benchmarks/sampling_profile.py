@@ -122,6 +122,8 @@ def lognormal(model) -> dict:
     limits = np.clip(draw.lognormal(np.log(700) - 0.5 * 0.7**2, 0.7, 400), 8, 2048).astype(int).tolist()
     prompts, sampler = prompts_of(model, 400), jaxtune.Sampler(model, 64, 200 + 2048)
     warm_up(sampler, prompts[:64], 2048)
+    for _ in sampler.run(prompts[:80], [16 + 8 * (i % 4) for i in range(80)], 1.0, eos_token_ids=()):
+        pass  # the programs by which slots are filled again
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         sampler.submit(prompt, limit, temperature=1.0, index=index, eos_token_ids=())
     for _ in range(120):

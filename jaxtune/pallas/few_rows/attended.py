@@ -1,6 +1,6 @@
 """`attended`: what a decoding step does between the product of query, key and value and that of the attention's output,
-by one kernel for short caches (attended_kernels.py): `placed` and decode_attention together. The kernel saves the start
-and end of one, and the queries' way through memory. For other calls it is those two."""
+by one kernel for short caches (attended_kernels.py) that is `placed` and decode_attention. It saves the start and end of
+a kernel, and the queries' way through memory. For other calls it is those two."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def attended(
       scale, window, soft_cap, sinks: as for decode_attention.
       implementation: "triton" (one kernel; caches of 16 bits with at most 1,024 keys, D of 64, 128, 256 or 512),
         "apart" (`placed` and decode_attention, each by the implementation that it chooses), or None for the first that
-        supports the call; for longer caches that is "apart", without a warning.
+        supports the call.
     Returns:
       (the attention [N, heads, D] in the caches' dtype, zeros for a row at a negative position; the cache of keys; the
         cache of values). Caches are changed in place as by `placed`. With the kernel, a row's result has the same bits
@@ -65,9 +65,10 @@ def attended(
     positions = jnp.asarray(positions, jnp.int32)
     rounding = dict(eps=eps, offset=offset, float32=float32)
     masking = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-    if keys.shape[2] > WHOLE and implementation is None:
-        implementation = "apart"
-    reasons = {"triton": lambda: refusal(parts, keys) or _first_use(parts, keys, table, norms, soft_cap, rounding)}
+    reason = refusal(parts, keys)
+    if reason is not None and implementation is None:
+        implementation = "apart"  # whose two parts say why they have no kernel, if they have none
+    reasons = {"triton": lambda: reason or _first_use(parts, keys, table, norms, soft_cap, rounding)}
     chosen = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
     if chosen == "triton":
         return _by_kernel(parts, keys, values, positions, table, norms, rounding, masking)

@@ -24,7 +24,7 @@ from jaxtune.pallas.quant_matmul import LoraWeights
 # The most rows of x that a product may have: with more it is bound by multiplications, and XLA's is the right choice.
 MOST_ROWS = 128
 # The most rows of a product of several weights: XLA multiplies each of them apart, and concatenates the products.
-MOST_ROWS_TOGETHER = 256
+MOST_ROWS_OF_SEVERAL = 256
 MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit the registers
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # the numbers of the kernels for activations
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -70,8 +70,8 @@ def padded_rank(loras: Sequence[LoraWeights | None]) -> int:
 
 def most_rows(weights: Sequence, loras: Sequence) -> int:
     """The most rows of x that the kernel of products multiplies by these weights with these adapters: 256
-    (MOST_ROWS_TOGETHER) for several weights without adapters, else 128 (MOST_ROWS)."""
-    return MOST_ROWS_TOGETHER if len(weights) > 1 and not padded_rank(loras) else MOST_ROWS
+    (MOST_ROWS_OF_SEVERAL) for several weights without adapters, else 128 (MOST_ROWS)."""
+    return MOST_ROWS_OF_SEVERAL if len(weights) > 1 and not padded_rank(loras) else MOST_ROWS
 
 
 def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int = MOST_ROWS) -> str | None:

@@ -12,6 +12,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.few_rows import (
     added_norm,
     attended,
+    chosen_token,
     experts_down,
     experts_gated,
     gated_product,
@@ -145,3 +146,15 @@ def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
         compiled = compile_call(call, capability, tmp_path)
         assert compiled.spilled_bytes == 0
         assert compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("vocab", [128_256, 262_144])
+def test_choosing_a_token_fits(capability, vocab, tmp_path):
+    numbers = (array(64, dtype=jnp.float32),) * 3
+    with dispatch.compile_for(capability), recorded_calls() as calls:
+        run = functools.partial(chosen_token, implementation="triton")
+        jax.eval_shape(lambda logits, *given: run(logits, vocab, *given), array(64, vocab, dtype=jnp.float32), *numbers)
+    assert [kernel.__name__ for kernel, *_ in calls] == ["chunk_kernel", "token_kernel"]
+    for call in calls:
+        assert compile_call(call, capability, tmp_path).spilled_bytes == 0
