@@ -54,14 +54,18 @@ def table(rows: list[tuple[str, float, float]], per: int) -> dict:
     """The kernels' times by name. per: how many steps they are of."""
     if not rows:
         return {"failed": "the trace has no kernels"}
-    total, count, busy, until = collections.Counter(), collections.Counter(), 0.0, rows[0][1]
+    total: dict[str, float] = collections.defaultdict(float)
+    count, busy, until = collections.Counter(), 0.0, rows[0][1]
     for name, begin, end in rows:
         name = re.sub(r"[._]\d+$", "", name)
         total[name] += end - begin
         count[name] += 1
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
-    most = {name[:90]: [round(ns / 1e6 / per, 4), round(count[name] / per, 2)] for name, ns in total.most_common(_MOST)}
+    most = {
+        name[:90]: [round(ns / 1e6 / per, 4), round(count[name] / per, 2)]
+        for name, ns in sorted(total.items(), key=lambda row: -row[1])[:_MOST]
+    }
     span = until - rows[0][1]
     return {"span_ms": round(span / 1e6 / per, 4), "busy_ms": round(busy / 1e6 / per, 4), "kernels": most}
 

@@ -87,7 +87,12 @@ def product(way: Way, x, matrices, gated: bool = False):
         parts = [x @ matrix.T for matrix in matrices]
         return (jax.nn.silu(parts[0]) * parts[1] if gated else jnp.concatenate(parts, axis=-1))[None]
     if way == "default":
-        return few_rows.gated_product(x, *matrices, "silu")[None] if gated else few_rows.products(x, matrices)
+        return (
+            few_rows.gated_product(x, matrices[0], matrices[1], "silu")[None]
+            if gated
+            else few_rows.products(x, matrices)
+        )
+    assert not isinstance(way, str)
     tile, splits = way
     width = matrices[0].shape[0] if gated else sum(matrix.shape[0] for matrix in matrices)
     dtype = x.dtype if splits == 1 else jnp.float32
@@ -106,7 +111,7 @@ def step(ways: dict[str, Way], x, layers, norm):
     return x
 
 
-def medians(programs: dict[str, Callable[[], object]], per: int) -> dict[str, float | str]:
+def medians(programs: dict[str, Callable[[], object]], per: int) -> dict[str, float]:
     """Microseconds of a layer of each program, run in turns. programs: {name: returns what it computes}."""
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(5):

@@ -144,7 +144,7 @@ def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
     return jnp.where(logits >= lowest, logits, -jnp.inf)
 
 
-def uniform_of(seed: jax.Array, index: jax.Array, made: jax.Array) -> jax.Array:
+def uniform_of(seed: jax.Array | np.ndarray, index: jax.Array | np.ndarray, made: jax.Array | np.ndarray) -> jax.Array:
     """float32[N]: the random number from 0 to 1 by which the next token of each of N rows is drawn. Its key is
     jax.random.key(seed), folded with the row's index and with `made`. So a row's draws depend neither on its slot nor
     on the other rows.

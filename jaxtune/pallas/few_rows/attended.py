@@ -1,8 +1,10 @@
-"""`attended`: what a decoding step does between the product of query, key and value and that of the attention's output,
-by one kernel for short caches (attended_kernels.py) that is `placed` and decode_attention. It saves the start and end of
-a kernel, and the queries' way through memory. For other calls it is those two."""
+"""`attended`: what a decoding step does between the product of query, key and value and that of the attention's output.
+For short caches one kernel (attended_kernels.py) does what `placed` and decode_attention do. It saves the start and end
+of a kernel, and the queries' way through memory. Other calls run these two."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +73,12 @@ def attended(
     reasons = {"triton": lambda: reason or _first_use(parts, keys, table, norms, soft_cap, rounding)}
     chosen = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
     if chosen == "triton":
-        return _by_kernel(parts, keys, values, positions, table, norms, rounding, masking)
-    query, keys, values = placed(parts, keys, values, positions, table, norms, **rounding)
-    return decode_attention(query, keys, values, positions + 1, **masking), keys, values
+        return _by_kernel(parts, keys, values, positions, table, norms, rounding=rounding, masking=masking)
+    query, keys, values = placed(parts, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32)
+    out = decode_attention(
+        query, keys, values, positions + 1, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )
+    return out, keys, values
 
 
 def refusal(parts, keys) -> str | None:
@@ -117,7 +122,7 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict) -> str | Non
             query, keys, values = reference.placed(parts, keys, values, positions, table, norms, **rounding)
             return attention_reference.decode(query, keys, values, positions + 1, **masking), keys, values
 
-        got = jax.jit(lambda *given: _by_kernel(*given, rounding, masking))(*given)
+        got = jax.jit(functools.partial(_by_kernel, rounding=rounding, masking=masking))(*given)
         return list(got), list(dispatch.exactly(wanted)(*wide(given)))
 
     tile = WHOLE_TILES[dim]
@@ -126,7 +131,7 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict) -> str | Non
     return dispatch.first_use("attended", "triton", call, compare)
 
 
-def _by_kernel(parts, keys, values, positions, table, norms, rounding: dict, masking: dict):
+def _by_kernel(parts, keys, values, positions, table, norms, *, rounding: dict, masking: dict):
     """Runs the kernel of `attended`, and returns what that returns. rounding: its eps, offset and float32. masking: its
     scale, window, soft_cap and sinks. The other arguments are those of `attended`; `refusal` says which calls are
     supported."""

@@ -137,7 +137,6 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
     draws = int(uniform is not None)
     shape = jax.ShapeDtypeStruct((count, chunks), jnp.float32)
     blocks = jax.ShapeDtypeStruct((count, chunks * of_chunk if draws else 1), jnp.float32)
-    constants = dict(STRIDE=width, VOCAB=vocab_size, CHUNKS=chunks, BLOCK=_BLOCK, DRAWS=draws)
     tops, places, sums, blocks = compat.triton_graph_call(
         drawing_kernels.chunk_kernel,
         (logits, temperature, logprob_temperature),
@@ -146,7 +145,11 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
         warps=4,
         stages=1,
         CHUNK=_CHUNK,
-        **constants,
+        STRIDE=width,
+        VOCAB=vocab_size,
+        CHUNKS=chunks,
+        BLOCK=_BLOCK,
+        DRAWS=draws,
     )
     numbers = jax.ShapeDtypeStruct((count,), jnp.float32)
     return compat.triton_graph_call(
@@ -159,5 +162,9 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
         CHUNKS_PADDED=1 << (chunks - 1).bit_length(),
         BLOCKS=chunks * of_chunk,
         BLOCKS_PADDED=1 << (chunks * of_chunk - 1).bit_length(),
-        **constants,
+        STRIDE=width,
+        VOCAB=vocab_size,
+        CHUNKS=chunks,
+        BLOCK=_BLOCK,
+        DRAWS=draws,
     )
