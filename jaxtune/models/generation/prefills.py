@@ -23,7 +23,6 @@ from jaxtune.models.layers.attention import Attention
 _SMALLEST = 16  # prompts are padded to at least this many tokens
 _SHORTEST_PACKED = 128  # from this padded length on, prompts are packed; caches of shorter ones are as long as this
 _KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
-_FEW_COPIES = 4  # rows are copied one by one if they are at most this part of a batch
 _NO_SLOT = np.iinfo(np.int32).max  # a slot to which nothing is copied
 _AHEAD = 2  # with fewer of them, prompts are prefilled for which no slot is free yet
 
@@ -50,9 +49,7 @@ class Batch:
         arrays = jax.tree.leaves(self.states)
         if not arrays:  # no layer of the model has a mixer
             return states
-        # One program copies as many rows as the batch has, and one a single row: a few are copied one by one.
         size = len(arrays[0])
-        size = 1 if _FEW_COPIES * len(placed) <= size else size
         for first in range(0, len(placed), size):
             some = [*placed[first : first + size]]
             some += [(0, _NO_SLOT)] * (size - len(some))  # so that one program serves any number

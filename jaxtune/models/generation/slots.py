@@ -46,6 +46,7 @@ from jaxtune.models.layers.segment import Context
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.decode_attention import inserted
 from jaxtune.pallas.few_rows import MOST_ROWS, chosen_token, looked_up
 
 type Array = jax.Array | np.ndarray
@@ -294,9 +295,11 @@ def _insert(states, staged, rows, slots) -> States:
 
     def one(kept, new):
         """Copies rows of `new`, one array of `staged`, into the slots of `kept`, that of `states`."""
-        if len(slots) == 1:
-            new = jax.lax.dynamic_slice_in_dim(new, rows[0], 1)
+        if len(new) == len(slots) == 1:
             return jax.lax.dynamic_update_slice(kept, new, (slots[0], *(0,) * (kept.ndim - 1)))
+        heads_alike = kept.ndim == 4 and (kept.shape[1], kept.shape[3]) == (new.shape[1], new.shape[3])
+        if heads_alike and kept.dtype in (jnp.bfloat16, jnp.float16):  # a cache, of keys or of values
+            return inserted(kept, new, rows, slots)
         return kept.at[(slots, *map(slice, new.shape[1:]))].set(new[rows], mode="drop")
 
     return jax.tree.map(one, states, staged)
