@@ -202,10 +202,10 @@ def compile_seconds(part_now: list[Part]) -> None:
     """Has JAX's compiler add its seconds to the part that runs."""
     import jax
 
-    def heard(event: str, seconds: float, **_: Any) -> None:
+    def heard(event: str, duration_secs: float, **_: str | int) -> None:
         for word in ("backend_compile", "jaxpr_trace", "to_mlir", "cache_retrieval"):
             if word in event:
-                part_now[0].seconds[f"jax: {word}"] += seconds
+                part_now[0].seconds[f"jax: {word}"] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(heard)
 
@@ -335,7 +335,8 @@ def main() -> int:
         write(record.output, json.loads(record.output.read_text(encoding="utf-8")) | environment())
         return 0
     if options.child:
-        sys.modules.setdefault("torch", None)  # as the command does, see cli.console
+        modules: dict[str, Any] = sys.modules
+        modules.setdefault("torch", None)  # as the command does, see cli.console
         child(options.child, work, record, end)
         return 0
     work.mkdir(parents=True, exist_ok=True)
