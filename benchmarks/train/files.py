@@ -8,10 +8,10 @@ Then, one after another, alone on the machine:
 
     copy     shutil.copytree of the folder, "cold" (the kernel was asked to drop the files from its page cache, which
              some file systems do not do: the disk's bytes are recorded) and "warm"; the same of each file below
-    links    reading the files by 8 threads into new and into the same memory, touching new memory, and 1 GiB to the
-             device and back, by one thread and by several, and by way of pinned memory
     bf16     a process: load cold, load warm, merge (an adapter of rank 16 that it saved over the model), GGUF in q8_0
     nf4      a process: load cold and warm, quantising to NF4, and GGUF in q4_k_m
+    links    reading the files by 8 threads into new and into the same memory, touching new memory, and 1 GiB to the
+             device and back, by one thread and by several, and by way of pinned memory
 
 "Cold" also is the first of its process: it compiles, and imports what it needs. A load's `times_copy` is its seconds
 divided by those of the copy of what it reads, cold or warm alike; that of a merge or an export by those of the warm
@@ -222,6 +222,7 @@ def child(name: str, work: Path, record: Record, end: float) -> None:
 
     imports = time.perf_counter() - begun
     jax.block_until_ready(jax.numpy.zeros(8))
+    write(record.output, json.loads(record.output.read_text(encoding="utf-8")) | environment())
     record.add(f"{name}: process", {"imports": imports, "device": time.perf_counter() - begun - imports})
     load_in, outtype = PROCESSES[name]
     current = [Part()]
@@ -332,7 +333,6 @@ def main() -> int:
         return 0
     if options.child == "links":
         record.add("links of the memory, GB/s", memory_links())
-        write(record.output, json.loads(record.output.read_text(encoding="utf-8")) | environment())
         return 0
     if options.child:
         modules: dict[str, Any] = sys.modules
@@ -364,12 +364,13 @@ def main() -> int:
     drop(folder)
     record.add("copy cold", copied(folder))
     record.add("copy warm", copied(folder))
-    links = {"new_memory": read_by_threads(folder, True), "same_memory": read_by_threads(folder, False)}
-    record.add("links of the files, warm, GB/s", links)
-    process("links")
     for name in [options.only] if options.only else PROCESSES:
         if time.time() < end:
             process(name)
+    if time.time() < end:
+        links = {"new_memory": read_by_threads(folder, True), "same_memory": read_by_threads(folder, False)}
+        record.add("links of the files, warm, GB/s", links)
+        process("links")
     return 0
 
 

@@ -25,7 +25,7 @@ def pieces_of(array: Array, piece_bytes: int) -> list[Piece]:
     device has, beside the array, the pieces that are being copied. A small one is copied as it is, and so is one that
     is divided over devices or processes, here and not by the functions: all processes must call this function.
     """
-    if not isinstance(array, jax.Array) or not array.is_fully_addressable or len(array.sharding.device_set) > 1:
+    if not isinstance(array, jax.Array) or len(array.sharding.device_set) > 1 or not array.is_fully_addressable:
         array = np.asarray(partition.on_host(array), order="C")
     if array.nbytes <= piece_bytes or array.ndim < 2:
         return [(array.nbytes, functools.partial(_bytes, array))]
