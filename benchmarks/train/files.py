@@ -91,7 +91,7 @@ def copied(folder: Path) -> dict[str, Any]:
     size = size_of(target)
     shutil.rmtree(target)
     part.record.pop("threads")
-    return part.record | {"bytes": size, "gb_per_second": round(size / 1e9 / part.record["seconds"], 2)}
+    return part.record | {"bytes": size, "gb_per_second": round(size / 1e9 / max(part.record["seconds"], 0.01), 2)}
 
 
 def read_by_threads(folder: Path, new_memory: bool) -> float:
