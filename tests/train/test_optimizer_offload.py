@@ -15,6 +15,8 @@ from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.files.published import PUBLISHED
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import (
     AdapterConfig,
@@ -242,3 +244,52 @@ def test_8b_without_an_adapter():
         ValueError, match=r"optim.offload: the states of adamw take 64\.\d GB .* each device, which may pin 60"
     ):
         choice.choose(other, offloaded, dataclasses.replace(device, host_bytes=60e9), 80e9)
+
+
+# ---- an adapter's states, which a plan may have on the host
+
+
+def adapted(folder, on_host: bool | None = None, name="adamw", **changes) -> Trainer:
+    """A run with an adapter, of which the plan has the states on the host or on the device. None: as it chooses."""
+    optim = OptimConfig(name=name, learning_rate=1e-2)
+    model = tiny_model(layers=(LayerSpec(),), hidden_size=64, intermediate_size=96, head_dim=32)
+    model = get_peft_model(model, r=64, lora_alpha=64)
+    settings = dict(adapter=AdapterConfig(r=64, lora_alpha=64), micro_batches=2, mesh=MeshConfig(data=1))
+    trainer = Trainer(model, None, make_config(folder, optim=optim, **(settings | changes)), ROWS)
+    assert not trainer.planner.plan.states_on_host  # on a CPU device and host have one memory
+    if on_host is not None:
+        placed_at(trainer, on_host)
+    return trainer
+
+
+def placed_at(trainer: Trainer, on_host: bool) -> None:
+    plan = dataclasses.replace(trainer.planner.plan, states_on_host=on_host)
+    trainer.planner.adopt(plan.to_record() | partition.MeshShape.of(trainer.mesh).to_record())
+    trainer.engine.follow_plan()
+    assert trainer.planner.plan.states_on_host == on_host
+
+
+def kinds_of(state) -> set:
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state) if leaf.nbytes >= LARGE}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_an_adapters_states_may_be_on_the_host(small, tmp_path, name):
+    """The run is that of states on the device which are updated tensor by tensor, in every bit."""
+    moved, kept = (adapted(tmp_path / str(on_host), on_host, name=name) for on_host in (True, False))
+    kept.engine.program = dataclasses.replace(kept.engine.program, by_tensor=True)
+    (state, losses), (want, want_losses) = stepped(moved), stepped(kept)
+    assert losses == want_losses and losses[0] != losses[1]
+    same(state, want)
+    assert kinds_of(state) == {"pinned_host"} and kinds_of(want) == {"device"}
+
+
+def test_a_run_goes_on_wherever_its_checkpoint_had_the_states(small, tmp_path):
+    save = CheckpointConfig(every_steps=2, every_minutes=None, keep=3)
+    want = adapted(tmp_path / "run", True, checkpoint=save).train()
+    folder = tmp_path / "run" / "checkpoints"
+    resumed = adapted(tmp_path / "run", checkpoint=save)
+    shutil.rmtree(folder / "step_00000004")
+    got = resumed.train()
+    assert resumed.planner.plan.states_on_host and [line["step"] for line in resumed.history] == [3, 4]
+    same(nnx.state(got), nnx.state(want))

@@ -1,7 +1,8 @@
 """Where the planner may put the optimizer's states of an adapter: on the device, or on the host, from which they are
 copied to the device for each update and back (train/optimizer/optimizer_offload.py). The plan has them on the host if
-that is faster, because the device then has more room for a micro-batch, or if no other plan fits; results are the same
-in every bit. `states_of` gives the facts about a run's states (`States`), and `update_bytes` what an update takes.
+that is faster, because the device then has more room for a micro-batch, or if no other plan fits. Tensors are then
+updated one by one, so results may differ in the last bits, as under any other plan. `states_of` gives the facts about a
+run's states (`States`), and `update_bytes` what an update takes.
 
 Full fine-tuning, whose states are most of what a step keeps, has the config decide (optim.offload)."""
 

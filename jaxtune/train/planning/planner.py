@@ -132,7 +132,7 @@ class Planner:
         micro-batches do not divide the rows of a step, or if the mesh is another. Results on another mesh differ in any
         case, and its devices may have less memory, more memory, or too few rows for the micro-batches. If this run
         cannot have the table of per-layer embeddings or optimizer states on the host, the plan is taken with them on
-        the device, which changes no result.
+        the device: the table's place changes no result, and that of the states at most the last bits.
 
         Whether the plan fits is not checked here: Engine.fit compiles it, and chooses another one if it does not fit
         the budget. The caller must call Engine.follow_plan."""
@@ -142,7 +142,7 @@ class Planner:
         stored = self._recorded(record)
         if stored.table_on_host and not self._cost.table.bytes:  # where the table is changes no result
             stored = dataclasses.replace(stored, table_on_host=False)
-        if stored.states_on_host and not self._cost.states.bytes:  # and so is where the states are
+        if stored.states_on_host and not self._cost.states.bytes:
             stored = dataclasses.replace(stored, states_on_host=False)
         # With data.packing=step a changed number of steps can change the number of rows.
         same_split = self.config.micro_batches in (None, stored.micro_batches)
