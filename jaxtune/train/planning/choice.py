@@ -11,8 +11,9 @@ ones are left out (`_related`, `_Relatives`). `tokens_of` are a micro-batch's to
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -91,9 +92,15 @@ def choose(
         )
     budget = math.inf if budget_bytes is None else budget_bytes
     found: list[Forecast] = []
+
+    @functools.cache
+    def layers_of(micro: int, tile: int | None) -> tuple[LayerPlans, LayerForecast]:
+        """The layer plans, which are the same wherever the table and the states are."""
+        return _best_layers(parts, tokens_of(parts, micro), device, tile)
+
     for placed in places(parts, device):
         beside = beside_states(placed, device)
-        found += _candidates(placed, config, beside, budget, chunk_logits, resident, unlike)
+        found += _candidates(placed, config, beside, budget, chunk_logits, resident, unlike, layers_of)
     fitting = [one for one in found if one.peak_bytes <= budget and not _related(parts, one.plan, unlike)]
     if not fitting:
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
@@ -114,11 +121,12 @@ def _candidates(
     chunk_logits: Sequence[int],
     resident: int,
     unlike: Sequence[StepPlan],
+    layers_of: Callable[[int, int | None], tuple[LayerPlans, LayerForecast]],
 ) -> list[Forecast]:
     """The forecasts of the plans among which `choose` chooses; some may not fit.
 
     Args:
-      parts: the step's costs, with the table of per-layer embeddings in one place.
+      parts: the step's costs, with the table of per-layer embeddings and the optimizer's states in one place.
       config: the run's; what its memory.plan and micro_batches set is not changed.
       device: the device, with the host memory that residuals may take.
       budget: bytes of its memory, infinite if nothing limits them.
@@ -126,6 +134,7 @@ def _candidates(
       resident: the least number of layers whose frozen weights are whole on each device.
       unlike: plans that failed. The search leaves out plans that resemble them, but only if another fits, and never a
         plan that config.memory.plan sets; `choose` takes none of these.
+      layers_of: returns what _best_layers does, for a number of micro-batches and the tokens of a tile.
     """
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
     found: list[Forecast] = []
@@ -139,7 +148,7 @@ def _candidates(
             found += [forecast(parts, plan, device) for plan in plans]
         else:
             for tile in dict.fromkeys((None, tile_tokens_of(parts, config))):
-                table = _best_layers(parts, tokens_of(parts, micro), device, tile)
+                table = layers_of(micro, tile)
                 for whole in _residents(parts, resident):
                     alike = [one for one in unlike if _run_alike(one, micro, tile, parts.places)]
                     relatives = _Relatives(parts, alike, table[0])
