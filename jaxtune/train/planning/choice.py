@@ -41,7 +41,7 @@ _PAIRS = 2**14
 CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 # By how many times a plan with the optimizer's states on the host must be faster. Forecasts are not exact, and a moved
 # state takes host memory and has to be copied back for every save.
-_WORTH_MOVING = 1.02
+_WORTH_MOVING = 1.01
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
@@ -65,7 +65,7 @@ def choose(
 ) -> Forecast:
     """The forecast of the fastest plan whose predicted peak is within `budget_bytes`; of equally fast plans (to 0.1 ms)
     one with the table of per-layer embeddings on the device, and of these the one with the lowest peak. A plan with the
-    optimizer's states on the host must be faster than all others by 2 %, unless it alone fits.
+    optimizer's states on the host must be faster than all others by 1 %, unless it alone fits.
 
     What config.memory.plan and config.micro_batches set is not changed. Plans that are searched for also respect the
     host memory that the device may pin; that of config.memory.plan is not checked against it. `next_plan` calls it
