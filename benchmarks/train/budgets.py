@@ -13,11 +13,12 @@ update's temporary bytes are scaled to all layers; 0: all of them are compiled.
 Without it, each case is measured by benchmarks/train/step.py on this machine's GPU, in a process of its own whose
 allocator has no more than the card would.
 
-A FILE.json that is there is added to: cases that it holds are not run again. Of each case it has the plans that were
-compiled, with predicted and compiled bytes and their ratio, the number of compilations, and tokens per second by the
-forecast, or measured; `forecasts` has the first plan's speed at every budget, and `falls` what is lost to the next one.
-`curve` has the forecasts of budgets that are 1 % apart, from the smallest card that any plan fits, and `steepest` where
-most is lost for 4 % of memory: the twelve budgets hide no cliff.
+A FILE.json that is there is added to: cases that it holds are not run again, and one that takes too long is not held.
+Several GPUs take a process each, with CUDA_VISIBLE_DEVICES and a file of its own. Of each case it has the plans that
+were compiled, with predicted and compiled bytes and their ratio, the number of compilations, and tokens per second by
+the forecast, or measured; `forecasts` has the first plan's speed at every budget, and `falls` what is lost to the next one.
+`curve` has the forecasts of budgets that are 1 % apart, from the smallest card that any plan fits to a third more than
+the first of the twelve, and `steepest` where most is lost for 4 % of memory: the twelve budgets hide no cliff.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.cases import Step
-from benchmarks.processes import ROOT, Call, Side
+from benchmarks.processes import ROOT, TIMED_OUT, Call, Side
 from benchmarks.record import commit_here, write
 
 # {model: (arguments of step.py, twelve budgets)}: from the smallest card up, where speed falls fast, closer together.
 MODELS: dict[str, tuple[str, tuple[float, ...]]] = {
     "8b_nf4": (
         "--shape llama-3.1-8b --load-in nf4",
-        (7.5, 7.75, 8, 8.5, 9, 10.25, 11.5, 12.75, 14, 19.5, 26.75, 60),
+        (7.5, 7.55, 7.9, 8.5, 9, 10.25, 11.5, 12.75, 14, 19.5, 26.75, 60),
     ),
-    "8b": ("--shape llama-3.1-8b", (16.75, 17, 17.25, 17.75, 18.75, 19.25, 19.75, 20.75, 23.75, 28.75, 40, 60)),
+    "8b": ("--shape llama-3.1-8b", (16.75, 16.9, 17.25, 17.75, 18.75, 19.25, 19.75, 20.75, 23.75, 28.75, 40, 60)),
     "gpt_oss_nf4": (
         "--shape gpt-oss-20b --load-in nf4",
         (17.75, 18, 18.5, 18.75, 19.75, 20, 22.75, 26.25, 28, 33.25, 36.75, 60),
     ),
     "qwen35_9b_nf4": (
         "--shape qwen3.5-9b --load-in nf4",
-        (9.75, 10, 10.5, 10.75, 11, 11.5, 13, 15, 16.25, 20.25, 27.25, 60),
+        (9.75, 10, 10.25, 10.5, 10.75, 11.5, 13, 15, 16.25, 20.25, 27.25, 60),
     ),
 }
 _FALL = 0.04  # of speed, at most, between neighbouring budgets
@@ -172,11 +173,11 @@ class Ahead:
         return {f"{card:g}": self.next(card)[0].tokens_per_second for card in self.budgets}
 
     def curve(self) -> dict[str, float]:
-        """{budget: tokens per second}, as `forecasts`, of budgets that are 1 % apart."""
+        """{budget: tokens per second}, as `forecasts`, of budgets that are 1 % apart, near the smallest."""
         from jaxtune.train.planning.choice import PlanError
 
         found, card = {}, self.budgets[0] * 0.85
-        while card <= self.budgets[-1]:
+        while card <= self.budgets[0] * 1.35:
             with contextlib.suppress(PlanError):
                 found[f"{card:.3f}"] = self.next(card)[0].tokens_per_second
             card *= 1.01
@@ -212,13 +213,15 @@ def must_show(record: dict) -> list[dict]:
 
 
 def measured(call: Call, side: Side, model: str, card: float) -> dict | None:
-    """On the GPU of this machine; None where time ran out."""
+    """On the GPU of this machine; None where time ran out, before the case or in it."""
     from benchmarks.train.memory import pool_of
 
     case = step_of(model, card)
     found = call.run(side, case, f"{model} in {card:g} GB", 30, 200, pool_of(case))
-    if found is None or "failed" in found:
-        return None if found is None else found | {"trains": False}
+    if found is None or TIMED_OUT in found.get("failed", ""):
+        return None
+    if "failed" in found:
+        return found | {"trains": False}
     return found | {"trains": True, "ratio": found["compiled_peak_gb"] / found["predicted_peak_gb"]}
 
 
