@@ -16,9 +16,9 @@ allocator has no more than the card would.
 A FILE.json that is there is added to: cases that it holds are not run again, and one that takes too long is not held.
 Several GPUs take a process each, with CUDA_VISIBLE_DEVICES and a file of its own. Of each case it has the plans that
 were compiled, with predicted and compiled bytes and their ratio, the number of compilations, and tokens per second by
-the forecast, or measured; `forecasts` has the first plan's speed at every budget, and `falls` what is lost to the next one.
-`curve` has the forecasts of budgets that are 1 % apart, from the smallest card that any plan fits to a third more than
-the first of the twelve, and `steepest` where most is lost for 4 % of memory: the twelve budgets hide no cliff.
+the forecast, or measured; `forecasts` has the first plan's speed at every budget, and `falls` what is lost to the next
+one. `curve` has the forecasts of budgets that are 1 % apart, from the smallest card that any plan fits to a third more
+than the first of the twelve, and `steepest` where most is lost for 4 % of memory: the twelve budgets hide no cliff.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def shardings(opt_state: Any, device: Sharding) -> Any:
     return jax.tree.map(lambda leaf: host if is_hosted(leaf) else device, opt_state)
 
 
-def moved(opt_state: Any, wanted: Any) -> Any:
+def moved(opt_state, wanted):
     """The optimizer's state `opt_state`, read from a checkpoint, with each array in the memory that `wanted` names, the
     result of `shardings`. An array in the other memory is copied, and deleted when the copy is there, so that no state
     is on the device twice; the others stay as they are. A run whose plan was changed after the read calls it."""

@@ -248,8 +248,7 @@ def step_cost(
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape((optimizer or _configured_optimizer(config)).init, masters)
     storage = weight_storage(config.optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(masters)))
-    kept = _stored(masters, storage)
-    on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
+    kept, on_host = _stored(masters, storage), float(config.optim.offload * optimizer_offload.hosted_bytes(states))
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
     parts, trained_bytes = divided.parts, nbytes(masters)
     share = partition.bytes_per_device(masters, parts) / max(trained_bytes, 1.0)  # of one device; a teacher trains none

@@ -9,7 +9,6 @@ Full fine-tuning, whose states are most of what a step keeps, has the config dec
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -32,7 +31,7 @@ class States:
 NO_STATES = States()  # of a run whose states are where its config says
 
 
-def states_of(states: Any, config: TrainConfig) -> States:
+def states_of(states, config: TrainConfig) -> States:
     """The planner's facts about the optimizer's `states`, which may be abstract, in a run of `config` on one device,
     with the optimizer that the config names. Those of an adapter may be on the host if the optimizer's update has a
     bound (`update_bound`), without which it would be computed twice. step_cost calls it; where the states then are, the
@@ -43,7 +42,7 @@ def states_of(states: Any, config: TrainConfig) -> States:
     return States(float(optimizer_offload.hosted_bytes(hosted)), len(hosted))
 
 
-def update_bytes(masters: Any, config: TrainConfig) -> float:
+def update_bytes(masters, config: TrainConfig) -> float:
     """Device bytes that the update takes in addition to weights, states and gradients, on one device if nothing is
     divided. It is done tensor by tensor (optimizer_offload.py), so they are those of the largest tensor. 0 with an
     adapter, where they are negligible, and if the states are on the device, unless the optimizer is adamw_8bit.

@@ -159,9 +159,8 @@ class Engine:
         `micro_index`, a list with the number of each micro-batch (from 0), an int32[] on every device. It is called
         when the Engine is made and whenever the plan has changed. Programs that are compiled keep their plan."""
         plan = self.planner.plan
-        follow: dict[str, Any] = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens)
-        follow |= dict(micro_batches=plan.micro_batches, offload=self._offloads or plan.states_on_host)
-        self.program = dataclasses.replace(self.program, **follow)
+        follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
+        self.program = dataclasses.replace(self.program, **follow, offload=self._offloads or plan.states_on_host)
         if self.before_qat is not None:
             self.before_qat = dataclasses.replace(self.before_qat, **follow)
         self.micro_index = [partition.put(np.int32(i), self.replicated) for i in range(plan.micro_batches)]
