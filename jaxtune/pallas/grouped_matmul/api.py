@@ -43,6 +43,9 @@ _PRODUCTS = {
 # Products that take experts as they are stored, by the value of model.compute that asks for it.
 AS_STORED = {"fp8": fp8_experts.product}
 _AHEAD = "mosaic_ahead"  # takes a weight in four bits as it is stored; the others need it decoded
+# The rows of a buffer for each expert, with the empty ones of its tiles (about half a tile), from which on a product
+# takes as long as the warpgroups that decode beside it. With fewer, products wait for these, and a pass decodes faster.
+_FEW_ROWS = 320
 _MOSAIC = ("mosaic", _AHEAD)  # their kernels also multiply by an adapter's A and B, and compute the adapters' gradients
 
 
@@ -100,12 +103,13 @@ def implementations(
     """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
     reason why the implementation refuses the call, or None}, in the order in which they are tried. Such a function may
     compare its kernel with plain JAX on this GPU (first_use.py). `prepared` chooses from the table, and `jaxtune info`
-    prints why implementations refuse.
+    prints why implementations refuse. "mosaic_ahead" is first, but for experts of few rows, whose weights are decoded
+    first, by a pass.
 
     Args:
       dtype: of the rows, x.
       in_size, out_size: the columns and rows of an expert's weight [out, in].
-      groups: the layout of the sorted rows, of which only the rows of a tile are used.
+      groups: the layout of the sorted rows, of which the rows of a tile and of the buffer are used.
       weight: the weight if it is quantised and may be decoded while it is multiplied; None: it is an array, or is
         multiplied in FP8 as it is stored, and the table has no "mosaic_ahead", unless the caller requests that.
       implementation: the name that the caller requests, or None. On several devices "mosaic_ahead" is only used on
@@ -130,9 +134,11 @@ def implementations(
     def triton_refusal():
         return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
 
+    few = groups.rows < _FEW_ROWS * groups.num_experts
     table = {
-        _AHEAD: ahead_refusal,
+        **({} if few else {_AHEAD: ahead_refusal}),
         "mosaic": mosaic_refusal,
+        _AHEAD: ahead_refusal,  # a key that is there keeps its place
         "triton": triton_refusal,
         "reference": lambda: None,
     }
