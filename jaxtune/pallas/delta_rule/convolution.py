@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas import compat, dispatch, meshes
-from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.attention import packed_layout
 
 _TAPS = 4  # weights of a channel that the kernel takes
 _WIDTH, _TOKENS = 256, 64  # channels and tokens of a program
