@@ -74,14 +74,11 @@ def test_kernels_against_the_definition(case, key_heads, heads):
         assert not mine[:, ids[0] == 0].any(), "padding must give zeros"
 
 
-@pytest.mark.parametrize(
-    "runs", [CASES["less_than_a_chunk"], (1, 2, 3, 4, 5, -2, 61, 1, 1), (-5, 40, -20, 70, -1), CASES["padding"]]
-)
-def test_the_convolutions_gradient_against_the_definition(runs):
-    """Of queries, keys and values, over two rows with their borders at other places."""
+@pytest.mark.parametrize("runs", [(1, 2, 3, 4, 5, -2, 61, 1, 1), (-5, 40, -20), (-7,)])
+def test_the_convolution_against_the_definition(runs):
+    """Queries, keys and values and their gradients, with borders at all places of a group of four tokens."""
     ids = np.concatenate([np.full(abs(n), max(0, number * np.sign(n))) for number, n in enumerate(runs, 1)])
-    ids = np.stack([ids, ids[::-1]]).astype(np.int32)
-    parts = (512, 256, 256)
+    ids, parts = ids[None].astype(np.int32), (256, 256, 256)
     keys = jax.random.split(jax.random.key(0), 3)
     x, dout = (jax.random.normal(key, (*ids.shape, sum(parts))).astype(jnp.float16) for key in keys[:2])
     dout = dout.at[:, ::5].set(jnp.nan) if (ids == 0).all() else dout
@@ -93,7 +90,7 @@ def test_the_convolutions_gradient_against_the_definition(runs):
             return short_convolution_parts(x, weight, layout, parts, implementation=implementation)
 
         out, pull = jax.vjp(function, x, weight)
-        return (*out, *pull(tuple(jnp.split(dout, (512, 768), -1))))
+        return (*out, *pull(tuple(jnp.split(dout, 3, -1))))
 
     want = [np.asarray(a, np.float64) for a in run("reference", *(a.astype(jnp.float32) for a in (x, weight, dout)))]
     with interpreted((9, 0)):
@@ -101,7 +98,7 @@ def test_the_convolutions_gradient_against_the_definition(runs):
     assert dispatch.record["short_convolution"][0] == "triton"
     for mine, exact in zip(got, want, strict=True):
         assert np.linalg.norm(mine - exact) <= 1e-3 * np.linalg.norm(exact)
-    assert not got[3][ids == 0].any(), "padding must give zeros"
+    assert not any(each[ids == 0].any() for each in got[:4]), "padding must give zeros"
 
 
 def test_no_bit_of_one_document_reaches_another():

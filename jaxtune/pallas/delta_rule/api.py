@@ -224,8 +224,8 @@ def short_convolution_parts(
     Args:
       x, weight, layout: as in short_convolution.
       parts: the number of channels of each part; they add up to C.
-      implementation: of the gradient of x: "triton" (16 bits, four taps, three parts), "reference" (plain JAX), or None
-        for the first that supports the call.
+      implementation: "triton" (16 bits, four taps, three parts), "reference" (plain JAX), or None for the first that
+        supports the call.
     Returns:
       a tuple of arrays [B, T, channels of the part] in x's dtype; padding gives 0, and gets no gradient.
     Raises:

@@ -1,19 +1,39 @@
-"""The body of the Triton kernel that computes the gradient of the short convolution's input; convolution.py describes
-and calls it."""
+"""The bodies of the Triton kernels of the short convolution before the gated delta rule: convolution_kernel, and
+convolution_gradient_kernel for the gradient of its input. convolution.py describes and calls them.
+
+Each program walks along tokens of a row, for some channels, four tokens at a time, and keeps in registers what it needs
+of the three tokens before or after those. x and dx are [B, LENGTH, CHANNELS], weight [CHANNELS, 4], doc_start and
+doc_end int32[B, LENGTH]. The result and its gradient are in three parts by channels (queries, keys and values), of
+FIRST, SECOND and the remaining ones, each [B, LENGTH, its channels].
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _of_sum(dout, now, back1, back2, back3, w0, w1, w2, w3, token, start, end):
-    """The gradient of a token's sum, float32[WIDTH], from that of its silu: dout [WIDTH], 0 past the row. now, back1,
-    back2, back3: x of the token and of the three before it. w0 to w3: the weights that multiply these. token: its
-    number in the row; start, end: the bounds of its document, beyond which x does not count. 0 at padding."""
+def _sum(now, back1, back2, back3, w0, w1, w2, w3, token, start):
+    """A token's sum, float32[WIDTH]. now, back1, back2, back3: x of the token and of the three before it. w0 to w3: the
+    weights that multiply these. token: its number in the row; start: the first token of its document, before which x
+    does not count."""
     total = now.to(tl.float32) * w0
     total += tl.where(token - 1 >= start, back1.to(tl.float32), 0.0) * w1
     total += tl.where(token - 2 >= start, back2.to(tl.float32), 0.0) * w2
     total += tl.where(token - 3 >= start, back3.to(tl.float32), 0.0) * w3
+    return total
+
+
+@triton.jit
+def _silu(total, token, end):
+    """The result of a token, float32[WIDTH], from its sum; 0 for a token from `end` on, which is padding."""
+    return tl.where(token < end, total * tl.sigmoid(total), 0.0)
+
+
+@triton.jit
+def _of_sum(dout, now, back1, back2, back3, w0, w1, w2, w3, token, start, end):
+    """The gradient of a token's sum, float32[WIDTH], from that of its silu: dout [WIDTH], 0 past the row. The other
+    arguments are those of `_sum` and `_silu`. 0 at padding."""
+    total = _sum(now, back1, back2, back3, w0, w1, w2, w3, token, start)
     share = tl.sigmoid(total)
     return tl.where(token < end, dout.to(tl.float32) * (share * (1.0 + total * (1.0 - share))), 0.0)
 
@@ -55,6 +75,79 @@ def _bounds(doc_start, doc_end, token, LENGTH: tl.constexpr):
 
 
 @triton.jit
+def _part(first, second, third, begin, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):
+    """The part that has the channels from `begin` on: (a pointer to the number before which it has `begin` channels,
+    its number of channels). first, second, third: pointers to a row of the parts."""
+    stride = tl.where(begin < FIRST, FIRST, tl.where(begin < FIRST + SECOND, SECOND, THIRD))
+    part = third - FIRST - SECOND
+    if begin < FIRST:
+        part = first
+    elif begin < FIRST + SECOND:
+        part = second - FIRST
+    return part, stride
+
+
+@triton.jit
+def convolution_kernel(
+    x,
+    weight,
+    doc_start,
+    doc_end,
+    first_out,
+    second_out,
+    third_out,
+    LENGTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Computes the parts of the result, forward along TOKENS tokens, with x of the three tokens before those that it is
+    at."""
+    THIRD: tl.constexpr = CHANNELS - FIRST - SECOND
+    begin = tl.program_id(0) * WIDTH
+    first = tl.program_id(1) * TOKENS
+    row = tl.cast(tl.program_id(2), tl.int64) * LENGTH
+    columns = tl.arange(0, WIDTH)
+    x += row * CHANNELS + begin + columns
+    doc_start += row
+    doc_end += row
+    out, stride = _part(
+        first_out + row * FIRST, second_out + row * SECOND, third_out + row * THIRD, begin, FIRST, SECOND, THIRD
+    )
+    out += begin + columns
+    weight += (begin + columns) * 4
+    w0 = tl.load(weight + 3).to(tl.float32)
+    w1 = tl.load(weight + 2).to(tl.float32)
+    w2 = tl.load(weight + 1).to(tl.float32)
+    w3 = tl.load(weight).to(tl.float32)
+
+    b1 = _load(x, first - 1, CHANNELS, LENGTH, columns)
+    b2 = _load(x, first - 2, CHANNELS, LENGTH, columns)
+    b3 = _load(x, first - 3, CHANNELS, LENGTH, columns)
+    for group in range(TOKENS // 4):
+        at = first + 4 * group
+        x0 = _load(x, at, CHANNELS, LENGTH, columns)
+        x1 = _load(x, at + 1, CHANNELS, LENGTH, columns)
+        x2 = _load(x, at + 2, CHANNELS, LENGTH, columns)
+        x3 = _load(x, at + 3, CHANNELS, LENGTH, columns)
+        start0, end0 = _bounds(doc_start, doc_end, at, LENGTH)
+        start1, end1 = _bounds(doc_start, doc_end, at + 1, LENGTH)
+        start2, end2 = _bounds(doc_start, doc_end, at + 2, LENGTH)
+        start3, end3 = _bounds(doc_start, doc_end, at + 3, LENGTH)
+        o0 = _silu(_sum(x0, b1, b2, b3, w0, w1, w2, w3, at, start0), at, end0)
+        o1 = _silu(_sum(x1, x0, b1, b2, w0, w1, w2, w3, at + 1, start1), at + 1, end1)
+        o2 = _silu(_sum(x2, x1, x0, b1, w0, w1, w2, w3, at + 2, start2), at + 2, end2)
+        o3 = _silu(_sum(x3, x2, x1, x0, w0, w1, w2, w3, at + 3, start3), at + 3, end3)
+        _store(out, o0, at, stride, LENGTH, columns)
+        _store(out, o1, at + 1, stride, LENGTH, columns)
+        _store(out, o2, at + 2, stride, LENGTH, columns)
+        _store(out, o3, at + 3, stride, LENGTH, columns)
+        b1, b2, b3 = x3, x2, x1
+
+
+@triton.jit
 def convolution_gradient_kernel(
     x,
     weight,
@@ -71,29 +164,22 @@ def convolution_gradient_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Walks back over TOKENS tokens of a row, for WIDTH channels, four tokens at a time. x and dx are [B, LENGTH,
-    CHANNELS], weight [CHANNELS, 4], doc_start and doc_end int32[B, LENGTH]. The gradient of the output is in three
-    parts by channels, of FIRST, SECOND and the remaining ones, each [B, LENGTH, its channels]. A program begins with
-    the four tokens after its own, from which its last ones have a part of their gradients. It keeps x and the gradients
-    of the sums of the three tokens after those that it is at."""
+    """Computes dx, backward along TOKENS tokens, with x and the gradients of the sums of the three tokens after those
+    that it is at. A program begins with the four tokens after its own, from which its last ones have a part of their
+    gradients."""
     THIRD: tl.constexpr = CHANNELS - FIRST - SECOND
     begin = tl.program_id(0) * WIDTH
     first = tl.program_id(1) * TOKENS
-    row = tl.cast(tl.program_id(2), tl.int64)
+    row = tl.cast(tl.program_id(2), tl.int64) * LENGTH
     columns = tl.arange(0, WIDTH)
-    x += row * LENGTH * CHANNELS + begin + columns
-    dx += row * LENGTH * CHANNELS + begin + columns
-    doc_start += row * LENGTH
-    doc_end += row * LENGTH
-    dfirst += row * LENGTH * FIRST + begin + columns
-    dsecond += row * LENGTH * SECOND + (begin - FIRST) + columns
-    dthird += row * LENGTH * THIRD + (begin - FIRST - SECOND) + columns
-    stride = tl.where(begin < FIRST, FIRST, tl.where(begin < FIRST + SECOND, SECOND, THIRD))
-    dout = dthird
-    if begin < FIRST:
-        dout = dfirst
-    elif begin < FIRST + SECOND:
-        dout = dsecond
+    x += row * CHANNELS + begin + columns
+    dx += row * CHANNELS + begin + columns
+    doc_start += row
+    doc_end += row
+    dout, stride = _part(
+        dfirst + row * FIRST, dsecond + row * SECOND, dthird + row * THIRD, begin, FIRST, SECOND, THIRD
+    )
+    dout += begin + columns
     weight += (begin + columns) * 4
     w0 = tl.load(weight + 3).to(tl.float32)
     w1 = tl.load(weight + 2).to(tl.float32)
