@@ -128,8 +128,8 @@ def measure(
         with forced(op, blocks):
             return prepare()
 
-    tried: list[list[Any]] = []
-    running: dict[int, Callable[[], Any]] = {}  # {index of the candidate: its program}
+    tried: list[list] = []
+    running: dict[int, Callable] = {}  # {index of the candidate: its program}
     with ThreadPoolExecutor(_COMPILERS) as pool:
         waiting = [pool.submit(compiled, blocks) for blocks in candidates]
         wait(waiting)  # nothing compiles while another one is timed

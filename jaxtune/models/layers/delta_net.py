@@ -244,7 +244,8 @@ class DeltaNet(nnx.Module):
         `first_state` call it.
         """
         sizes = (self.shape.key_size, self.shape.key_size, self.shape.value_size)
-        return self._in_heads(*short_convolution_parts(qkv, self._taps(), layout, sizes), rates)
+        query, key, value = short_convolution_parts(qkv, self._taps(), layout, sizes)
+        return self._in_heads(query, key, value, rates)
 
     def _taps(self) -> jax.Array:
         """The weight of the convolution without its middle axis of size 1: [channels, taps], the form for
@@ -254,7 +255,8 @@ class DeltaNet(nnx.Module):
     def _split(self, qkv: jax.Array, rates: jax.Array):
         """Divides convolved queries, keys and values, qkv [B, T, 2 key_size + value_size], and returns `_in_heads` of
         them and `rates`. `step` calls it for new tokens."""
-        return self._in_heads(*jnp.split(qkv, (self.shape.key_size, 2 * self.shape.key_size), axis=-1), rates)
+        query, key, value = jnp.split(qkv, (self.shape.key_size, 2 * self.shape.key_size), axis=-1)
+        return self._in_heads(query, key, value, rates)
 
     def _in_heads(self, query: jax.Array, key: jax.Array, value: jax.Array, rates: jax.Array):
         """Divides convolved queries, keys and values into heads, and computes decay and beta from the rates: (query,

@@ -75,17 +75,17 @@ def _first_use(dtype) -> str | None:
         x, dout = (jax.random.normal(key, (*ids.shape, sum(parts))).astype(dtype) for key in keys[:2])
         weight = jax.random.normal(keys[2], (sum(parts), _TAPS)).astype(dtype)
 
-        def run(function, x, weight, *douts):
+        def run(function, x, weight, douts):
             out, pull = jax.vjp(lambda x: function(x, weight, layout, parts), x)
             return (*out, *pull(douts))
 
         def exactly(x, weight, layout, parts):
             return divided(forward(x, weight, layout), parts)
 
-        arrays = x, weight, *divided(dout, parts)
-        got = jax.jit(lambda *arrays: run(in_parts, *arrays))(*arrays)
-        exact = dispatch.exactly(lambda *arrays: run(exactly, *arrays))
-        return got, exact(*(array.astype(jnp.float32) for array in arrays))
+        arrays = x, weight, divided(dout, parts)
+        got = jax.jit(lambda x, weight, douts: run(in_parts, x, weight, douts))(*arrays)
+        exact = dispatch.exactly(lambda x, weight, douts: run(exactly, x, weight, douts))
+        return got, exact(*jax.tree.map(lambda array: array.astype(jnp.float32), arrays))
 
     return dispatch.first_use("short_convolution", "triton", dtype.name, compare)
 

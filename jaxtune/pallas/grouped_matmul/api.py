@@ -103,8 +103,8 @@ def implementations(
     """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
     reason why the implementation refuses the call, or None}, in the order in which they are tried. Such a function may
     compare its kernel with plain JAX on this GPU (first_use.py). `prepared` chooses from the table, and `jaxtune info`
-    prints why implementations refuse. "mosaic_ahead" is first, but for experts of few rows, whose weights are decoded
-    first, by a pass.
+    prints why implementations refuse. "mosaic_ahead" is first, except for experts of few rows, whose weights a pass
+    decodes first.
 
     Args:
       dtype: of the rows, x.
