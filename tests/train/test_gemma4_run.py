@@ -45,6 +45,7 @@ from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
+from jaxtune.train.planning.host_states import NO_STATES
 from jaxtune.train.planning.host_table import NO_TABLE, TABLE
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.program.programs import Engine
@@ -264,7 +265,7 @@ def test_the_plan_has_the_table_on_the_host_if_that_is_faster():
 
 
 def test_the_plan_has_the_table_on_the_host_if_nothing_else_fits():
-    parts = step_cost(*e4b("nf4"))
+    parts = dataclasses.replace(step_cost(*e4b("nf4")), states=NO_STATES)  # the optimizer's stay on the device
     with pytest.raises(PlanError):
         chosen(10e9, "nf4", dataclasses.replace(parts, table=NO_TABLE))
     assert chosen(10e9, "nf4", parts).plan.table_on_host
