@@ -22,6 +22,7 @@ from jaxtune.pallas.delta_rule import (
     delta_rule_step,
     gated_delta_rule,
     short_convolution,
+    short_convolution_parts,
     short_convolution_step,
 )
 from jaxtune.pallas.few_rows import placed
@@ -289,6 +290,11 @@ OPS = {
         dict(x=zeros(2, 8, 6), weight=zeros(6, 4), layout=packed_layout((2, 8))),
         ("weight", zeros(4, 6), ValueError, "weight is .* with C = 6"),
         ("layout", IDS, TypeError, "it must be a PackedLayout"),
+    ),
+    short_convolution_parts: (
+        dict(x=zeros(2, 8, 24), weight=zeros(24, 4), layout=packed_layout((2, 8)), parts=(8, 8, 8)),
+        ("parts", (8, 8), ValueError, r"parts = \(8, 8\) must add up to C = 24"),
+        ("weight", zeros(8, 4), ValueError, "weight .*C = 24"),
     ),
     short_convolution_step: (
         dict(x=zeros(2, 1, 6), weight=zeros(6, 4), window=zeros(2, 3, 6)),
