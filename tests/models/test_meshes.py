@@ -15,8 +15,6 @@ from tiny_models import adapted_model
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import model_from_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TOKENS = jnp.asarray(np.concatenate([golden_tokens(), golden_tokens()]))
 IDS = jnp.asarray(np.repeat([[1] * 9 + [2] * (TOKENS.shape[1] - 11) + [0] * 2], len(TOKENS), 0), jnp.int32)
 

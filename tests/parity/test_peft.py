@@ -22,7 +22,6 @@ import jaxtune
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import linears
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOLERANCE = 1e-4
 
 

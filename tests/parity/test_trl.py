@@ -25,8 +25,6 @@ from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
 from jaxtune.train.objectives.reward import Reward
 from jaxtune.train.program.loss import Forward
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TOLERANCE = 1e-5
 CASES = {
     "sigmoid": ("dpo", DPO(beta=0.3), dict(beta=0.3)),

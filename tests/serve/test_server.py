@@ -18,13 +18,12 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.engine import Engine
 from tests.serve.running import ask, engine_of, events, served_models, serving, wait_until
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 
 
 @pytest.fixture(scope="module")
-def models(compiled_quickly):
+def models():
     return served_models()
 
 

@@ -22,8 +22,6 @@ from tests.train.data.conftest import make_tokenizer
 from tests.train.test_preference import LENGTH, TURNS, adapted, held_out, pairs, plain_answer, trainer_of
 from tests.train.tiny_runs import make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def single(count: int, seed: int = 0) -> PairDataset:
     """Of pairs the chosen answer, or (of every third) the rejected one."""

@@ -43,8 +43,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import VOCAB, lora_model, make_config, tiny_model
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 LENGTH = 24
 FOLLOWER = np.random.default_rng(0).permutation(VOCAB)
 

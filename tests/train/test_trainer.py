@@ -49,7 +49,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import LENGTH, VOCAB, arrays, assert_same, dataset, documents, lora_model, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ROOT = Path(__file__).resolve().parents[2]
 
 
