@@ -46,6 +46,7 @@ def both(tmp_path_factory):
 
 
 @families
+@pytest.mark.essential
 def test_loss_and_gradient_of_every_tensor(name, both):
     _, theirs, ours = both(name)
     tokens = golden_tokens()

@@ -97,6 +97,7 @@ def compare(ours, theirs):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.essential
 def test_pairs(tmp_path, case):
     name, objective, options = CASES[case]
     base = reference.make_checkpoint(tmp_path / "base", CONFIGS["qwen2"])

@@ -226,6 +226,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("name", "mesh"), MESHES)
+@pytest.mark.essential
 def test_gradients_and_weights_are_those_of_one_device(name, mesh):
     """Dropout's masks are the same too, or no gradient would be."""
     require_same(run(name, mesh), run(name, (1, 1)))

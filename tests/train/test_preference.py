@@ -145,6 +145,7 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.essential
 def test_loss_metrics_and_gradients_are_the_definitions(name, packing):
     objective, documents, model = OBJECTIVES[name], pairs(5), adapted()
     batch = batch_of(documents, packing)

@@ -348,6 +348,7 @@ def straight(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("how", "code"), [("term", 75), ("kill", -9)])
+@pytest.mark.essential
 def test_a_stopped_run_goes_on_bit_for_bit(straight, tmp_path, how, code, capsys):
     trainer, trained = straight
     assert trainer.total_steps > trainer.batches.steps_per_epoch
