@@ -19,6 +19,7 @@ from benchmarks.cases import Step
 
 ROOT = Path(__file__).resolve().parents[1]
 _AHEAD_SHARE = 0.5  # of the time of a call, at most, for compiling beforehand
+TIMED_OUT = "its time ran out"  # of a run that was ended
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def wait(process: subprocess.Popen, seconds: float) -> str | None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        return "its time ran out"
+        return TIMED_OUT
     return None if status == 0 else f"exit status {status}"
 
 

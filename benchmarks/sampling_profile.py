@@ -54,14 +54,18 @@ def table(rows: list[tuple[str, float, float]], per: int) -> dict:
     """The kernels' times by name. per: how many steps they are of."""
     if not rows:
         return {"failed": "the trace has no kernels"}
-    total, count, busy, until = collections.Counter(), collections.Counter(), 0.0, rows[0][1]
+    total: dict[str, float] = collections.defaultdict(float)
+    count, busy, until = collections.Counter(), 0.0, rows[0][1]
     for name, begin, end in rows:
         name = re.sub(r"[._]\d+$", "", name)
         total[name] += end - begin
         count[name] += 1
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
-    most = {name[:90]: [round(ns / 1e6 / per, 4), round(count[name] / per, 2)] for name, ns in total.most_common(_MOST)}
+    most = {
+        name[:90]: [round(ns / 1e6 / per, 4), round(count[name] / per, 2)]
+        for name, ns in sorted(total.items(), key=lambda row: -row[1])[:_MOST]
+    }
     span = until - rows[0][1]
     return {"span_ms": round(span / 1e6 / per, 4), "busy_ms": round(busy / 1e6 / per, 4), "kernels": most}
 
@@ -122,6 +126,8 @@ def lognormal(model) -> dict:
     limits = np.clip(draw.lognormal(np.log(700) - 0.5 * 0.7**2, 0.7, 400), 8, 2048).astype(int).tolist()
     prompts, sampler = prompts_of(model, 400), jaxtune.Sampler(model, 64, 200 + 2048)
     warm_up(sampler, prompts[:64], 2048)
+    for _ in sampler.run(prompts[:80], [16 + 8 * (i % 4) for i in range(80)], 1.0, eos_token_ids=()):
+        pass  # the programs by which slots are filled again
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         sampler.submit(prompt, limit, temperature=1.0, index=index, eos_token_ids=())
     for _ in range(120):

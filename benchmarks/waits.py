@@ -82,7 +82,7 @@ class Part:
     time, and where its threads were. Names and seconds that others put into `seconds` meanwhile are recorded too."""
 
     def __init__(self) -> None:
-        self.seconds: collections.Counter[str] = collections.Counter()
+        self.seconds: dict[str, float] = collections.defaultdict(float)
         self.record: dict[str, Any] = {}
         self._sampler = Sampler()
 
@@ -96,7 +96,7 @@ class Part:
         wall, user, kernel, faults, disk = (after - before for after, before in zip(_counted(), self._before))
         self.record |= {
             "seconds": round(wall, 2),
-            "parts": {name: round(seconds, 2) for name, seconds in self.seconds.most_common()},
+            "parts": {name: round(seconds, 2) for name, seconds in self.seconds.items()},
             "cores_busy": {"own": round(user / wall, 2), "kernel": round(kernel / wall, 2)},
             "page_faults": int(faults),
             "disk_read_bytes": int(disk),

@@ -66,7 +66,7 @@ def test_two_commits_take_turns_and_the_medians_are_compared(trees, tmp_path, mo
     call = trees(old=[100.0, 110.0], new=[104.0, 108.0])
     status, calls = call("8b_24gb", "--old", str(tmp_path / "old"))
     assert status == 0
-    assert [side for side, *_ in calls] == ["old", "new", "old", "new"]
+    assert [side for side, *_ in calls] == ["new", "old", "new", "old"]
     for side, arguments, cache, paths in calls:
         assert arguments == processes.step_arguments(STEPS["8b_24gb"], "")
         assert cache.endswith(f"/{side}") and (tmp_path / "temporary/jaxtune_benchmarks" / side / "x").exists()
@@ -75,7 +75,10 @@ def test_two_commits_take_turns_and_the_medians_are_compared(trees, tmp_path, mo
     assert (record["commit"], record["old_commit"]) == ("0123456", "old")
     assert record["ratios"] == {"8b_24gb": 106.0 / 105.0}
     runs = record["cases"]["8b_24gb"]
-    assert [(run["side"], run["round"]) for run in runs] == [("old", 1), ("new", 1), ("old", 2), ("new", 2)]
+    assert [(run["side"], run["round"]) for run in runs] == [("new", 1), ("old", 1), ("new", 2), ("old", 2)]
+
+    status, calls = call("8b", "--old", str(tmp_path / "old"), "--rounds", "1")
+    assert [side for side, *_ in calls] == ["new", "old"]
 
 
 def test_a_slower_commit_fails(trees, tmp_path):

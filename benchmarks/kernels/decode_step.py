@@ -41,28 +41,32 @@ WEIGHTS |= {"gate": SHAPES["gated"], "up": SHAPES["gated"], "down": SHAPES["down
 type Way = str | tuple[Tile, int]  # "default", "xla", or the tile and the number of splits
 
 _DEEP, _SMALL, _WIDE = Tile(64, 128, 4, 3), Tile(64, 64, 4, 4), Tile(128, 64, 8, 4)
+_PLAIN = Tile(64, 128, 4, 4)
 TRIED: dict[int, dict[str, tuple[Way, ...]]] = {
+    1: {
+        "qkv": ("xla", (_PLAIN, 1), (_PLAIN, 2), (_SMALL, 4), (Tile(64, 64, 4, 6), 2)),
+        "o": ("xla", (_PLAIN, 2), (_PLAIN, 4), (_SMALL, 4), (Tile(64, 64, 4, 6), 4)),
+        "gated": ("xla", (Tile(64, 64, 4, 4), 1), (Tile(64, 128, 4, 3), 1), (Tile(128, 64, 8, 4), 1)),
+        "down": ("xla", (_PLAIN, 2), (_PLAIN, 4), (_SMALL, 4), (Tile(64, 64, 4, 6), 4)),
+    },
     64: {
-        "qkv": ((_DEEP, 1), (_DEEP, 2), (_SMALL, 1), (_SMALL, 2), (_SMALL, 4), (Tile(64, 64, 4, 6), 2)),
-        "o": ((_DEEP, 4), (_SMALL, 2), (_SMALL, 4), (Tile(64, 64, 4, 6), 4)),
-        "gated": ((Tile(64, 64, 4, 4), 1), (Tile(64, 64, 8, 4), 1), (Tile(64, 128, 8, 3), 1), (Tile(128, 64, 8, 5), 1)),
-        "down": ((_DEEP, 4), (_SMALL, 2), (_SMALL, 4), (Tile(64, 64, 4, 6), 4)),
+        "qkv": ((_DEEP, 2), (_PLAIN, 2)),
+        "gated": ((Tile(64, 64, 4, 4), 1), (Tile(64, 64, 4, 3), 1), (Tile(64, 32, 4, 6), 1)),
+        "down": ((_PLAIN, 4), (Tile(128, 64, 8, 4), 4)),
     },
     128: {
-        "qkv": ((Tile(64, 64, 4, 6), 1), (_SMALL, 1), (_SMALL, 2), (Tile(64, 64, 4, 3), 2), (_WIDE, 2)),
-        "o": ((_SMALL, 2), (_SMALL, 4), (Tile(64, 64, 4, 3), 4), (_WIDE, 4)),
-        "gated": ((Tile(64, 64, 8, 4), 1), (Tile(64, 64, 4, 3), 1), (Tile(64, 64, 8, 3), 1), "xla"),
-        "down": ((_SMALL, 2), (_SMALL, 4), (Tile(64, 64, 4, 3), 4), (_WIDE, 4)),
+        "qkv": ((_DEEP, 1), (Tile(64, 64, 4, 6), 1), (_SMALL, 2)),
+        "o": ((_DEEP, 2), (_SMALL, 2), (Tile(64, 64, 4, 6), 2)),
+        "gated": ((Tile(128, 64, 8, 4), 1), (Tile(64, 32, 4, 6), 1), (Tile(64, 32, 4, 4), 1)),
+        "down": ((_DEEP, 2), (Tile(64, 64, 4, 6), 2), (Tile(64, 64, 8, 6), 2)),
     },
     256: {
-        "qkv": ((_SMALL, 1), (_SMALL, 2), (_WIDE, 1), (_WIDE, 2), (Tile(64, 64, 8, 4), 1)),
-        "o": ((_SMALL, 2), (_WIDE, 4), (Tile(64, 64, 8, 4), 2)),
-        "gated": ((Tile(64, 64, 8, 4), 1), (Tile(64, 64, 8, 3), 1), (Tile(128, 64, 8, 3), 1)),
-        "down": ((_SMALL, 2), (_WIDE, 4), (Tile(64, 64, 8, 4), 2)),
+        "qkv": ("xla", (_WIDE, 2), (Tile(128, 64, 8, 3), 2), (_SMALL, 2)),
+        "down": ((_WIDE, 4), (Tile(128, 64, 8, 3), 4)),
     },
 }
 # Keys of a tile, warps, stages of the kernel that reads whole caches.
-ATTENTION = ((32, 4, 4), (32, 4, 3), (16, 4, 6), (64, 4, 2), (64, 4, 3), (32, 2, 3), (32, 2, 4), (16, 2, 6), (64, 8, 2))
+ATTENTION = ((32, 4, 4), (32, 2, 3), (32, 2, 4), (16, 2, 6), (32, 1, 4), (32, 1, 3), (16, 1, 6), (64, 1, 2), (64, 2, 2))
 # {name: (rows, capacity, (mean, deviation of the logarithm) of the lengths or the length of all)}
 CACHES = {
     "64 rows of 456": (64, 768, 456),
@@ -79,11 +83,16 @@ def weights(seed: int) -> dict[str, jax.Array]:
 
 def product(way: Way, x, matrices, gated: bool = False):
     """[splits, N, out] of a product, or [1, N, out] of a gated one, by one of the ways."""
-    if way == "xla" or (way == "default" and len(x) > few.MOST_ROWS):
+    if way == "xla":
         parts = [x @ matrix.T for matrix in matrices]
         return (jax.nn.silu(parts[0]) * parts[1] if gated else jnp.concatenate(parts, axis=-1))[None]
     if way == "default":
-        return few_rows.gated_product(x, *matrices, "silu")[None] if gated else few_rows.products(x, matrices)
+        return (
+            few_rows.gated_product(x, matrices[0], matrices[1], "silu")[None]
+            if gated
+            else few_rows.products(x, matrices)
+        )
+    assert not isinstance(way, str)
     tile, splits = way
     width = matrices[0].shape[0] if gated else sum(matrix.shape[0] for matrix in matrices)
     dtype = x.dtype if splits == 1 else jnp.float32
@@ -94,15 +103,15 @@ def step(ways: dict[str, Way], x, layers, norm):
     """A decoding step without attention, whose result the queries take the place of."""
     normed = x
     for w in layers:
-        heads = product(ways["qkv"], normed, [w["q"], w["k"], w["v"]])[..., :HIDDEN]
-        heads = heads.sum(0, dtype=jnp.float32).astype(x.dtype)
+        heads = product(ways["qkv"], normed, [w["q"], w["k"], w["v"]]).sum(0, dtype=jnp.float32)
+        heads = (heads[:, :HIDDEN] + jnp.tile(heads[:, HIDDEN:], 2)).astype(x.dtype)  # so that all are needed
         x, normed = few_rows.added_norm(x, product(ways["o"], heads, [w["o"]]), norm, eps=1e-6)
         gated = product(ways["gated"], normed, [w["gate"], w["up"]], gated=True)[0]
         x, normed = few_rows.added_norm(x, product(ways["down"], gated, [w["down"]]), norm, eps=1e-6)
     return x
 
 
-def medians(programs: dict[str, Callable[[], object]], per: int) -> dict[str, float | str]:
+def medians(programs: dict[str, Callable[[], object]], per: int) -> dict[str, float]:
     """Microseconds of a layer of each program, run in turns. programs: {name: returns what it computes}."""
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(5):

@@ -6,20 +6,25 @@
 Budgets are cards' sizes (memory.budget_gb); a step has 8 x 2,048 tokens, LoRA r=16.
 
 With --ahead, in the environment of `make aot`, programs are compiled for an H200 that is not here. --layers: so many of
-the model's layers under the plan of all of them, whose difference from the forecast is added to the whole model's
-forecast (what is around a layer exists once, and kept residuals are exact); 0: all of them.
+the model's layers under the plan of all of them. The difference of their micro-batch's program from the forecast is
+added to the whole model's forecast (what is around a layer exists once, and kept residuals are exact), and their
+update's temporary bytes are scaled to all layers; 0: all of them are compiled.
 
 Without it, each case is measured by benchmarks/train/step.py on this machine's GPU, in a process of its own whose
 allocator has no more than the card would.
 
-A FILE.json that is there is added to: cases that it holds are not run again. Of each case it has the plans that were
-compiled, with predicted and compiled bytes and their ratio, the number of compilations, and tokens per second by the
-forecast, or measured; `forecasts` has the first plan's speed at every budget, and `falls` what is lost to the next one.
+A FILE.json that is there is added to: cases that it holds are not run again, and one that takes too long is not held.
+Several GPUs take a process each, with CUDA_VISIBLE_DEVICES and a file of its own. Of each case it has the plans that
+were compiled, with predicted and compiled bytes and their ratio, the number of compilations, and tokens per second by
+the forecast, or measured; `forecasts` has the first plan's speed at every budget, and `falls` what is lost to the next
+one. `curve` has the forecasts of budgets that are 1 % apart, from the smallest card that any plan fits to a third more
+than the first of the twelve, and `steepest` where most is lost for 4 % of memory: the twelve budgets hide no cliff.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -32,23 +37,23 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.cases import Step
-from benchmarks.processes import ROOT, Call, Side
+from benchmarks.processes import ROOT, TIMED_OUT, Call, Side
 from benchmarks.record import commit_here, write
 
 # {model: (arguments of step.py, twelve budgets)}: from the smallest card up, where speed falls fast, closer together.
 MODELS: dict[str, tuple[str, tuple[float, ...]]] = {
     "8b_nf4": (
         "--shape llama-3.1-8b --load-in nf4",
-        (7.5, 7.75, 8, 8.5, 9, 10.25, 11.5, 12.75, 14, 19.5, 26.75, 60),
+        (7.5, 7.65, 7.8, 8.25, 8.75, 10.25, 11.5, 12.75, 14, 19.5, 26.75, 60),
     ),
-    "8b": ("--shape llama-3.1-8b", (16.75, 17, 17.25, 17.75, 18.75, 19.25, 19.75, 20.75, 23.75, 28.75, 40, 60)),
+    "8b": ("--shape llama-3.1-8b", (16.75, 16.9, 17.25, 17.75, 18.75, 19.25, 19.75, 20.75, 23.75, 28.75, 40, 60)),
     "gpt_oss_nf4": (
         "--shape gpt-oss-20b --load-in nf4",
-        (17.75, 18, 18.5, 18.75, 19.75, 20, 22.75, 26.25, 28, 33.25, 36.75, 60),
+        (17.75, 18.5, 18.75, 19.25, 19.8, 20.25, 22.75, 26.25, 28, 33.25, 36.75, 60),
     ),
     "qwen35_9b_nf4": (
         "--shape qwen3.5-9b --load-in nf4",
-        (9.75, 10, 10.5, 10.75, 11, 11.5, 13, 15, 16.25, 20.25, 27.25, 60),
+        (9.75, 10, 10.25, 10.5, 10.75, 11.5, 13, 15, 16.25, 20.25, 27.25, 60),
     ),
 }
 _FALL = 0.04  # of speed, at most, between neighbouring budgets
@@ -93,7 +98,7 @@ class Ahead:
         return next_plan(self.parts, self.config, self.device, self.room(card), failed)
 
     def compiled_bytes(self, found) -> float:
-        """Of the model under the plan of this forecast."""
+        """Of the model under the plan of this forecast, with all layers."""
         from benchmarks.train import step
         from jaxtune.models.registry import config_from_hf
         from jaxtune.train.planning.cost import abstract_model
@@ -117,8 +122,15 @@ class Ahead:
         engine.use_mesh(H200.mesh(1))
         with H200.lowering():
             programs = engine.compile(*trainer.model.first_shapes(engine))
-        difference = planner.compiled_bytes(programs.accumulate, programs.update) - planner.forecast.peak_bytes
-        return found.peak_bytes + difference
+
+        def micro_batch(parts, plan) -> float:
+            """Bytes that are predicted where no update is under way."""
+            return forecast(dataclasses.replace(parts.placed(plan), update_bytes=0.0), plan, self.device).peak_bytes
+
+        difference = planner.compiled_bytes(programs.accumulate) - micro_batch(planner.cost, plan)
+        fixed, own = (parts.fixed_bytes(plan.micro_batches) for parts in (self.parts.placed(plan), planner.cost))
+        update = fixed + (planner.compiled_bytes(programs.update) - own) * (last + 1) / self.layers
+        return max(micro_batch(self.parts, found.plan) + difference, update)
 
     def search(self, card: float) -> dict:
         """What is recorded of a case."""
@@ -135,6 +147,7 @@ class Ahead:
                 {
                     "residuals": residuals_text(found.plan.residuals),
                     "micro_batches": found.plan.micro_batches,
+                    "optimizer_states": "host" if found.plan.states_on_host else "device",
                     "predicted_gb": found.peak_bytes / 1e9,
                     "compiled_gb": need / 1e9,
                     "ratio": need / found.peak_bytes,
@@ -159,11 +172,30 @@ class Ahead:
         """{budget: tokens per second} of the plan that would be compiled first."""
         return {f"{card:g}": self.next(card)[0].tokens_per_second for card in self.budgets}
 
+    def curve(self) -> dict[str, float]:
+        """{budget: tokens per second}, as `forecasts`, of budgets that are 1 % apart, near the smallest."""
+        from jaxtune.train.planning.choice import PlanError
+
+        found, card = {}, self.budgets[0] * 0.85
+        while card <= self.budgets[0] * 1.35:
+            with contextlib.suppress(PlanError):
+                found[f"{card:.3f}"] = self.next(card)[0].tokens_per_second
+            card *= 1.01
+        return found
+
 
 def falls(speeds: dict[str, float]) -> dict[str, float]:
     """{budget: share of speed lost by a card of this size to the next larger one}."""
     ordered = sorted(speeds.items(), key=lambda one: float(one[0]))
     return {small: 1 - slow / fast for (small, slow), (_, fast) in itertools.pairwise(ordered)}
+
+
+def steepest(curve: dict[str, float]) -> tuple[str, float]:
+    """(budget, share of speed lost by it to the one of 4 % more memory) where that is most: of a `curve`."""
+    cards, speeds = list(curve), list(curve.values())
+    return max(
+        zip(cards, (1 - slow / fast for slow, fast in zip(speeds, speeds[4:])), strict=False), key=lambda x: x[1]
+    )
 
 
 def must_show(record: dict) -> list[dict]:
@@ -181,13 +213,15 @@ def must_show(record: dict) -> list[dict]:
 
 
 def measured(call: Call, side: Side, model: str, card: float) -> dict | None:
-    """On the GPU of this machine; None where time ran out."""
+    """On the GPU of this machine; None where time ran out, before the case or in it."""
     from benchmarks.train.memory import pool_of
 
     case = step_of(model, card)
     found = call.run(side, case, f"{model} in {card:g} GB", 30, 200, pool_of(case))
-    if found is None or "failed" in found:
-        return None if found is None else found | {"trains": False}
+    if found is None or TIMED_OUT in found.get("failed", ""):
+        return None
+    if "failed" in found:
+        return found | {"trains": False}
     return found | {"trains": True, "ratio": found["compiled_peak_gb"] / found["predicted_peak_gb"]}
 
 
@@ -217,6 +251,8 @@ def main() -> int:
         if ahead is not None:
             model["forecasts"] = ahead.forecasts()
             model["falls"] = falls(model["forecasts"])
+            model["curve"] = ahead.curve()
+            model["steepest"] = steepest(model["curve"])
             write(options.output, record)
         for card in budgets:
             if f"{card:g}" in model["cases"] or (wanted is not None and card not in wanted):

@@ -8,10 +8,10 @@ Then, one after another, alone on the machine:
 
     copy     shutil.copytree of the folder, "cold" (the kernel was asked to drop the files from its page cache, which
              some file systems do not do: the disk's bytes are recorded) and "warm"; the same of each file below
-    links    reading the files by 8 threads into new and into the same memory, touching new memory, and 1 GiB to the
-             device and back, by one thread and by several, and by way of pinned memory
     bf16     a process: load cold, load warm, merge (an adapter of rank 16 that it saved over the model), GGUF in q8_0
     nf4      a process: load cold and warm, quantising to NF4, and GGUF in q4_k_m
+    links    reading the files by 8 threads into new and into the same memory, touching new memory, and 1 GiB to the
+             device and back, by one thread and by several, and by way of pinned memory
 
 "Cold" also is the first of its process: it compiles, and imports what it needs. A load's `times_copy` is its seconds
 divided by those of the copy of what it reads, cold or warm alike; that of a merge or an export by those of the warm
@@ -91,7 +91,7 @@ def copied(folder: Path) -> dict[str, Any]:
     size = size_of(target)
     shutil.rmtree(target)
     part.record.pop("threads")
-    return part.record | {"bytes": size, "gb_per_second": round(size / 1e9 / part.record["seconds"], 2)}
+    return part.record | {"bytes": size, "gb_per_second": round(size / 1e9 / max(part.record["seconds"], 0.01), 2)}
 
 
 def read_by_threads(folder: Path, new_memory: bool) -> float:
@@ -202,10 +202,10 @@ def compile_seconds(part_now: list[Part]) -> None:
     """Has JAX's compiler add its seconds to the part that runs."""
     import jax
 
-    def heard(event: str, seconds: float, **_: Any) -> None:
+    def heard(event: str, duration_secs: float, **_: str | int) -> None:
         for word in ("backend_compile", "jaxpr_trace", "to_mlir", "cache_retrieval"):
             if word in event:
-                part_now[0].seconds[f"jax: {word}"] += seconds
+                part_now[0].seconds[f"jax: {word}"] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(heard)
 
@@ -222,6 +222,7 @@ def child(name: str, work: Path, record: Record, end: float) -> None:
 
     imports = time.perf_counter() - begun
     jax.block_until_ready(jax.numpy.zeros(8))
+    write(record.output, json.loads(record.output.read_text(encoding="utf-8")) | environment())
     record.add(f"{name}: process", {"imports": imports, "device": time.perf_counter() - begun - imports})
     load_in, outtype = PROCESSES[name]
     current = [Part()]
@@ -332,10 +333,10 @@ def main() -> int:
         return 0
     if options.child == "links":
         record.add("links of the memory, GB/s", memory_links())
-        write(record.output, json.loads(record.output.read_text(encoding="utf-8")) | environment())
         return 0
     if options.child:
-        sys.modules.setdefault("torch", None)  # as the command does, see cli.console
+        modules: dict[str, Any] = sys.modules
+        modules.setdefault("torch", None)  # as the command does, see cli.console
         child(options.child, work, record, end)
         return 0
     work.mkdir(parents=True, exist_ok=True)
@@ -363,12 +364,13 @@ def main() -> int:
     drop(folder)
     record.add("copy cold", copied(folder))
     record.add("copy warm", copied(folder))
-    links = {"new_memory": read_by_threads(folder, True), "same_memory": read_by_threads(folder, False)}
-    record.add("links of the files, warm, GB/s", links)
-    process("links")
     for name in [options.only] if options.only else PROCESSES:
         if time.time() < end:
             process(name)
+    if time.time() < end:
+        links = {"new_memory": read_by_threads(folder, True), "same_memory": read_by_threads(folder, False)}
+        record.add("links of the files, warm, GB/s", links)
+        process("links")
     return 0
 
 

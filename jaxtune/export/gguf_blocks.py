@@ -23,6 +23,7 @@ from jax import lax
 
 from jaxtune.export import gguf_codes, gguf_k_codes
 from jaxtune.models.placement import partition
+from jaxtune.models.placement.host_pieces import copied
 
 Floats = jax.Array | np.ndarray
 
@@ -220,7 +221,7 @@ def _fetched(
                 'rounded ("qat" in config.json): they were changed since; remove "qat" to have them rounded'
             )
         raise ArithmeticError(f"gguf: {name}: in {kind} its values are further off than that type's rounding explains")
-    found = np.ascontiguousarray(partition.on_host(coded)).reshape(-1).view(np.uint8)
+    found = np.ascontiguousarray(copied(coded)).reshape(-1).view(np.uint8)
     return found[: found.size * own // (len(coded) * block_size(kind))]
 
 

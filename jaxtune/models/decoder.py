@@ -348,15 +348,15 @@ class Decoder(nnx.Module):
         return self.run(*arguments, **options)[0]
 
     @_on_any_mesh
-    def logits(self, hidden: jax.Array, rows: slice | None = None) -> jax.Array:
+    def logits(self, hidden: jax.Array, rows: jax.Array | None = None) -> jax.Array:
         """Hidden states [..., hidden] -> logits float32[..., vocab], scaled and soft-capped where the config says so.
         The product is computed in the hidden states' dtype, or in the one that a precision map gives the head. Decoding
         steps, lm-eval's scores and reward models use it; the losses of language models compute logits themselves
         (head_operands).
 
         Another head gives float32[..., Head.outputs], which is [..., 1] of a score head, the only other one so far. Its
-        values are neither scaled nor capped, as in transformers. rows: the part of the
-        vocabulary for which logits are computed, so that fewer are in memory at a time; None: all of it."""
+        values are neither scaled nor capped, as in transformers. rows: int32[n], the rows of the head, tokens of
+        the vocabulary, for which logits are computed, so that fewer are in memory at a time; None: all of them."""
         head, hidden = self.head_operands(hidden)
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         head = (head if rows is None else head[rows]).astype(hidden.dtype)

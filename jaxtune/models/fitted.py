@@ -194,6 +194,7 @@ class StepTime:
     # collectives, can run without prolonging it; these are hidden (models/placement/transfers.py)
     hidden: float
     lost: float  # the share of the time of transfers with the host by which they prolong the step even if hidden
+    copy_seconds: float  # seconds of one copy of an optimizer's state, beyond those of its bytes
     # the share of a collective's time by which it prolongs the step at the least, because NCCL's kernels use
     # multiprocessors and products lose that time
     collective_lost: float
@@ -210,12 +211,13 @@ STEP_TIME = Fitted(
                 micro_batch_seconds=6e-3,
                 hidden=0.9,
                 lost=0.03,
+                copy_seconds=10e-6,
                 collective_lost=0.95,
                 logit_bytes=18.0,
                 head_gradient_bytes=8.0,
             ),
             "steps of the 8B shape; collectives: fsdp over two H200s, where an 8B LoRA takes 44 ms more a step than on "
-            "one, for 15 GB gathered (44 ms at 0.75 of NVLink's rate)",
+            "one, for 15 GB gathered (44 ms at 0.75 of NVLink's rate); copy_seconds is assumed",
         )
     }
 )

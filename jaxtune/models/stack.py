@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.lax import optimization_barrier
 
 from jaxtune.models.config import LayerSpec
@@ -34,7 +35,7 @@ from jaxtune.models.placement.gathers import first_gathered, scatter, shards_of_
 from jaxtune.models.placement.partition import Shard, with_whole
 from jaxtune.models.placement.transfers import TransferSchedule, copies_start_at_once, cut, join
 from jaxtune.models.residual_plan import KEEP, ResidualPlan, residuals_of, unknown_residual
-from jaxtune.models.stack_layers import StackProgram, described, require_given
+from jaxtune.models.stack_layers import UNTUNED, StackProgram, described, require_given, total_over_layers
 from jaxtune.pallas.attention import PackedLayout
 from jaxtune.pallas.formats import dense
 from jaxtune.pallas.quant_matmul import in_e4m3
@@ -279,13 +280,12 @@ def _layer_key(keys, index):
     return None if keys is None else keys[index]
 
 
-def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums auxiliary values, from which losses such as load balancing are computed, over the layers: {name: sum} for
-    every name that any layer has. values: for each layer {name: auxiliary value}."""
-    total: dict[str, Any] = {}
-    for name in dict.fromkeys(name for one in values for name in one):
-        total[name] = functools.reduce(operator.add, [one[name] for one in values if name in one])
-    return total
+_untuned = jax.jit(
+    inspect.unwrap(layer_forward),
+    static_argnums=(0, 1, 2),
+    static_argnames=("tile", "in_fp8"),
+    compiler_options=UNTUNED,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -308,12 +308,12 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
         weights = with_whole((trainables[index], frozens[index]), gathered)
         arguments = (*weights, x, layout, _layer_key(keys, index), (), shards_of_layer(trainables, frozens, index + 1))
         taken = layer.taken(given[index], shared)
-        x, found, _, gathered = layer_forward(
+        x, found, _, gathered = (layer_forward if isinstance(x, Tracer) else _untuned)(
             layer.graph, layer.spec, static.aux + tuple(layer.gives), *arguments, tile=layer.tile, taken=taken
         )
         shared |= {name: found[own] for own, name in layer.gives.items()}
         aux.append({name: found[name] for name in static.aux if name in found})
-    return x, _total(aux)
+    return x, total_over_layers(aux)
 
 
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
@@ -344,7 +344,7 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums,
         block = nnx.merge(layer.graph, *weights)
         to_host = cut([residuals[name] for name in names], _work(block.segments(), block, x))
         kept.append({name: value for name, value in residuals.items() if name not in names})
-    return (x, _total(aux)), (trainables, frozens, whole, kept, [*hosted, {}], takens, layout, keys, sums)
+    return (x, total_over_layers(aux)), (trainables, frozens, whole, kept, [*hosted, {}], takens, layout, keys, sums)
 
 
 def _stack_bwd(static: StackProgram, residuals, gradient):

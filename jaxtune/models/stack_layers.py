@@ -8,7 +8,10 @@ the static argument of `_stack`, and fields of a StackLayer are static arguments
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -17,6 +20,10 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.residual_plan import LayerPlan
+
+# Options for programs that run a few times, such as a layer outside of any other program, or the merge of a matrix:
+# autotuning their products takes longer than all of their runs, and device memory.
+UNTUNED: dict[str, bool | int] = {"xla_gpu_autotune_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,3 +129,12 @@ def described(
         tuple(name for name in block.takes if name not in given),
         tuple(gives.items()),
     )
+
+
+def total_over_layers(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums auxiliary values, from which losses such as load balancing are computed, over the layers: {name: sum} for
+    every name that any layer has. values: for each layer {name: auxiliary value}."""
+    total = {}
+    for name in dict.fromkeys(name for one in values for name in one):
+        total[name] = functools.reduce(operator.add, [one[name] for one in values if name in one])
+    return total

@@ -15,9 +15,9 @@ import contextvars
 import functools
 import json
 import logging
-import math
 import os
 import re
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -110,7 +110,8 @@ def measure(
         time; all candidates are compiled before the first one runs.
       wrong: a function of a candidate's result that returns why it is wrong, or None if it is right; by default all are
         right. It is called in the order of the candidates.
-      say: is called with text for the user: a candidate's sizes before it runs, then its time or why it is skipped.
+      say: is called with text for the user: a candidate's sizes before it runs, then that it runs or why it is skipped;
+        at the end the times.
       path: the file that stores the result; None: the user's cache. If the cache cannot be written, this is logged, and
         the entry is returned all the same.
     Returns:
@@ -127,28 +128,30 @@ def measure(
         with forced(op, blocks):
             return prepare()
 
-    best, best_ms, tried = None, math.inf, []
+    tried: list[list] = []
+    running: dict[int, Callable] = {}  # {index of the candidate: its program}
     with ThreadPoolExecutor(_COMPILERS) as pool:
         waiting = [pool.submit(compiled, blocks) for blocks in candidates]
         wait(waiting)  # nothing compiles while another one is timed
-    for blocks, program in zip(candidates, waiting, strict=True):
-        words = f"{op}, {bucket}: " + ", ".join(f"{name} {value}" for name, value in blocks.items())
-        say(f"{words}: ")  # printed first, so that a kernel that hangs is known
-        milliseconds = math.inf
+    named = [f"{op}, {bucket}: " + ", ".join(f"{name} {value}" for name, value in each.items()) for each in candidates]
+    for index, (blocks, program) in enumerate(zip(candidates, waiting, strict=True)):
+        say(f"{named[index]}: ")  # printed first, so that a kernel that hangs is known
         try:
             run = program.result()
-            problem = wrong(run())
+            problem = wrong(jax.block_until_ready(run()))
             if problem is None:
-                milliseconds = _milliseconds(run)
+                running[index] = run
         except Exception as error:  # a candidate that does not fit this GPU is skipped
             problem = f"{type(error).__name__}: {str(error)[:120]}"
-        tried.append([dict(blocks), problem or round(milliseconds, 4)])
-        say(f"{problem or f'{milliseconds:.4f} ms'}\n")
-        if milliseconds < best_ms:
-            best, best_ms = dict(blocks), milliseconds
-    if best is None:
+        tried.append([dict(blocks), problem])
+        say(f"{problem or 'runs'}\n")
+    if not running:
         raise RuntimeError(f"{op}, {bucket}: no candidate runs on {kind}: {tried}")
-    entry = {"blocks": best, "milliseconds": round(best_ms, 4), "tried": tried}
+    for index, milliseconds in zip(running, _milliseconds(list(running.values())), strict=True):
+        tried[index][1] = round(milliseconds, 4)
+        say(f"{named[index]}: {milliseconds:.4f} ms\n")
+    best, best_ms = min((tried[index] for index in running), key=lambda each: each[1])
+    entry = {"blocks": dict(best), "milliseconds": best_ms, "tried": tried}
     try:
         _store(path or cache_file(kind), kind, _key(op, bucket, dtype), entry)
     except OSError as error:
@@ -261,16 +264,17 @@ def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
     _entries.cache_clear()
 
 
-def _milliseconds(run: Callable[[], Any], rounds: int = 5, runs: int = 4) -> float:
-    """Times `run`, a function that launches a compiled program once and returns its arrays, in milliseconds. After two
-    calls that are not timed, it launches the program `runs` times back to back and takes the mean, does this `rounds`
-    times, and returns the smallest mean. `measure` compares candidates by it."""
-    for _ in range(2):
-        jax.block_until_ready(run())
-    best = math.inf
-    for _ in range(rounds):
-        started = time.perf_counter()
-        results = [run() for _ in range(runs)]
-        jax.block_until_ready(results[-1])
-        best = min(best, (time.perf_counter() - started) / runs * 1e3)
-    return best
+def _milliseconds(programs: Sequence[Callable[[], Any]], rounds: int = 6, runs: int = 4) -> list[float]:
+    """Times `programs`, functions that launch a compiled program once and return its arrays, in milliseconds, which
+    `measure` compares. They take turns, because a GPU's clock falls while it works: the first of those that are timed
+    one after another would seem the fastest. In each round every program is launched `runs` times back to back, and the
+    mean of these is taken; every second round goes through them in the opposite order. The results are the medians of
+    `rounds` rounds, after one that is not timed."""
+    found: list[list[float]] = [[] for _ in programs]
+    for number in range(rounds + 1):
+        for index in range(len(programs))[:: 1 if number % 2 else -1]:
+            started = time.perf_counter()
+            results = [programs[index]() for _ in range(runs)]
+            jax.block_until_ready(results[-1])
+            found[index].append((time.perf_counter() - started) / runs * 1e3)
+    return [statistics.median(times[1:]) for times in found]

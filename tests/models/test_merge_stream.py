@@ -54,15 +54,8 @@ class Peak:
     """The most bytes of arrays that live beside those that lived at first, whenever it is asked to look."""
 
     def __init__(self, monkeypatch):
-        append = byte_files.Writer.append
-
-        def append_and_wait(writer, data):  # on the CPU what waits to be written is the device's own memory
-            sums = append(writer, data)
-            while writer._waiting:
-                writer._collect()
-            return sums
-
-        monkeypatch.setattr(byte_files.Writer, "append", append_and_wait)
+        for name in ("append", "append_pieces"):
+            monkeypatch.setattr(byte_files.Writer, name, self._waiting(getattr(byte_files.Writer, name)))
         gc.collect()  # arrays of earlier tests are not to go while this one counts
         self.before, self.bytes, self.looks = self._now(), 0, 0
         for module, name in (
@@ -70,8 +63,19 @@ class Peak:
             (merge, "_merge_experts"),
             (merge, "_logits"),
             (byte_files.Writer, "append"),
+            (byte_files.Writer, "append_pieces"),
         ):
             monkeypatch.setattr(module, name, self._looking(getattr(module, name)))
+
+    @staticmethod
+    def _waiting(append):
+        def append_and_wait(writer, data):  # on the CPU what waits to be written is the device's own memory
+            sums = append(writer, data)
+            while writer._waiting:
+                writer._collect()
+            return sums
+
+        return append_and_wait
 
     def _looking(self, function):
         def look(*arguments, **options):

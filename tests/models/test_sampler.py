@@ -172,18 +172,27 @@ def test_short_prompts_are_prefilled_together(model):
     assert together == [generate(model, [prompt], 8)[0] for prompt in prompts]
 
 
-def test_prompts_of_unequal_lengths_are_packed(monkeypatch):
-    """They give what each gives alone, also where some are left over and one is prefilled by itself."""
+PACKED = {
+    "some are left over, and one is prefilled by itself": (8, (90, 128, 66, 100, 70, 71, 91, 3), [(4, 384), (3, 384)]),
+    "two fill half a row": (8, (90, 80), [(2, 192)]),
+    "before slots are free": (2, (100, 100, 101, 100, 3, 99, 101, 102, 80), [(3, 384), (3, 384), (2, 192)]),
+}
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_prompts_of_unequal_lengths_are_packed(case, monkeypatch):
+    """They give what each gives alone."""
+    slots, lengths, expected = PACKED[case]
     packed = []
     pack = Prefills._pack
     monkeypatch.setattr(
-        Prefills, "_pack", lambda self, leaves, some, width: packed.append(len(some)) or pack(self, leaves, some, width)
+        Prefills, "_pack", lambda self, *given: packed.append((len(given[1]), given[3])) or pack(self, *given)
     )
     model = tiny_model(initializer_range=0.5, max_position_embeddings=512, layers=(LayerSpec(window=50), LayerSpec()))
-    prompts = prompts_of(48, (90, 128, 66, 100, 70, 71, 91, 3))
-    sampler = Sampler(model, slots=8, length=160, prefill_tokens=384)
+    prompts = prompts_of(48, lengths)
+    sampler = Sampler(model, slots=slots, length=160, prefill_tokens=384)
     found = mixed(sampler, prompts, 6)
-    assert packed == [4, 3]
+    assert packed == expected
     assert_same(found, one_by_one(Sampler(model, slots=8, length=160), prompts, 6))
 
 

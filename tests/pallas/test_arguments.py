@@ -226,6 +226,7 @@ OPS = {
         ("x", zeros(3, 64), ValueError, r"x is float32\[3, 64\].*with T = 4"),
         ("weight", zeros(2, 32, 64), ValueError, "weight is .*E = 3"),
         ("routing", None, TypeError, "routing is None"),
+        ("bias", zeros(3, 31), ValueError, "bias is .* with .*out = 32"),
     ),
     matmul_to_tokens: (
         dict(rows=zeros(ROUTING.groups.rows, 64), weight=zeros(3, 32, 64), routing=ROUTING),

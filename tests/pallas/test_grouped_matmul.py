@@ -394,7 +394,7 @@ def test_refusals_say_why(capability, dtype, columns, reason):
 
 
 def test_what_is_chosen_is_what_was_measured_to_be_faster():
-    groups = groups_of(jnp.array([4, 4], jnp.int32), 8)
+    groups = groups_of(jnp.array([512, 512], jnp.int32), 1024)
     weight = NF4.encode(jnp.ones((2, OUT, IN)))
     with gpu_kernel.interpreted():
         table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
@@ -425,6 +425,17 @@ def test_what_is_chosen_is_what_was_measured_to_be_faster():
     x = jnp.zeros((groups.rows, IN), jnp.bfloat16)
     with gpu_kernel.interpreted(), pytest.raises(ValueError, match="no weight in four bits"):
         grouped_matmul(x, jnp.zeros((2, OUT, IN), jnp.bfloat16), groups, implementation="mosaic_ahead")
+
+
+@pytest.mark.parametrize(("pairs", "want"), [(192, "mosaic"), (448, "mosaic_ahead")])
+def test_experts_of_few_rows_are_decoded_first(pairs, want):
+    """The buffer has half a tile more for an expert: 256 of 320 rows, and 512."""
+    groups = groups_of(jnp.full(64, pairs, jnp.int32), 64 * pairs)
+    weight = NF4.encode(jnp.ones((64, 64, 64)))
+    with gpu_kernel.interpreted():
+        table = api.implementations(jnp.bfloat16, 64, 64, groups, weight)
+        assert dispatch.choose("grouped_matmul", table, None) == want
+        assert dispatch.choose("grouped_matmul", table, "mosaic_ahead") == "mosaic_ahead"
 
 
 def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):

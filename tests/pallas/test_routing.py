@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
 from jaxtune.pallas.routing import (
     api,
     choose_experts,
@@ -303,6 +303,53 @@ def test_products_that_move_their_rows_give_the_same_bits(case, implementation):
     for got, want in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
         assert np.isfinite(np.asarray(want, np.float32)).all()
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "rank", "transposed"),
+    [("reference", 8, True), ("mosaic", 8, True), ("mosaic", 8, False), ("mosaic", 64, True), ("mosaic", None, True)],
+)
+@pytest.mark.gpu
+def test_biases_of_rows_and_their_gradients(implementation, rank, transposed):
+    """In the product of an adapter whose rank is padded they are added before it is rounded, else to what it rounds;
+    an error is at most as large as of the pass that adds them. All gradients are those with this pass."""
+    choice, experts = CASES["padding"]
+    routing, draw = compiled_route(choice, experts), np.random.default_rng(6)
+    dtype = jnp.float32 if implementation == "reference" else jnp.bfloat16
+
+    def array(*shape):
+        return jnp.asarray(draw.standard_normal(shape), dtype)
+
+    x, bias, dout = array(len(choice), 64), 8 * array(experts, 128), array(routing.groups.rows, 128)
+    held = np.asarray(routing.source) < choice.size
+    dout = jnp.where(held[:, None], dout, 0)
+    weight = array(experts, 64, 128) if transposed else array(experts, 128, 64)
+    sides = () if rank is None else (array(experts, rank, 64), array(experts, 128, rank))
+    options = dict(transposed=transposed, implementation=implementation)
+
+    def run(x, weight, bias, sides, joined):
+        lora = GroupedLora(*sides, 0.5) if sides else None
+        if joined:
+            return matmul_of_tokens(x, weight, routing, lora, bias, **options)
+        return grouped_bias(matmul_of_tokens(x, weight, routing, lora, **options), bias, routing.groups)
+
+    with gpu_kernel.interpreted():
+        (mine, pullback), (passed, want) = (
+            jax.vjp(lambda *arrays, joined=joined: run(*arrays, joined), x, weight, bias, sides)
+            for joined in (True, False)
+        )
+        for got, wanted in zip(jax.tree.leaves(pullback(dout)), jax.tree.leaves(want(dout)), strict=True):
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))
+    x, weight, bias, sides = jax.tree.map(lambda a: np.asarray(a, np.float64), (x, weight, bias, sides))
+    rows, expert = np.asarray(routing.source)[held], choice.reshape(-1)[np.asarray(routing.source)[held]]
+    matrices = weight.swapaxes(1, 2) if transposed else weight
+    exact = np.einsum("ri,roi->ro", x[rows // choice.shape[1]], matrices[expert]) + bias[expert]
+    if sides:
+        exact += 0.5 * np.einsum("ri,rki,rok->ro", x[rows // choice.shape[1]], sides[0][expert], sides[1][expert])
+    errors = [np.linalg.norm(np.asarray(out, np.float64)[held] - exact) for out in (mine, passed)]
+    assert errors[0] <= errors[1] <= 0.01 * np.linalg.norm(exact)
+    folded = implementation == "mosaic" and rank == 8
+    assert (errors[0] < errors[1]) == folded, "what is rounded once is nearer"
 
 
 @pytest.mark.parametrize("case", ["random", "padding"])

@@ -34,7 +34,7 @@ def blocks_of(name):
 
 def slow_and_fast(monkeypatch, seconds):
     """Times whatever blocks are in force by a table instead of a clock."""
-    monkeypatch.setattr(tuning, "_milliseconds", lambda run: seconds[run()])
+    monkeypatch.setattr(tuning, "_milliseconds", lambda programs: [seconds[run()] for run in programs])
 
 
 def prepare():
@@ -79,7 +79,7 @@ def test_without_a_gpu_there_is_nothing_to_find_or_measure():
 def test_the_packaged_blocks_of_an_h200_are_blocks_and_the_users_go_first(gpu, monkeypatch, dim):
     query = jnp.zeros((1, 1, 1, dim), jnp.bfloat16)
     layout = packed_layout((1, 1), jnp.ones((1, 1), jnp.int32))
-    monkeypatch.setattr(tuning, "_milliseconds", lambda run: 1.0)
+    monkeypatch.setattr(tuning, "_milliseconds", lambda programs: [1.0] * len(programs))
     for kernel in ("forward", "dquery", "dkey"):
         op, bucket = f"attention {kernel}", f"head_dim={dim}"
         packaged = tuning.tuned(op, bucket, jnp.bfloat16)
@@ -92,7 +92,7 @@ def test_the_packaged_blocks_of_an_h200_are_blocks_and_the_users_go_first(gpu, m
 
 
 def test_blocks_for_a_kind_of_rows_or_window_go_before_those_for_packed_rows(gpu, monkeypatch):
-    monkeypatch.setattr(tuning, "_milliseconds", lambda run: 1.0)
+    monkeypatch.setattr(tuning, "_milliseconds", lambda programs: [1.0] * len(programs))
     monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA H100")  # nothing is packaged for it
     whole = packed_layout((1, 256))
     packed = packed_layout((1, 256), jnp.ones((1, 256), jnp.int32))
@@ -131,7 +131,26 @@ def test_a_wrong_candidate_is_passed_over_however_fast(gpu, monkeypatch):
         say=said.append,
     )
     assert entry["blocks"] == {"name": "slow"} and entry["tried"][1] == [{"name": "fast"}, "is wrong"]
-    assert said == [f"op, {BUCKET}: name slow: ", "2.0000 ms\n", f"op, {BUCKET}: name fast: ", "is wrong\n"]
+    slow, fast = f"op, {BUCKET}: name slow: ", f"op, {BUCKET}: name fast: "
+    assert said == [slow, "runs\n", fast, "is wrong\n", f"{slow}2.0000 ms\n"]
+
+
+def test_candidates_take_turns_while_the_clock_falls(monkeypatch):
+    """Each run takes longer than the one before it: of two equal programs none seems faster, and the slower one is
+    the slower one also where it is the first."""
+    clock, called = [0.0], []
+
+    def program(name, seconds):
+        def run():
+            called.append(name)
+            clock[0] += seconds * (1 + 0.01 * len(called))
+
+        return run
+
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: clock[0])
+    first, same, slower = tuning._milliseconds([program("a", 1.0), program("b", 1.0), program("c", 1.2)])
+    assert first == pytest.approx(same, rel=0.03) and slower > 1.1 * max(first, same)
+    assert called[:4] == ["c"] * 4 and called[12:16] == ["a"] * 4
 
 
 def test_blocks_are_forced_in_one_thread_only():
@@ -239,7 +258,7 @@ def test_the_tuner_of_the_grouped_product_times_each_candidate(gpu, monkeypatch)
 
     monkeypatch.setattr(grouped, "product", product)
     monkeypatch.setattr(grouped_tune, "SHAPES", ((2, 256, 256, 384, False),))
-    monkeypatch.setattr(tuning, "_milliseconds", lambda run: 1.0)
+    monkeypatch.setattr(tuning, "_milliseconds", lambda programs: [1.0] * len(programs))
     entries = grouped_tune.tune()
     assert len(entries) == 4 and seen.keys() == entries.keys()
     for bucket, entry in entries.items():

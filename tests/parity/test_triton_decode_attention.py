@@ -9,7 +9,7 @@ import pytest
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.decode_attention import cache_of, decode_attention
+from jaxtune.pallas.decode_attention import cache_of, decode_attention, inserted
 
 LENGTHS = (0, 1, 37, 64, 300)
 LONG = 1152  # of a cache that is read in splits; shorter ones are read in one pass
@@ -84,3 +84,20 @@ def test_a_row_has_the_same_bits_in_every_batch_slot_and_capacity(capacity):
             query[picked], *longer, lengths[picked], scale=0.1, implementation="triton", sinks=SINKS
         )
     np.testing.assert_array_equal(some, whole[picked])
+
+
+def test_rows_of_a_cache_are_inserted():
+    """Into slots in any order; nothing is copied to a slot that there is not, and places behind stay."""
+    draw = np.random.default_rng(1)
+    cache, staged = (jnp.asarray(draw.standard_normal(s), jnp.float16) for s in ((5, 2, 384, 64), (4, 2, 256, 64)))
+    rows, slots = jnp.asarray([3, 0, 3, 1], jnp.int32), jnp.asarray([4, 1, 0, 5], jnp.int32)
+    with interpreted():
+        got = inserted(cache, staged, rows, slots)
+    assert dispatch.record["inserted"][0] == "triton"
+    want = np.array(cache)
+    for row, slot in ((3, 4), (0, 1), (3, 0)):
+        want[slot, :, :256] = staged[row]
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(inserted(cache, staged, rows, slots, implementation="reference"), want)
+    with pytest.raises(ValueError, match="staged has room for 384 tokens, the cache for 256"):
+        inserted(staged, cache, rows, slots)

@@ -15,7 +15,7 @@ from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import packed_layout
-from jaxtune.pallas.delta_rule import gated_delta_rule
+from jaxtune.pallas.delta_rule import gated_delta_rule, short_convolution_parts
 from jaxtune.pallas.delta_rule.triton import DIM
 from tests.passes import LONG_SCAN
 
@@ -73,6 +73,33 @@ def test_kernels_against_the_definition(case, key_heads, heads):
     for mine, exact in zip(got, want, strict=True):
         assert np.linalg.norm(mine - exact) <= 1e-3 * np.linalg.norm(exact) + rounding
         assert not mine[:, ids[0] == 0].any(), "padding must give zeros"
+
+
+@pytest.mark.parametrize("runs", [(1, 2, 3, 4, 5, -2, 61, 1, 1), (-5, 40, -20), (-7,)])
+def test_the_convolution_against_the_definition(runs):
+    """Queries, keys and values and their gradients, with borders at all places of a group of four tokens."""
+    ids = np.concatenate([np.full(abs(n), max(0, number * np.sign(n))) for number, n in enumerate(runs, 1)])
+    ids, parts = ids[None].astype(np.int32), (256, 256, 256)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, dout = (jax.random.normal(key, (*ids.shape, sum(parts))).astype(jnp.float16) for key in keys[:2])
+    dout = dout.at[:, ::5].set(jnp.nan) if (ids == 0).all() else dout
+    weight = jax.random.normal(keys[2], (sum(parts), 4)).astype(jnp.float16)
+    layout = packed_layout(ids.shape, jnp.asarray(ids))
+
+    def run(implementation, x, weight, dout):
+        def function(x, weight):
+            return short_convolution_parts(x, weight, layout, parts, implementation=implementation)
+
+        out, pull = jax.vjp(function, x, weight)
+        return (*out, *pull(tuple(jnp.split(dout, 3, -1))))
+
+    want = [np.asarray(a, np.float64) for a in run("reference", *(a.astype(jnp.float32) for a in (x, weight, dout)))]
+    with interpreted((9, 0)):
+        got = [np.asarray(a, np.float64) for a in run("triton", x, weight, dout)]
+    assert dispatch.record["short_convolution"][0] == "triton"
+    for mine, exact in zip(got, want, strict=True):
+        assert np.linalg.norm(mine - exact) <= 1e-3 * np.linalg.norm(exact)
+    assert not any(each[ids == 0].any() for each in got[:4]), "padding must give zeros"
 
 
 def test_no_bit_of_one_document_reaches_another():

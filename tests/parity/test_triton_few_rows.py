@@ -12,8 +12,11 @@ import pytest
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
+from jaxtune.pallas.decode_attention import reference as attention_reference
 from jaxtune.pallas.few_rows import (
     added_norm,
+    attended,
+    chosen_token,
     experts_down,
     experts_gated,
     experts_have_kernels,
@@ -38,8 +41,7 @@ def near(got, want, bound=2e-3):
     assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("rows", [2, 33])
-@pytest.mark.parametrize("sizes", [(64,), (128, 64, 192)])
+@pytest.mark.parametrize(("rows", "sizes"), [(1, (64,)), (33, (64,)), (2, (128, 64, 192)), (129, (128, 64, 192))])
 def test_products_add_up_to_those_of_xla(rows, sizes):
     x = normal(rows, 2048)
     weights = [normal(size, 2048, seed=i + 1, scale=0.05) for i, size in enumerate(sizes)]
@@ -116,7 +118,7 @@ def test_a_call_that_no_kernel_supports_says_why():
         products(normal(5, 256), [normal(64, 256)], [dataclasses.replace(lora, row_scale=jnp.ones(64))])
     with interpreted(HOPPER), pytest.raises(ValueError, match="weights .100, 256.; multiples of 64 rows and 128 col"):
         products(normal(5, 256), [normal(100, 256)], implementation="triton")
-    with interpreted(HOPPER), pytest.raises(ValueError, match="200 rows; from 2 to 128"):
+    with interpreted(HOPPER), pytest.raises(ValueError, match="200 rows; from 1 to 128"):
         products(normal(200, 256), [normal(64, 256)], implementation="triton")
     with interpreted(HOPPER), pytest.raises(ValueError, match="activation gelu"):
         gated_product(normal(5, 256), normal(64, 256), normal(64, 256), "gelu", implementation="triton")
@@ -159,6 +161,67 @@ def test_heads_are_normed_turned_and_written(rotates, norms):
         near(new, expected, 5e-4)
         np.testing.assert_array_equal(new[1], old[1])  # of the row that does not decode
         np.testing.assert_array_equal((new != old).any(-1).sum((1, 2)), [2, 0, 2, 2])
+
+
+ATTENDED = {
+    "plain": (6, 2, 64, 256, 2, {}),
+    "everything": (6, 2, 128, 256, 1, {"window": 100, "soft_cap": 4.0, "sinks": jnp.linspace(-1, 1, 6)}),
+    "ring": (4, 2, 64, 128, 3, {"window": 100}),
+    "head_dim_256": (2, 1, 256, 256, 2, {}),
+    "many_heads": (20, 1, 64, 256, 2, {}),
+}
+
+
+def attended_case(heads: int, kv_heads: int, dim: int, capacity: int, splits: int, positions):
+    count = len(positions)
+    keys, values = (normal(count, kv_heads, capacity, dim, seed=i) for i in (1, 2))
+    parts = normal(splits, count, (heads + 2 * kv_heads) * dim, seed=3, dtype=jnp.float32)
+    angles = normal(count, dim // 2, seed=4, dtype=jnp.float32)
+    return parts, keys, values, jnp.asarray(positions, jnp.int32), (jnp.cos(angles), jnp.sin(angles))
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("case", ATTENDED)
+def test_a_token_attends_to_what_is_written(case, norms):
+    """Rows without a token, with their first one, at borders of tiles, and longer than the cache."""
+    *sizes, masking = ATTENDED[case]
+    given = attended_case(*sizes, (0, -1, 5, 31, 32, 127, 128, 300))
+    dim, options = sizes[2], {"scale": sizes[2] ** -0.5, "window": None, "soft_cap": None, "sinks": None} | masking
+    weights = (normal(dim, seed=5), normal(dim, seed=6)) if norms else None
+    with interpreted():
+        got = attended(*given, weights, **options)
+    assert dispatch.record["attended"][0] == "triton"
+    exact = [array.astype(jnp.float32) for array in given[:3]]
+    query, keys, values = reference.placed(
+        *exact, *given[3:], weights and wide(weights), eps=1e-6, offset=0.0, float32=False
+    )
+    near(got[0], attention_reference.decode(query, keys, values, given[3] + 1, **options), 2e-3)
+    assert not got[0][1].any()
+    for new, expected, old in zip(got[1:], (keys, values), given[1:3], strict=True):
+        near(new, expected, 5e-4)
+        assert ((new != old).any(-1).sum((1, 2)) == jnp.where(given[3] < 0, 0, sizes[1])).all()
+
+
+def test_a_row_attends_with_the_same_bits_in_every_batch_slot_and_capacity():
+    parts, keys, values, positions, table = attended_case(6, 2, 64, 256, 2, (0, -1, 5, 31, 32, 127, 128, 200))
+    picked = jnp.asarray([6, 2])
+    with interpreted():
+        whole, *_ = attended(parts, keys, values, positions, table, scale=0.1)
+        longer = (jnp.pad(each[picked], ((0, 0), (0, 0), (0, 128), (0, 0))) for each in (keys, values))
+        some, *_ = attended(
+            parts[:, picked], *longer, positions[picked], tuple(part[picked] for part in table), scale=0.1
+        )
+    np.testing.assert_array_equal(some, whole[picked])
+
+
+def test_longer_caches_are_written_and_read_apart():
+    given = attended_case(6, 2, 64, 1152, 1, (700, -1))
+    with interpreted():
+        got = attended(*given, scale=0.1)
+        assert dispatch.record["attended"][0] == "apart"
+        query, *caches = placed(*given)
+    want = attention_reference.decode(query, *caches, given[3] + 1, scale=0.1, window=None, soft_cap=None, sinks=None)
+    near(got[0], want)
 
 
 def choice_of(kind: str, tokens: int, k: int, experts: int):
@@ -291,3 +354,27 @@ def test_experts_that_no_kernel_multiplies(change, message):
     for capability in ((8, 0), HOPPER):
         with interpreted(capability):
             assert experts_have_kernels(x, (gate_up, down), 2, "silu") == (capability == HOPPER)
+
+
+@pytest.mark.parametrize("size", [300, 4096, 9001])
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_token_is_chosen(size, draws):
+    """As by the definition, whose sums have another order; of equal largest logits the first; padding has no part."""
+    rows = 40
+    logits = 3 * normal(rows, size + 7, dtype=jnp.float32)
+    logits = logits.at[:, size:].set(50.0).at[3, 7].set(20.0).at[3, size - 5].set(20.0).at[5, 11:].set(-jnp.inf)
+    heat, own = jnp.linspace(0.3, 2.0, rows), jnp.where(jnp.arange(rows) % 3 == 0, 1.0, 0.7)
+    uniform = jnp.where(jnp.arange(rows) % 4 == 3, -1.0, jnp.linspace(0.0, 0.999, rows)) if draws else None
+    with interpreted():
+        token, *numbers = chosen_token(logits, size, heat, own, uniform)
+        few = chosen_token(logits[4:6], size, heat[4:6], own[4:6], None if uniform is None else uniform[4:6])
+    assert dispatch.record["chosen_token"][0] == "triton"
+    want = chosen_token(logits, size, heat, own, uniform, implementation="reference")
+    np.testing.assert_array_equal(token, want[0])
+    for got, expected in zip(numbers, want[1:], strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+    for alone, whole in zip(few, (token, *numbers), strict=True):
+        np.testing.assert_array_equal(alone, whole[4:6])
+    assert token[3] == (7 if not draws else want[0][3]) and token[3] < size
+    if draws:
+        assert (token != logits[:, :size].argmax(-1)).sum() > 15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -15,6 +16,8 @@ from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.files.published import PUBLISHED
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import (
     AdapterConfig,
@@ -26,10 +29,14 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
+from jaxtune.train.display import report
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound
-from jaxtune.train.planning import choice, cost, fitting
+from jaxtune.train.planning import choice, cost, fitting, host_room
 from jaxtune.train.planning.devices import find_device
+from jaxtune.train.planning.forecasts import forecast
+from jaxtune.train.planning.host_states import NO_STATES
+from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.program.step import StepProgram, Sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -243,3 +250,123 @@ def test_8b_without_an_adapter():
         ValueError, match=r"optim.offload: the states of adamw take 64\.\d GB .* each device, which may pin 60"
     ):
         choice.choose(other, offloaded, dataclasses.replace(device, host_bytes=60e9), 80e9)
+
+
+# ---- an adapter's states, which a plan may have on the host
+
+
+def adapted(folder, on_host: bool | None = None, name="adamw", **changes) -> Trainer:
+    """A run with an adapter, of which the plan has the states on the host or on the device. None: as it chooses."""
+    optim = OptimConfig(name=name, learning_rate=1e-2)
+    model = tiny_model(layers=(LayerSpec(),), hidden_size=64, intermediate_size=96, head_dim=32)
+    model = get_peft_model(model, r=64, lora_alpha=64)
+    settings = dict(adapter=AdapterConfig(r=64, lora_alpha=64), micro_batches=2, mesh=MeshConfig(data=1))
+    trainer = Trainer(model, None, make_config(folder, optim=optim, **(settings | changes)), ROWS)
+    assert not trainer.planner.plan.states_on_host  # on a CPU device and host have one memory
+    if on_host is not None:
+        placed_at(trainer, on_host)
+    return trainer
+
+
+def placed_at(trainer: Trainer, on_host: bool) -> None:
+    plan = dataclasses.replace(trainer.planner.plan, states_on_host=on_host)
+    trainer.planner.adopt(plan.to_record() | partition.MeshShape.of(trainer.mesh).to_record())
+    trainer.engine.follow_plan()
+    assert trainer.planner.plan.states_on_host == on_host
+
+
+def kinds_of(state) -> set:
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state) if leaf.nbytes >= LARGE}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_an_adapters_states_may_be_on_the_host(small, tmp_path, name):
+    """The run is that of states on the device which are updated tensor by tensor, in every bit."""
+    moved, kept = (adapted(tmp_path / str(on_host), on_host, name=name) for on_host in (True, False))
+    kept.engine.program = dataclasses.replace(kept.engine.program, by_tensor=True)
+    (state, losses), (want, want_losses) = stepped(moved), stepped(kept)
+    assert losses == want_losses and losses[0] != losses[1]
+    same(state, want)
+    assert kinds_of(state) == {"pinned_host"} and kinds_of(want) == {"device"}
+
+
+def test_a_run_goes_on_wherever_its_checkpoint_had_the_states(small, tmp_path):
+    save = CheckpointConfig(every_steps=2, every_minutes=None, keep=3)
+    want = adapted(tmp_path / "run", True, checkpoint=save).train()
+    folder = tmp_path / "run" / "checkpoints"
+    resumed = adapted(tmp_path / "run", checkpoint=save)
+    shutil.rmtree(folder / "step_00000004")
+    got = resumed.train()
+    assert resumed.planner.plan.states_on_host and [line["step"] for line in resumed.history] == [3, 4]
+    same(nnx.state(got), nnx.state(want))
+
+
+def lora_8b(**changes):
+    """(costs, config) of an 8B in NF4 with an adapter, which takes 6.7 GB beside what a micro-batch needs."""
+    data, source = DataConfig(train="rows", length=2048), ModelConfig(path="a shape", load_in="nf4")
+    settings = dict(model=source, data=data, adapter=AdapterConfig(), steps=9, rows_per_step=8)
+    config = TrainConfig(**(settings | changes))
+    shape = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
+    return cost.step_cost(cost.abstract_model(shape, config), config), config
+
+
+def without(parts):
+    return dataclasses.replace(parts, states=NO_STATES)
+
+
+def test_the_plan_has_the_states_on_the_host_if_that_is_faster():
+    parts, config = lora_8b()
+    device = find_device("H200")
+    short, kept = (choice.choose(one, config, device, 7.05e9) for one in (parts, without(parts)))
+    assert short.plan.states_on_host and short.peak_bytes <= 7.05e9 and short.plan.micro_batches < 8
+    assert short.step_seconds < kept.step_seconds / 1.05
+    assert parts.states.bytes == 8 * parts.trained == kept.parts["optimizer states"] - short.parts["optimizer states"]
+    assert short.host_bytes >= parts.states.bytes and forecast(parts, short.plan, device) == short
+    record = json.loads(json.dumps(short.plan.to_record()))
+    assert record["optimizer_states"] == "host" and "optimizer_states" not in kept.plan.to_record()
+    assert StepPlan.from_record(record, parts.num_layers, parts.known) == short.plan
+    lines = report.plan_lines(short, parts, device, 7.05e9)
+    assert any(line.startswith("  optimizer states on the host: 0.34 GB, 0.03 s a step") for line in lines)
+    ample, tight = (choice.choose(parts, config, device, budget) for budget in (None, 11e9))
+    assert not ample.plan.states_on_host and not tight.plan.states_on_host  # not for less than 1 %
+
+
+def test_the_states_are_on_the_host_if_nothing_else_fits():
+    parts, config = lora_8b()
+    device = find_device("H200")
+    with pytest.raises(choice.PlanError):
+        choice.choose(without(parts), config, device, 6.75e9)
+    found = choice.choose(parts, config, device, 6.75e9)
+    assert found.plan.states_on_host
+    smallest = choice.smallest_plan(parts, config, device)
+    # The update has all states on the device.
+    assert smallest.peak_bytes == sum(parts.fixed.values()) and smallest.parts["the update"] == parts.states.bytes
+    assert smallest.plan.chunk_tokens > 2**24 // parts.vocab_size  # the fastest of the smallest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(max_grad_norm=None), dict(optim=OptimConfig("adafactor")), dict(mesh=MeshConfig(data=2))],
+    ids=["no clipping", "no bound", "two devices"],
+)
+def test_states_that_stay_on_the_device(changes):
+    assert lora_8b(**changes)[0].states == NO_STATES
+
+
+def test_a_host_with_little_memory_gets_no_states():
+    parts, device = lora_8b()[0], find_device("H200")
+    for other in (dataclasses.replace(device, host_memory_bytes=5e9), dataclasses.replace(device, link=0.0)):
+        assert len(host_room.places(parts, other)) == 1
+    assert len(host_room.places(parts, device)) == 2
+
+
+def test_weights_that_are_placed_leave_the_states_where_they_are(small, tmp_path, monkeypatch):
+    """Memory ran out in the first step: the next plan has them in the same place."""
+    for on_host in (True, False):
+        planner = adapted(tmp_path / str(on_host), on_host).planner
+        monkeypatch.setattr(planner, "device", dataclasses.replace(find_device("H200"), name="cpu"))
+        assert len(host_room.places(planner._cost, planner.device)) == 2
+        found = planner.forecast, False
+        monkeypatch.setattr(planner, "_next", lambda resident, found=found: found)
+        planner.replan("it was too large", None, lambda line: None, placed=True)
+        assert [one.states_on_host for one in host_room.places(planner._cost, planner.device)] == [on_host]

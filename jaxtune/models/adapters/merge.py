@@ -34,6 +34,7 @@ from jaxtune.models.linear import Frozen, Linear, NeverTrained, merged_weight, r
 from jaxtune.models.lora import copy_structure, has_adapter, matrices, stop_rounding
 from jaxtune.models.observed_inputs import recorded
 from jaxtune.models.placement import partition
+from jaxtune.models.stack_layers import UNTUNED
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import Stored, dense
 from jaxtune.pallas.grouped_matmul import GroupedLora
@@ -49,10 +50,9 @@ _WIDE_COPIES = 5
 _ROUNDED_COPIES = 11  # where it also rounds to QAT's grid; the formats with scales of blocks in FP8 need most
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "fake_quant"))
-def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dtype, fake_quant: FakeQuant | None):
-    """Merges an adapter into a weight, and compares products with both. _merged_matrix calls it for a linear, and
-    _merge_experts for each expert.
+def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dtype, fake_quant: FakeQuant | None):
+    """Merges an adapter into a weight, and compares products with both. _merged_matrix calls it for a linear, compiled
+    (_merge_and_check), and _merge_experts for each expert.
 
     The product of `probe` with the merged weight is compared with the adapter's own forward, in fp32. Rounding each
     weight to the storage dtype changes output o by at most u sum_i |w_oi x_i|, with its unit roundoff u. The fp32 sums
@@ -97,7 +97,10 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
     return stored, jnp.isfinite(wide).all(), error
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
+_merge_and_check = jax.jit(_merged_and_checked, static_argnames=("dtype", "fake_quant"), compiler_options=UNTUNED)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4), compiler_options=UNTUNED)
 def _merge_experts(
     weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool, fake_quant: FakeQuant | None
 ):
@@ -110,12 +113,12 @@ def _merge_experts(
     """
 
     def one(expert):
-        """_merge_and_check for one expert: (merged weight in the layout of the stored one, finite, error). expert:
+        """_merged_and_checked for one expert: (merged weight in the layout of the stored one, finite, error). expert:
         (weight, a, b)."""
         weight, a, b = expert
         weight = weight.T if transposed else weight
         lora_of = LoraWeights(a, b, None, lora.scale)
-        stored, finite, error = _merge_and_check(weight, lora_of, probe, weight.dtype, fake_quant)
+        stored, finite, error = _merged_and_checked(weight, lora_of, probe, weight.dtype, fake_quant)
         return stored.T if transposed else stored, finite, error
 
     stored, finite, errors = jax.lax.map(one, (weight, lora.a, lora.b))
@@ -427,7 +430,8 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
     """
     config = model.config
     walked = copy_structure(merged.model)
-    for name, (variable, own) in _pairs(walked, merged.model).items():
+    pairs = _pairs(walked, merged.model)
+    for name, (variable, own) in pairs.items():
         if id(own) in views:
             variable.set_value(views[id(own)])
         elif name in merged.made:  # an embedding or a head, which one forward needs twice if it is tied
@@ -438,6 +442,8 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
         if matrix.fake_quant is not None:
             matrix.fake_quant = dataclasses.replace(matrix.fake_quant, inputs=False)
     expected, got = _logits(plain), _logits(walked)
+    for variable, own in pairs.values():  # modules refer to each other: what the copy has would live until it is found
+        variable.set_value(own.get_value())
     del walked
     widest = max(config.hidden_size, config.intermediate_size, config.query_size)
     roundoff = _roundoff(model.weight_dtype) + _FP32_ROUNDOFF * widest**0.5
@@ -474,6 +480,13 @@ def _logits(model: Decoder) -> np.ndarray:
     set_compute(model, {})
     tokens = jax.random.randint(jax.random.key(0), (_PROBE_ROWS, _PROBE_LENGTH), 0, model.config.vocab_size)
     hidden = model.hidden_states(tokens)
-    rows = model.head_variable.shape[0]
-    parts = [model.logits(hidden, slice(at, at + _HEAD_ROWS)) for at in range(0, rows, _HEAD_ROWS)]
+    rows, whole = model.head_variable.shape[0], nnx.split(model)
+    starts = range(0, rows, _HEAD_ROWS)
+    parts = [_some_logits(*whole, hidden, first, min(_HEAD_ROWS, rows - first)) for first in starts]
     return np.concatenate([partition.on_host(part) for part in parts], -1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), compiler_options=UNTUNED)
+def _some_logits(graph: nnx.GraphDef, state: nnx.State, hidden: jax.Array, first: int, count: int) -> jax.Array:
+    """The logits, or scores, of `count` rows of a model's head, from the row `first` on."""
+    return nnx.merge(graph, state).logits(hidden, first + jnp.arange(count))

@@ -5,10 +5,12 @@ exports verify them."""
 
 from __future__ import annotations
 
+import functools
 import os
+import stat
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,24 +18,29 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from jaxtune.models.placement.host_pieces import Piece
+
 CHUNK_BYTES = 16 << 20  # how much one thread writes or reads at a time; each chunk has a checksum
 IN_FLIGHT_BYTES = 256 << 20  # host memory of tensors that wait to be written; a single larger tensor is allowed
 _THREADS = min(8, os.cpu_count() or 1)
+# The file is flushed to the disk each time that this many bytes were appended, while more are: the flush at its end,
+# which all callers need, then waits for the last ones only. For a file of 16 GB it took 7 s otherwise.
+_FLUSHED_BYTES = 1 << 30
 
 
 class Sums:
-    """The checksums of the bytes of one Writer.append, one for each chunk of CHUNK_BYTES (16 MiB). These bytes are a
-    whole tensor of a safetensors file, or a part of one of a GGUF file. Writer.append returns the checksums while the
-    bytes are still being written; is_as_written compares the finished file with them, in exports only: saving a model
-    does not read it back.
+    """The checksums of the bytes of one Writer.append, one for each chunk, of about 16 MiB. These bytes are a whole
+    tensor of a safetensors file, or a part of one of a GGUF file. Writer.append returns the checksums while the bytes
+    are still being written; is_as_written compares the finished file with them, in exports only: saving a model does
+    not read it back.
 
     Args:
-      size_bytes: the number of bytes; also an attribute.
+      sizes: the bytes of each chunk, in order; also an attribute. The attribute size_bytes is their sum.
       futures: for each chunk in order, the future of its checksum, which is done when the chunk is written.
     """
 
-    def __init__(self, size_bytes: int, futures: list[Future[int]]):
-        self.size_bytes = size_bytes
+    def __init__(self, sizes: list[int], futures: list[Future[int]]):
+        self.sizes, self.size_bytes = sizes, sum(sizes)
         self._futures = futures
 
     def values(self) -> list[int]:
@@ -56,10 +63,14 @@ class Writer:
     def __init__(self, file: Path, advanced: Callable[[int], Any] = lambda _: None):
         self._advanced = advanced
         self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)  # and not /dev/null, which cannot be flushed
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-write")
         self._waiting: deque[Future[int]] = deque()
         self._sizes: deque[int] = deque()
         self._failed = threading.Event()
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="jaxtune-flush")
+        self._flushes: list[Future[None]] = []
+        self._flushed_bytes = 0
         self.size_bytes = 0
 
     def __enter__(self) -> Writer:
@@ -74,31 +85,65 @@ class Writer:
         try:
             while self._waiting:
                 self._collect(raises=kind is None)
+            for flush in self._flushes if kind is None else ():
+                flush.result()
         finally:
             self._failed.set()
             self._pool.shutdown()
+            self._flusher.shutdown(cancel_futures=True)
             os.close(self._descriptor)
 
     def append(self, data: bytes | np.ndarray) -> Sums:
         """Writes the bytes (uint8[n]) at the end of the file, in the background, and returns their checksums, which are
-        complete when the bytes are written. Safetensors files are appended to by whole tensors after the header, and
-        GGUF files by parts of tensors.
+        complete when the bytes are written. GGUF files are appended to by parts of tensors.
 
         The caller must not change `data` afterwards; the reference to it is dropped once it is written. The method
         waits for earlier writes while they and `data` are more than IN_FLIGHT_BYTES (256 MiB); if such a write failed,
         its OSError is raised.
         """
-        while self._waiting and sum(self._sizes) + len(data) > IN_FLIGHT_BYTES:
+        whole = np.frombuffer(data, np.uint8)
+        self._make_room(len(whole))
+        parts = [whole[start : start + CHUNK_BYTES] for start in range(0, len(whole), CHUNK_BYTES)]
+        return self._submit([(len(part), functools.partial(_itself, part)) for part in parts], None)
+
+    def append_pieces(self, pieces: Sequence[Piece]) -> Sums:
+        """Writes pieces of a tensor (pieces_of), one after another, at the end of the file, and returns the checksums
+        of all, each piece being a chunk. Safetensors files are appended to by whole tensors so.
+
+        The threads that write the pieces make them first, so that several copy a tensor from its device at the same
+        time. The method returns when all are made: the tensor can then be freed. Errors of earlier writes are raised as
+        by `append`; an error of a piece's function is raised like one of its write.
+        """
+        made = threading.Semaphore(0)
+        sums = self._submit(pieces, made)
+        for _ in pieces:
+            made.acquire()
+        return sums
+
+    def _make_room(self, size: int) -> None:
+        """Waits for the oldest writes until, with `size` bytes more, at most IN_FLIGHT_BYTES wait to be written."""
+        while self._waiting and sum(self._sizes) + size > IN_FLIGHT_BYTES:
             self._collect()
-        view = memoryview(data)
+
+    def _submit(self, pieces: Sequence[Piece], made: threading.Semaphore | None) -> Sums:
+        """Lets the threads write the pieces at the end of the file, for `append` and `append_pieces`, and returns their
+        checksums. made: is released for each piece that has been made, or that could not be; None: nobody waits."""
         futures = []
-        for start in range(0, len(data), CHUNK_BYTES):
-            part = view[start : start + CHUNK_BYTES]
-            futures.append(self._pool.submit(self._write, part, self.size_bytes + start))
+        for size, make in pieces:
+            if made is not None:
+                self._make_room(size)
+            futures.append(self._pool.submit(self._write, [make], self.size_bytes, made))
             self._waiting.append(futures[-1])
-            self._sizes.append(len(part))
-        self.size_bytes += len(data)
-        return Sums(len(data), futures)
+            self._sizes.append(size)
+            self.size_bytes += size
+        if self._regular and self.size_bytes - self._flushed_bytes > _FLUSHED_BYTES:
+            self._flushed_bytes = self.size_bytes
+            self._flushes.append(self._flusher.submit(self._flush))
+        return Sums([size for size, _ in pieces], futures)
+
+    def _flush(self) -> None:
+        """Has the disk write what the file has so far, and waits for it, in a thread of its own."""
+        os.fdatasync(self._descriptor)
 
     def _collect(self, raises: bool = True) -> None:
         """Waits for the oldest write of a chunk that nobody has waited for yet, before more is appended and when the
@@ -110,13 +155,25 @@ class Writer:
         else:
             future.exception()
 
-    def _write(self, part: memoryview, at: int) -> int:
-        """Writes one chunk of the data (`part`, at most CHUNK_BYTES) at the byte `at` of the file, in a thread, calls
-        `advanced`, and returns the chunk's checksum (XXH3-64). After the write of any chunk, or the context's block,
-        has failed, it writes nothing and returns 0, because the file is useless then. Raises OSError if the write
-        fails."""
-        if self._failed.is_set():
-            return 0
+    def _write(self, make: list[Callable[[], np.ndarray]], at: int, made: threading.Semaphore | None) -> int:
+        """Makes one chunk of the data and writes it at the byte `at` of the file, in a thread, calls `advanced`, and
+        returns the chunk's checksum (XXH3-64). After the making or the write of any chunk, or the context's block, has
+        failed, it writes nothing and returns 0, because the file is useless then.
+
+        make: has the function that makes the chunk, which is taken out, so that it holds no tensor while the chunk is
+        written. made: is released once the chunk is made; None: nobody waits. Raises OSError if the write fails, and
+        what the function raises.
+        """
+        try:
+            if self._failed.is_set():
+                return 0
+            part = memoryview(make.pop()())
+        except BaseException:
+            self._failed.set()
+            raise
+        finally:
+            if made is not None:
+                made.release()
         try:
             done = 0
             while done < len(part):
@@ -128,24 +185,30 @@ class Writer:
         return xxhash.xxh3_64_intdigest(part)
 
 
+def _itself(part: np.ndarray) -> np.ndarray:
+    """A chunk that need not be made."""
+    return part
+
+
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
     """Whether a file has, from the byte `offset` on, the bytes that were written, by their checksums; False if it ends
     early. It reads the file and waits for `sums`, those that Writer.append returned for these bytes; the OSError of a
     failed write is raised. Exports verify by it what they wrote: a tensor of a safetensors file by one call, one of a
     GGUF file by one call for each part that was appended. advanced: called with the number of bytes that were read, for
     a progress bar."""
-    size, found = sums.size_bytes, []
-    data = np.empty(min(size, CHUNK_BYTES), np.uint8)  # filling it with zeros would take as long as reading
+    at, found = offset, []
+    data = np.empty(max(sums.sizes, default=0), np.uint8)  # filling it with zeros would take as long as reading
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for start in range(0, size, CHUNK_BYTES):
-            view = memoryview(data)[: min(CHUNK_BYTES, size - start)]
+        for size in sums.sizes:
+            view = memoryview(data)[:size]
             done = 0
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], offset + start + done)
+            while done < size:
+                count = os.preadv(descriptor, [view[done:]], at + done)
                 if count == 0:
                     return False
                 done += count
+            at += size
             found.append(xxhash.xxh3_64_intdigest(view))
             advanced(len(view))
     finally:

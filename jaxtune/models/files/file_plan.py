@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtune.models.placement import partition
+from jaxtune.models.placement.host_pieces import Array
 from jaxtune.pallas.formats.layout import FileTensor
 
 
@@ -53,15 +53,12 @@ class Group:
         pieces = [Piece({rename(key): part for key, part in each.tensors.items()}, each.cut) for each in self.pieces]
         return Group(self.make, tuple(pieces))
 
-    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields (name, array in host memory) of each tensor in order.
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """Yields (name, array) of each tensor in order.
 
         The model's tensor is computed when the first array is asked for and released with the last, so that a caller
         that uses one group at a time has one tensor of the model in memory. In a run of several processes all must
-        iterate, because each has only parts of a divided tensor; all get whole arrays.
-
-        Raises:
-          ValueError: an array that does not have the planned shape or dtype.
+        iterate, because each has only parts of a divided tensor.
         """
         value = self.make()
         for number, piece in enumerate(self.pieces):
@@ -69,13 +66,11 @@ class Group:
             if number == len(self.pieces) - 1:
                 value = None
             for count, (name, tensor) in enumerate(piece.tensors.items(), 1):
-                array = np.asarray(partition.on_host(tensor.of(part)), order="C")
+                array = tensor.of(part)
                 if count == len(piece.tensors):
                     part = None
-                if array.shape != tuple(tensor.shape) or array.dtype != tensor.dtype:
-                    meant, found = f"{tensor.dtype.name}{tensor.shape}", f"{array.dtype.name}{array.shape}"
-                    raise ValueError(f"{name}: planned as {meant}, found {found}")
                 yield name, array
+                del array
 
 
 Planned = dict[str, Group]  # by the model's tensor names, in the order in which they are written

@@ -59,6 +59,15 @@ def are_finite(tensor: jax.Array | np.ndarray | Stored, dtype: str | None = None
     return [bool(_all_finite(jnp.asarray(tensor[at : at + rows]), dtype)) for at in range(0, len(tensor), rows)]
 
 
+def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
+    """(tensor, its digest), as `load(name, entry)` returns them, and what are_finite returns of the tensor: that check
+    is compiled for each shape, in the threads that read, while others read on. None in its place for a tensor on
+    several devices: these must get their programs in one order, from one thread."""
+    tensor, digest = load(name, entry)
+    leaves = [leaf for leaf in jax.tree.leaves(tensor) if isinstance(leaf, jax.Array)]
+    return tensor, digest, None if any(len(leaf.devices()) > 1 for leaf in leaves) else are_finite(tensor)
+
+
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
     """Raises ValueError, which names the tensors and their files, if a tensor has values that are not finite. It waits
     until the devices have computed `finite`. read_tensors calls it once, at its end.
@@ -136,11 +145,11 @@ def read_tensors(
     arrays, digests, finite, waiting, in_flight = {}, {}, {}, deque(), 0
 
     def collect():
-        """Waits for the oldest read, stores its results, and starts the check that its numbers are finite."""
+        """Waits for the oldest read and stores its results."""
         nonlocal in_flight
         name, entry, future = waiting.popleft()
-        arrays[name], digests[name] = future.result()
-        finite[name] = are_finite(arrays[name])
+        arrays[name], digests[name], found = future.result()
+        finite[name] = are_finite(arrays[name]) if found is None else found
         in_flight -= entry.size_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:
@@ -149,7 +158,7 @@ def read_tensors(
                 raise CancelledError
             while waiting and in_flight + entry.size_bytes > IN_FLIGHT_BYTES:
                 collect()
-            waiting.append((name, entry, pool.submit(load, name, entry)))
+            waiting.append((name, entry, pool.submit(_checked, load, name, entry)))
             in_flight += entry.size_bytes
         while waiting:
             collect()

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtune.models.files import byte_files
 from jaxtune.models.files.digests import Digest
 from jaxtune.models.files.headers import DTYPE_NAMES, STORED, TensorEntry
-from jaxtune.models.placement import partition
+from jaxtune.models.placement.host_pieces import pieces_of
 from jaxtune.system import processes
 from jaxtune.system.files import writing
 
@@ -160,11 +160,13 @@ def write_file(
     ):
         out.append(len(raw).to_bytes(8, "little") + raw)
         for name, shape, dtype in tensors:
-            array = np.asarray(partition.on_host(fetch(name)), order="C")
+            array = fetch(name)
             if array.shape != tuple(shape) or array.dtype != dtype:
                 raise ValueError(f"{name}: planned as {dtype.name}{shape}, found {array.dtype.name}{array.shape}")
-            written[name] = Written(tuple(shape), dtype, out.append(array.reshape(-1).view(np.uint8)))
+            pieces = pieces_of(array, byte_files.CHUNK_BYTES)
             del array
+            written[name] = Written(tuple(shape), dtype, out.append_pieces(pieces))
+            del pieces
     return written
 
 

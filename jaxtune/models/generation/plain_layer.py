@@ -27,14 +27,13 @@ from jaxtune.models.layers.routers import Router
 from jaxtune.models.layers.segment import INPUT, OUTPUT, STREAM, Context
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import RMSNorm
-from jaxtune.pallas.decode_attention import decode_attention
 from jaxtune.pallas.few_rows import (
     added_norm,
+    attended,
     experts_down,
     experts_gated,
     experts_have_kernels,
     gated_product,
-    placed,
     products,
 )
 from jaxtune.pallas.quant_matmul import LoraWeights
@@ -83,9 +82,9 @@ def norm_before(block: Block, part: str) -> RMSNorm:
 
 
 def rounding(norm: RMSNorm) -> dict:
-    """The settings of an RMSNorm of the model as keyword arguments for the kernels added_norm and placed, which compute
-    the same norm inside another operation: {"eps": added to the mean square, "offset": added to the weight, "float32":
-    whether the product with the weight is computed in fp32}. `step` calls it."""
+    """The settings of an RMSNorm of the model as keyword arguments for the kernels added_norm and attended, which
+    compute the same norm inside another operation: {"eps": added to the mean square, "offset": added to the weight,
+    "float32": whether the product with the weight is computed in fp32}. `step` calls it."""
     return dict(eps=norm.eps, offset=norm.offset, float32=norm.float32)
 
 
@@ -116,8 +115,8 @@ def step(
     if attention.config.qk_norm:
         own, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
     parts = _parts(stream.normed, [getattr(attention, name) for name in attention.in_matrices])
-    query, keys, values = placed(parts, *state["mixer"], at, table, norms, **own)
-    out = decode_attention(query, keys, values, at + 1, **attention.options(context.spec.window))
+    masking = attention.options(context.spec.window)
+    out, keys, values = attended(parts, *state["mixer"], at, table, norms, **own, **masking)
     x, normed = added_norm(stream.x, _parts(out.reshape(len(out), -1), [attention.o_proj]), norm.weight[...], **options)
     parts = _feed_forward(block.parts["mlp"], Stream(x, normed), context)
     return Stream(*added_norm(x, parts, next_weight, **options)), {"mixer": (keys, values)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -23,6 +23,8 @@ from jaxtune.models.layers.attention import Attention
 _SMALLEST = 16  # prompts are padded to at least this many tokens
 _SHORTEST_PACKED = 128  # from this padded length on, prompts are packed; caches of shorter ones are as long as this
 _KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
+_NO_SLOT = np.iinfo(np.int32).max  # a slot to which nothing is copied
+_AHEAD = 2  # with fewer of them, prompts are prefilled for which no slot is free yet
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,7 +52,7 @@ class Batch:
         size = len(arrays[0])
         for first in range(0, len(placed), size):
             some = [*placed[first : first + size]]
-            some += [some[-1]] * (size - len(some))  # the last pair is repeated, so that one program serves any number
+            some += [(0, _NO_SLOT)] * (size - len(some))  # so that one program serves any number
             rows, slots = (np.array(part, np.int32) for part in zip(*some, strict=True))
             states = programs.insert(states, self.states, rows, slots)
         return states
@@ -71,11 +73,15 @@ class Prefills:
     prompt's states, and `take` hands them to a request that gets a slot.
 
     For models whose mixers are attention and whose layers exchange nothing, one program computes several prompts packed
-    into one row of `chunk` tokens, without padding between them, if they fill at least half of the row, and if the
-    length to which each would be padded alone (`_bucket`) is the same, from 128 tokens to half of `chunk`: their states
-    have room for that length. All other prompts are padded rows of a batch. A prompt longer than `chunk` tokens is
-    prefilled in several programs: a forward pass over its first tokens, as many as leave whole chunks, and then one
-    program for each chunk.
+    into one row of `chunk` tokens, or of half as many, without padding between them, if they fill at least half of the
+    row, and if the length to which each would be padded alone (`_bucket`) is the same, from 128 tokens to half of
+    `chunk`: their states have room for that length. All other prompts are padded rows of a batch. A prompt longer than
+    `chunk` tokens is prefilled in several programs: a forward pass over its first tokens, as many as leave whole
+    chunks, and then one program for each chunk.
+
+    A program takes also prompts that get no slot yet, unless `one`: when slots become free one at a time, prompts would
+    otherwise be prefilled one at a time, and a program of few tokens takes about as long as one of several times as
+    many.
 
     Args:
       programs: the compiled functions.
@@ -155,7 +161,7 @@ class Prefills:
         states of the weights before are used."""
         self._batches, self._long = [], None
 
-    def advance(self, leaves: Sequence[jax.Array], nearest: Sequence[Request]) -> int:
+    def advance(self, leaves: Sequence[jax.Array], waiting: Iterable[Request], free: int) -> int:
         """Dispatches one program that prefills the prompt of the first of these requests, and the prompts of others
         that are padded to the same length, if there are enough of them for a program. When a prompt is complete,
         `ready` finds its states.
@@ -165,12 +171,17 @@ class Prefills:
 
         Args:
           leaves: the model's arrays.
-          nearest: the requests that get a slot next, at least one; the states of the first are not ready.
+          waiting: the requests that wait, in the order in which they get slots, at least one; the states of the first
+            are not ready.
+          free: how many of them get a slot now, at least one.
         Returns:
           the number of tokens that the program computes, padding included; the sampler adds them up for its limit.
         """
         if self._long is not None:
             return self._next_chunk(leaves, self._long)
+        # As many as a program can take, unless prompts would wait in too many batches (_keep drops the oldest).
+        ahead = 2 * self._chunk // _SHORTEST_PACKED if len(self._batches) < _AHEAD and not self._one else 0
+        nearest = list(itertools.islice(waiting, max(free, ahead)))
         first = nearest[0]
         count = len(first.tokens) - 1
         if count == 0:
@@ -186,10 +197,12 @@ class Prefills:
         alike = {r.key: r for r in nearest if len(r.tokens) > 1 and _bucket(len(r.tokens) - 1) == width}
         alike = [request for request in alike.values() if self.ready(request) is None]
         if self._packs and _SHORTEST_PACKED <= width <= self._chunk // 2:
-            packed = self._fitting(alike, 2 * self._chunk // width)
-            if 2 * sum(len(request.tokens) - 1 for request in packed) >= self._chunk:
-                self._keep(Batch(self._pack(leaves, packed, width), {r.key: i for i, r in enumerate(packed)}))
-                return self._chunk
+            for size in (self._chunk, self._chunk // 2):
+                packed = self._fitting(alike, 2 * size // width, size)
+                if len(packed) > 1 and 2 * sum(len(request.tokens) - 1 for request in packed) >= size:
+                    states = self._pack(leaves, packed, width, size)
+                    self._keep(Batch(states, {request.key: row for row, request in enumerate(packed)}))
+                    return size
             alike = alike[:1]
         rows = max(1, self._chunk // width)
         # Either a full batch or a single prompt; every other number of prompts would need a program of its own.
@@ -214,21 +227,21 @@ class Prefills:
             lengths[row], totals[row] = len(some), len(request.tokens)
         return self._programs.prefill(self._structure, max(capacity, width), leaves, tokens, lengths, totals)
 
-    def _fitting(self, requests: Sequence[Request], most: int) -> list[Request]:
-        """The longest beginning of the list `requests`, of at most `most` requests, whose prompts have at most `chunk`
+    def _fitting(self, requests: Sequence[Request], most: int, size: int) -> list[Request]:
+        """The longest beginning of the list `requests`, of at most `most` requests, whose prompts have at most `size`
         tokens in all, each without its newest one, so that one row has room for them (`_pack`)."""
         lengths = itertools.accumulate(len(request.tokens) - 1 for request in requests)
-        return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= self._chunk]
+        return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= size]
 
-    def _pack(self, leaves, requests: Sequence[Request], width: int) -> device.States:
-        """The states after the prompts of some requests, which one program computes packed into one row of `chunk`
+    def _pack(self, leaves, requests: Sequence[Request], width: int, size: int) -> device.States:
+        """The states after the prompts of some requests, which one program computes packed into one row of `size`
         tokens, one prompt behind the other.
 
         leaves: the model's arrays. width: the number of tokens of a row for which the states have room, to which each
         prompt alone would be padded."""
-        tokens = np.zeros((1, self._chunk), np.int32)
-        room = 2 * self._chunk // width
-        starts, lengths, totals = np.full(room, self._chunk, np.int32), *np.zeros((2, room), np.int32)
+        tokens = np.zeros((1, size), np.int32)
+        room = 2 * size // width
+        starts, lengths, totals = np.full(room, size, np.int32), *np.zeros((2, room), np.int32)
         at = 0
         for row, request in enumerate(requests):
             count = len(request.tokens) - 1

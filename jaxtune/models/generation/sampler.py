@@ -346,7 +346,7 @@ class Sampler:
             if batch is None:
                 if left <= 0:
                     break
-                left -= self._prefills.advance(self._leaves, self._nearest(len(free)))
+                left -= self._prefills.advance(self._leaves, self._waiting, len(free))
                 continue
             placed = []
             while free and self._waiting and self._prefills.ready(self._waiting[0]) is batch:
@@ -357,7 +357,7 @@ class Sampler:
 
     def _nearest(self, count: int) -> list[Request]:
         """The first `count` waiting requests in the order of the queue, which get the next slots. `_fill` reserves
-        caches for them and prefills their prompts."""
+        caches for them."""
         return list(itertools.islice(self._waiting, count))
 
     def _place(self, request: Request, slot: int) -> None:

@@ -2,8 +2,7 @@
 definitions are those of Hugging Face's generate.
 
 The compiled programs get the settings of all rows as arrays (Numbers), and as a static argument which operations they
-contain (Kind). They apply `penalised`, the temperature, `filtered` and `drawn` in this order. `block_sums` adds up
-exponentials, by which `drawn` finds a token and log-probabilities get their normaliser."""
+contain (Kind). They apply `penalised`, the temperature and `filtered` in this order, and draw by `uniform_of`."""
 
 from __future__ import annotations
 
@@ -145,47 +144,13 @@ def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
     return jnp.where(logits >= lowest, logits, -jnp.inf)
 
 
-_BLOCK = 256  # tokens whose probabilities are added up before a draw looks for the block that it falls into
+def uniform_of(seed: jax.Array | np.ndarray, index: jax.Array | np.ndarray, made: jax.Array | np.ndarray) -> jax.Array:
+    """float32[N]: the random number from 0 to 1 by which the next token of each of N rows is drawn. Its key is
+    jax.random.key(seed), folded with the row's index and with `made`. So a row's draws depend neither on its slot nor
+    on the other rows.
 
-
-def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
-    """Sums exp(scores - top) over blocks of _BLOCK (256) consecutive tokens of the vocabulary: float32[B, blocks].
-    `drawn` finds the block of the drawn token by these sums. The sum over all blocks is the normaliser of the softmax,
-    by which a decoding step computes log-probabilities (slots.py).
-
-    Args:
-      scores: float32[B, V].
-      top: float32[B], the largest score of each row, subtracted so that the exponential does not overflow.
-    """
-    padding = -scores.shape[1] % _BLOCK
-    weights = jnp.exp(scores - top[:, None])
-    return jnp.pad(weights, ((0, 0), (0, padding))).reshape(len(scores), -1, _BLOCK).sum(-1)
-
-
-def drawn(scores: jax.Array, likeliest: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draws a token of each row with the probabilities softmax(scores), for a decoding step, and returns the tokens'
-    ids: int32[B].
-
-    A uniform random number is looked up in the cumulative sums, first in those of blocks of the vocabulary and then in
-    those of the tokens of the block that it falls into. So there is one random number for each row, and one pass over
-    the vocabulary.
-
-    Args:
-      scores: float32[B, V], -inf for tokens that must not be drawn.
-      likeliest: int32[B], the token with the largest score of each row; it is also taken where rounding would lead to a
-        token of probability 0.
-      keys: the random key of each row, [B].
-    """
-    top = jnp.take_along_axis(scores, likeliest[:, None], axis=1)[:, 0]
-    cumulative = jnp.cumsum(block_sums(scores, top), axis=1)
-    target = jax.vmap(jax.random.uniform)(keys)[:, None] * cumulative[:, -1:]
-    block = jnp.minimum((cumulative <= target).sum(1, keepdims=True), cumulative.shape[1] - 1)
-    before = jnp.where(block > 0, jnp.take_along_axis(cumulative, jnp.maximum(block - 1, 0), axis=1), 0.0)
-    tokens = block * _BLOCK + jnp.arange(_BLOCK)
-    real = tokens < scores.shape[1]
-    weights = jnp.exp(jnp.take_along_axis(scores, jnp.minimum(tokens, scores.shape[1] - 1), axis=1) - top[:, None])
-    weights = jnp.where(real, weights, 0.0)
-    place = jnp.minimum((before + jnp.cumsum(weights, axis=1) <= target).sum(1, keepdims=True), _BLOCK - 1)
-    # Where rounding leads past the last token that has a probability, the likeliest one is taken.
-    possible = jnp.take_along_axis(weights, place, axis=1)[:, 0] > 0
-    return jnp.where(possible, (block * _BLOCK + place)[:, 0], likeliest).astype(jnp.int32)
+    seed, index: uint32[N], of the rows. made: int32[N], how many tokens each row has made so far."""
+    keys = jax.random.wrap_key_data(jnp.stack([jnp.zeros_like(seed), seed], axis=-1), impl="threefry2x32")
+    for number in (index, made):
+        keys = jax.vmap(jax.random.fold_in)(keys, number)
+    return jax.vmap(jax.random.uniform)(keys)

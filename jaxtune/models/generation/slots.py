@@ -37,17 +37,18 @@ from jaxtune.models.generation.sampling import (
     Kind,
     Numbers,
     Sampling,
-    block_sums,
-    drawn,
     filtered,
     penalised,
+    uniform_of,
 )
 from jaxtune.models.generation.structure import Structure
 from jaxtune.models.layers.segment import Context
+from jaxtune.models.placement.transfers import NO_REMATERIALIZATION
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
-from jaxtune.pallas.few_rows import MOST_ROWS
+from jaxtune.pallas.decode_attention import inserted
+from jaxtune.pallas.few_rows import MOST_ROWS, chosen_token, looked_up
 
 type Array = jax.Array | np.ndarray
 type States = Any  # a pytree for each layer
@@ -146,7 +147,7 @@ def programs(same_choices: bool, many_rows: bool) -> Programs:
         multiplies them, and must not merge the products of query, key and value into one: that one has no kernel of the
         vendor's, and separate ones make a decoding step of Llama-3.1-8B with 256 rows 4.5 % faster on an H200.
     """
-    options: dict[str, bool | int] = {}
+    options: dict[str, bool | int | str] = dict(NO_REMATERIALIZATION)
     if same_choices:
         options |= SAME_CHOICES
     if many_rows:
@@ -288,7 +289,7 @@ def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
 
 def _insert(states, staged, rows, slots) -> States:
     """Copies the states of prefilled rows into slots, and returns the states of all slots: row rows[i] of `staged` goes
-    into slot slots[i].
+    into slot slots[i], or nowhere if there is no slot of that number.
 
     states: those of all slots. staged: those of the prefilled rows; their caches may have a smaller capacity. Both are
     pytrees of arrays whose first axis is rows. rows, slots: int32[G]."""
@@ -297,7 +298,10 @@ def _insert(states, staged, rows, slots) -> States:
         """Copies rows of `new`, one array of `staged`, into the slots of `kept`, that of `states`."""
         if len(new) == len(slots) == 1:
             return jax.lax.dynamic_update_slice(kept, new, (slots[0], *(0,) * (kept.ndim - 1)))
-        return kept.at[(slots, *map(slice, new.shape[1:]))].set(new[rows])
+        heads_alike = kept.ndim == 4 and (kept.shape[1], kept.shape[3]) == (new.shape[1], new.shape[3])
+        if heads_alike and kept.dtype in (jnp.bfloat16, jnp.float16):  # a cache, of keys or of values
+            return inserted(kept, new, rows, slots)
+        return kept.at[(slots, *map(slice, new.shape[1:]))].set(new[rows], mode="drop")
 
     return jax.tree.map(one, states, staged)
 
@@ -466,35 +470,27 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows):
       (the tokens int32[N], the log-probability of each under the model, float32[N]: that of the logits divided by the
         row's logprob_temperature, without penalty and filters; Emitted.ranked of this step, without the axis of steps)
     """
-    logits = model.logits(hidden)[:, 0, : model.config.vocab_size].astype(jnp.float32)
-    numbers = rows.numbers
-    scores = penalised(logits, seen, numbers.repetition_penalty[:, None]) if kind.penalises else logits
-    token = likeliest = scores.argmax(-1).astype(jnp.int32)
+    numbers, vocab_size, uniform = rows.numbers, model.config.vocab_size, None
     if kind.draws:
-        scores = scores / numbers.temperature[:, None]
-        if kind.filters:
-            scores = filtered(scores, numbers)
-        token = drawn(scores, likeliest, _keys(rows, live.length - rows.start))
-        token = jnp.where(numbers.draws, token, likeliest)
-    peak = logits.max(-1) if kind.penalises else jnp.take_along_axis(logits, likeliest[:, None], axis=1)[:, 0]
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    temperature = numbers.logprob_temperature
-    total = block_sums(logits / temperature[:, None], peak / temperature).sum(-1)
-    total = jnp.log(total)
+        uniform = jnp.where(numbers.draws, uniform_of(rows.seed, rows.index, live.length - rows.start), -1.0)
+    own, logits = numbers.logprob_temperature, model.logits(hidden)[:, 0]
+    token, logprob, peak, total = chosen_token(logits, vocab_size, numbers.temperature, own, uniform)
+    logits = logits[:, :vocab_size].astype(jnp.float32)
+    if kind.penalises or kind.filters:
+        # Rows without these settings keep their token, so that its bits do not depend on the settings of other rows.
+        scores = penalised(logits, seen, numbers.repetition_penalty[:, None]) if kind.penalises else logits
+        other = likeliest = scores.argmax(-1).astype(jnp.int32)
+        if uniform is not None:
+            scores = scores / numbers.temperature[:, None]
+            scores = filtered(scores, numbers) if kind.filters else scores
+            other = jnp.where(uniform >= 0, looked_up(scores, likeliest, jnp.maximum(uniform, 0.0)), likeliest)
+        concerned = (numbers.repetition_penalty != 1) | (numbers.top_k < vocab_size) | (numbers.top_p < 1)
+        concerned |= numbers.min_p > 0
+        token = jnp.where(concerned, other, token)
+        of_token = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+        logprob = jnp.where(concerned, (of_token - peak) / own - total, logprob)
     ranked = None
     if kind.ranks:
-        values, tokens = jax.lax.top_k(logits, min(MOST_RANKED, logits.shape[1]))
-        ranked = tokens, (values - peak[:, None]) / temperature[:, None] - total[:, None]
-    return token, (chosen - peak) / temperature - total, ranked
-
-
-def _keys(rows: Rows, made: Array) -> jax.Array:
-    """The random keys of the next draw of each of the N `rows`, [N]: jax.random.key(seed), folded with the row's index
-    and with `made`. So a row's draws depend neither on its slot nor on the other rows.
-
-    made: int32[N], how many tokens each row has made so far."""
-    data = jnp.stack([jnp.zeros_like(rows.seed), rows.seed], axis=-1)
-    keys = jax.random.wrap_key_data(data, impl="threefry2x32")
-    for number in (rows.index, made):
-        keys = jax.vmap(jax.random.fold_in)(keys, number)
-    return keys
+        values, tokens = jax.lax.top_k(logits, min(MOST_RANKED, vocab_size))
+        ranked = tokens, (values - peak[:, None]) / own[:, None] - total[:, None]
+    return token, logprob, ranked

@@ -27,6 +27,7 @@ from jaxtune.pallas.delta_rule import (
     delta_rule_step,
     gated_delta_rule,
     short_convolution,
+    short_convolution_parts,
     short_convolution_step,
 )
 from jaxtune.pallas.delta_rule.chunked import CHUNK, GROUP_TOKENS
@@ -242,7 +243,9 @@ class DeltaNet(nnx.Module):
         layout: the document boundaries of the batch, which the convolution does not cross. The segment `recur` and
         `first_state` call it.
         """
-        return self._split(short_convolution(qkv, self._taps(), layout), rates)
+        sizes = (self.shape.key_size, self.shape.key_size, self.shape.value_size)
+        query, key, value = short_convolution_parts(qkv, self._taps(), layout, sizes)
+        return self._in_heads(query, key, value, rates)
 
     def _taps(self) -> jax.Array:
         """The weight of the convolution without its middle axis of size 1: [channels, taps], the form for
@@ -250,14 +253,19 @@ class DeltaNet(nnx.Module):
         return self.conv1d.weight[...][:, 0]
 
     def _split(self, qkv: jax.Array, rates: jax.Array):
+        """Divides convolved queries, keys and values, qkv [B, T, 2 key_size + value_size], and returns `_in_heads` of
+        them and `rates`. `step` calls it for new tokens."""
+        query, key, value = jnp.split(qkv, (self.shape.key_size, 2 * self.shape.key_size), axis=-1)
+        return self._in_heads(query, key, value, rates)
+
+    def _in_heads(self, query: jax.Array, key: jax.Array, value: jax.Array, rates: jax.Array):
         """Divides convolved queries, keys and values into heads, and computes decay and beta from the rates: (query,
         key, value, decay, beta) of the recurrence.
 
         Query and key are [B, T, key_heads, key_dim], value is [B, T, heads, value_dim]; decay (the logarithm of a
-        head's decay) and beta are float32[B, T, heads]. qkv: [B, T, 2 key_size + value_size], after the convolution.
-        rates: [B, T, 2 heads], b and a from `project`. `tokens` calls it for whole rows, and `step` for new tokens."""
+        head's decay) and beta are float32[B, T, heads]. query and key: [B, T, key_size], value: [B, T, value_size],
+        after the convolution. rates: [B, T, 2 heads], b and a from `project`. `tokens` calls it for whole rows."""
         shape = self.shape
-        query, key, value = jnp.split(qkv, (shape.key_size, 2 * shape.key_size), axis=-1)
         query, key = (x.reshape(*x.shape[:2], shape.key_heads, shape.key_dim) for x in (query, key))
         b, a = jnp.split(rates.astype(jnp.float32), 2, axis=-1)
         step = jax.nn.softplus(a + self.dt_bias[...].astype(jnp.float32))

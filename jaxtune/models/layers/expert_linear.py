@@ -272,11 +272,13 @@ class ExpertLinear(nnx.Module):
             weight, added = self.rounded_weight(x), None
             x = self.fake_quant.round_inputs(x)
         fp8 = self.fp8 and self.fake_quant is None
+        bias = None if self.bias is None else self.bias[...]
         out = matmul_of_tokens(
             x,
             weight,
             routing,
             added,
+            bias if self.fake_quant is None else None,
             transposed=self.transposed,
             derivative_follows=True,
             fp8=fp8,
@@ -286,8 +288,8 @@ class ExpertLinear(nnx.Module):
             a, b = (lora.scale * lora.a).astype(x.dtype), lora.b.astype(x.dtype)
             inner = matmul_of_tokens(jax.lax.stop_gradient(x), a, routing)
             out = gradients_of(out, grouped_matmul(inner, b, routing.groups))
-        if self.bias is not None:
-            out = grouped_bias(out, self.bias[...], routing.groups)
+        if self.fake_quant is not None and bias is not None:
+            out = grouped_bias(out, bias, routing.groups)
         return out.astype(given)
 
     def to_tokens(

@@ -1,9 +1,10 @@
 """Attention over a key/value cache, in sampling: of one new token of each row (decode_attention), or of a chunk of a
 prompt (chunk_attention); and the cache itself: its capacity (cache_capacity), how it is made from a prompt (cache_of),
-and how a new token (written) or a chunk (chunk_written) is put into it."""
+how a new token (written) or a chunk (chunk_written) is put into it, and how rows of another cache are (inserted)."""
 
 from jaxtune.pallas.decode_attention.api import decode_attention
 from jaxtune.pallas.decode_attention.cache import cache_capacity, cache_of, written
 from jaxtune.pallas.decode_attention.chunk import chunk_attention, chunk_written
+from jaxtune.pallas.decode_attention.insert import inserted
 
-__all__ = ["cache_capacity", "cache_of", "chunk_attention", "chunk_written", "decode_attention", "written"]
+__all__ = ["cache_capacity", "cache_of", "chunk_attention", "chunk_written", "decode_attention", "inserted", "written"]

@@ -1,5 +1,6 @@
 """The bodies of the Triton kernels of decode attention, which triton.py describes and calls: decode_whole_kernel for
-short caches, and for longer ones decode_split_kernel and decode_combine_kernel.
+short caches, and for longer ones decode_split_kernel and decode_combine_kernel; and insert_kernel, which copies rows of
+caches (insert.py).
 
 Caches are [B, kv_heads, CAPACITY, DIM], contiguous. Scores are in units of log2. A CAP of 0 means no soft cap. GROUP
 and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM (at least 64).
@@ -210,3 +211,30 @@ def decode_combine_kernel(
         top = new
     acc = acc / tl.maximum(total, 1e-30)[:, None]
     tl.store(out + (row * HEADS + head * OWN) * DIM + places, acc.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def insert_kernel(
+    staged,
+    rows,
+    slots,
+    old,
+    cache,
+    COUNT: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ROOM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies row rows[i] of staged [R, KV_HEADS, ROOM, DIM] into row slots[i] of cache [COUNT, KV_HEADS, CAPACITY,
+    DIM], if there is one. Each program copies BLOCK numbers of one head. Grid: (blocks of a head, KV_HEADS, rows that
+    are copied). old is the cache as an input, in the same memory; it is not read."""
+    part, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slots + number)
+    if slot >= 0 and slot < COUNT:
+        row = tl.load(rows + number)
+        places = part * BLOCK + tl.arange(0, BLOCK)
+        real = places < ROOM * DIM
+        numbers = tl.load(staged + (row * KV_HEADS + head).to(tl.int64) * ROOM * DIM + places, mask=real)
+        tl.store(cache + (slot * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM + places, numbers, mask=real)

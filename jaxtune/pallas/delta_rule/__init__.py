@@ -9,6 +9,7 @@ from jaxtune.pallas.delta_rule.api import (
     delta_rule_step,
     gated_delta_rule,
     short_convolution,
+    short_convolution_parts,
     short_convolution_step,
 )
 
@@ -18,5 +19,6 @@ __all__ = [
     "delta_rule_step",
     "gated_delta_rule",
     "short_convolution",
+    "short_convolution_parts",
     "short_convolution_step",
 ]

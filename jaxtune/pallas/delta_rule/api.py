@@ -5,6 +5,8 @@ and `delta_rule_step` and `short_convolution_step` take one more token."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -205,6 +207,44 @@ def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> 
     check.array("weight", weight, "C k", FLOATS)
     _check_layout(check, layout)
     return convolution.forward(x, weight, layout)
+
+
+@meshes.on_any_mesh
+def short_convolution_parts(
+    x: jax.Array,
+    weight: jax.Array,
+    layout: PackedLayout,
+    parts: Sequence[int],
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns short_convolution of x, divided along its channels: queries, keys and values of a layer of linear
+    attention, whose gradients then need not be joined. Differentiable with respect to x and weight.
+
+    Args:
+      x, weight, layout: as in short_convolution.
+      parts: the number of channels of each part; they add up to C.
+      implementation: "triton" (16 bits, four taps, three parts), "reference" (plain JAX), or None for the first that
+        supports the call.
+    Returns:
+      a tuple of arrays [B, T, channels of the part] in x's dtype; padding gives 0, and gets no gradient.
+    Raises:
+      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
+        call.
+    """
+    check = Arguments("short_convolution_parts")
+    check.array("x", x, "B T C", FLOATS)
+    check.array("weight", weight, "C k", FLOATS)
+    _check_layout(check, layout)
+    if sum(parts) != x.shape[-1]:
+        raise ValueError(f"short_convolution_parts: parts = {tuple(parts)} must add up to C = {x.shape[-1]}")
+    table: dispatch.Table = {
+        "triton": lambda: convolution.refusal(x, weight, parts),
+        "reference": lambda: None,
+    }
+    if dispatch.choose("short_convolution", table, implementation) == "triton":
+        return convolution.in_parts(x, weight, layout, tuple(parts))
+    return convolution.divided(convolution.forward(x, weight, layout), parts)
 
 
 @meshes.on_any_mesh

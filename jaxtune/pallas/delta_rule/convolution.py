@@ -1,13 +1,28 @@
 """The short causal convolution of each channel along a row, restarted with each document, and silu of it, in plain jnp:
-of whole rows (`forward`), and of the next token in generation (`step`).
+of whole rows (`forward`, or `in_parts` for queries, keys and values), and of the next token in generation (`step`).
 
 out[t] = silu(sum over j of weight[k - 1 - j] x[t - j]), over those j for which t - j is a token of t's document.
+
+`in_parts` has Triton kernels for NVIDIA GPUs (convolution_kernel.py), where `refusal` does not refuse: XLA's passes for
+the forward took 0.36 ms where their bytes take 0.1 (an H200, Qwen3.5-35B-A3B), and for the gradient of x it needs one
+that joins the parts' gradients, one that stores the gradients of the sums in float32, and one that adds these up, which
+move three times as much as a kernel.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.pallas import compat, dispatch, meshes
+from jaxtune.pallas.attention import packed_layout
+
+_TAPS = 4  # weights of a channel that the kernel takes
+_WIDTH, _TOKENS = 256, 64  # channels and tokens of a program
 
 
 @jax.checkpoint
@@ -24,6 +39,116 @@ def forward(x, weight, layout):
         earlier = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :length].astype(jnp.float32)
         total = total + jnp.where(inside[..., None], earlier, 0.0) * weight[:, taps - 1 - back].astype(jnp.float32)
     return jnp.where((index < layout.doc_end)[..., None], jax.nn.silu(total), 0.0).astype(x.dtype)
+
+
+def divided(out, parts):
+    """Divides the channels of out [B, T, C] into parts of these sizes: a tuple of arrays [B, T, size]."""
+    return tuple(jnp.split(out, list(itertools.accumulate(parts))[:-1], axis=-1))
+
+
+def refusal(x, weight, parts) -> str | None:
+    """Returns the reason why the kernels cannot compute the parts of x [B, T, C] and their gradient, or None: no GPU
+    that runs Triton kernels, or no jax-triton; a dtype other than bfloat16 and float16; other than four taps or three
+    parts; parts that are no multiples of 256 channels; or a difference from plain jnp in the check at first use on this
+    GPU."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {x.dtype}"
+    if weight.shape[1] != _TAPS or len(parts) != 3:
+        return f"{weight.shape[1]} taps and {len(parts)} parts; it serves {_TAPS} and 3"
+    if any(size % _WIDTH for size in parts):
+        return f"parts of {', '.join(map(str, parts))} channels; they must be multiples of {_WIDTH}"
+    return _first_use(jnp.dtype(x.dtype))
+
+
+def _first_use(dtype) -> str | None:
+    """Returns the reason why this GPU must not run the kernels in `dtype`, or None. It compares a small packed case
+    with plain jnp, once; see dispatch.first_use, also for when it is None without a check."""
+
+    def compare():
+        runs = ((1, 70), (0, 5), (2, 1), (3, 2), (4, 64), (0, 3))
+        ids = np.concatenate([np.repeat(number, tokens) for number, tokens in runs])[None].astype(np.int32)
+        layout, parts = packed_layout(ids.shape, jnp.asarray(ids)), (_WIDTH, _WIDTH, 2 * _WIDTH)
+        keys = jax.random.split(jax.random.key(0), 3)
+        x, dout = (jax.random.normal(key, (*ids.shape, sum(parts))).astype(dtype) for key in keys[:2])
+        weight = jax.random.normal(keys[2], (sum(parts), _TAPS)).astype(dtype)
+
+        def run(function, x, weight, douts):
+            out, pull = jax.vjp(lambda x: function(x, weight, layout, parts), x)
+            return (*out, *pull(douts))
+
+        def exactly(x, weight, layout, parts):
+            return divided(forward(x, weight, layout), parts)
+
+        arrays = x, weight, divided(dout, parts)
+        got = jax.jit(lambda x, weight, douts: run(in_parts, x, weight, douts))(*arrays)
+        exact = dispatch.exactly(lambda x, weight, douts: run(exactly, x, weight, douts))
+        return got, exact(*jax.tree.map(lambda array: array.astype(jnp.float32), arrays))
+
+    return dispatch.first_use("short_convolution", "triton", dtype.name, compare)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def in_parts(x, weight, layout, parts):
+    """Returns `forward` of x [B, T, C] divided into three `parts` along the channels, by the kernels, with a custom
+    derivative. `refusal` says which calls are supported."""
+
+    def run(x, start, end, weight):
+        return tuple(_call("convolution_kernel", x, start, end, weight, (), parts, parts))
+
+    return meshes.on_each_device(run, rows=3)(x, layout.doc_start, layout.doc_end, weight)
+
+
+def _in_parts_fwd(x, weight, layout, parts):
+    """The forward rule of `in_parts`: (its result, the residuals (x, weight, layout))."""
+    return in_parts(x, weight, layout, parts), (x, weight, layout)
+
+
+def _in_parts_bwd(parts, residuals, douts):
+    """The backward rule of `in_parts`: (the gradients of x and weight, None for the layout), from the gradients of its
+    parts. XLA removes that of weight if it is frozen."""
+    x, weight, layout = residuals
+
+    def run(x, start, end, douts, weight):
+        return _call("convolution_gradient_kernel", x, start, end, weight, douts, parts, (sum(parts),))[0]
+
+    dx = meshes.on_each_device(run, rows=4)(x, layout.doc_start, layout.doc_end, douts, weight)
+    (dweight,) = jax.vjp(lambda weight: forward(x, weight, layout), weight)[1](jnp.concatenate(douts, axis=-1))
+    return dx, dweight, None
+
+
+def _call(kernel: str, x, start, end, weight, others, parts, sizes) -> list[jax.Array]:
+    """Calls a kernel of convolution_kernel.py, and returns its outputs.
+
+    Args:
+      kernel: its name.
+      x, weight, parts: as in `in_parts`.
+      start, end: int32[B, T], the bounds of each token's document.
+      others: further arrays that it takes.
+      sizes: the channels of each output, [B, T, channels] in x's dtype.
+    """
+    from jaxtune.pallas.delta_rule import convolution_kernel
+
+    rows, length, channels = x.shape
+    return compat.triton_call(
+        getattr(convolution_kernel, kernel),
+        (x, weight, start, end, *others),
+        [jax.ShapeDtypeStruct((rows, length, size), x.dtype) for size in sizes],
+        (channels // _WIDTH, -(-length // _TOKENS), rows),
+        warps=2,
+        stages=1,
+        LENGTH=length,
+        CHANNELS=channels,
+        FIRST=parts[0],
+        SECOND=parts[1],
+        TOKENS=_TOKENS,
+        WIDTH=_WIDTH,
+    )
+
+
+in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
 
 
 def step(x, weight, window):

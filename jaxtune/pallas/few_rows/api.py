@@ -44,7 +44,7 @@ def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
     return dispatch.choose(op, {"triton": lambda: refusal() or first_use(), "reference": lambda: None}, implementation)
 
 
-def _chosen_product(op: str, x, refusal, first_use, implementation: str | None) -> str:
+def _chosen_product(op: str, x, most: int, refusal, first_use, implementation: str | None) -> str:
     """Chooses the implementation of a call of `products` or `gated_product` with x [N, in], and returns its name,
     "triton" or "reference". For an N that the kernel does not support it is "reference" if none is requested, without a
     warning, because XLA's product is the right choice there. Raises ValueError if the requested one does not support
@@ -53,12 +53,13 @@ def _chosen_product(op: str, x, refusal, first_use, implementation: str | None) 
     Args:
       op: the operation's name, for messages.
       x: the rows.
+      most: the most rows that the kernel supports.
       refusal: a function without arguments that returns the reason why the kernel does not support the call, or None.
       first_use: a function without arguments that compares the kernel with the reference on this GPU, and returns the
         reason why it must not run, or None.
       implementation: the name that the caller requests; None: the first that supports the call.
     """
-    few = triton.LEAST_ROWS <= x.shape[0] <= triton.MOST_ROWS
+    few = x.shape[0] <= most
     return _chosen(op, refusal, first_use, implementation if few or implementation else "reference")
 
 
@@ -120,13 +121,13 @@ def products(
     value, with their LoRA adapters. The kernel has no derivative.
 
     Args:
-      x: [N, in], the rows; "triton" supports N from 2 to 128.
+      x: [N, in], the rows; "triton" supports N up to 128, and to 256 with several weights and no adapters.
       weights: each [out_i, in], in x's dtype.
       loras: the adapter of each weight, or None for a weight without one; empty if no weight has one. An adapter adds
         scale * (x a^T) b^T to its weight's product. "triton" supports ranks up to 64. Arrays in another dtype than x's
         are cast to it in each call.
       implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns),
-        "reference" (plain JAX), or None for the first that supports the call; for another N than 2 to 128 that is
+        "reference" (plain JAX), or None for the first that supports the call; for a larger N that is
         "reference", without a warning.
     Returns:
       partial sums [splits, N, sum of out_i], in float32, or in x's dtype if there is one split. Their sum over the
@@ -144,7 +145,8 @@ def products(
     _check_adapters(check, loras, [f"out_{index}" for index in range(len(weights))])
 
     def compare():
-        given = drawn(0, 8, 2048, dtype=x.dtype), [drawn(i, 64 * i, 2048, dtype=x.dtype) for i in (1, 2, 1)]
+        rows = triton.padded(len(x))
+        given = drawn(0, rows, 2048, dtype=x.dtype), [drawn(i, 64 * i, 2048, dtype=x.dtype) for i in (1, 2, 1)]
         given = *given, _small_adapters([*loras, None, None][:3] if loras else [], (64, 128, 64), x.dtype)
         return [jax.jit(triton.products)(*given).sum(0)], [dispatch.exactly(reference.products)(*wide(given))[0]]
 
@@ -152,10 +154,12 @@ def products(
         call = f"{x.dtype}, {triton.padded(len(x))} rows{_adapters_text(loras)}"
         return dispatch.first_use("products", "triton", call, compare)
 
-    def refusal():
-        return triton.products_refusal(x, weights, loras)
+    most = triton.most_rows(weights, loras)
 
-    chosen = _chosen_product("products", x, refusal, first_use, implementation)
+    def refusal():
+        return triton.products_refusal(x, weights, loras, most)
+
+    chosen = _chosen_product("products", x, most, refusal, first_use, implementation)
     return IMPLEMENTATIONS[chosen].products(x, weights, loras)
 
 
@@ -172,15 +176,15 @@ def gated_product(
     projection. The kernel has no derivative.
 
     Args:
-      x: [N, in], the rows; "triton" supports N from 2 to 128.
+      x: [N, in], the rows; "triton" supports N up to 128.
       gate, up: the weights, [out, in], in x's dtype.
       activation: a key of gated.ACTIVATIONS, such as "silu". Its argument, its result and x up^T are rounded to x's
         dtype.
       loras: the adapters of gate and up, each may be None; empty if there are none. An adapter adds scale * (x a^T) b^T
         to its weight's product. "triton" supports ranks up to 64.
       implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns, "silu"
-        or "gelu_tanh"), "reference" (plain JAX), or None for the first that supports the call; for another N than 2 to
-        128 that is "reference", without a warning.
+        or "gelu_tanh"), "reference" (plain JAX), or None for the first that supports the call; for a larger N
+        that is "reference", without a warning.
     Returns:
       [N, out] in x's dtype.
     Raises:
@@ -194,8 +198,13 @@ def gated_product(
     check.array("up", up, "out in", x.dtype)
     _check_adapters(check, loras, ("out", "out"))
 
+    rows = triton.padded(len(x))
+    # By the rows of the weights the tile is chosen.
+    size, columns = (128, 2048) if loras else (gate.shape[0], 512)
+    tile = triton.gated_tile(size, rows, loras)
+
     def compare():
-        given = drawn(0, 8, 2048, dtype=x.dtype), *(0.02 * drawn(i, 128, 2048, dtype=x.dtype) for i in (1, 2))
+        given = drawn(0, rows, columns, dtype=x.dtype), *(0.02 * drawn(i, size, columns, dtype=x.dtype) for i in (1, 2))
         adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, (128, 128), x.dtype))
         got, want = (
             lambda x, gate, up, loras, own=own: own.gated_product(x, gate, up, activation, loras)
@@ -204,13 +213,13 @@ def gated_product(
         return [jax.jit(got)(*given, adapters)], [dispatch.exactly(want)(*wide((*given, adapters)))]
 
     def first_use():
-        call = f"{x.dtype}, {activation}, {triton.padded(len(x))} rows{_adapters_text(loras)}"
+        call = f"{x.dtype}, {activation}, {rows} rows{_adapters_text(loras)}, {tile}"
         return dispatch.first_use("gated_product", "triton", call, compare)
 
     def refusal():
         return triton.gated_refusal(x, (gate, up), loras, activation)
 
-    chosen = _chosen_product("gated_product", x, refusal, first_use, implementation)
+    chosen = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
     return IMPLEMENTATIONS[chosen].gated_product(x, gate, up, activation, loras)
 
 

@@ -73,7 +73,7 @@ def _refusal(count: int, dtype, weight, choices: int, size: int, lora: GroupedLo
       size: the number of rows of a matrix, of gate and up those of one of them.
       lora: the adapters, or None.
     """
-    reason = rows_refusal(count, dtype, (weight,))
+    reason = rows_refusal(count, dtype, (weight,), least=2)
     if reason is not None:
         return reason
     if choices > MOST_CHOICES:

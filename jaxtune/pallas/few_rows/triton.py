@@ -21,9 +21,10 @@ import jax.numpy as jnp
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.quant_matmul import LoraWeights
 
-# Rows of x that a product may have: a single one makes it a product with a vector, and more than the most make it bound
-# by multiplications; XLA's products are the right choice for both.
-LEAST_ROWS, MOST_ROWS = 2, 128
+# The most rows of x that a product may have: with more it is bound by multiplications, and XLA's is the right choice.
+MOST_ROWS = 128
+# The most rows of a product of several weights: XLA multiplies each of them apart, and concatenates the products.
+MOST_ROWS_OF_SEVERAL = 256
 MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit the registers
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # the numbers of the kernels for activations
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -45,6 +46,8 @@ class Tile:
 
 # Of products, and of gated products with many and with few rows of the weights, as measured on an H200.
 _PLAIN, _GATED, _GATED_FEW = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4), Tile(64, 64, 8, 4)
+# Of gated products of more than 64 rows of x, and of products of more than 128.
+_GATED_MANY, _MANY = Tile(64, 64, 4, 3), Tile(64, 64, 4, 4)
 # Of products with adapters of more than 64 rows of x: larger tiles read and multiply by A half as often.
 _ADAPTED = Tile(128, 64, 8, 6)
 
@@ -65,10 +68,17 @@ def padded_rank(loras: Sequence[LoraWeights | None]) -> int:
     return padded(most) if most else 0
 
 
-def rows_refusal(count: int, dtype, weights: Sequence) -> str | None:
+def most_rows(weights: Sequence, loras: Sequence) -> int:
+    """The most rows of x that the kernel of products multiplies by these weights with these adapters: 256
+    (MOST_ROWS_OF_SEVERAL) for several weights without adapters, else 128 (MOST_ROWS)."""
+    return MOST_ROWS_OF_SEVERAL if len(weights) > 1 and not padded_rank(loras) else MOST_ROWS
+
+
+def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int = MOST_ROWS) -> str | None:
     """The reason why no kernel of a product supports `count` rows of `dtype` and these weights on this GPU, whatever
     the weights' sizes, or None: no Hopper GPU or no jax-triton, another dtype than 16-bit floats, a weight of another
-    dtype than the rows, or other counts than 2 to 128. `products_refusal` and experts_triton.py ask it first."""
+    dtype than the rows, or other counts than `least` to `most`. `products_refusal` and experts_triton.py ask it
+    first."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -76,17 +86,17 @@ def rows_refusal(count: int, dtype, weights: Sequence) -> str | None:
         return "measured on Hopper alone (compute capability 9.0)"
     if dtype not in _DTYPES or any(weight.dtype != dtype for weight in weights):
         return f"x in {dtype}, weights in {', '.join(str(weight.dtype) for weight in weights)}; one of 16 bits"
-    if not LEAST_ROWS <= count <= MOST_ROWS:
-        return f"{count} rows; from {LEAST_ROWS} to {MOST_ROWS}"
+    if not least <= count <= most:
+        return f"{count} rows; from {least} to {most}"
     return None
 
 
-def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> str | None:
+def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], most: int = MOST_ROWS) -> str | None:
     """The reason why the kernels of `products` and `gated_product` do not support a call on this GPU, or None: a reason
     of `rows_refusal`, more than three weights, adapters of a rank above 64, or sizes that tiles do not divide
     (multiples of 64 rows and of 128 columns). x: [N, in]. weights: each [out_i, in]. loras: the adapter of each weight
-    or None; empty if there are none."""
-    reason = rows_refusal(len(x), x.dtype, weights)
+    or None; empty if there are none. most: the most rows of x."""
+    reason = rows_refusal(len(x), x.dtype, weights, most=most)
     if reason is not None:
         return reason
     if len(weights) > 3:
@@ -188,6 +198,7 @@ def products(x, weights, loras=()):
     width = sum(weight.shape[0] for weight in weights)
     whole = all(weight.shape[0] % _ADAPTED.rows == 0 for weight in weights)
     tile = _ADAPTED if padded_rank(loras) and padded(len(x)) > 64 and whole else _PLAIN
+    tile = _MANY if len(x) > MOST_ROWS else tile
     splits = _splits(x.shape[1], width // tile.rows)
     return _multiplied(x, weights, loras, tile, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
 
@@ -201,13 +212,20 @@ def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], act
     return products_refusal(x, weights, loras)
 
 
+def gated_tile(rows: int, count: int, loras: Sequence[LoraWeights | None]) -> Tile:
+    """How a gated product is divided among programs: by the rows of the weights, the number of rows of x (`count`), and
+    whether there are adapters (`loras`, empty if not)."""
+    if rows % _GATED.rows or rows // _GATED.rows < _ENOUGH:
+        return _GATED_FEW
+    return _GATED_MANY if padded(count) > 64 and not padded_rank(loras) else _GATED
+
+
 def gated_product(x, gate, up, activation, loras=()):
     """Computes activation(x gate^T) * (x up^T), [N, out] in x's dtype, by one kernel. x is [N, in], gate and up are
     [out, in], with the adapters `loras` (of gate and up, each may be None; or none at all); activation is "silu" or
     "gelu_tanh". Its argument, its result and x up^T are rounded to x's dtype, as in plain JAX. `gated_refusal` says
     which calls are supported."""
-    rows = gate.shape[0]
-    tile = _GATED if rows % _GATED.rows == 0 and rows // _GATED.rows >= _ENOUGH else _GATED_FEW
+    rows, tile = gate.shape[0], gated_tile(gate.shape[0], len(x), loras)
     return _multiplied(x, (gate, up), loras, tile, 1, ACTIVATIONS[activation], rows, x.dtype)[0]
 
 

@@ -186,6 +186,47 @@ def _times_weight(wide, weight, OFFSET: tl.constexpr, FLOAT32: tl.constexpr, DTY
 
 
 @triton.jit
+def _turned(
+    low,
+    high,
+    inverse,
+    weight,
+    columns,
+    cos,
+    sin,
+    angles,
+    NORMS: tl.constexpr,
+    ROTATES: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FLOAT32: tl.constexpr,
+    HALF: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Norms and rotates heads of queries or keys, for placed_kernel and attended_kernel. Returns their two halves,
+    float32; each step is rounded to DTYPE, but the rotation is not.
+
+    Args:
+      low, high: the halves of one head, [HALF], or of several, [heads, HALF], float32.
+      inverse: the norm's factor, the reciprocal root of the mean square; one number, or [heads, 1].
+      weight: that of the norm, [2 HALF]; not read if NORMS is 0.
+      columns, angles: the indices of a half in `weight`, and in cos and sin, [HALF] or [1, HALF].
+      cos, sin: float32, of the rotation's angles; not read if ROTATES is 0.
+      NORMS, ROTATES: 1: the heads are normed, rotated; 0: they are not.
+      OFFSET, FLOAT32: of the norm (_times_weight).
+    """
+    if NORMS:
+        low = _times_weight(low * inverse, tl.load(weight + columns), OFFSET, FLOAT32, DTYPE)
+        high = _times_weight(high * inverse, tl.load(weight + HALF + columns), OFFSET, FLOAT32, DTYPE)
+    if ROTATES:
+        c = tl.load(cos + angles)
+        s = tl.load(sin + angles)
+        turned = low * c - high * s
+        high = high * c + low * s
+        low = turned
+    return low, high
+
+
+@triton.jit
 def added_norm_kernel(
     x,
     parts,
@@ -282,19 +323,14 @@ def placed_kernel(
     low = _sum(parts, places, real, COUNT * ALL * DIM, SPLITS, DTYPE)
     high = _sum(parts, places + HALF, real, COUNT * ALL * DIM, SPLITS, DTYPE)
     if head < HEADS + KV_HEADS:
-        if NORMS:
-            inverse = tl.rsqrt((tl.sum(low * low) + tl.sum(high * high)) / DIM + EPS)
-            weight = q_weight
-            if head >= HEADS:
-                weight = k_weight
-            low = _times_weight(low * inverse, tl.load(weight + columns), OFFSET, FLOAT32, DTYPE)
-            high = _times_weight(high * inverse, tl.load(weight + HALF + columns), OFFSET, FLOAT32, DTYPE)
-        if ROTATES:
-            c = tl.load(cos + row * HALF + columns)
-            s = tl.load(sin + row * HALF + columns)
-            turned = low * c - high * s
-            high = high * c + low * s
-            low = turned
+        inverse = tl.rsqrt((tl.sum(low * low) + tl.sum(high * high)) / DIM + EPS)
+        weight = q_weight
+        if head >= HEADS:
+            weight = k_weight
+        angles = row * HALF + columns
+        low, high = _turned(
+            low, high, inverse, weight, columns, cos, sin, angles, NORMS, ROTATES, OFFSET, FLOAT32, HALF, DTYPE
+        )
     if head < HEADS:
         to = query + (row * HEADS + head) * DIM + columns
         tl.store(to, low.to(DTYPE))

@@ -43,6 +43,9 @@ _PRODUCTS = {
 # Products that take experts as they are stored, by the value of model.compute that asks for it.
 AS_STORED = {"fp8": fp8_experts.product}
 _AHEAD = "mosaic_ahead"  # takes a weight in four bits as it is stored; the others need it decoded
+# The rows of a buffer for each expert, with the empty ones of its tiles (about half a tile), from which on a product
+# takes as long as the warpgroups that decode beside it. With fewer, products wait for these, and a pass decodes faster.
+_FEW_ROWS = 320
 _MOSAIC = ("mosaic", _AHEAD)  # their kernels also multiply by an adapter's A and B, and compute the adapters' gradients
 
 
@@ -100,12 +103,13 @@ def implementations(
     """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
     reason why the implementation refuses the call, or None}, in the order in which they are tried. Such a function may
     compare its kernel with plain JAX on this GPU (first_use.py). `prepared` chooses from the table, and `jaxtune info`
-    prints why implementations refuse.
+    prints why implementations refuse. "mosaic_ahead" is first, except for experts of few rows, whose weights a pass
+    decodes first.
 
     Args:
       dtype: of the rows, x.
       in_size, out_size: the columns and rows of an expert's weight [out, in].
-      groups: the layout of the sorted rows, of which only the rows of a tile are used.
+      groups: the layout of the sorted rows, of which the rows of a tile and of the buffer are used.
       weight: the weight if it is quantised and may be decoded while it is multiplied; None: it is an array, or is
         multiplied in FP8 as it is stored, and the table has no "mosaic_ahead", unless the caller requests that.
       implementation: the name that the caller requests, or None. On several devices "mosaic_ahead" is only used on
@@ -130,9 +134,11 @@ def implementations(
     def triton_refusal():
         return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
 
+    few = groups.rows < _FEW_ROWS * groups.num_experts
     table = {
-        _AHEAD: ahead_refusal,
+        **({} if few else {_AHEAD: ahead_refusal}),
         "mosaic": mosaic_refusal,
+        _AHEAD: ahead_refusal,  # a key that is there keeps its place
         "triton": triton_refusal,
         "reference": lambda: None,
     }
@@ -249,15 +255,32 @@ def _grouped(x, weight, lora, groups, static: Static):
     return forward(x, weight, lora, groups, static)[0]
 
 
-def forward(x, weight, lora, groups, static: Static, tokens=None):
+def _with_bias(u, b, bias):
+    """The two factors of an adapter's product with the experts' biases in them: (u, b) whose last column, which is
+    padding, is one in u and the bias in b. So the product adds the biases without a pass over its result, before it is
+    rounded. `forward` calls it.
+
+    Args:
+      u: the rows times the adapter's A and its scale, [rows, r], r padded by a Mosaic implementation with zeros.
+      b: the adapter's B, [E, out, rank], rank being smaller than r.
+      bias: [E, out] in u's dtype.
+    """
+    last = jnp.arange(u.shape[1]) == u.shape[1] - 1
+    b = jnp.pad(b.astype(u.dtype), ((0, 0), (0, 0), (0, u.shape[1] - b.shape[2])))
+    return jnp.where(last, jnp.ones((), u.dtype), u), jnp.where(last, bias[:, :, None], b)
+
+
+def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None):
     """Computes the grouped product and the residuals of its derivative. jaxtune.pallas.routing also calls it, for rows
-    that are gathered from tokens.
+    that are gathered from tokens, and with biases.
 
     Args:
       x, weight, lora, static: what `prepared` returns; lora is (a, b) or None.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       tokens: int32[rows], the row of x [T, in] for each sorted row, T for an empty row; only for an implementation that
         `gathers`. None: x is sorted, [rows, in].
+      bias: [E, out], which is added to the rows of each expert, as by grouped_bias; the adapter's product does it where
+        its rank is padded. Empty rows get it or not. None: there is none.
     Returns:
       (the product [rows, out], residuals for `backward`). The residuals are (x, weight, lora, groups, inner), inner
       being x times the adapter's A, [rows, r] (r padded to a multiple of 64 by a Mosaic implementation), or None
@@ -268,8 +291,13 @@ def forward(x, weight, lora, groups, static: Static, tokens=None):
     if lora is not None:
         a, b = lora
         inner = _thin(x, a, groups, 2, static.implementation, tokens)
-        extra = (scaled(inner, static.scale), b.mT if static.transposed else b)
+        u = scaled(inner, static.scale)
+        if bias is not None and u.shape[1] > b.shape[2] and bias.dtype == u.dtype:
+            (u, b), bias = _with_bias(u, b, bias), None
+        extra = (u, b.mT if static.transposed else b)
     out = _product(x, weight, groups, contract, extra, static, tokens)
+    if bias is not None:
+        out = _biased(out, bias, groups)
     return out, (x, weight, lora, groups, inner)
 
 
@@ -345,10 +373,12 @@ def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None
         check.array(f"{name}.{part}", getattr(groups, part), shape, jnp.int32)
 
 
-def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, transposed: bool, routing=None) -> None:
-    """Checks the arguments of a grouped product, and returns nothing. The operations are grouped_matmul, which takes
-    sorted rows, and matmul_of_tokens and matmul_to_tokens of jaxtune.pallas.routing, which take tokens and their
-    routing.
+def checked(
+    op: str, name: str, x, shape: str, weight, groups: Groups, lora, transposed: bool, routing=None
+) -> Arguments:
+    """Checks the arguments of a grouped product, and returns the object that did, which knows the sizes E, in and out.
+    The operations are grouped_matmul, which takes sorted rows, and matmul_of_tokens and matmul_to_tokens of
+    jaxtune.pallas.routing, which take tokens and their routing.
 
     Args:
       op: the operation's name, for messages.
@@ -378,6 +408,7 @@ def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, tra
         check.array("lora.a", lora.a, "E r in", FLOATS)
         check.array("lora.b", lora.b, "E out r", FLOATS)
         check.number("lora.scale", lora.scale)
+    return check
 
 
 def prepared(
@@ -485,7 +516,7 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
     to rows and bias. Empty rows of an expert's tiles get its bias too (those of the last tiles, which have no expert,
     get the last expert's), so they are no longer zero; the gradients that arrive for them must be zero, because the
     bias's gradient is the sum over all rows of its expert's tiles. A layer of experts adds the biases of its first
-    projection (gate and up) with it.
+    projection (gate and up) with it in quantisation-aware training; else matmul_of_tokens adds them.
 
     Args:
       rows: [rows, out], sorted by expert.
@@ -523,8 +554,15 @@ def _bias_bwd(residuals, drows):
     gradient of the result. Returns (the gradient of rows, which is drows itself; that of the bias [E, out], the sums of
     drows over each expert's rows; None for the groups)."""
     bias, groups = residuals
+    return drows, bias_gradient(drows, bias, groups), None
+
+
+def bias_gradient(drows, bias, groups):
+    """The gradient of the experts' biases, [E, out] in the dtype of `bias`: the sums over each expert's rows of drows
+    [rows, out], the gradient of the rows to which they were added, in a fixed order. jaxtune.pallas.routing calls it
+    for biases that a product adds."""
     wide = reference.tiled(drows, groups).astype(jnp.float32)
-    return drows, reference.per_expert(wide.sum(1), groups).astype(bias.dtype), None
+    return reference.per_expert(wide.sum(1), groups).astype(bias.dtype)
 
 
 _biased.defvjp(_bias_fwd, _bias_bwd)

@@ -308,31 +308,34 @@ def _as_rows(x, routing, static):
     return _spread(x, routing, None), None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _of_tokens(x, weight, lora, routing, static):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _of_tokens(x, weight, lora, bias, routing, static):
     """Multiplies each token of x [T, in] by the weights of its experts, [rows, out], as `matmul_of_tokens` does, with a
     custom derivative. weight: in the form that grouped_matmul.api.prepared returns; lora: the adapter's (a, b), or
-    None; routing: which rows each token has; static: the settings of the product (grouped_matmul.api.Static)."""
-    return _of_tokens_fwd(x, weight, lora, routing, static)[0]
+    None; bias: [E, out], or None; routing: which rows each token has; static: the settings of the product
+    (grouped_matmul.api.Static)."""
+    return _of_tokens_fwd(x, weight, lora, bias, routing, static)[0]
 
 
-def _of_tokens_fwd(x, weight, lora, routing, static):
-    """The forward rule of `_of_tokens`, with its arguments x, weight, lora, routing and static: (out [rows, out],
-    residuals). The residuals are those of grouped_matmul.api.forward and the routing. In place of the sorted rows,
-    which are more than k times as large, they contain x [T, in]."""
+def _of_tokens_fwd(x, weight, lora, bias, routing, static):
+    """The forward rule of `_of_tokens`, with its arguments x, weight, lora, bias, routing and static: (out [rows, out],
+    residuals). The residuals are those of grouped_matmul.api.forward, the bias and the routing. In place of the sorted
+    rows, which are more than k times as large, they contain x [T, in]."""
     rows, tokens = _as_rows(x, routing, static)
-    out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens)
-    return out, ((x, *residuals), routing)
+    out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens, bias)
+    return out, ((x, *residuals), bias, routing)
 
 
 def _of_tokens_bwd(static, residuals, dout):
     """The backward rule of `_of_tokens`: (the gradient of x [T, in], in which each token has the sum of its rows'
     gradients; that of the weight, None if it is quantised or does not train; those of the adapter's (a, b), or None
-    without one; None for the routing). static: the settings of the product; residuals: from `_of_tokens_fwd`; dout:
-    [rows, out], the gradient of the result."""
-    residuals, routing = residuals
+    without one; that of the bias, or None without one; None for the routing). static: the settings of the product;
+    residuals: from `_of_tokens_fwd`; dout: [rows, out], the gradient of the result."""
+    residuals, bias, routing = residuals
+    # XLA removes this if the bias is frozen.
+    dbias = None if bias is None else grouped.bias_gradient(dout, bias, routing.groups)
     drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
-    return reference.summed(drows, routing.slots), *others, None
+    return reference.summed(drows, routing.slots), *others, dbias, None
 
 
 _of_tokens.defvjp(_of_tokens_fwd, _of_tokens_bwd)
@@ -344,6 +347,7 @@ def matmul_of_tokens(
     weight,
     routing: Routing,
     lora: grouped.GroupedLora | None = None,
+    bias: jax.Array | None = None,
     *,
     transposed: bool = False,
     derivative_follows: bool = False,
@@ -353,15 +357,18 @@ def matmul_of_tokens(
 ) -> jax.Array:
     """Multiplies each token by the weights of its k experts: x [T, in] -> [rows, out], one row for each pair of a token
     and an expert, sorted by expert. It computes grouped_matmul(permute(x, routing), ...), for example the experts' up
-    projection, but the sorted rows are not stored for the backward, which gathers them from x again. The result has x's
-    dtype, and zeros in empty rows. Differentiable with respect to x, a weight that is an array, and the adapter; the
-    gradients that arrive for empty rows must be zero. ExpertLinear.of_tokens calls it.
+    projection, but the sorted rows are not stored for the backward, which gathers them from x again, and biases are
+    added. The result has x's dtype, and zeros in empty rows, to which a bias may be added. Differentiable with respect
+    to x, a weight that is an array, the adapter and the bias; the gradients that arrive for empty rows must be zero.
+    ExpertLinear.of_tokens calls it.
 
     Args:
       x: [T, in] bfloat16, float16 or float32.
       weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised.
       routing: from route.
       lora: the adapter, or None.
+      bias: [E, out], for each expert, or None. A Mosaic implementation adds it in the adapter's product, where its rank
+        is padded, before the sum is rounded; else it is added to the rounded product.
       transposed: whether the last axis of the weight is `out` (True) or `in` (False).
       derivative_follows: True: the derivative is computed soon, and x has no other use. A weight that has to be decoded
         is then decoded once for both, and the adapter's gradients are computed before x's, so that x can be freed.
@@ -376,11 +383,13 @@ def matmul_of_tokens(
         are not checked), or the requested implementation is unknown or refuses the call.
     """
     _check_routing("matmul_of_tokens", routing)
-    grouped.checked("matmul_of_tokens", "x", x, "T in", weight, routing.groups, lora, transposed, routing)
+    check = grouped.checked("matmul_of_tokens", "x", x, "T in", weight, routing.groups, lora, transposed, routing)
+    if bias is not None:
+        check.array("bias", bias, "E out", FLOATS)
     x, weight, sides, static = grouped.prepared(
         x, weight, routing.groups, lora, transposed, derivative_follows, fp8, weight_trains, implementation
     )
-    return _of_tokens(x, weight, sides, routing, static)
+    return _of_tokens(x, weight, sides, bias, routing, static)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

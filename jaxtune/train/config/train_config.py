@@ -313,7 +313,7 @@ class TrainConfig:
             not self.optim.offload or self.adapter is None,
             "optim.offload",
             True,
-            "the states of adapters are small; unset it, or set adapter: null",
+            "the states of adapters are small, and a plan moves them where that helps; unset it, or set adapter: null",
         )
         require(
             not self.optim.offload or self.max_grad_norm is not None,

@@ -292,7 +292,7 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
       budget_bytes: the bytes of device memory that a step may take; None: no limit.
     """
     plan = forecast.plan
-    parts, rows = parts.with_table(plan.table_on_host), parts.rows // plan.micro_batches
+    parts, rows = parts.placed(plan), parts.rows // plan.micro_batches
     split = f"{plan.micro_batches} micro-batches of" if plan.micro_batches > 1 else "one micro-batch of"
     what = residuals_text(plan.residuals)
     what += " (nothing is computed twice)" if what == "keep" else ""

@@ -1,7 +1,8 @@
-"""Optimizer states in pinned host memory (optim.offload): each tensor's states are copied to the device for its update,
-and back. `first_states` makes the states, `shardings` says where each array is, `hosted_bytes` how much is on the host,
-`is_hosted` which arrays, `states_of` and `joined` take the states of one tensor out of the whole and put them back, and
-`update_by_tensor` makes an update, also for full fine-tuning whose states stay on the device.
+"""Optimizer states in pinned host memory (optim.offload, or the plan of an adapter's run): each tensor's states are
+copied to the device for its update, and back. `first_states` makes the states, `shardings` says where each array is,
+`moved` brings those of a checkpoint there, `hosted_bytes` says how much is on the host, `is_hosted` which arrays,
+`states_of` and `joined` take the states of one tensor out of the whole and put them back, and `update_by_tensor` makes
+an update, also for full fine-tuning whose states stay on the device.
 
 Tensors are updated in groups (`_groups`), in stages (`_stages`). While a group is updated, the states of the next one
 are copied to the device and those of the previous one to the host; optimization barriers start both copies before the
@@ -46,6 +47,27 @@ def shardings(opt_state: Any, device: Sharding) -> Any:
     are in device memory. Runs with optim.offload place new states by it, and compile their steps for it."""
     host = device.with_memory_kind("pinned_host")
     return jax.tree.map(lambda leaf: host if is_hosted(leaf) else device, opt_state)
+
+
+def moved(opt_state, wanted):
+    """The optimizer's state `opt_state`, read from a checkpoint, with each array in the memory that `wanted` names, the
+    result of `shardings`. An array in the other memory is copied, and deleted when the copy is there, so that no state
+    is on the device twice; the others stay as they are. A run whose plan was changed after the read calls it."""
+
+    def one(leaf: jax.Array, sharding: Sharding) -> jax.Array:
+        """`leaf`, or its copy in the memory of `sharding`."""
+        if _on_host(leaf.sharding) == _on_host(sharding):
+            return leaf
+        copy = jax.block_until_ready(jax.device_put(leaf, sharding))
+        leaf.delete()
+        return copy
+
+    return jax.tree.map(one, opt_state, wanted)
+
+
+def _on_host(sharding: Sharding) -> bool:
+    """Whether an array with this sharding is in pinned host memory; False if the sharding names no memory."""
+    return sharding.memory_kind == "pinned_host"
 
 
 def _like_parameters(structure) -> Callable[[Any], bool]:

@@ -1,26 +1,26 @@
 """The choice of a plan: the placement of every residual by layer, the number of micro-batches (`splits`), how many
 logits exist at a time, the tokens of a tile (`tile_tokens_of`), the layers whose weights stay gathered or whole
-(`_residents`, `_with_whole_weights`), and where the table of per-layer embeddings is (`table_places`).
+(`_residents`, `_with_whole_weights`), and what is on the host beside residuals (`places`, in host_room.py).
 
 `choose` takes the fastest plan that fits a budget, by forecast, and raises PlanError if none does; `smallest_plan`
 takes the one with the lowest peak. Only the plan that is taken is compiled, and the compiler's own figure is then
 compared with the budget (planner.py). Layer plans are sought as pairs, one for the first layers and one for the rest
 (`_best_pair`), among those that no other layer plan beats (`_best_layers`, `_unbeaten`), and plans that resemble failed
-ones are left out (`_related`, `_Relatives`). `beside_states` says what host memory residuals may take, `saved_bytes`
-(of which `trained_bytes` are a part) is what a checkpoint copies there, and `tokens_of` are a micro-batch's tokens."""
+ones are left out (`_related`, `_Relatives`). `tokens_of` are a micro-batch's tokens."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan, ResidualPlan
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.planning.cost import SYNC_ERRORS, StepCost
-from jaxtune.train.planning.devices import Device, most_pinned_bytes
+from jaxtune.train.planning.cost import StepCost
+from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import (
     Forecast,
     LayerForecast,
@@ -30,15 +30,18 @@ from jaxtune.train.planning.forecasts import (
     head_forecast,
     layer_forecasts,
 )
+from jaxtune.train.planning.host_room import beside_states, places
 from jaxtune.train.planning.layer_plans import LayerPlans, layer_plans
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
 
-_HOST_OTHER_BYTES = 4e9  # host memory of Python, its libraries and the compiler
 _TILE_TOKENS = 16384  # the MLPs of a long row run over at most this many tokens at a time
 # This many pairs of layer plans are computed at a time. Their arrays of 128 KB stay in a core's cache; arrays of 2 MB
 # took three times as long, because each one was new memory from the operating system.
 _PAIRS = 2**14
 CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
+# By how many times a plan with the optimizer's states on the host must be faster. Forecasts are not exact, and a moved
+# state takes host memory and has to be copied back for every save.
+_WORTH_MOVING = 1.01
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
@@ -61,7 +64,8 @@ def choose(
     unlike: Sequence[StepPlan] = (),
 ) -> Forecast:
     """The forecast of the fastest plan whose predicted peak is within `budget_bytes`; of equally fast plans (to 0.1 ms)
-    one with the table of per-layer embeddings on the device, and of these the one with the lowest peak.
+    one with the table of per-layer embeddings on the device, and of these the one with the lowest peak. A plan with the
+    optimizer's states on the host must be faster than all others by 1 %, unless it alone fits.
 
     What config.memory.plan and config.micro_batches set is not changed. Plans that are searched for also respect the
     host memory that the device may pin; that of config.memory.plan is not checked against it. `next_plan` calls it
@@ -88,24 +92,25 @@ def choose(
         )
     budget = math.inf if budget_bytes is None else budget_bytes
     found: list[Forecast] = []
-    for placed in table_places(parts, device):
+
+    @functools.cache
+    def layers_of(micro: int, tile: int | None) -> tuple[LayerPlans, LayerForecast]:
+        """The layer plans, which are the same wherever the table and the states are."""
+        return _best_layers(parts, tokens_of(parts, micro), device, tile)
+
+    for placed in places(parts, device):
         beside = beside_states(placed, device)
-        found += _candidates(placed, config, beside, budget, chunk_logits, resident, unlike)
+        found += _candidates(placed, config, beside, budget, chunk_logits, resident, unlike, layers_of)
     fitting = [one for one in found if one.peak_bytes <= budget and not _related(parts, one.plan, unlike)]
     if not fitting:
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
-    return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.plan.table_on_host, one.peak_bytes))
 
+    def order(one: Forecast) -> tuple[float, bool, float]:
+        """What is compared: seconds, the place of the table, bytes."""
+        seconds = one.step_seconds * (_WORTH_MOVING if one.plan.states_on_host else 1.0)
+        return round(seconds, 4), one.plan.table_on_host, one.peak_bytes
 
-def table_places(parts: StepCost, device: Device) -> list[StepCost]:
-    """The costs with the table of per-layer embeddings in each place where a plan may have it; `choose` and longest_row
-    try each. They are `parts`, the step's costs, and, if these have the table on the device and it may be on the host,
-    the costs with it there. It may not be if parts.table says so, if `device` shares its memory with the host, or if
-    the host's memory is too small for it beside what a checkpoint copies there."""
-    room = device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES
-    if parts.table_on_host or not device.link or not 0.0 < parts.table.bytes <= room:
-        return [parts]
-    return [parts, parts.with_table(True)]
+    return min(fitting, key=order)
 
 
 def _candidates(
@@ -116,11 +121,12 @@ def _candidates(
     chunk_logits: Sequence[int],
     resident: int,
     unlike: Sequence[StepPlan],
+    layers_of: Callable[[int, int | None], tuple[LayerPlans, LayerForecast]],
 ) -> list[Forecast]:
     """The forecasts of the plans among which `choose` chooses; some may not fit.
 
     Args:
-      parts: the step's costs, with the table of per-layer embeddings in one place.
+      parts: the step's costs, with the table of per-layer embeddings and the optimizer's states in one place.
       config: the run's; what its memory.plan and micro_batches set is not changed.
       device: the device, with the host memory that residuals may take.
       budget: bytes of its memory, infinite if nothing limits them.
@@ -128,6 +134,7 @@ def _candidates(
       resident: the least number of layers whose frozen weights are whole on each device.
       unlike: plans that failed. The search leaves out plans that resemble them, but only if another fits, and never a
         plan that config.memory.plan sets; `choose` takes none of these.
+      layers_of: returns what _best_layers does, for a number of micro-batches and the tokens of a tile.
     """
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
     found: list[Forecast] = []
@@ -137,44 +144,17 @@ def _candidates(
             {max(1, min(int(tokens_of(parts, micro)), count // parts.vocab_size)) for count in chunk_logits}
         )
         if fixed is not None:
-            plans = (StepPlan(fixed, micro, chunk, parts.table_on_host) for chunk in chunks)
+            plans = (StepPlan(fixed, micro, chunk, *parts.places) for chunk in chunks)
             found += [forecast(parts, plan, device) for plan in plans]
         else:
             for tile in dict.fromkeys((None, tile_tokens_of(parts, config))):
-                table = _best_layers(parts, tokens_of(parts, micro), device, tile)
+                table = layers_of(micro, tile)
                 for whole in _residents(parts, resident):
-                    alike = [one for one in unlike if _run_alike(one, micro, tile, parts.table_on_host)]
+                    alike = [one for one in unlike if _run_alike(one, micro, tile, parts.places)]
                     relatives = _Relatives(parts, alike, table[0])
                     pairs = _best_pairs(parts, table, micro, chunks, device, budget, tile, whole, relatives)
                     found += [_with_whole_weights(parts, pair, device, budget) for pair in pairs]
     return found
-
-
-def beside_states(parts: StepCost, device: Device) -> Device:
-    """Returns `device` with less host memory that it may pin (`host_bytes`): what residuals may take beside the
-    optimizer's offloaded states, at least 0. The states are subtracted from the most that may be pinned so that XLA's
-    pool of pinned memory fits (`most_pinned_bytes`) into what is left of the host's memory (host_memory_bytes) beside
-    4 GB for Python and the compiler, a table of per-layer embeddings on the host, and the copy of the state that a
-    checkpoint makes (`saved_bytes`). Without room for that copy, a run would be killed at its first save. `choose`
-    searches with the result, and `fitting` does too. parts: the step's costs."""
-    taken = saved_bytes(parts) + _HOST_OTHER_BYTES + (parts.table.bytes if parts.table_on_host else 0.0)
-    room = most_pinned_bytes(device, device.host_memory_bytes - taken)
-    return dataclasses.replace(device, host_bytes=max(room - parts.hosted_bytes, 0.0))
-
-
-def trained_bytes(parts: StepCost) -> float:
-    """Bytes of the trained parameters on one device, in the dtype in which they are stored, for the forecasts of
-    phases, of how many held-out questions fit when they are answered, and of what a save copies to the host. parts: the
-    step's costs."""
-    return sum(size for name, size in parts.fixed.items() if name.startswith("trainable parameters"))
-
-
-def saved_bytes(parts: StepCost) -> float:
-    """Bytes that a checkpoint saves of one device, and a save copies to host memory: trained parameters, optimizer
-    states (also those on the host) and errors of the gradient sync. The planner leaves as much host memory free for it,
-    and forecasts the phases "save" and "resume" by it. parts: the step's costs."""
-    states = parts.fixed["optimizer states"] + parts.fixed.get(SYNC_ERRORS, 0.0)
-    return trained_bytes(parts) + states + parts.hosted_bytes
 
 
 def _residents(parts: StepCost, least: int) -> list[int]:
@@ -240,11 +220,11 @@ def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
     return (placed != there) @ sizes <= _NEAR * sizes.sum()
 
 
-def _run_alike(plan: StepPlan, micro: int, tile: int | None, table_on_host: bool) -> bool:
-    """Whether `plan`, one that failed, has `micro` micro-batches, `tile` tokens in a tile (None: no tiles) and the
-    table of per-layer embeddings in the same place (on the host: table_on_host), so that the forecast of a plan with
-    these may be wrong in the same way."""
-    return (plan.micro_batches, plan.residuals.tile_tokens, plan.table_on_host) == (micro, tile, table_on_host)
+def _run_alike(plan: StepPlan, micro: int, tile: int | None, places: tuple[bool, bool]) -> bool:
+    """Whether `plan`, one that failed, has `micro` micro-batches, `tile` tokens in a tile (None: no tiles), and the
+    table and the optimizer's states where `places` (StepCost.places) says, so that the forecast of a plan with these
+    may be wrong in the same way."""
+    return (plan.micro_batches, plan.residuals.tile_tokens, plan.places) == (micro, tile, places)
 
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
@@ -255,7 +235,7 @@ def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> boo
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
     return any(
-        _run_alike(other, plan.micro_batches, plan.residuals.tile_tokens, plan.table_on_host)
+        _run_alike(other, plan.micro_batches, plan.residuals.tile_tokens, plan.places)
         and all(_near(parts, placed[[at]], other.residuals.layers[at])[0] for at in (0, -1))
         for other in others
     )
@@ -294,14 +274,19 @@ class _Relatives:
 
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
-    """The forecast of the plan with the lowest predicted peak, whether it fits or not; it is tried last and shown if
-    nothing fits, and advice names a card that has room for it. parts: the step's costs. config: the run's, whose
-    memory.plan and micro_batches are kept. resident: the least number of layers whose frozen weights are whole on each
-    device. Raises ValueError as `choose` does."""
+    """The forecast of the plan with the lowest predicted peak, whether it fits or not, and of plans with that peak the
+    fastest, which may have more logits at a time; it is tried last and shown if nothing fits, and advice names a card
+    that has room for it. parts: the step's costs. config: the run's, whose memory.plan and micro_batches are kept.
+    resident: the least number of layers whose frozen weights are whole on each device. Raises ValueError as `choose`
+    does."""
     try:
         return choose(parts, config, device, 0.0, resident=resident)
     except PlanError as error:
-        return error.smallest
+        smallest = error.smallest
+    try:
+        return choose(parts, config, device, smallest.peak_bytes, resident=resident)
+    except PlanError:  # the search adds bytes in another order than the forecast, and may miss by less than a byte
+        return smallest
 
 
 def _best_pairs(
@@ -421,7 +406,7 @@ def _best_pair(
     _, _, number, first, last = min(found, key=lambda best: best[:2])
     layers = (plans[first],) * number + (plans[last],) * (count - number)
     residuals = ResidualPlan(layers, tile, resident=resident)
-    best = forecast(parts, StepPlan(residuals, micro, chunk_tokens, parts.table_on_host), device)
+    best = forecast(parts, StepPlan(residuals, micro, chunk_tokens, *parts.places), device)
     alone = best.peak_bytes - parts.shared_bytes
     if alone <= room < best.peak_bytes:  # only a plan that keeps everything has shared bytes; the others need less
         return _best_pair(parts, table, micro, chunk_tokens, device, alone - 1, tile, resident, relatives)

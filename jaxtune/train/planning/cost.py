@@ -8,7 +8,7 @@ A layer's residuals and work follow from its shapes and from what its segments d
 thing: stored trained weights (`_stored`), frozen ones (`_frozen_parts`), the head (`_head_costs`), what devices send
 each other (`_exchange`, `_sync_bytes`), gathered weights and gradients of a layer (`_whole_layer_bytes`,
 `_whole_gradient_bytes`), copies in the compute dtype (`_trained_matrix_bytes`, `_adapter_bytes`), values from outside
-of a layer (`_given_bytes`), dropout's masks (`_masked_sizes`), and the update (`_update_bytes`)."""
+of a layer (`_given_bytes`), and dropout's masks (`_masked_sizes`). What the update takes is in host_states.py."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.devices import Device, float32_time
+from jaxtune.train.planning.host_states import NO_STATES, States, states_of, update_bytes
 from jaxtune.train.planning.host_table import NO_TABLE, Table, table_of
 from jaxtune.train.planning.layer_costs import LayerKind, Work, kind_of
+from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.sizes import nbytes, weight_bytes
 from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
 
-_ADAM8_STATES = 2 + 8 / 256  # bytes for an element
 # Names of bytes in StepCost.fixed.
 TEACHER = "teacher's weights"
 SYNC_ERRORS = "errors of the gradient sync"
@@ -142,12 +143,32 @@ class StepCost:
     resident_around_bytes: float = 0.0  # added by frozen embedding and head that are whole for the whole run
     table: Table = NO_TABLE  # the model's table of per-layer embeddings
     table_on_host: bool = False  # whether `fixed` is that of a plan with this table on the host
+    states: States = NO_STATES  # the optimizer's states that a plan may have on the host
+    states_on_host: bool = False  # whether `fixed` is that of a plan with these states on the host
+
+    @property
+    def places(self) -> tuple[bool, bool]:
+        """Whether the table is on the host, and whether the states are: the last two fields of a StepPlan."""
+        return self.table_on_host, self.states_on_host
+
+    def placed(self, plan: StepPlan) -> StepCost:
+        """The costs with the table of per-layer embeddings and the optimizer's states where `plan` has them."""
+        return self.with_table(plan.table_on_host).with_states(plan.states_on_host)
+
+    def with_states(self, on_host: bool) -> StepCost:
+        """The costs if the optimizer's states are on the host (on_host) or on the device, as with_table. On the host
+        they leave their bytes free on the device until the update, which has them all there."""
+        if on_host == self.states_on_host:
+            return self
+        assert on_host and self.states.bytes
+        size = self.states.bytes
+        fixed = {**self.fixed, "optimizer states": self.fixed["optimizer states"] - size}
+        return dataclasses.replace(self, fixed=fixed, hosted_bytes=size, update_bytes=size, states_on_host=True)
 
     def with_table(self, on_host: bool) -> StepCost:
-        """The costs if the table of per-layer embeddings is on the host (on_host) or on the device: a plan is forecast
-        and reported with those for its own place. On the host it leaves its bytes free on the device, which instead
-        has the rows of two steps: the one that it computes and the next, whose rows are copied meanwhile. These costs
-        must have the table where it is asked for, or have it on the device with `table` allowing it on the host."""
+        """The costs if the table of per-layer embeddings is on the host (on_host) or on the device. On the host it
+        leaves its bytes free on the device, which instead has the rows of two steps: the one that it computes and the
+        next, whose rows are copied meanwhile. A table on the host stays; `table` must allow it to be moved there."""
         if on_host == self.table_on_host:
             return self
         assert on_host and self.table.bytes
@@ -227,8 +248,7 @@ def step_cost(
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape((optimizer or _configured_optimizer(config)).init, masters)
     storage = weight_storage(config.optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(masters)))
-    kept = _stored(masters, storage)
-    on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
+    kept, on_host = _stored(masters, storage), float(config.optim.offload * optimizer_offload.hosted_bytes(states))
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
     parts, trained_bytes = divided.parts, nbytes(masters)
     share = partition.bytes_per_device(masters, parts) / max(trained_bytes, 1.0)  # of one device; a teacher trains none
@@ -274,7 +294,7 @@ def step_cost(
         has_experts=any(s.experts_per_token for kind in kinds for s in kind.block.segments()),
         tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
         hosted_bytes=on_host,
-        update_bytes=share * _update_bytes(masters, config),
+        update_bytes=share * update_bytes(masters, config),
         reference_runs=reference_runs,
         teacher=None if model.teacher is None else step_cost(model.teacher, config, length, optimizer=optax.identity()),
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
@@ -290,6 +310,7 @@ def step_cost(
         resident_around_bytes=more * (partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)),
         whole_gradient_bytes=0.0 if parts == 1 else _whole_gradient_bytes(model, storage),
         table=table_of(model, config, parts),
+        states=NO_STATES if optimizer is not None or divided.size > 1 else states_of(states, config),
     )
 
 
@@ -424,51 +445,29 @@ def _given_bytes(model: Decoder, dtype) -> float:
 
 def _mean(values: list[float]) -> float:
     """The mean of `values`, one or more numbers: a layer's cost averaged over all layers, as StepCost and SegmentCost
-    describe the mean layer. Without values it divides by zero."""
+    describe the mean layer."""
     return sum(values) / len(values)
 
 
 def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
     """Returns the SegmentCosts of a model's segments, one for each pair of a segment's name and outputs that any layer
-    has. A segment is one of the functions by which a layer is computed one after another, such as its q, k and v
-    products; a plan keeps, recomputes or offloads what segments return. The work of a segment is its mean over all
-    layers, and a layer without the segment counts as zero. kinds: the LayerKind of each layer, in order."""
+    has. A plan keeps, recomputes or offloads what segments return. The work of a segment is its mean over all layers,
+    and a layer without the segment counts as zero. kinds: the LayerKind of each layer, in order."""
     found: dict[tuple, tuple[Segment, bool, bool]] = {}
+    made: dict[int, set[tuple]] = {}
     for kind in {id(kind): kind for kind in kinds}.values():
+        made[id(kind)] = {(segment.name, segment.outputs) for segment in kind.block.segments()}
         for segment in kind.block.segments():
             in_mixer = any(segment.outputs in outputs for outputs in kind.mixer_outputs.values())
             first = any(segment.outputs == outputs[0] for outputs in kind.mixer_outputs.values())
             found.setdefault((segment.name, segment.outputs), (segment, in_mixer, first))
     costs = []
     for (name, outputs), (segment, in_mixer, first) in found.items():
-        of_layers = [kind.work.get(name, Work()) if _makes(kind, name, outputs) else Work() for kind in kinds]
+        of_layers = [kind.work.get(name, Work()) if (name, outputs) in made[id(kind)] else Work() for kind in kinds]
         work = Work(*(_mean(list(column)) for column in zip(*map(dataclasses.astuple, of_layers))))
         flags = (segment.separable, segment.tokenwise, segment.decodes_once, segment.derivative_bytes is not None)
         costs.append(SegmentCost(name, outputs, work, in_mixer, first, LAYER_OUTPUT in outputs, *flags))
     return tuple(costs)
-
-
-def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
-    """Whether layers of this `kind` have a segment (one of the functions by which a layer is computed) called `name`
-    that makes exactly the residuals `outputs`; other layers count as zero in the mean work of `_segment_costs`."""
-    return any((segment.name, segment.outputs) == (name, outputs) for segment in kind.block.segments())
-
-
-def _update_bytes(masters, config: TrainConfig) -> float:
-    """Device bytes that the update takes in addition to weights, states and gradients, on one device if nothing is
-    divided. It is done tensor by tensor (optimizer_offload.py), so they are those of the largest tensor. 0 with an
-    adapter, where they are negligible, and if the states are on the device, unless the optimizer is adamw_8bit.
-    masters: the trained weights' float32 shapes. config: has the optimizer. step_cost takes a device's share."""
-    if config.adapter is not None:
-        return 0.0
-    size = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0)
-    if config.optim.name == "adamw_8bit":
-        # The update direction and, if the update is computed twice (step.py), first moments. With states on the host:
-        # one tensor's states, and one moment of the next tensor.
-        beside = 1.5 if config.optim.offload else 1.0 if config.max_grad_norm is None else 0.0
-        return size * (4.0 + beside * _ADAM8_STATES)
-    # Moments before and after the update, with the gaps that the compiler leaves between large buffers.
-    return size * 24.0 if config.optim.offload else 0.0
 
 
 def abstract_model(shape, config: TrainConfig) -> Decoder:

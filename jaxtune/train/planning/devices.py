@@ -164,7 +164,7 @@ def pool_bytes(pinned: float) -> float:
 def most_pinned_bytes(device: Device, room: float) -> float:
     """The most bytes that a step may pin for `device` so that XLA's pool (`pool_bytes`) fits into `room` bytes of host
     memory. If Device.host_bytes is at most `room`, it is Device.host_bytes, because XLA lets the pool grow no further;
-    else it is the largest power of two within `room`. `beside_states` in choice.py limits plans by it."""
+    else it is the largest power of two within `room`. `_pinnable` in host_room.py limits plans by it."""
     if device.host_bytes <= room:
         return device.host_bytes
     return 2.0 ** math.floor(math.log2(room)) if room > 0 else 0.0

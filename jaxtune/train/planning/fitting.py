@@ -15,16 +15,15 @@ from jaxtune.train.config import AdapterConfig, TrainConfig
 from jaxtune.train.planning.choice import (
     CHUNK_LOGITS,
     PlanError,
-    beside_states,
     choose,
     smallest_plan,
-    table_places,
     tile_tokens_of,
     tokens_of,
 )
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import Device, card_gb
 from jaxtune.train.planning.forecasts import bytes_with_gaps, forecast, gathered_bytes, head_forecast, layer_forecasts
+from jaxtune.train.planning.host_room import beside_states, places
 from jaxtune.train.planning.layer_plans import layer_plans
 from jaxtune.train.planning.plan import StepPlan
 
@@ -128,7 +127,7 @@ def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: f
         own = np.maximum(np.maximum(head, of.work_forward) + of.hosted, of.work + parts.head_gradient_bytes)
         alike = count * of.kept + np.maximum(own, of.hosted + of.work_forward + bytes_with_gaps(of.leaving, device))
         plan = plans[int(np.where(count * of.hosted <= device.host_bytes, alike, np.inf).argmin())]
-        uniform = StepPlan(ResidualPlan.uniform(plan, count, tile), 1, chunk, parts.table_on_host)
+        uniform = StepPlan(ResidualPlan.uniform(plan, count, tile), 1, chunk, *parts.places)
         if forecast(parts, uniform, device).peak_bytes <= budget:
             return True
         prices = np.array([[0.0], [0.5], [1.0], [2.0]])
@@ -157,7 +156,7 @@ def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_byt
         row = dataclasses.replace(parts, rows=parts.devices, length=length)
         one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
         if config.memory.plan is None:
-            sure = [_surely_fits(placed, one, device, budget_bytes) for placed in table_places(row, device)]
+            sure = [_surely_fits(placed, one, device, budget_bytes) for placed in places(row, device)]
             if True in sure or None not in sure:
                 return True in sure
         try:

@@ -77,8 +77,7 @@ class Forecast:
 
 
 def product_time(device: Device) -> ProductTime:
-    """The numbers by which seconds of matrix products on a device are predicted. They were fitted to measurements
-    (models/fitted.py); a device that was not measured gets those of the first one there."""
+    """The numbers by which seconds of matrix products on a device are predicted, as `_step_time` has others."""
     return PRODUCT_TIME.of("mosaic", device.name)
 
 
@@ -324,8 +323,8 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
 def _mixers_before(kind: LayerKind, part: str) -> list[str]:
     """The names of all mixers before `part`, a feed-forward. At its backward `_backward_bytes` adds their waiting bytes
     if `part` covers the mixer (Scratch.covers_mixer), and else subtracts what `_not_made_yet` says of each."""
-    parts = list(kind.outputs)
-    return [name for name in parts[: parts.index(part)] if name in kind.mixer_outputs]
+    before = itertools.takewhile(lambda name: name != part, kind.outputs)
+    return [name for name in before if name in kind.mixer_outputs]
 
 
 def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, float]) -> float:
@@ -341,8 +340,8 @@ def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, fl
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
     """The forecast of a step under `plan` on `device`, by which plans are compared, from the step's costs `parts`,
-    with the table of per-layer embeddings where the plan has it (StepCost.with_table)."""
-    parts = parts.with_table(plan.table_on_host)
+    with the table of per-layer embeddings and the optimizer's states where the plan has them (StepCost.placed)."""
+    parts = parts.placed(plan)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     different, tile = dict.fromkeys(plan.residuals.layers), plan.residuals.tile_tokens
     cache = {layer: layer_forecast(parts, layer, tokens, device, tile) for layer in different}
@@ -407,9 +406,10 @@ def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: 
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds a step to copy optimizer states on the host to `device` and back, 0 without any; also for reports. A
-    forecast counts either these or those of the update's other work, whichever are more."""
-    return 2 * parts.hosted_bytes / (device.link or device.copy)
+    """Seconds a step to copy optimizer states on the host to `device` and back, 0 without any, for reports too. Of
+    these and the update's other work a forecast counts what takes longer."""
+    copies = parts.states.arrays * parts.states_on_host * _step_time(device).copy_seconds
+    return 2 * (copies + parts.hosted_bytes / (device.link or device.copy))
 
 
 def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
@@ -471,7 +471,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     bytes_["trainable weights in the compute dtype"] = parts.cast_bytes
     if parts.head_gradient_bytes and what.startswith("the backward"):
         bytes_["gradient of the head"] = parts.head_gradient_bytes
-    update = {"the update of the largest tensor": parts.update_bytes}
+    update = {"the update": parts.update_bytes}
     if parts.devices > 1 and (micro > 1 or parts.sync_bytes):
         update["gradient sums of all devices"] = parts.sync_bytes or 4.0 * parts.trained
     if sum(update.values()) > sum(bytes_.values()):

@@ -31,11 +31,11 @@ from jaxtune.system import processes
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.folder.array_files import READ_AT_ONCE_BYTES
-from jaxtune.train.planning.choice import saved_bytes, trained_bytes
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device, pool_bytes
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.forward import forward_bytes
+from jaxtune.train.planning.host_room import saved_bytes, trained_bytes
 from jaxtune.train.planning.planner import out_of_memory
 
 _LESS_SAVED = (

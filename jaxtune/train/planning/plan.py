@@ -47,15 +47,23 @@ class StepPlan:
     chunk_tokens: int  # number of tokens whose logits exist at a time
     # whether the table of per-layer embeddings is on the host, and the device gets the rows of each batch's tokens
     table_on_host: bool = False
+    # whether the optimizer's states are on the host between updates, as the plan decides for an adapter's
+    states_on_host: bool = False
+
+    @property
+    def places(self) -> tuple[bool, bool]:
+        """The last two fields, as StepCost.places has them; the search compares both."""
+        return self.table_on_host, self.states_on_host
 
     def to_record(self) -> dict[str, object]:
         """The plan as JSON values, which `from_record` reads: {"residuals": its text, "micro_batches", "chunk_tokens":
-        the two numbers}, and "per_layer_embeddings": "host" if the table of per-layer embeddings is on the host, else
-        without that entry. Checkpoints and the record of failed plans (known.py) store it, and processes exchange
-        it."""
+        the two numbers}, with "per_layer_embeddings": "host" if the table of per-layer embeddings is on the host, and
+        "optimizer_states": "host" if the plan has these there. Checkpoints and the record of failed plans (known.py)
+        store it, and processes exchange it."""
         text = residuals_text(self.residuals)
-        table = {"per_layer_embeddings": "host"} if self.table_on_host else {}
-        return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **table}
+        hosted = {"per_layer_embeddings": self.table_on_host, "optimizer_states": self.states_on_host}
+        places = {what: "host" for what, on_host in hosted.items() if on_host}
+        return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **places}
 
     @classmethod
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
@@ -64,8 +72,8 @@ class StepPlan:
         parse_residuals does, if the plan is not possible for these layers and residuals. Planner reads records by it;
         those of failed plans (known.py) are only compared."""
         plan = parse_residuals(record["residuals"], num_layers, residuals)
-        on_host = record.get("per_layer_embeddings") == "host"
-        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), on_host)
+        on_host = (record.get(what) == "host" for what in ("per_layer_embeddings", "optimizer_states"))
+        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), *on_host)
 
 
 def residuals_text(plan: ResidualPlan) -> str:

@@ -20,6 +20,7 @@ from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.cost import StepCost, step_cost
 from jaxtune.train.planning.fitting import fitting_settings
 from jaxtune.train.planning.forecasts import Forecast, forecast
+from jaxtune.train.planning.host_states import NO_STATES
 from jaxtune.train.planning.host_table import NO_TABLE
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.plan import StepPlan
@@ -54,8 +55,8 @@ class Planner:
     Attributes:
       device: planning.devices.Device: the memory and the speed of the device.
       room: search.Room: the memory that a step may take.
-      cost: StepCost: the bytes and the work of a step, whatever the plan, except that the table of per-layer embeddings
-        is where the plan in force has it.
+      cost: StepCost: the bytes and the work of a step, whatever the plan, except that what may be on
+        the host (the table of per-layer embeddings, optimizer states) is where the plan in force has it.
       forecast: Forecast: the memory and the time of a step by the plan in force.
 
     Raises:
@@ -100,9 +101,9 @@ class Planner:
     @property
     def cost(self) -> StepCost:
         """The costs of a step, which are its bytes and its work (its times are in `forecast`), with the table of
-        per-layer embeddings where the plan in force has it, for `compiled_bytes`, the phases of the run, and the plan
-        of sampled answers. Plans are chosen from `_cost`, which leaves the table's place open."""
-        return self._cost.with_table(self.plan.table_on_host)
+        per-layer embeddings and optimizer states where the plan in force has them, for `compiled_bytes`, the phases of
+        the run, and the plan of sampled answers. Plans are chosen from `_cost`, which leaves these places open."""
+        return self._cost.placed(self.plan)
 
     @property
     def budget_bytes(self) -> float | None:
@@ -130,8 +131,8 @@ class Planner:
         The plan is not taken if the config asks for another one (memory.plan or micro_batches), if its
         micro-batches do not divide the rows of a step, or if the mesh is another. Results on another mesh differ in any
         case, and its devices may have less memory, more memory, or too few rows for the micro-batches. If this run
-        cannot have the table of per-layer embeddings on the host, the plan is taken with it on the device, which
-        changes no result.
+        cannot have the table of per-layer embeddings or optimizer states on the host, the plan is taken with them on
+        the device: the table's place changes no result, and that of the states at most the last bits.
 
         Whether the plan fits is not checked here: Engine.fit compiles it, and chooses another one if it does not fit
         the budget. The caller must call Engine.follow_plan."""
@@ -141,6 +142,8 @@ class Planner:
         stored = self._recorded(record)
         if stored.table_on_host and not self._cost.table.bytes:  # where the table is changes no result
             stored = dataclasses.replace(stored, table_on_host=False)
+        if stored.states_on_host and not self._cost.states.bytes:
+            stored = dataclasses.replace(stored, states_on_host=False)
         # With data.packing=step a changed number of steps can change the number of rows.
         same_split = self.config.micro_batches in (None, stored.micro_batches)
         same_split = same_split and self.cost.rows % stored.micro_batches == 0
@@ -181,8 +184,8 @@ class Planner:
           need_bytes: device bytes that it needs; None: unknown.
           print_line: prints a line.
           placed: True: the weights are already on the devices, so the next plan must keep at least as many layers'
-            frozen weights whole as this one, and the table of per-layer embeddings where it is. False: they are not,
-            and the next plan is free.
+            frozen weights whole as this one, and the table of per-layer embeddings and optimizer states where they are.
+            False: they are not, and the next plan is free.
         Raises:
           PlanError: no plan is left.
         """
@@ -192,7 +195,10 @@ class Planner:
         if self._known is not None:
             self._known.add(self._failed[-1], self.budget_bytes)
         if placed:
-            self._cost = self.cost if self.plan.table_on_host else dataclasses.replace(self.cost, table=NO_TABLE)
+            cost = self.cost
+            table = cost.table if cost.table_on_host else NO_TABLE
+            states = cost.states if cost.states_on_host else NO_STATES
+            self._cost = dataclasses.replace(cost, table=table, states=states)
         self.forecast, self._smallest = self._next(self.plan.residuals.resident if placed else 0)
         for line in self.lines():
             print_line(line)

@@ -22,7 +22,9 @@ from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.plan import StepPlan
 
 _BEFORE_SMALLEST = 3  # this many plans may fail before the smallest is tried
-_CLOSE = 0.99  # the next forecast is assumed to be as wrong as the worst one, to within this factor
+# The next forecast is assumed to be as wrong as the worst one, to within this share of the budget, or of the bytes by
+# which that one was wrong if these are fewer: beside large weights a small error is a large part of a micro-batch.
+_CLOSE, _CLOSE_TO_ERROR = 0.01, 0.25
 _DIFFER = 1.03  # after two forecasts were wrong by different shares, the next may be worse by this factor
 # A step that ran out of memory is assumed to need this many times the forecast; the true figure is unknown.
 _MORE = 1.15
@@ -42,12 +44,13 @@ class Failed:
 
     def goal(self, budget_bytes: float | None) -> float:
         """The largest predicted peak, in bytes, that the next plan may have if its forecast is as wrong as this one
-        and budget_bytes may be used, with 1 % to spare. Without a budget (None), or if the need is unknown, it is this
-        plan's peak over 1.15. It is never more than this plan's peak. The function `goal` takes the least of those of
-        all failures."""
+        and budget_bytes may be used, with 1 % of them to spare, or a quarter of the bytes by which this one was wrong
+        if these are fewer. Without a budget (None), or if the need is unknown, it is this plan's peak over 1.15. It is
+        never more than this plan's peak. The function `goal` takes the least of those of all failures."""
         if self.need_bytes is None or budget_bytes is None:
             return self.peak_bytes / _MORE
-        return min(_CLOSE * budget_bytes * self.peak_bytes / self.need_bytes, self.peak_bytes)
+        spare = min(_CLOSE * budget_bytes, _CLOSE_TO_ERROR * max(self.need_bytes - self.peak_bytes, 0.0))
+        return min(budget_bytes * self.peak_bytes / self.need_bytes - spare, self.peak_bytes)
 
     @property
     def ratio(self) -> float:

@@ -118,7 +118,7 @@ class Engine:
         self.planner = planner
         self.batches = batches
         self._early_steps = 0 if config.qat is None else config.qat.start
-        self._deterministic, self._held_out = config.deterministic, held_out
+        self._deterministic, self._offloads, self._held_out = config.deterministic, config.optim.offload, held_out
         self.use_mesh(mesh)
         if isinstance(planner, Planner):
             planner.skip_known_failures(KnownFailures(self._facts(planner, config)))
@@ -157,11 +157,10 @@ class Engine:
     def follow_plan(self) -> None:
         """Copies the planner's plan into the steps that will be compiled (`program`, `before_qat`), and makes a new
         `micro_index`, a list with the number of each micro-batch (from 0), an int32[] on every device. It is called
-        when the Engine is made and whenever the plan has changed. It compiles and drops nothing: Programs that
-        `compile` returned before follow the old plan, and the caller must compile again."""
+        when the Engine is made and whenever the plan has changed. Programs that are compiled keep their plan."""
         plan = self.planner.plan
         follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
-        self.program = dataclasses.replace(self.program, **follow)
+        self.program = dataclasses.replace(self.program, **follow, offload=self._offloads or plan.states_on_host)
         if self.before_qat is not None:
             self.before_qat = dataclasses.replace(self.before_qat, **follow)
         self.micro_index = [partition.put(np.int32(i), self.replicated) for i in range(plan.micro_batches)]

@@ -99,7 +99,7 @@ class StepProgram:
     # computed twice, because whether it is finite must be known before old states are overwritten.
     bound: UpdateBound | None = None
     by_tensor: bool = False  # whether tensors are updated one by one; False: all at once, as one tree
-    # whether the optimizer's large states are on the host (optimizer_offload.py); needs bound and by_tensor
+    # whether the optimizer's large states are on the host (optimizer_offload.py); needs bound, and updates by tensor
     offload: bool = False
     full: bool = False  # every row of a training step is one document without padding (PackedLayout.full)
     noise_alpha: float | None = None  # NEFTune's noise on the embeddings in gradient steps; None: no noise
@@ -380,7 +380,7 @@ class StepProgram:
                 """The leaves of the tree `new` if the step is finite, else those of `old`."""
                 return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
-            if self.by_tensor:
+            if self.by_tensor or self.offload:
                 decayed, embeddings = decayed_tensors(state.trainable), embedding_tensors(state.trainable)
 
                 def one(index, parameter, opt_state, gradient):

@@ -4,6 +4,7 @@ weights with the scales of activations, and `_placed` makes shapes with sharding
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from jaxtune.models.placement import host_table, partition
 from jaxtune.system import processes
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.objectives.teachers import without_teacher
+from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.program.step import Sums, TrainState
 
@@ -285,11 +287,16 @@ class TrainedModel:
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) with which a run starts, placed on the mesh of `engine`; the Trainer calls it once the
-        programs are compiled. resumed: the state from a checkpoint; None: a new run, with a new state. For a new run it
-        also sets `fresh`, whether its adapter does not change the model's outputs yet (False without an adapter), and
-        gives up the given trained tensors (`free_given`); it waits for weights that are being loaded. On a GPU the sums
-        leave a block of memory free, into which the next step's rows are copied (Engine.first_sums)."""
+        programs are compiled. resumed: the state from a checkpoint, whose optimizer states are moved to where the plan
+        has them; None: a new run, with a new state. For a new run it also sets `fresh`, whether its adapter does not
+        change the model's outputs yet (False without an adapter), and gives up the given trained tensors
+        (`free_given`); it waits for weights that are being loaded. On a GPU the sums leave a block of memory free, into
+        which the next step's rows are copied (Engine.first_sums)."""
         if resumed is not None:
+            where = engine.program.shardings(resumed, engine.replicated)
+            resumed = dataclasses.replace(
+                resumed, opt_state=optimizer_offload.moved(resumed.opt_state, where.opt_state)
+            )
             return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
         self.take_weights()
         factors = [matrix.lora.b.get_value() for _, matrix in matrices(self.given) if matrix.lora is not None]

@@ -4,17 +4,18 @@ and for runs that must be deterministic."""
 from __future__ import annotations
 
 from jaxtune.models.placement import collectives
-from jaxtune.models.placement.transfers import IN_FLIGHT
+from jaxtune.models.placement.transfers import IN_FLIGHT, NO_REMATERIALIZATION
 
 
-def compiler_options(platform: str, deterministic: bool, divides: bool = False) -> dict[str, bool | int]:
+def compiler_options(platform: str, deterministic: bool, divides: bool = False) -> dict[str, bool | int | str]:
     """XLA options, {name: value}, with which `Engine` compiles the programs of a run: the step, the evaluation, and the
     passes over rows such as a reference's. A run's record has them.
 
     Without Triton GEMMs every product is computed by cuBLASLt, which adds the adapter's product in its epilogue; that
     saves 2.3 % of an 8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made,
     and not only where a fusion ends, so that another plan of residuals gives the same bits; the number of kernels does
-    not change. On a GPU more copies between device and host may be on their way at a time (`IN_FLIGHT`).
+    not change. On a GPU more copies between device and host may be on their way at a time (`IN_FLIGHT`), and XLA
+    recomputes nothing by a choice of its own (`NO_REMATERIALIZATION`).
 
     Args:
       platform: the device's, such as "gpu"; on others only the rounding of 16-bit values is set, and the other two
@@ -24,10 +25,10 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
         is timed.
       divides: whether weights are divided over devices, so that options for collectives are needed.
     """
-    options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
+    options: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
     if platform != "gpu":
         return options
-    options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT}
+    options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT, **NO_REMATERIALIZATION}
     if divides:
         options |= collectives.compiler_options()
     if deterministic:

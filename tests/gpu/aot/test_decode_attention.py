@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.decode_attention import decode_attention, written
+from jaxtune.pallas.decode_attention import decode_attention, inserted, written
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls, target
 
@@ -105,3 +105,18 @@ def test_triton_kernels_lower_through_jax_triton(capability):
         )
         text = lowered.compile().as_text()
     assert text.count('custom_call_target="triton_kernel_call"') == 2
+
+
+def test_rows_are_inserted_where_the_cache_is():
+    where = H200.sharding()
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    with H200.lowering():
+        numbers = array(16, dtype=jnp.int32)
+        given = array(ROWS, KV_HEADS, CAPACITY, 128), array(16, KV_HEADS, 256, 128), numbers, numbers
+        compiled = jax.jit(inserted, donate_argnums=0).lower(*given).compile()
+    text = compiled.as_text()
+    assert 'name = "insert_kernel"' in text and "copy(" not in text and "scatter" not in text
+    assert compiled.memory_analysis().alias_size_in_bytes == ROWS * KV_HEADS * CAPACITY * 128 * 2

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.few_rows import added_norm, experts_down, experts_gated, gated_product, placed, products
+from jaxtune.pallas.few_rows import (
+    added_norm,
+    attended,
+    chosen_token,
+    experts_down,
+    experts_gated,
+    gated_product,
+    placed,
+    products,
+)
 from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import LoraWeights
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls
@@ -19,7 +30,7 @@ def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-@pytest.mark.parametrize("rows", [2, 64, 128])
+@pytest.mark.parametrize("rows", [1, 64, 128])
 def test_products_fit_a_hopper_gpu(rows, tmp_path):
     assert_fit(calls_of(rows, None), tmp_path)
 
@@ -28,6 +39,15 @@ def test_products_fit_a_hopper_gpu(rows, tmp_path):
 def test_products_with_adapters_fit_a_hopper_gpu(rows, rank, tmp_path):
     calls = calls_of(rows, rank)
     assert [settings["RANK"] for *_, settings in calls] == [rank] * 3
+    assert_fit(calls, tmp_path)
+
+
+def test_products_of_many_rows_with_several_weights_fit_a_hopper_gpu(tmp_path):
+    weights = array(HIDDEN, HIDDEN), array(KV_HEADS * DIM, HIDDEN)
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        jax.eval_shape(lambda x, query, key: products(x, [query, key, key]), array(256, HIDDEN), *weights)
+        jax.eval_shape(lambda x, query, key: products(x, [query]), array(256, HIDDEN), *weights)
+    assert len(calls) == 1
     assert_fit(calls, tmp_path)
 
 
@@ -108,3 +128,33 @@ def test_other_kernels_fit(capability, tmp_path):
     for call in calls:
         compiled = compile_call(call, capability, tmp_path)
         assert compiled.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize(("dim", "group"), [(64, 8), (128, 4), (256, 2), (512, 4)])
+def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
+    rows = 64
+    parts = array(2, rows, (group + 2) * KV_HEADS * dim, dtype=jnp.float32)
+    table = (array(rows, dim // 2, dtype=jnp.float32),) * 2
+    keys, positions = array(rows, KV_HEADS, 768, dim), array(rows, dtype=jnp.int32)
+    with dispatch.compile_for(capability), recorded_calls() as calls:
+        for norms in (None, (array(dim),) * 2):
+            run = functools.partial(attended, scale=0.1, implementation="triton")
+            jax.eval_shape(run, parts, keys, keys, positions, table, norms)
+    assert [kernel.__name__ for kernel, *_ in calls] == ["attended_kernel"] * 2
+    for call in calls:
+        compiled = compile_call(call, capability, tmp_path)
+        assert compiled.spilled_bytes == 0
+        assert compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("vocab", [128_256, 262_144])
+def test_choosing_a_token_fits(capability, vocab, tmp_path):
+    numbers = (array(64, dtype=jnp.float32),) * 3
+    with dispatch.compile_for(capability), recorded_calls() as calls:
+        run = functools.partial(chosen_token, implementation="triton")
+        jax.eval_shape(lambda logits, *given: run(logits, vocab, *given), array(64, vocab, dtype=jnp.float32), *numbers)
+    assert [kernel.__name__ for kernel, *_ in calls] == ["chunk_kernel", "token_kernel"]
+    for call in calls:
+        assert compile_call(call, capability, tmp_path).spilled_bytes == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -45,6 +47,15 @@ def test_dropout_masks_are_drawn_again_in_the_backward(plan):
     the compiler's."""
     step = step_peaks(H200, "llama-3.2-1b", 4, 8, 2048, 16, None, plan, dropout=0.1)
     assert 0.97 * step.compiled <= step.predicted <= 1.07 * step.compiled
+
+
+def test_on_a_card_that_is_full_xla_computes_nothing_again_by_itself():
+    """Its pass counts what lies on the host as if it lay on the device; see NO_REMATERIALIZATION."""
+    card = dataclasses.replace(H200, memory_bytes=1_200_000_000)
+    plan = "recompute, layer_input=offload, mid=offload, gate=offload"
+    step = step_peaks(card, "llama-3.2-1b", 2, 2, 2048, 16, None, plan)
+    assert step.compiled > 0.8 * card.memory_bytes  # what XLA lets a program take
+    assert ".remat" not in step.text
 
 
 def test_a_head_that_is_filled_up_is_copied_once_and_counted(monkeypatch):

@@ -112,6 +112,18 @@ def test_adapters_are_updated_at_once_and_in_place():
     assert program.memory_analysis().temp_size_in_bytes < 1.1 * 4 * max(a.size for a in tensors)
 
 
+def test_an_adapters_states_on_the_host_are_on_the_device_once():
+    """In the update alone, which the plan counts so (host_states.py); no micro-batch is under way then."""
+    program, state, sums, _ = program_of(make_model(4, True), 4, name="adamw", offload=True)
+    program = dataclasses.replace(program, bound=update_bound(OptimConfig(), 1.0), micro_batches=2)
+    results = program.shardings(state, where()), jax.tree.map(lambda a: where(), sums), where()
+    with H200.lowering():
+        lowered = jax.jit(program.update, donate_argnums=(0, 1), out_shardings=results).lower(state, sums)
+    found, hosted = compiled(lowered), optimizer_offload.hosted_bytes(state.opt_state)
+    assert found.host_argument_size_in_bytes == found.host_alias_size_in_bytes == hosted > 0
+    assert 0 < found.temp_size_in_bytes < 1.1 * hosted
+
+
 def test_an_update_needs_room_for_a_tensor_not_for_the_model():
     two, four = update_of(2)[0].temp_size_in_bytes, update_of(4)[0].temp_size_in_bytes
     assert abs(four - two) < 1e8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,7 +16,7 @@ from jaxtune.models.registry import config_from_hf
 from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import packed_layout
-from jaxtune.pallas.delta_rule import gated_delta_rule
+from jaxtune.pallas.delta_rule import gated_delta_rule, short_convolution_parts
 from jaxtune.pallas.delta_rule.triton import DIM
 from tests.gpu.aot.triton_compiler import SHARED_MEMORY_KB, compile_call, recorded_calls, target
 
@@ -59,6 +61,47 @@ def test_kernels_fit(capability, tmp_path):
         assert ("wgmma" in compiled.ptx) == (products and capability == (9, 0)), compiled.name
         if capability == (9, 0):
             assert compiled.spilled_bytes == 0, compiled.name
+
+
+def convolution(x, weight, segment_ids, douts):
+    def parts(x):
+        layout = packed_layout(segment_ids.shape, segment_ids)
+        return short_convolution_parts(x, weight, layout, (2048, 2048, 4096), implementation="triton")
+
+    out, pull = jax.vjp(parts, x)
+    return out, pull(douts)
+
+
+def convolution_arguments(where=None):
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    tokens = (ROWS, LENGTH)
+    douts = tuple(array(*tokens, size) for size in (2048, 2048, 4096))
+    return array(*tokens, 8192), array(8192, 4), array(*tokens, dtype=jnp.int32), douts
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (8, 6)])
+def test_the_convolution_keeps_tokens_in_registers(capability, tmp_path):
+    """Four channels a thread, loaded and stored at once, and nothing spills."""
+    jax.clear_caches()
+    with dispatch.compile_for(capability), recorded_calls() as calls:
+        jax.eval_shape(convolution, *convolution_arguments())
+    for call, least in zip(calls, (7, 11), strict=True):
+        compiled = compile_call(call, capability, tmp_path)
+        assert compiled.shared_bytes == 0 and compiled.spilled_bytes == 0
+        vector = re.findall(r"(ld|st)\.global(?:\.[\w:]+)*\.v2\.b32", compiled.ptx)
+        assert vector.count("ld") >= least and vector.count("st") >= 4, "4 channels of 16 bits are 8 bytes"
+
+
+def test_the_convolution_and_its_gradient_are_a_kernel_each():
+    """XLA joins no gradients and stores no sums in float32 before the gradient's."""
+    gpu = target((9, 0))
+    with gpu.lowering():
+        text = jax.jit(convolution).lower(*convolution_arguments(where=gpu.sharding())).compile().as_text()
+    assert dispatch.record["short_convolution"] == ("triton", {})
+    assert text.count('custom_call_target="triton_kernel_call"') == 2
+    assert not re.search(rf"= \(?(bf16|f32)\[{ROWS},{LENGTH},\d+\]\S* (fusion|concatenate)", text)
 
 
 def test_every_array_is_divided_between_devices():

@@ -1,0 +1,173 @@
+"""`attended`: what a decoding step does between the product of query, key and value and that of the attention's output.
+For short caches one kernel (attended_kernels.py) does what `placed` and decode_attention do. It saves the start and end
+of a kernel, and the queries' way through memory. Other calls run these two."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
+from jaxtune.pallas.decode_attention import decode_attention
+from jaxtune.pallas.decode_attention import reference as attention_reference
+from jaxtune.pallas.decode_attention.splits import log2_sinks
+from jaxtune.pallas.decode_attention.triton import WHOLE, WHOLE_TILES
+from jaxtune.pallas.few_rows import reference
+from jaxtune.pallas.few_rows.api import placed
+from jaxtune.pallas.few_rows.cases import drawn, wide
+from jaxtune.pallas.few_rows.triton import placed_refusal
+
+
+def attended(
+    parts: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    table: tuple[jax.Array, jax.Array] | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    float32: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Norms and rotates the queries and keys of one new token in each of N sequences, writes its keys and values into
+    the caches, and computes its attention over them. The kernel has no derivative.
+
+    Args:
+      parts, keys, values, positions, table, norms, eps, offset, float32: as for `placed`.
+      scale, window, soft_cap, sinks: as for decode_attention.
+      implementation: "triton" (one kernel; caches of 16 bits with at most 1,024 keys, D of 64, 128, 256 or 512),
+        "apart" (`placed` and decode_attention, each by the implementation that it chooses), or None for the first that
+        supports the call.
+    Returns:
+      (the attention [N, heads, D] in the caches' dtype, zeros for a row at a negative position; the cache of keys; the
+        cache of values). Caches are changed in place as by `placed`. With the kernel, a row's result has the same bits
+        alone, in any batch and in any slot.
+    Raises:
+      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
+        call.
+    """
+    check = Arguments("attended")
+    check.array("parts", parts, "splits N width", FLOATS)
+    check.array("keys", keys, "N kv_heads capacity D", FLOATS)
+    check.array("values", values, "N kv_heads capacity D", keys.dtype)
+    check.array("positions", positions, "N", INTEGERS)
+    check.sizes["D/2"] = keys.shape[3] // 2, ""
+    for name, given, shape in (("table", table, "N D/2"), ("norms", norms, "D")):
+        for index, array in enumerate(given or ()):
+            check.array(f"{name}[{index}]", array, shape, FLOATS)
+    positions = jnp.asarray(positions, jnp.int32)
+    rounding = dict(eps=eps, offset=offset, float32=float32)
+    masking = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    reason = refusal(parts, keys)
+    if reason is not None and implementation is None:
+        implementation = "apart"  # whose two parts say why they have no kernel, if they have none
+    reasons = {"triton": lambda: reason or _first_use(parts, keys, table, norms, soft_cap, rounding)}
+    chosen = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
+    if chosen == "triton":
+        return _by_kernel(parts, keys, values, positions, table, norms, rounding=rounding, masking=masking)
+    query, keys, values = placed(parts, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32)
+    out = decode_attention(
+        query, keys, values, positions + 1, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )
+    return out, keys, values
+
+
+def refusal(parts, keys) -> str | None:
+    """The reason why the kernel of `attended` does not support a call on this GPU, or None: one of placed_refusal,
+    caches that are longer than decode_attention's kernel reads in one pass, or a head dim or capacity that has no
+    tiles. parts: [splits, N, (heads + 2 kv_heads) D]. keys: the cache of keys, [N, kv_heads, capacity, D]."""
+    reason = placed_refusal(keys)
+    if reason is not None:
+        return reason
+    kv_heads, capacity, dim = keys.shape[1:]
+    if capacity > WHOLE:
+        return f"a cache of {capacity} keys; up to {WHOLE}"
+    if dim not in WHOLE_TILES:
+        return f"head dim {dim}; {', '.join(map(str, WHOLE_TILES))}"
+    if capacity % WHOLE_TILES[dim].step:
+        return f"capacity {capacity}, no multiple of {WHOLE_TILES[dim].step}"
+    if (parts.shape[2] // dim) % kv_heads:
+        return f"{parts.shape[2] // dim - 2 * kv_heads} query heads and {kv_heads} key/value heads"
+    return None
+
+
+def _first_use(parts, keys, table, norms, soft_cap, rounding: dict) -> str | None:
+    """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
+    reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
+    tile, and rows longer than the cache. parts, keys, table, norms, soft_cap: of the call. rounding: its settings of
+    norms."""
+    dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
+    group = parts.shape[2] // dim // kv_heads - 2
+
+    def compare():
+        rows = jnp.asarray([0, -1, 200, 77, 127, 31], jnp.int32)
+        count, capacity = len(rows), 128
+        caches = [drawn(i, count, 2, capacity, dim, dtype=dtype) for i in (1, 2)]
+        angles = drawn(3, count, dim // 2, dtype=jnp.float32)
+        tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
+        weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
+        given = drawn(0, 2, count, 2 * (group + 2) * dim, dtype=jnp.float32), *caches, rows, tables, weights
+        masking = dict(scale=dim**-0.5, window=100, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
+
+        def wanted(parts, keys, values, positions, table, norms):
+            query, keys, values = reference.placed(parts, keys, values, positions, table, norms, **rounding)
+            return attention_reference.decode(query, keys, values, positions + 1, **masking), keys, values
+
+        got = jax.jit(functools.partial(_by_kernel, rounding=rounding, masking=masking))(*given)
+        return list(got), list(dispatch.exactly(wanted)(*wide(given)))
+
+    tile = WHOLE_TILES[dim]
+    call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {rounding}, {table is not None}"
+    call += f", {norms is not None}, {soft_cap is not None}"
+    return dispatch.first_use("attended", "triton", call, compare)
+
+
+def _by_kernel(parts, keys, values, positions, table, norms, *, rounding: dict, masking: dict):
+    """Runs the kernel of `attended`, and returns what that returns. rounding: its eps, offset and float32. masking: its
+    scale, window, soft_cap and sinks. The other arguments are those of `attended`; `refusal` says which calls are
+    supported."""
+    from jaxtune.pallas.few_rows import attended_kernels
+
+    splits, count, width = parts.shape
+    kv_heads, capacity, dim = keys.shape[1:]
+    heads = width // dim - 2 * kv_heads
+    tile = WHOLE_TILES[dim]
+    weights = (parts, parts) if norms is None else norms
+    cos, sin = (parts, parts) if table is None else table
+    out, keys, values = compat.triton_graph_call(
+        attended_kernels.attended_kernel,
+        (parts, *weights, cos, sin, positions, log2_sinks(masking["sinks"], heads), keys, values),
+        [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
+        + [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)],
+        (kv_heads, count),
+        warps=tile.warps,
+        stages=tile.stages,
+        aliases={7: 1, 8: 2},
+        COUNT=count,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        CAPACITY=capacity,
+        SPLITS=splits,
+        NORMS=int(norms is not None),
+        ROTATES=int(table is not None),
+        EPS=float(rounding["eps"]),
+        OFFSET=float(rounding["offset"]),
+        FLOAT32=int(rounding["float32"]),
+        WINDOW=int(masking["window"] or 0),
+        SCALE=float(masking["scale"]),
+        CAP=float(masking["soft_cap"] or 0.0),
+        STEP=tile.step,
+        GROUP=max(16, 1 << (heads // kv_heads - 1).bit_length()),
+        STAGES=tile.stages,
+    )
+    return out, keys, values

@@ -1,0 +1,151 @@
+"""The body of the Triton kernel of `attended` (attended.py): a new token's heads are normed and rotated, its key and
+value written into the caches, and its attention computed over the caches of short rows, all in one program for each
+key/value head of each row."""
+
+import triton
+import triton.language as tl
+
+from jaxtune.pallas.few_rows.triton_kernels import _sum, _turned
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_MASKED = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _in_log2(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """Scales scores, products of queries and keys in float32, caps them at CAP (0: no cap) and returns them in units of
+    log2."""
+    scores = scores * SCALE
+    if CAP > 0.0:
+        # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
+        scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP * _LOG2E))))
+    return scores * _LOG2E
+
+
+@triton.jit
+def attended_kernel(
+    parts,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    positions,
+    sinks,
+    old_keys,
+    old_values,
+    out,
+    keys,
+    values,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SPLITS: tl.constexpr,
+    NORMS: tl.constexpr,
+    ROTATES: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FLOAT32: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Computes the attention of the query heads of one key/value head of one row, and writes it to out [COUNT, HEADS,
+    DIM]; a row without a token gets 0. Grid: (KV_HEADS, COUNT).
+
+    The new token's own key and value are taken from registers, because the caches get them in this kernel; the older
+    keys are read in the order of their places in the cache, STEP at a time, with STAGES such tiles on their way. Halves
+    of a head, which the rotation needs apart, are multiplied apart.
+
+    Args:
+      parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], the partial sums of queries, keys and values.
+      q_weight, k_weight: [DIM], those of the norms; not read if NORMS is 0.
+      cos, sin: float32[COUNT, DIM / 2], of the rotation's angles; not read if ROTATES is 0.
+      positions: int32[COUNT], of the new tokens; negative for a row without one.
+      sinks: float32[HEADS], in units of log2; _MASKED: no sink.
+      old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
+      keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM], rings in which a token is at its position modulo
+        CAPACITY.
+      NORMS, ROTATES, EPS, OFFSET, FLOAT32: as for placed_kernel.
+      WINDOW: how many tokens the new one sees, itself included; 0: all.
+      SCALE, CAP: the factor on scores, and their soft cap (0: none).
+      GROUP: the query heads of a key/value head, rounded up to a power of two of at least 16.
+    """
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    OWN: tl.constexpr = HEADS // KV_HEADS
+    HALF: tl.constexpr = DIM // 2
+    head, row = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions + row)
+    half, columns, members = tl.arange(0, HALF), tl.arange(0, DIM), tl.arange(0, GROUP)
+    stride: tl.constexpr = COUNT * ALL * DIM
+
+    queries = row * ALL + head * OWN + members
+    real = (members < OWN)[:, None] & (half < HALF)[None, :]
+    places = queries[:, None] * DIM + half[None, :]
+    q_low = _sum(parts, places, real, stride, SPLITS, DTYPE)
+    q_high = _sum(parts, places + HALF, real, stride, SPLITS, DTYPE)
+    inverse = tl.rsqrt((tl.sum(q_low * q_low, 1) + tl.sum(q_high * q_high, 1)) / DIM + EPS)[:, None]
+    angles = row * HALF + half
+    q_low, q_high = _turned(
+        q_low, q_high, inverse, q_weight, half[None, :], cos, sin, angles[None, :], NORMS, ROTATES, OFFSET, FLOAT32,
+        HALF, DTYPE,
+    )  # fmt: skip
+
+    own = (row * ALL + HEADS + head) * DIM
+    k_low = _sum(parts, own + half, half < HALF, stride, SPLITS, DTYPE)
+    k_high = _sum(parts, own + HALF + half, half < HALF, stride, SPLITS, DTYPE)
+    inverse = tl.rsqrt((tl.sum(k_low * k_low, 0) + tl.sum(k_high * k_high, 0)) / DIM + EPS)
+    k_low, k_high = _turned(
+        k_low, k_high, inverse, k_weight, half, cos, sin, angles, NORMS, ROTATES, OFFSET, FLOAT32, HALF, DTYPE
+    )
+    q_low, q_high = q_low.to(DTYPE), q_high.to(DTYPE)
+    k_low, k_high = k_low.to(DTYPE), k_high.to(DTYPE)
+    value = _sum(parts, own + KV_HEADS * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
+
+    cache = (row * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM
+    newest = tl.maximum(position, 0) % CAPACITY
+    if position >= 0:
+        place = cache + newest * DIM
+        tl.store(keys + place + half, k_low)
+        tl.store(keys + place + HALF + half, k_high)
+        tl.store(values + place + columns, value.to(DTYPE))
+
+    # The new token's own key, and the sink.
+    score = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)[None, :], 1)
+    score += tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32)[None, :], 1)
+    score = tl.where(position >= 0, _in_log2(score, SCALE, CAP), _MASKED)
+    sink = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
+    top = tl.maximum(score, sink)
+    weight = tl.where(position >= 0, tl.exp2(score - top), 0.0)
+    total = weight + tl.where(sink > _MASKED, tl.exp2(sink - top), 0.0)
+    acc = weight.to(DTYPE).to(tl.float32)[:, None] * value[None, :]
+
+    length = position + 1
+    seen = tl.minimum(length, WINDOW) if WINDOW > 0 else length
+    # A row that fits the cache has its keys in order; in a longer one every key of the ring may be visible.
+    first = tl.where(length > CAPACITY, 0, (length - seen) // STEP * STEP)
+    end = tl.where(length > CAPACITY, CAPACITY, position)
+    for begin in tl.range(first, end, STEP, num_stages=STAGES):
+        tokens = begin + tl.arange(0, STEP)
+        lines = cache + tokens[:, None] * DIM
+        low = tl.load(keys + lines + half[None, :])
+        high = tl.load(keys + lines + HALF + half[None, :])
+        scores = tl.dot(q_high, tl.trans(high), tl.dot(q_low, tl.trans(low)))
+        age = newest - tokens
+        age = tl.where(age < 0, age + CAPACITY, age)
+        visible = ((age > 0) & (age < seen))[None, :]
+        scores = tl.where(visible, _in_log2(scores, SCALE, CAP), _MASKED)
+        new = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp2(top - new)
+        weights = tl.where(visible, tl.exp2(scores - new[:, None]), 0.0)
+        total = total * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(DTYPE), tl.load(values + lines + columns[None, :]), acc * fade[:, None])
+        top = new
+    acc = acc / tl.maximum(total, 1e-30)[:, None]
+    places = (row * HEADS + head * OWN + members)[:, None] * DIM + columns[None, :]
+    tl.store(out + places, acc.to(DTYPE), mask=(members < OWN)[:, None] & (columns < DIM)[None, :])

@@ -1,0 +1,120 @@
+"""The bodies of the two Triton kernels that choose a token by its logits (drawing.py): sums over chunks of the
+vocabulary, and what a row makes of these.
+
+A chunk is CHUNK tokens, in blocks of BLOCK. Exponentials are relative to the largest logit of a chunk, and the second
+kernel makes them relative to that of the row. A row's programs read nothing of other rows.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chunk_kernel(
+    logits,
+    temperature,
+    logprob_temperature,
+    tops,
+    places,
+    sums,
+    blocks,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    """Reads one chunk of a row's logits. Grid: (CHUNKS, rows).
+
+    Args:
+      logits: [rows, STRIDE], of which the first VOCAB of a row are the vocabulary's.
+      temperature, logprob_temperature: float32[rows].
+      tops: float32[rows, CHUNKS]: the chunk's largest logit. places: int32, the first token that has it.
+      sums: float32[rows, CHUNKS]: the sum of exp((logit - top) / logprob_temperature).
+      blocks: float32[rows, CHUNKS * CHUNK / BLOCK]: the same of each block, with temperature; not written if DRAWS is
+        0.
+    """
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    wide = tl.load(logits + row.to(tl.int64) * STRIDE + tokens, mask=tokens < VOCAB, other=float("-inf"))
+    wide = wide.to(tl.float32)
+    top, place = tl.max(wide, 0, return_indices=True)
+    least = tl.where(top == float("-inf"), 0.0, top)
+    at = row * CHUNKS + chunk
+    tl.store(tops + at, top)
+    tl.store(places + at, chunk * CHUNK + place)
+    tl.store(sums + at, tl.sum(tl.exp((wide - least) / tl.load(logprob_temperature + row)), 0))
+    if DRAWS:
+        count: tl.constexpr = CHUNK // BLOCK
+        weights = tl.reshape(tl.exp((wide - least) / tl.load(temperature + row)), [count, BLOCK])
+        tl.store(blocks + at * count + tl.arange(0, count), tl.sum(weights, 1))
+
+
+@triton.jit
+def token_kernel(
+    logits,
+    temperature,
+    logprob_temperature,
+    uniform,
+    tops,
+    places,
+    sums,
+    blocks,
+    token,
+    logprob,
+    peak,
+    total,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    """Chooses a row's token, int32[rows], from what chunk_kernel wrote, and computes its log-probability, the largest
+    logit, and the logarithm of the sum of all exp((logit - peak) / logprob_temperature), float32[rows] each. Grid:
+    (rows,).
+
+    Args:
+      uniform: float32[rows], a random number from 0 to 1 by which the token is drawn; negative: the most likely one is
+        taken. Not read if DRAWS is 0.
+      CHUNKS_PADDED, BLOCKS_PADDED: CHUNKS, and BLOCKS, all blocks of a row, rounded up to powers of two.
+      The others are those of chunk_kernel.
+    """
+    row = tl.program_id(0)
+    line = row.to(tl.int64) * STRIDE
+    chunks = tl.arange(0, CHUNKS_PADDED)
+    real = chunks < CHUNKS
+    highs = tl.load(tops + row * CHUNKS + chunks, mask=real, other=float("-inf"))
+    top, chunk = tl.max(highs, 0, return_indices=True)
+    likeliest = tl.minimum(tl.load(places + row * CHUNKS + chunk), VOCAB - 1)
+    own = tl.load(logprob_temperature + row)
+    whole = tl.sum(tl.load(sums + row * CHUNKS + chunks, mask=real, other=0.0) * tl.exp((highs - top) / own), 0)
+    chosen = likeliest
+    if DRAWS:
+        target = tl.load(uniform + row)
+        if target >= 0.0:
+            heat = tl.load(temperature + row)
+            numbers = tl.arange(0, BLOCKS_PADDED)
+            exists = numbers < BLOCKS
+            high = tl.load(tops + row * CHUNKS + numbers // (BLOCKS // CHUNKS), mask=exists, other=float("-inf"))
+            parts = tl.load(blocks + row * BLOCKS + numbers, mask=exists, other=0.0) * tl.exp((high - top) / heat)
+            cumulative = tl.cumsum(parts, 0)
+            target = target * tl.max(cumulative, 0)
+            block = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), BLOCKS - 1)
+            before = tl.sum(tl.where(numbers == block - 1, cumulative, 0.0), 0)
+            tokens = block * BLOCK + tl.arange(0, BLOCK)
+            wide = tl.load(logits + line + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
+            weights = tl.exp((wide - top) / heat)
+            place = tl.sum((before + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
+            place = tl.minimum(place, BLOCK - 1)
+            # Where rounding leads past the last token that has a probability, the likeliest one is taken.
+            possible = tl.sum(tl.where(tl.arange(0, BLOCK) == place, weights, 0.0), 0) > 0.0
+            chosen = tl.where(possible, block * BLOCK + place, likeliest)
+    tl.store(token + row, chosen)
+    tl.store(logprob + row, (tl.load(logits + line + chosen).to(tl.float32) - top) / own - tl.log(whole))
+    tl.store(peak + row, top)
+    tl.store(total + row, tl.log(whole))
