@@ -10,13 +10,13 @@ help:  ## show this list
 env:  ## set up .venv
 	@sh scripts/setup_env.sh .venv
 
-env-parity:
+env-parity: env
 	@sh scripts/setup_env.sh .venv-parity
 
-env-aot:
+env-aot: env
 	@sh scripts/setup_env.sh .venv-aot
 
-env-docs:
+env-docs: env
 	@sh scripts/setup_env.sh .venv-docs
 
 docs: env-docs  ## build the documentation into build/site

@@ -41,6 +41,12 @@ fi
 
 echo "jaxtune: setting up $folder with $python"
 rm -f "$stamp"
+# Most files of the other environments are those of .venv, so a new one begins with them.
+if [ "$folder" != .venv ] && [ ! -e "$folder" ] && [ "$(cat .venv/.jaxtune-stamp 2>/dev/null)" = "$key" ]; then
+    copy_tree .venv "$folder"
+    rm -f "$stamp"
+    grep -lIF "$PWD/.venv" "$folder"/bin/* | xargs -r sed -i "s|$PWD/.venv|$PWD/$folder|g"  # the scripts' interpreter
+fi
 # An environment of the same interpreter is kept, with whatever else was installed into it.
 if [ "$(version "$folder/bin/python")" != "$(version "$python")" ]; then "$python" -m venv --clear "$folder"; fi
 pip --constraint constraints.txt --editable '.[test]'

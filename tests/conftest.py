@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+WITHOUT_PASSES = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_XLA_PROFILE_VERSION")  # both are 1: tests/passes.py
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -24,11 +25,18 @@ if "xla_cpu_collective_call_terminate_timeout_seconds" not in os.environ["XLA_FL
     # XLA ends the process when a virtual device lets the others wait for 40 s, which on a busy machine it may.
     os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
 if "xla_cpu_disable_new_fusion_emitters" not in os.environ["XLA_FLAGS"]:
-    # XLA's older code generator for fusions, which has no pipeline of MLIR passes for each of them. Without costly
-    # passes (`compiled_quickly`) it compiles in a third to a half of the time. With them the gain is 10 to 20 % over
-    # many small programs, and a large one may take longer: 98 tests of tests/train took 331 s of processor time, and
-    # 449 s before.
+    # XLA's older code generator for fusions, which has no pipeline of MLIR passes for each of them. Without the costly
+    # passes (below) it compiles in a third to a half of the time. With them the gain is 10 to 20 % over many small
+    # programs, and a large one may take longer: 98 tests of tests/train took 331 s of processor time, and 449 s before.
     os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Without XLA's costly passes on a CPU, which are two thirds of the time that it takes to compile a tiny model's
+    # program: a test that trains one and evaluates it took 7.4 s of processor time, and 14.4 s with them. Processes
+    # that tests start compile so too. Two different programs that must give the same bits may need the passes, which
+    # contract and order sums in the same way in both: their tests use the fixture `compiled_in_full`. tests/golden and
+    # tests/gpu/aot compile as runs do.
+    for name in WITHOUT_PASSES:
+        os.environ.setdefault(name, "1")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".pytest_cache" / "jax"))
 # Small programs too: thousands of them take a minute to compile, and the workers of a run share what one has compiled.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -81,30 +89,23 @@ def programs_are_kept_as_the_command_keeps_them():
     use_program_cache()
 
 
-@pytest.fixture(scope="module")
-def compiled_quickly():
-    """Leaves out XLA's costly passes on a CPU, which are two thirds of the time that it takes to compile a tiny model's
-    program. It serves modules that compare results with those of another library or of other programs, within a
-    tolerance, and modules whose equal bits are of one program, such as a run and its resume. Two different programs
-    that must give the same bits may need the passes, which contract and order sums in the same way in both."""
+@pytest.fixture(scope="module", autouse=True)
+def programs_end_with_their_module():
+    """No other module needs a module's programs, and thousands of them take gigabytes."""
     import jax  # not before the settings above
 
-    from tests.passes import compiled_with_passes
-
-    if jax.default_backend() != "cpu":
-        yield
-        return
-    with compiled_with_passes(False):
-        yield
-    jax.clear_caches()  # no other module needs these programs
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture
-def compiled_in_full(compiled_quickly):
-    """For a test of such a module in which two programs must agree in more digits than they do without the passes."""
+def compiled_in_full():
+    """For a test in which two programs must agree in more digits than they do without XLA's costly passes."""
+    import jax
+
     from tests.passes import compiled_with_passes
 
-    with compiled_with_passes(True):
+    with compiled_with_passes(True) if jax.default_backend() == "cpu" else contextlib.nullcontext():
         yield
 
 

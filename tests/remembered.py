@@ -43,7 +43,8 @@ SECONDS_BETWEEN_SAVES = 60
 _VARIABLES = ("HYPOTHESIS_PROFILE", "XLA_", "JAX_", "JAXTUNE_")
 # But these are places. What lies there is of the key where it counts, or is made anew with the same content.
 _PLACES = {"JAX_COMPILATION_CACHE_DIR", "JAXTUNE_CACHE", "JAXTUNE_CI_CACHE", "JAXTUNE_TEST_DATA", "JAXTUNE_TUNING_DIR"}
-_NOT_OF_THE_KEY = {*_PLACES, "JAXTUNE_PARITY", "JAXTUNE_CASES", "JAXTUNE_CASES_UNTIL"}
+_NOT_OF_THE_KEY = {*_PLACES, "JAXTUNE_PARITY", "JAXTUNE_CASES"}
+_NOT_OF_THE_KEY |= {"JAXTUNE_CASES_UNTIL", "JAXTUNE_CASES_NEVER_REMEMBERED_UNTIL"}
 
 # What runs beside a test, or interrupts it: a test with one of these words is never remembered.
 _TIMED = {"signal", "signals", "threading", "multiprocessing", "concurrent", "asyncio", "workers", "launch"}
@@ -370,15 +371,25 @@ def _family(item: pytest.Item) -> str | None:
     return module.__name__.rsplit(".", 1)[1]
 
 
+def _names(item: pytest.Item) -> list[str]:
+    """Of a test, its classes and its fixtures."""
+    of_classes = (node.name for node in item.listchain() if isinstance(node, pytest.Class))
+    return [getattr(item, "originalname", None) or item.name, *of_classes, *getattr(item, "fixturenames", ())]
+
+
+def never(item: pytest.Item) -> bool:
+    """Whether a test is never remembered."""
+    file = Path(item.path)
+    return file.is_relative_to(ROOT) and timed(file, _names(item))
+
+
 def key(item: pytest.Item, environment: str) -> str | None:
     """None for a test that is never remembered."""
-    fixtures = getattr(item, "fixturenames", ())
-    of_classes = (node.name for node in item.listchain() if isinstance(node, pytest.Class))
-    file, names = Path(item.path), [getattr(item, "originalname", None) or item.name, *of_classes, *fixtures]
-    if timed(file, names):
+    if never(item):
         return None
+    file, names = Path(item.path), _names(item)
     files = _key_of_files(file, _family(item), reads_by_name(file, names))
-    data = _real_data() if "test_data" in fixtures else ""
+    data = _real_data() if "test_data" in names else ""
     return hashlib.sha256(f"{item.nodeid} {files} {data} {environment}".encode()).hexdigest()[:32]
 
 

@@ -17,7 +17,6 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.files.quant import prepare_qat, stored_in
 from tests.test_cli import word_tokenizer
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SIZES = dict(hidden_size=32, intermediate_size=64, head_dim=16, layers=(LayerSpec(),))
 KINDS = {
     "nf4": dict(load_in="nf4"),

@@ -39,8 +39,6 @@ from jaxtune.models.lora import linears
 from jaxtune.train.config.objective import ObjectiveConfig
 from tests.train.data.conftest import make_tokenizer
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 QUESTIONS = {"Who are you?": "I am a bot.", "Name a colour.": "It is blue.", "The sum of two and two?": "four"}
 
 

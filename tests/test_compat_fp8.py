@@ -10,8 +10,6 @@ from jaxtune.models.files.quant import computes_in_fp8, quantize, stored_in
 from jaxtune.models.hf import save_pretrained
 from tests.train.data.conftest import make_tokenizer
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def write(folder, load_in=None):
     tokenizer = make_tokenizer()

@@ -19,8 +19,6 @@ from jaxtune.compat import (
 from jaxtune.models.files.quant import stored_in
 from tests.test_compat import folder  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.mark.parametrize("kind", [BitsAndBytesConfig, dict])
 def test_the_type_of_four_bits_matters_to_four_bits_alone(folder, kind):  # noqa: F811

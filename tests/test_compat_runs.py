@@ -25,8 +25,6 @@ from jaxtune.models.lora import linears, matrices
 from jaxtune.train.data import workers
 from tests.test_compat import LABELLED, PREFERENCES, QUESTIONS, folder, load, rows, trainer_of  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):

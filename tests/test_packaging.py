@@ -286,6 +286,25 @@ def test_installation_happens_once_and_again_after_a_change(checkout):
     assert setup() == (0, [])
 
 
+def test_other_environments_begin_with_the_files_of_the_first(checkout):
+    folder, setup = checkout
+    code, calls = setup(".venv-aot")
+    assert code == 0 and calls[0] == "venv"  # where there is no .venv
+    setup()
+    script = folder / ".venv" / "bin" / "pytest"
+    script.write_text(f"#!{folder}/.venv/bin/python\n")
+    (folder / ".venv" / "module.py").write_text("x = 1\n")
+    code, calls = setup(".venv-docs")
+    assert code == 0 and all(call.startswith("pip") for call in calls) and ".[docs]" in calls[-1]
+    assert (folder / ".venv-docs" / "module.py").samefile(folder / ".venv" / "module.py")
+    assert (folder / ".venv-docs" / "bin" / "pytest").read_text() == f"#!{folder}/.venv-docs/bin/python\n"
+    assert script.read_text() == f"#!{folder}/.venv/bin/python\n"
+    with open(folder / "constraints.txt", "a") as file:
+        file.write("# changed\n")
+    code, calls = setup(".venv-parity")  # the first is not up to date
+    assert code == 0 and calls[0] == "venv"
+
+
 def test_a_failed_installation_is_tried_again(checkout):
     folder, setup = checkout
     (folder / "log.fail").touch()

@@ -39,15 +39,23 @@ def of_this_test_by(factor: int):
 
 def test_a_function_is_compiled_anew_under_the_other_setting(cache):
     first, second = of_this_test_by(2), of_this_test_by(3)
-    first(jnp.arange(3.0))
-    with compiled_with_passes(False):
-        assert (
-            compiled_now(first, cache) == 2
-        )  # the program with the passes was taken neither from memory nor the folder
-        assert compiled_now(first, cache) == 0
-        assert compiled_now(second, cache) == 1
-        with compiled_with_passes(True):
-            assert compiled_now(first, cache) == 0  # it is in memory
+    assert jax.config.values["jax_disable_most_optimizations"]  # all tests but those that say otherwise
+    with compiled_with_passes(True):
+        first(jnp.arange(3.0))
+        with compiled_with_passes(False):
+            # The program with the passes was taken neither from memory nor the folder.
+            assert compiled_now(first, cache) == 2
+            assert compiled_now(first, cache) == 0
             assert compiled_now(second, cache) == 1
-        assert compiled_now(second, cache) == 0
-    assert compiled_now(first, cache) == compiled_now(second, cache) == 0
+            with compiled_with_passes(True):
+                assert compiled_now(first, cache) == 0  # it is in memory
+                assert compiled_now(second, cache) == 1
+            assert compiled_now(second, cache) == 0
+        assert compiled_now(first, cache) == compiled_now(second, cache) == 0
+
+
+def test_the_usual_setting_is_that_of_a_program_without_the_passes(cache):
+    first = of_this_test_by(4)
+    assert compiled_now(first, cache) == 1
+    with compiled_with_passes(False):
+        assert compiled_now(first, cache) == 0

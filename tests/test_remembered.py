@@ -329,6 +329,6 @@ def test_what_passed_in_another_environment_is_run_again(suite):
 
 def test_what_conftest_runs_for_all_tests_makes_none_of_them_timed():
     """It sets signals, and for a day no test was remembered."""
-    names = ["programs_are_kept_as_the_command_keeps_them", "compiled_quickly"]
+    names = ["programs_are_kept_as_the_command_keeps_them", "programs_end_with_their_module"]
     assert not remembered.timed(ROOT / "tests/train/test_checkpoint.py", [*names, "test_nothing_there", "checkpointer"])
     assert remembered.timed(ROOT / "tests/faults/test_kills.py", [*names, "test_killed_at_random_moments"])

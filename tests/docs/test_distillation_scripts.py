@@ -16,7 +16,6 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.train.objectives.own_samples import OwnSamples
 from tests.docs.test_reward_scripts import adapted
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 PROMPTS = [{"prompt": [{"role": "user", "content": f"Say {n}."}]} for n in range(4)]
 CHATS = [{"messages": [*row["prompt"], {"role": "assistant", "content": f"{n}"}]} for n, row in enumerate(PROMPTS)]
 

@@ -22,8 +22,6 @@ from tests.docs import qwen35_plans
 from tests.docs.conftest import run_command
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 DOCS = ROOT / "docs"
 RUN = ("python", "sh", "console")
 SHOWN = ("text", "json", "yaml", "mermaid")

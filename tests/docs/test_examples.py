@@ -13,8 +13,6 @@ import pytest
 from tests.docs.conftest import run_command
 from tests.docs.pages import ROOT
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 EXAMPLES = ROOT / "examples"
 MOVED = ("unsloth_quickstart.py", "unsloth_notebook.ipynb", "trl_quickstart.py", "peft_training_arguments.py")
 MOVED += ("unsloth_grpo.py", "trl_grpo.py")  # test_reward_scripts.py

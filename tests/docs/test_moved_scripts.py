@@ -23,8 +23,6 @@ from scripts.docs_hooks import compat_tables, with_tables
 from tests.docs.pages import ROOT
 from tests.train.data.conftest import make_tokenizer
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SIGNATURES = json.loads((ROOT / "tests/docs/signatures.json").read_text(encoding="utf-8"))["signatures"]
 TEXTS = ["The cat sat on the mat and looked at the moon.", "A short one."] * 8
 CHATS = [

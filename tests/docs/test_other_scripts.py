@@ -25,8 +25,6 @@ from jaxtune.models.hf import save_pretrained
 from jaxtune.train.data.workers import ROWS_PER_CHUNK
 from tests.train.data.conftest import make_tokenizer
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SCRIPTS = Path(__file__).parent / "scripts"
 NAME = "tests/tiny-chatml"
 PAIRS = [("Who are you?", "I am a bot."), ("Name a colour.", "It is blue."), ("The sum of two and two?", "It is four.")]

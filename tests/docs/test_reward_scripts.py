@@ -15,8 +15,6 @@ from jaxtune.compat import arguments
 from jaxtune.train.objectives.packed_answers import REFERENCE_LOGPS, SAMPLED_LOGPS
 from tests.docs.test_moved_scripts import run_script
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.fixture
 def from_the_hub(workplace, monkeypatch):

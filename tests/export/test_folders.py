@@ -27,8 +27,6 @@ from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import linears
 from jaxtune.pallas.formats import FP8, MXFP4, FourBit
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def assert_same(found, wanted):
     """Every tensor of two models, bit for bit."""

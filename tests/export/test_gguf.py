@@ -23,8 +23,6 @@ from jaxtune.models.files import byte_files  # noqa: E402
 from jaxtune.models.files.weights import Weights  # noqa: E402
 from tests.export.test_gguf_tokenizer import changed  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def written(model, tmp_path, outtype="f32"):
     """(the reader of the file that was written, its keys)"""

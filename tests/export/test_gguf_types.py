@@ -18,8 +18,6 @@ from jaxtune.export.gguf_tensors import Tensor  # noqa: E402
 from jaxtune.models.files.quant import quantize  # noqa: E402
 from tests.export.test_gguf import dequantised, encoded, expected_tensors, our_name  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 STEPS = {"Q4_K": 15, "Q5_K": 31, "Q6_K": 63}  # between the smallest and the largest code
 
 

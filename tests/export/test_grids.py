@@ -20,7 +20,6 @@ from jaxtune.models.files.quant import convert_qat, prepare_qat, quantize
 from jaxtune.models.files.shards import read_tensor
 from jaxtune.models.lora import linears
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 GROUPS = (32, 64, 128)
 
 

@@ -26,8 +26,6 @@ gguf = pytest.importorskip("gguf")
 
 from tests.export.test_gguf import expected_tensors, our_name  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def model_of(dtype="bfloat16", family="qwen2"):
     return made(family, dtype, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_hidden_layers=1)

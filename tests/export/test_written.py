@@ -8,8 +8,6 @@ import pytest
 
 from tests.export.written import CASES, RECORD, digests
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.mark.parametrize("case", CASES)
 def test_files_are_the_bytes_that_they_were(case, tmp_path, tokenizer):

@@ -38,8 +38,6 @@ from jaxtune.train.trainer import Trainer
 from tests.faults.command import STEPS, make_folder
 from tests.train.tiny_runs import LENGTH, assert_same, dataset, documents, lora_model, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:

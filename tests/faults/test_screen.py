@@ -90,6 +90,7 @@ def dead_reader() -> Iterator[int]:
     os.close(writer)
 
 
+@pytest.mark.essential
 def test_ctrl_c_on_a_pipeline_with_tee_saves(recipe, tmp_path):
     """What a terminal does at Ctrl-C: every process of the pipeline is interrupted, and tee dies of it."""
     output = tmp_path / "run"

@@ -19,6 +19,8 @@ FLAGS = {
 
 
 def set_flags() -> None:
+    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_XLA_PROFILE_VERSION"):  # which tests/conftest.py sets
+        os.environ.pop(name, None)
     if platform.machine() == "x86_64":
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
         # Without the code generator that compiles faster for tests: these programs are those that runs have.

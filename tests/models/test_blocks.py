@@ -30,7 +30,6 @@ from jaxtune.train.program.loss import declared_losses
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SEGMENTS = np.array([[1] * 5 + [2] * 7, [1] + [2] * 8 + [0] * 3], np.int32)
 EXPERTS = ExpertsShape(MoEConfig(4, 2, 8), hf_name="")
 SCALED = ExpertsShape(MoEConfig(4, 2, 8, scaled_router=True), hf_name="")

@@ -19,8 +19,6 @@ from jaxtune.models.hf import from_pretrained, model_from_config, save_pretraine
 from jaxtune.models.layers.attention import AttentionShape
 from jaxtune.models.registry import config_from_hf, family
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 WIDE = Record(
     AttentionShape,
     (

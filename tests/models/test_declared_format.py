@@ -32,7 +32,6 @@ from jaxtune.train.planning.sizes import packed_slack
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 HF = CONFIGS["llama"] | {"num_hidden_layers": 1}
 EXPERTS = CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1, "moe_intermediate_size": 64}
 TOKENS = jnp.arange(12, dtype=jnp.int32)[None]

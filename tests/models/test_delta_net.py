@@ -13,7 +13,6 @@ from jaxtune.models.layers.delta_net import DeltaNet, DeltaNetShape
 from jaxtune.models.layers.segment import Context
 from jaxtune.pallas.attention import packed_layout
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LENGTHS = (1, 2, 3, 4, 7)  # of prompts: fewer tokens than taps, as many as the window has, as many as taps, and more
 LONGEST, TAPS = max(LENGTHS), 4
 

@@ -21,7 +21,6 @@ from tiny import CONFIGS, golden_tokens
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.registry import FAMILIES, config_from_hf, family
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 # scope: the tests of a family follow one another, so that one worker loads and compiles it.
 families = pytest.mark.parametrize("name", CONFIGS, scope="module")

@@ -32,8 +32,6 @@ from jaxtune.train.planning.plan import parse_residuals
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 E4M3 = ml_dtypes.float8_e4m3fn
 # Larger than one block, and no multiple of it: 192 x 144 and the like.
 CONFIG = CONFIGS["llama"] | {"hidden_size": 144, "intermediate_size": 192, "num_hidden_layers": 1}

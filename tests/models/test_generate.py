@@ -20,7 +20,6 @@ from jaxtune.models.generation import slots
 from jaxtune.models.generation.generate import _token_logprobs
 from jaxtune.models.generation.sampling import Sampling, filtered
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 PROMPTS = [[3, 9, 27], list(range(1, 20)), [44], [7, 7, 7, 8, 30, 2, 1]]
 
 # With rows of mixed lengths; the other features of the families are in the goldens.

@@ -21,7 +21,6 @@ from jaxtune.models.hf import from_pretrained, model_from_config, save_pretraine
 from jaxtune.models.lora import matrices
 from jaxtune.pallas.formats import dense
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LINEARS = CONFIGS["llama"] | {"num_hidden_layers": 1}
 EXPERTS = CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1, "moe_intermediate_size": 64}
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)

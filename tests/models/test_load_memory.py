@@ -14,8 +14,6 @@ from tiny import CONFIGS
 from jaxtune.models.files import load_memory
 from jaxtune.models.hf import Pretrained, from_pretrained, save_pretrained
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.fixture
 def folder(tmp_path):

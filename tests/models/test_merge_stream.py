@@ -23,8 +23,6 @@ from jaxtune.models.hf import from_pretrained, save_pretrained, save_weights
 from jaxtune.models.lora import experts, linears
 from jaxtune.models.placement import partition
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 WIDE = dict(
     vocab_size=128,
     hidden_size=64,

@@ -15,8 +15,6 @@ from tiny_models import adapted_model
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import model_from_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TOKENS = jnp.asarray(np.concatenate([golden_tokens(), golden_tokens()]))
 IDS = jnp.asarray(np.repeat([[1] * 9 + [2] * (TOKENS.shape[1] - 11) + [0] * 2], len(TOKENS), 0), jnp.int32)
 
@@ -59,6 +57,7 @@ def alone():
         (of_experts_and_delta_rules, AxisType.Explicit, False, True),
     ],
 )
+@pytest.mark.essential
 def test_a_mesh_gives_what_one_device_gives(alone, made, kind, in_force, weights_too):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
     rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())

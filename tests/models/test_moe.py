@@ -75,6 +75,8 @@ def test_full_fine_tuning_equals_plain_differentiation(name):
         np.testing.assert_allclose(a, b, atol=4e-6 * max(1.0, np.abs(b).max()), rtol=0, err_msg=where)
 
 
+@pytest.mark.essential
+@pytest.mark.usefixtures("compiled_in_full")
 def test_plans_give_the_same_bits(monkeypatch):
     monkeypatch.setattr(transfers, "PIECE_BYTES", 256)  # sorted rows, tokens by experts: all of them in pieces
     model = adapted_model(moe_model(**GPT_OSS), r=2, target_parameters=BOTH)

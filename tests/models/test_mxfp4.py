@@ -20,7 +20,6 @@ from jaxtune.models.hf import from_pretrained, model_from_config, save_pretraine
 from jaxtune.models.lora import matrices
 from jaxtune.pallas.formats import MXFP4
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 LINEARS = CONFIGS["llama"] | {"num_hidden_layers": 1}
 EXPERTS = CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1, "moe_intermediate_size": 64}

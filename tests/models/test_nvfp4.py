@@ -27,7 +27,6 @@ from jaxtune.train.config import MeshConfig
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 E4M3 = ml_dtypes.float8_e4m3fn
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 LINEARS = CONFIGS["llama"] | {"num_hidden_layers": 1}

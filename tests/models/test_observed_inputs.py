@@ -21,8 +21,6 @@ from jaxtune.models.files.quant import convert_qat, prepare_qat, qat_spec, unrou
 from jaxtune.models.lora import linears, without_adapter
 from jaxtune.models.observed_inputs import known_scales, observed_scales
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, attention_scale=32**-0.5)
 TOKENS = np.random.default_rng(0).integers(0, 48, (3, 12)).astype(np.int32)
 NAME = "nvfp4-nvfp4"

@@ -31,7 +31,6 @@ from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SEGMENTS = np.array([[1] * 5 + [2] * 7, [1] + [2] * 8 + [0] * 3], np.int32)
 
 

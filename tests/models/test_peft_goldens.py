@@ -15,7 +15,6 @@ from tiny_models import golden_model, named
 
 from jaxtune import load_adapter, merge_adapter, save_adapter
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens" / "peft"
 
 

@@ -23,7 +23,6 @@ from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.precision import Component, resolve
 from jaxtune.pallas.formats import Stored, format_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOKENS = jnp.arange(12, dtype=jnp.int32)[None]
 SIZES: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, head_dim=16)
 MAP = {"lm_head": "fp32", "norms": "fp32", "layers.0.*": "bf16", "layers.1.*.q_proj": "fp32", "*.down_proj": "int8"}

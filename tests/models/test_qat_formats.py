@@ -22,8 +22,6 @@ from jaxtune.models.lora import copy_structure, experts, linears, matrices, with
 from jaxtune.pallas.format_names import QAT_GROUPS
 from jaxtune.pallas.formats import FORMATS
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, attention_scale=32**-0.5, layers=(LayerSpec(),))
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 48, (2, 12)))
 SPECS = [(name, QAT_GROUPS[name][0]) for name in ROUNDINGS] + [("int8", None)]

@@ -27,8 +27,6 @@ from jaxtune.models.lora import freeze
 from jaxtune.models.lora import linears as linears_of
 from jaxtune.pallas.formats import Stored
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def prompts_of(vocab: int, lengths=(3, 19, 1, 7, 30, 2, 12)) -> list[list[int]]:
     return [[(7 * row + 5 * place + 3) % vocab for place in range(length)] for row, length in enumerate(lengths)]

@@ -20,6 +20,7 @@ from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPla
 from jaxtune.models.stack import run_stack
 from jaxtune.pallas.attention import attention
 from jaxtune.pallas.quant_matmul import reference
+from tests.passes import compiled_with_passes
 
 LAYERS = 2
 SPECS = (LayerSpec(window=4), LayerSpec(rotary=1))
@@ -95,15 +96,18 @@ TARGETS = ["q_proj", "o_proj", "up_proj"]
 def kept():
     """(model, its results with everything kept), with dropout."""
     model = make_model(lora_dropout=0.3, use_dora=True, target_modules=TARGETS)
-    return model, loss_and_gradients(model, PLANS["keep"], jax.random.key(9))
+    with compiled_with_passes(True):
+        return model, loss_and_gradients(model, PLANS["keep"], jax.random.key(9))
 
 
 @pytest.mark.parametrize("plan", [name for name in PLANS if name != "keep"])
+@pytest.mark.usefixtures("compiled_in_full")
 def test_plans_give_the_same_bits_and_masks(kept, plan):
     model, want = kept
     assert_same(loss_and_gradients(model, PLANS[plan], jax.random.key(9)), want)
 
 
+@pytest.mark.usefixtures("compiled_in_full")
 def test_serial_transfers_give_the_same_bits(kept):
     """What overlapped ones are measured against."""
     model, want = kept

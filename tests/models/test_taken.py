@@ -26,7 +26,6 @@ from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPla
 from jaxtune.models.stack import run_stack
 from jaxtune.pallas.formats import FourBit
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 HF = CONFIGS["gemma4_shared"]
 SEGMENTS = np.array([[1] * 5 + [2] * 7, [1] + [2] * 8 + [0] * 3], np.int32)
 MIXED = (

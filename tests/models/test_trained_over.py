@@ -31,7 +31,6 @@ from jaxtune.models.generation.ends import end_token_ids, with_end_token_ids
 from jaxtune.models.lora import linears
 from jaxtune.pallas import formats
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOKENS = jnp.arange(12, dtype=jnp.int32)[None]
 SIZES: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, head_dim=16, layers=(LayerSpec(),))
 

@@ -83,6 +83,7 @@ def compare(segments, features, heads, kv_heads, dim=DIM, backward=None):
 
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.gpu
+@pytest.mark.essential
 def test_kernels_against_the_reference(case):
     compare(*CASES[case])
 

@@ -99,6 +99,7 @@ def test_reference(case, transposed):
 
 @pytest.mark.parametrize(("case", "transposed"), [("uneven", False), ("uneven", True)])
 @pytest.mark.gpu
+@pytest.mark.essential
 def test_mosaic_in_the_interpreter(case, transposed):
     sizes = SIZES[case]
     groups, held, arrays = operands(sizes, transposed)

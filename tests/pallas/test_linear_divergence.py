@@ -13,7 +13,6 @@ import pytest
 from jaxtune.pallas.linear_cross_entropy import linear_divergence
 from jaxtune.train.objectives.distillation import generalized_jsd
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ROWS, LENGTH, DIM, WIDE, VOCAB = 2, 13, 16, 24, 50
 CASES = {
     "forward": dict(beta=0.0),

@@ -12,7 +12,6 @@ import pytest
 from jaxtune.pallas.linear_cross_entropy import linear_divergence, linear_top_k, linear_top_k_divergence
 from tests.pallas.test_linear_divergence import DIM, LENGTH, ROWS, VOCAB, biggest, operands, with_gradients
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CASES = {
     "forward": dict(beta=0.0),
     "reverse": dict(beta=1.0),

@@ -20,8 +20,6 @@ from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, router_sums, row_weights, unpermute
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.fixture(autouse=True)
 def without_races():

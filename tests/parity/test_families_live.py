@@ -27,7 +27,6 @@ from jaxtune.models.rope import rotary_table
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.program.loss import declared_losses, loss_sums
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 # scope: the tests of a family follow one another, so that one worker loads and compiles it.
 families = pytest.mark.parametrize("name", CONFIGS, scope="module")
 
@@ -47,6 +46,7 @@ def both(tmp_path_factory):
 
 
 @families
+@pytest.mark.essential
 def test_loss_and_gradient_of_every_tensor(name, both):
     _, theirs, ours = both(name)
     tokens = golden_tokens()

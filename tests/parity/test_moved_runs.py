@@ -21,8 +21,6 @@ from jaxtune import compat
 from jaxtune.train.data.batches import torch_order
 from tests.train.data.conftest import make_tokenizer
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 WORDS = ["I", "am", "a", "bot", "that", "adds", "two", "and", "names", "colour", ":", "blue", "red", "or", "green"]
 
 

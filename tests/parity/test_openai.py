@@ -8,13 +8,12 @@ import pytest
 import jaxtune
 from tests.serve.running import engine_of, served_models, serving
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 KEY = "open sesame"
 
 
 @pytest.fixture(scope="module")
-def models(compiled_quickly):
+def models():
     return served_models()
 
 

@@ -22,11 +22,11 @@ import jaxtune
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import linears
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize(("config", "settings"), LIVE_CASES.values(), ids=LIVE_CASES)
+@pytest.mark.essential
 def test_adapter_made_by_peft(tmp_path, config, settings):
     base = reference.make_checkpoint(tmp_path / "base", CONFIGS[config])
     peft_reference.make_adapter(base, tmp_path / "theirs", settings)

@@ -14,8 +14,6 @@ import jaxtune
 from tests.train import trajectory as t
 from tests.train.test_trajectory import TOLERANCE, story_dataset, tiny_dataset
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 QUICKSTART = Path(jaxtune.__file__).parent / "quickstart"
 
 

@@ -85,6 +85,7 @@ def check(segments, features, dim, capability=(8, 0), **heads):
         ("everything", 512),
     ],
 )
+@pytest.mark.essential
 def test_kernels_against_the_reference(case, dim):
     runs, features = CASES[case]
     check(segments_of(runs), features, dim)

@@ -49,6 +49,7 @@ def outputs(implementation, arrays, dout, ids):
     ("case", "key_heads", "heads"),
     [*((case, 1, 1 if case == "4,096 tokens" else 2) for case in CASES), ("packed", 2, 2)],
 )
+@pytest.mark.essential
 def test_kernels_against_the_definition(case, key_heads, heads):
     runs = CASES[case]
     ids = np.concatenate([np.full(abs(n), max(0, number * np.sign(n))) for number, n in enumerate(runs, 1)])

@@ -25,8 +25,6 @@ from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
 from jaxtune.train.objectives.reward import Reward
 from jaxtune.train.program.loss import Forward
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TOLERANCE = 1e-5
 CASES = {
     "sigmoid": ("dpo", DPO(beta=0.3), dict(beta=0.3)),
@@ -99,6 +97,7 @@ def compare(ours, theirs):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.essential
 def test_pairs(tmp_path, case):
     name, objective, options = CASES[case]
     base = reference.make_checkpoint(tmp_path / "base", CONFIGS["qwen2"])

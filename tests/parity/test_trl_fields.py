@@ -11,7 +11,6 @@ import pytest
 from jaxtune import compat
 from tests.docs.conftest import desk, hub, tiny_model, workplace  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CONFIGS = [
     ("trl", "GRPOConfig"),
     ("trl", "RLOOConfig"),

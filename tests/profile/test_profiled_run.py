@@ -14,8 +14,6 @@ from jaxtune.train.config import MemoryConfig, MeshConfig, ProfileConfig
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def test_a_run_captures_the_steps_that_it_is_told_to(tmp_path):
     config = make_config(tmp_path / "run", steps=6, profile=ProfileConfig(steps=2, start=2))

@@ -18,13 +18,12 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.engine import Engine
 from tests.serve.running import ask, engine_of, events, served_models, serving, wait_until
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 
 
 @pytest.fixture(scope="module")
-def models(compiled_quickly):
+def models():
     return served_models()
 
 
@@ -56,6 +55,7 @@ def chat(port, **body):
 
 
 @pytest.mark.parametrize("name", ["base", "mine"])
+@pytest.mark.essential
 def test_an_answer_is_that_of_generate(models, port, name):
     prompt = tokens(models)
     [ids], [logprobs] = jaxtune.generate(models[name].model, [prompt], 24, output_logprobs=True)

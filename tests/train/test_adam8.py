@@ -29,8 +29,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train import adam8_cases as c
 from tests.train.tiny_runs import dataset, documents, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 
 # ---- maps and codes

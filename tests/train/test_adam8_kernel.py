@@ -64,6 +64,7 @@ def bits(tree) -> list[bytes]:
 @pytest.mark.parametrize(("dtype", "scale"), [(jnp.bfloat16, 1.0), (jnp.bfloat16, 0.037), (jnp.float32, 1e-7)])
 @pytest.mark.gpu
 @pytest.mark.usefixtures("without_races")
+@pytest.mark.essential
 def test_steps_are_those_of_the_reference(dtype, scale, monkeypatch):
     """Three steps over a tensor with parts of a chunk and of a block, whole chunks with blocks of zeros, and one too
     small for 8 bits. Gradients come multiplied, and are scaled back."""

@@ -26,7 +26,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 FUNCTIONS = """
 def even(completion_ids, **columns):
     return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]

@@ -34,7 +34,6 @@ from tests.models.test_digests import flip_an_unsampled_bit, say
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
 CONFIG = CONFIGS["llama"] | {"vocab_size": 4096, "num_hidden_layers": 1}
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture

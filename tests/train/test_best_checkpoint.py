@@ -24,7 +24,6 @@ from jaxtune.train.scoring import weights_to_score
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SCORES = (0.9, 0.1, 0.7, 0.3, float("nan"), 0.5)  # of the evaluations after 0, 1, ... steps
 BEST = "eval_score"
 

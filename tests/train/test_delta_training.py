@@ -23,7 +23,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train.test_preference import batch_of, pairs
 from tests.train.tiny_runs import dataset, documents, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOKENS = np.random.default_rng(0).integers(3, 128, (2, 33), np.int32)
 IDS = np.repeat([[1] * 5 + [2] * 16 + [3] * 11 + [0]], 2, 0).astype(np.int32)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

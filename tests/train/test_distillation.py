@@ -41,7 +41,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import dataset, documents, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CAPPED = dict(final_soft_cap=5.0, logit_scale=0.7)
 
 

@@ -40,8 +40,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train.test_preference import pairs
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 MOE = MoEConfig(4, 2, 8, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=0.5)
 MICRO_BATCHES, STEPS = 2, 5
 ROWS = dataset(documents(15, seed=6), LENGTH, packing=False).batches(16, shuffle=False).batch_at(0)
@@ -228,6 +226,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("name", "mesh"), MESHES)
+@pytest.mark.essential
 def test_gradients_and_weights_are_those_of_one_device(name, mesh):
     """Dropout's masks are the same too, or no gradient would be."""
     require_same(run(name, mesh), run(name, (1, 1)))

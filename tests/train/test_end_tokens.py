@@ -6,7 +6,6 @@ import argparse
 import json
 from pathlib import Path
 
-import pytest
 from tiny_models import tiny_model
 
 from jaxtune import from_pretrained, get_peft_model, merge_adapter, save_adapter, save_pretrained
@@ -20,7 +19,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ROWS = [{"messages": [{"role": "user", "content": "Name one"}, {"role": "assistant", "content": "red"}]}] * 4
 
 

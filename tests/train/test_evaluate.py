@@ -24,9 +24,6 @@ def conversation(question, answer):
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return make_tokenizer()

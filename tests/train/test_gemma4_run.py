@@ -65,7 +65,6 @@ def lora_model():
 # ---- adapters without a gradient
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_every_adapter_of_a_model_that_shares_keys_has_a_gradient(tmp_path):
     """The layers that take keys have no adapter of their own for them, and those of the layers that give them train."""
     trainer = Trainer(lora_model(), None, make_config(tmp_path, steps=4), dataset(TRAIN))
@@ -75,7 +74,6 @@ def test_every_adapter_of_a_model_that_shares_keys_has_a_gradient(tmp_path):
     assert len(trainer.history) == 4
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_an_adapter_on_keys_that_a_layer_does_not_use_is_named(tmp_path):
     """As if such a layer had got a projection of its own to keys, which nothing reads."""
     model = lora_model()

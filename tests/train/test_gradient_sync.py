@@ -30,8 +30,6 @@ from jaxtune.train.program.step import StepProgram, Sums, TrainState
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 ROWS = dataset(documents(15, seed=6), LENGTH, packing=False).batches(16, shuffle=False).batch_at(0)
 FORMATS = ("bf16", "int8", "int4")
 BF16, INT8, INT4 = (GradientSync(format, True) for format in FORMATS)

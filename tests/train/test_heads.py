@@ -19,7 +19,6 @@ from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 VALUE = Head("v_head", 1, "ForTokenClassification", "TOKEN_CLS", "this model values tokens")
 
 

@@ -22,8 +22,6 @@ from tests.train.data.conftest import make_tokenizer
 from tests.train.test_preference import LENGTH, TURNS, adapted, held_out, pairs, plain_answer, trainer_of
 from tests.train.tiny_runs import make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def single(count: int, seed: int = 0) -> PairDataset:
     """Of pairs the chosen answer, or (of every third) the rejected one."""
@@ -54,6 +52,7 @@ def plain_loss(objective, model, data: PairDataset):
     return total, (kl, jnp.stack(ratios[0::2]))
 
 
+@pytest.mark.essential
 def test_loss_metrics_and_gradients_are_the_definition():
     objective, data, model = KTO(0.3, desirable_weight=1.5, undesirable_weight=0.5), single(7), adapted()
     rows = PackedPairs(data.documents, LENGTH, labels=data.labels)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
@@ -12,8 +11,6 @@ from jaxtune.models.lora import experts, get_peft_model
 from jaxtune.train.config import MeshConfig, OptimConfig
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 SGD = OptimConfig(name="sgd", learning_rate=1.0)
 MOE = MoEConfig(4, 2, 64, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=7.0)

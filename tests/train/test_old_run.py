@@ -20,7 +20,6 @@ import jaxtune
 from jaxtune.train.app import run
 from jaxtune.train.config.file import load_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 OLD = Path(__file__).parents[1] / "goldens" / "run_of_5c3b320.tar.gz"
 LOSSES = {3: 9.76917839050293, 4: 9.108817100524902}  # of the run that was not interrupted
 

@@ -41,6 +41,7 @@ from jaxtune.train.program.step import StepProgram, Sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
+pytestmark = pytest.mark.usefixtures("compiled_in_full")  # runs with and without offloading are equal bit for bit
 LARGE = 4000  # bytes: matrices of the tiny model, but not its norms
 ROWS = dataset(documents(40))
 

@@ -13,8 +13,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train.test_preference import adapted, pair_set, pairs
 from tests.train.tiny_runs import LENGTH, assert_same, dataset, documents, lora_model, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def config_of(folder, packing, **changes):
     settings = dict(

@@ -43,7 +43,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 VOCAB, LONGEST = 48, 8
 
 

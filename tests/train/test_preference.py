@@ -43,8 +43,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import VOCAB, lora_model, make_config, tiny_model
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 LENGTH = 24
 FOLLOWER = np.random.default_rng(0).permutation(VOCAB)
 
@@ -147,6 +145,7 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.essential
 def test_loss_metrics_and_gradients_are_the_definitions(name, packing):
     objective, documents, model = OBJECTIVES[name], pairs(5), adapted()
     batch = batch_of(documents, packing)

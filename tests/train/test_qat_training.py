@@ -30,8 +30,6 @@ from jaxtune.train.program import trained_model
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 ROWS, HELD_OUT = dataset(documents(32)), dataset(documents(8, seed=2))
 STEPS, START = 4, 2
 FROM_STEP_2 = QatConfig(group_size=32, start=START)

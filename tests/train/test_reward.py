@@ -28,8 +28,6 @@ from tests.train.data.conftest import make_tokenizer
 from tests.train.test_preference import held_out, interrupted, pairs, same_bits, trainer_of
 from tests.train.tiny_runs import make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 LENGTH = 24
 
 

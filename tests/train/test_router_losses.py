@@ -21,7 +21,6 @@ from jaxtune.train.program.loss import declared_losses, loss_sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 MOE = MoEConfig(4, 2, 8, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=0.5)
 AUX, Z = 0.3, 0.05
 SGD = OptimConfig(name="sgd", learning_rate=1.0)

@@ -17,7 +17,6 @@ from jaxtune.pallas.formats import Stored
 from jaxtune.train.config.file import load_config
 from jaxtune.train.sensitivity import Matrix, Sensitivity, choose, model_and_batches
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 PACKAGED = Path(jaxtune.__file__).parent / "quickstart" / "base"
 HARMED = "model.layers.1.mlp.up_proj"
 

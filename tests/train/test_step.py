@@ -31,8 +31,6 @@ from jaxtune.train.program.tensors import trainable_names
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 # ---- accumulation
 
 DOCUMENTS = documents(7, seed=6)  # of 8 rows one is left empty

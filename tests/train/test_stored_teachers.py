@@ -39,7 +39,6 @@ from tests.train.data.conftest import make_tokenizer
 from tests.train.test_distillation import ROWS, Cut, folder_of, of_metric, same_bits, student_model, teacher_model
 from tests.train.tiny_runs import LENGTH, VOCAB, dataset, documents, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TRAIN, HELD_OUT = documents(32, longest=9), documents(8, seed=1, longest=9)
 
 

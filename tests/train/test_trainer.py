@@ -49,7 +49,6 @@ from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import LENGTH, VOCAB, arrays, assert_same, dataset, documents, lora_model, make_config
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -349,6 +348,7 @@ def straight(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("how", "code"), [("term", 75), ("kill", -9)])
+@pytest.mark.essential
 def test_a_stopped_run_goes_on_bit_for_bit(straight, tmp_path, how, code, capsys):
     trainer, trained = straight
     assert trainer.total_steps > trainer.batches.steps_per_epoch

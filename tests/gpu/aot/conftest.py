@@ -5,6 +5,8 @@ import os
 import pytest
 
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver
+for _name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_XLA_PROFILE_VERSION"):
+    os.environ.pop(_name, None)  # as runs compile
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # programs for an absent device cannot be read back
 
 

@@ -125,6 +125,7 @@ def test_a_program_with_our_kernels_is_the_same_whatever_was_lowered_before():
     assert "mosaic_gpu" in texts[0] and texts[0] == texts[1]
 
 
+@pytest.mark.essential
 def test_each_layer_calls_cudnn_forward_and_backward_once():
     text = compiled("keep", 2, length=8192).as_text()
     assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)) == 2

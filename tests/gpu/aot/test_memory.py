@@ -34,6 +34,7 @@ WORK_SPACE = 4 * 350_208 * 4096 * 2
 
 
 @pytest.mark.parametrize(("shape", "layers", "rows", "length", "rank", "load_in", "plan"), CONFIGS)
+@pytest.mark.essential
 def test_predicted_peak_beside_the_compilers(shape, layers, rows, length, rank, load_in, plan):
     step = step_peaks(H200, shape, layers, rows, length, rank, load_in, plan)
     predicted = step.predicted - (WORK_SPACE if "tile" in plan else 0)
