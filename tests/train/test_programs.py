@@ -3,6 +3,7 @@
 import functools
 import gc
 import threading
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,6 +12,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.system import heap
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.program.step import StepProgram
+from jaxtune.train.program.xla_options import compiled, compiler_options
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
@@ -67,3 +69,28 @@ def test_collections_visit_nothing_that_is_older_than_the_steps(tmp_path, monkey
     during, after, *of_caller = counts
     assert during > 10_000 and after == 0, counts
     assert min(of_caller) > 10_000, counts
+
+
+def test_a_program_whose_algorithms_find_no_memory_to_be_timed_in_is_compiled_without_timing_them():
+    """As on an H200 with a card's memory that the weights of an 8B filled: XLA wanted a gigabyte for the head's."""
+    asked = []
+
+    def compile_it(compiler_options):
+        asked.append(compiler_options)
+        if compiler_options.get("xla_gpu_autotune_level") != 0:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+        return "program"
+
+    options = compiler_options("gpu", deterministic=False)
+    assert compiled(SimpleNamespace(compile=compile_it), options) == "program"
+    assert asked == [options, options | {"xla_gpu_autotune_level": 0}]
+
+    asked.clear()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compiled(SimpleNamespace(compile=lambda compiler_options: raised(asked, "INTERNAL: of the test")), options)
+    assert len(asked) == 1
+
+
+def raised(asked, message):
+    asked.append(message)
+    raise jax.errors.JaxRuntimeError(message)

@@ -32,7 +32,7 @@ from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.program.flops import document_lengths
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
-from jaxtune.train.program.xla_options import compiler_options
+from jaxtune.train.program.xla_options import compiled, compiler_options
 
 type LoadedStep = tuple[list[Batch], dict[str, Any]]  # of Engine.load_step
 _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens, without per-layer embeddings
@@ -337,7 +337,7 @@ class Engine:
         with ThreadPoolExecutor(8, "kernels") as pool:
             if device.platform == "gpu":
                 gpu_kernel.compile_beside(lowered, device, pool)
-            return lowered.compile(compiler_options=self.options)
+            return compiled(lowered, self.options)
 
     def _abstract_batch(self, rows: Rows | BatchSource) -> Batch:
         """A Batch of shapes, for lowering: those of a micro-batch of these rows. A batch of an evaluation has as many

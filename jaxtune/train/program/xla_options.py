@@ -1,10 +1,18 @@
 """XLA's options for the programs of a training run (`compiler_options`): for speed, for the same bits under every plan,
-and for runs that must be deterministic."""
+and for runs that must be deterministic; and compiling with them (`compiled`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import jax
+
 from jaxtune.models.placement import collectives
 from jaxtune.models.placement.transfers import IN_FLIGHT, NO_REMATERIALIZATION
+from jaxtune.train.planning.planner import out_of_memory
+
+# XLA takes the first algorithm that a vendor's library names, and times none.
+_UNTIMED = {"xla_gpu_autotune_level": 0}
 
 
 def compiler_options(platform: str, deterministic: bool, divides: bool = False) -> dict[str, bool | int | str]:
@@ -32,5 +40,22 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
     if divides:
         options |= collectives.compiler_options()
     if deterministic:
-        options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+        options |= {"xla_gpu_deterministic_ops": True, **_UNTIMED}
     return options
+
+
+def compiled(lowered: jax.stages.Lowered, options: Mapping[str, bool | int | str]) -> jax.stages.Compiled:
+    """Compiles a lowered program with XLA's options, {name: value}; Engine compiles every program by it.
+
+    XLA times the algorithms of a matrix product on the device, with operands that it allocates there. Where weights
+    leave no room for them, as when the plan is replaced after the first step, nothing is timed.
+
+    Raises:
+      jax.errors.JaxRuntimeError: XLA's errors, also if memory runs out when nothing is timed.
+    """
+    try:
+        return lowered.compile(compiler_options=dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    return lowered.compile(compiler_options={**options, **_UNTIMED})

@@ -50,7 +50,7 @@ def test_dropout_masks_are_drawn_again_in_the_backward(plan):
 
 
 def test_on_a_card_that_is_full_xla_computes_nothing_again_by_itself():
-    """Its pass counts what lies on the host as if it lay on the device; see NO_REMATERIALIZATION."""
+    """Its pass counts what is in host memory as the device's; see NO_REMATERIALIZATION."""
     card = dataclasses.replace(H200, memory_bytes=1_200_000_000)
     plan = "recompute, layer_input=offload, mid=offload, gate=offload"
     step = step_peaks(card, "llama-3.2-1b", 2, 2, 2048, 16, None, plan)
