@@ -40,10 +40,10 @@ _MULTIPLICATIONS_PER_BYTE = 6500
 _ROOM = 1.1  # windows allow a copy this much more time than it should take
 # The compiler option by which XLA runs up to 64 copies at a time (xla_options.py); windows have fewer.
 IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
-# The compiler option by which XLA leaves out its own pass of rematerialization. The pass counts what is in host memory
-# as if it were on the device. So where a plan offloads much it finds too much for a small card, looks for minutes for
-# what could be computed again (a 32B's step on 24 GB took 306 s to compile with it, and 69 s without), and computes some
-# of it again, which saves nothing. What is computed again is for the plan to say.
+# The compiler option by which XLA leaves out its own pass of rematerialization. The pass counts what is in host
+# memory as if it were on the device. So where a plan offloads much it finds too much for a small card, looks for
+# minutes for what could be computed again (a 32B's step on 24 GB took 306 s to compile with it, and 69 s without),
+# and computes some of it again, which saves nothing. What is computed again is for the plan to say.
 NO_REMATERIALIZATION = {"xla_disable_hlo_passes": "rematerialization"}
 
 
