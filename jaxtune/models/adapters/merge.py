@@ -45,8 +45,9 @@ _FP32_ROUNDOFF = 2.0**-24
 _LOGITS_MARGIN = 8.0
 _PROBE_ROWS, _PROBE_LENGTH = 2, 16
 _HEAD_ROWS = 8192  # how many rows of the head are in float32 at a time
-# The most float32 arrays of a matrix's size (one expert's) that a compiled _merge_and_check has at the same time.
-_WIDE_COPIES = 5
+# The most float32 arrays of a matrix's size (one expert's) that _merge_and_check, compiled for a GPU, has at the same
+# time; XLA's programs for a CPU have up to 5.
+_WIDE_COPIES = 2
 _ROUNDED_COPIES = 11  # where it also rounds to QAT's grid; the formats with scales of blocks in FP8 need most
 
 

@@ -9,12 +9,18 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.shapes import SHAPES
+from jaxtune.models.adapters import merge
+from jaxtune.models.adapters.merge import merge_bytes
+from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas.linear_cross_entropy import (
     linear_cross_entropy,
     linear_divergence,
     linear_top_k,
     linear_top_k_divergence,
 )
+from jaxtune.pallas.quant_matmul import LoraWeights
+from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig, TrainConfig
+from jaxtune.train.planning.cost import abstract_model
 from tests.gpu.aot.compiled_step import step_peaks
 from tests.gpu.aot.target import H200
 
@@ -56,6 +62,30 @@ def test_on_a_card_that_is_full_xla_computes_nothing_again_by_itself():
     step = step_peaks(card, "llama-3.2-1b", 2, 2, 2048, 16, None, plan)
     assert step.compiled > 0.8 * card.memory_bytes  # what XLA lets a program take
     assert ".remat" not in step.text
+
+
+@pytest.mark.parametrize("load_in", [None, "nf4"])
+def test_stated_bytes_hold_what_a_compiled_merge_takes(load_in):
+    config = TrainConfig(
+        model=ModelConfig(path="llama-3.2-1b", load_in=load_in),
+        data=DataConfig(train="none", length=64),
+        adapter=AdapterConfig(r=16),
+        rows_per_step=1,
+        steps=1,
+    )
+    model = abstract_model(config_from_hf(SHAPES["llama-3.2-1b"] | {"num_hidden_layers": 1}), config)
+    (out, wide), dtype, where = model.layers[0].mlp.up_proj.sizes, jnp.dtype("bfloat16"), H200.sharding()
+
+    def placed(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    lora = LoraWeights(placed((16, wide), jnp.float32), placed((out, 16), jnp.float32), None, 1.0)
+    weight, probe = placed((out, wide), dtype), placed((8, wide), jnp.float32)
+    with H200.lowering():
+        need = merge._merge_and_check.lower(weight, lora, probe, dtype, None).compile().memory_analysis()
+    decoded = 0 if load_in is None else out * wide * dtype.itemsize  # what the program is given
+    taken = decoded + need.temp_size_in_bytes + need.output_size_in_bytes
+    assert 0.8 * merge_bytes(model)[0] < taken <= merge_bytes(model)[0] + 2**16  # beside: a few sums
 
 
 def test_a_head_that_is_filled_up_is_copied_once_and_counted(monkeypatch):
