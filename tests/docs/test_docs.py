@@ -140,7 +140,8 @@ def test_the_cards_that_the_readme_marks_are_those_on_record():
     whole = [
         (str(life["card_gib"]), life["recipe"])
         for life in record["lives"].values()
-        if not life["overrides"] and "export" in life["phases"]
+        # A folder that is stored in four bits is not quantised while it is loaded.
+        if life["overrides"] in ([], ["model.load_in=null"]) and "export" in life["phases"]
         if not any("problem" in phase for phase in life["phases"].values())
     ]
     assert sorted(marked) == sorted(whole) != []
