@@ -245,7 +245,7 @@ def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch
     broken = dict(own=64, step=128, stages=2, turns=True, rows=3)
     times = iter([3.0, 2.0, 2.0, 3.0])
     monkeypatch.setattr(attention_tune, "candidates", lambda kernel, dim: [plain, broken, lean])
-    monkeypatch.setattr(tuning, "_milliseconds", lambda run: next(times))
+    monkeypatch.setattr(tuning, "_milliseconds", lambda programs: [next(times) for _ in programs])
     monkeypatch.setattr(dispatch, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA H200")
     output = tmp_path / "nvidia_h200.json"
@@ -255,11 +255,13 @@ def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch
         assert cli.main(["tune", *shape, "--kernels", "forward", "dquery", "--output", str(output)]) == 0
     lines = capsys.readouterr().out.splitlines()
     where = "attention forward, head_dim=64, window up to 128"
-    assert lines[0] == f"{where}: own 64, step 128, stages 2, turns False: 3.0000 ms"
+    assert lines[0] == f"{where}: own 64, step 128, stages 2, turns False: runs"
     assert lines[1].startswith(f"{where}: own 64, step 128, stages 2, turns True, rows 3: ")
-    assert lines[2] == f"{where}: own 64, step 64, stages 2, turns False, lean True: 2.0000 ms"
-    assert len(lines) == 8 and lines[3] == lines[0].replace("forward", "dquery").replace("3.0000", "2.0000")
-    assert lines[6:] == [
+    assert lines[2] == f"{where}: own 64, step 64, stages 2, turns False, lean True: runs"
+    assert lines[3:5] == [lines[0].replace("runs", "3.0000 ms"), lines[2].replace("runs", "2.0000 ms")]
+    assert len(lines) == 12 and lines[5] == lines[0].replace("forward", "dquery")
+    assert lines[8] == lines[3].replace("forward", "dquery").replace("3.0000", "2.0000")
+    assert lines[10:] == [
         "attention forward, head dim 64: fastest own 64, step 64, stages 2, turns False, lean True: 2.0000 ms",
         "attention dquery, head dim 64: fastest own 64, step 128, stages 2, turns False: 2.0000 ms",
     ]
