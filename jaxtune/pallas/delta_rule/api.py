@@ -218,8 +218,9 @@ def short_convolution_parts(
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns short_convolution of x, divided along its channels: queries, keys and values of a layer of linear
-    attention, whose gradients then need not be joined. Differentiable with respect to x and weight.
+    """Computes short_convolution of x and returns the result in parts, divided along its channels. A layer of linear
+    attention takes its queries, keys and values from it in this way. Their gradients then need not be joined into one
+    array. The function is differentiable with respect to x and weight.
 
     Args:
       x, weight, layout: as in short_convolution.

@@ -47,10 +47,10 @@ def divided(out, parts):
 
 
 def refusal(x, weight, parts) -> str | None:
-    """Returns the reason why the kernels cannot compute the parts of x [B, T, C] and their gradient, or None: no GPU
-    that runs Triton kernels, or no jax-triton; a dtype other than bfloat16 and float16; other than four taps or three
-    parts; parts that are no multiples of 256 channels; or a difference from plain jnp in the check at first use on this
-    GPU."""
+    """Returns the reason why the kernels cannot compute the parts of x [B, T, C] and their gradient, or None if they
+    can. They need a GPU that runs Triton kernels, jax-triton, bfloat16 or float16, four taps, and three parts whose
+    numbers of channels are multiples of 256. They are also refused if the check at first use on this GPU found that
+    their results differ from those of plain jnp."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -107,8 +107,8 @@ def _in_parts_fwd(x, weight, layout, parts):
 
 
 def _in_parts_bwd(parts, residuals, douts):
-    """The backward rule of `in_parts`: (the gradients of x and weight, None for the layout), from the gradients of its
-    parts. XLA removes that of weight if it is frozen."""
+    """The backward rule of `in_parts`. From the gradients of the parts, `douts`, it computes (the gradient of x, the
+    gradient of weight, None for the layout). If weight is frozen, XLA removes the computation of its gradient."""
     x, weight, layout = residuals
 
     def run(x, start, end, douts, weight):

@@ -33,15 +33,15 @@ def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def looked_up(scores: jax.Array, likeliest: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The token of each row whose part of the interval from 0 to 1, by the probabilities softmax(scores), contains a
-    number: int32[B]. The number is looked up in the cumulative sums, first in those of blocks of the vocabulary and
-    then in those of the tokens of the block that it falls into, which takes one pass over the vocabulary.
+    """Draws a token for each row from the probabilities softmax(scores), by inverting their cumulative sum at a given
+    number: int32[B]. The number is first looked up in the cumulative sums of blocks of the vocabulary. Then it is
+    looked up within the block that was found. This takes one pass over the vocabulary.
 
     Args:
       scores: float32[B, V], -inf for tokens that must not be drawn.
       likeliest: int32[B], the token with the largest score of each row; it is also taken where rounding would lead to a
         token of probability 0.
-      uniform: float32[B], the numbers.
+      uniform: float32[B], the number of each row, drawn uniformly from [0, 1).
     """
     top = jnp.take_along_axis(scores, likeliest[:, None], axis=1)[:, 0]
     cumulative = jnp.cumsum(block_sums(scores, top), axis=1)

@@ -43,10 +43,11 @@ class Failed:
     need_bytes: float | None  # as compiled; None: memory ran out while it was compiled or ran; its need is unknown
 
     def goal(self, budget_bytes: float | None) -> float:
-        """The largest predicted peak, in bytes, that the next plan may have if its forecast is as wrong as this one
-        and budget_bytes may be used, with 1 % of them to spare, or a quarter of the bytes by which this one was wrong
-        if these are fewer. Without a budget (None), or if the need is unknown, it is this plan's peak over 1.15. It is
-        never more than this plan's peak. The function `goal` takes the least of those of all failures."""
+        """The largest predicted peak, in bytes, that the next plan may have. It assumes that the next forecast is wrong
+        by the same ratio as this one, so that the next plan's need stays within budget_bytes. It leaves spare 1 % of
+        the budget or a quarter of this forecast's error, whichever is less. If there is no budget (None), or if this
+        plan's need is unknown, the result is this plan's peak divided by 1.15. It is never more than this plan's peak.
+        The function `goal` takes the least result of all failures."""
         if self.need_bytes is None or budget_bytes is None:
             return self.peak_bytes / _MORE
         spare = min(_CLOSE * budget_bytes, _CLOSE_TO_ERROR * max(self.need_bytes - self.peak_bytes, 0.0))
