@@ -3,8 +3,8 @@ that its kernels support, an operation runs as one or two kernels where XLA make
 JAX.
 
 - `products` and `gated_product` multiply by weights.
-- `experts_gated` and `experts_down` multiply by the weights of a mixture of experts. `experts_have_kernels` says whether
-  they have kernels for a call.
+- `experts_gated` and `experts_down` multiply by the weights of a mixture of experts. `experts_have_kernels` says
+  whether they have kernels for a call.
 - `added_norm` adds to the residual stream and norms the sum.
 - `placed` norms and rotates a token's queries and keys, and writes its keys and values into the caches.
 - `attended` does what `placed` does and computes the token's attention, for short caches.
