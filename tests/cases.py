@@ -12,8 +12,7 @@ JAXTUNE_CASES=further, essential ones are, and cases that would begin after $JAX
 are skipped with REASON. Without the variable all run.
 
 Of the further cases those of the cheapest files come first. Those that are never remembered (tests/remembered.py) come
-last, in an order that changes from day to day, and do not begin after $JAXTUNE_CASES_NEVER_REMEMBERED_UNTIL: else a run
-with nothing changed would take as long as it may.
+last, in an order that changes from day to day.
 
 .ci/run runs both, one after the other, because on a machine that has compiled nothing before all cases take longer than
 a change should wait. With tests/remembered.py, the next run on that machine goes on with the cases that were skipped.
@@ -76,11 +75,10 @@ def in_order(items: list[pytest.Item], costly: Mapping[str, float], day: int) ->
 
 
 class Plugin:
-    """Selects the essential cases or the further ones, and skips those that would begin after `until`, or, if they are
-    never remembered, after `never_until`."""
+    """Selects the essential cases or the further ones, and skips those that would begin after `until`."""
 
-    def __init__(self, further: bool, until: float, never_until: float):
-        self.further, self.until, self.never_until = further, until, never_until
+    def __init__(self, further: bool, until: float):
+        self.further, self.until = further, until
 
     @pytest.hookimpl(tryfirst=True)  # before remembered tests are taken away, so that these change no choice
     def pytest_collection_modifyitems(self, config, items):
@@ -102,7 +100,7 @@ class Plugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):
-        if time.time() > self.until or (time.time() > self.never_until and remembered.never(item)):
+        if time.time() > self.until:
             pytest.skip(REASON)
 
 
@@ -111,6 +109,5 @@ def pytest_configure(config):
     if mode not in (None, "essential", "further"):
         raise pytest.UsageError(f"JAXTUNE_CASES={mode}: essential or further")
     if mode:
-        names = ("JAXTUNE_CASES_UNTIL", "JAXTUNE_CASES_NEVER_REMEMBERED_UNTIL")
-        limits = (float(os.environ.get(name) or "inf") if mode == "further" else math.inf for name in names)
-        config.pluginmanager.register(Plugin(mode == "further", *limits))
+        until = float(os.environ.get("JAXTUNE_CASES_UNTIL") or "inf") if mode == "further" else math.inf
+        config.pluginmanager.register(Plugin(mode == "further", until))

@@ -43,8 +43,7 @@ SECONDS_BETWEEN_SAVES = 60
 _VARIABLES = ("HYPOTHESIS_PROFILE", "XLA_", "JAX_", "JAXTUNE_")
 # But these are places. What lies there is of the key where it counts, or is made anew with the same content.
 _PLACES = {"JAX_COMPILATION_CACHE_DIR", "JAXTUNE_CACHE", "JAXTUNE_CI_CACHE", "JAXTUNE_TEST_DATA", "JAXTUNE_TUNING_DIR"}
-_NOT_OF_THE_KEY = {*_PLACES, "JAXTUNE_PARITY", "JAXTUNE_CASES"}
-_NOT_OF_THE_KEY |= {"JAXTUNE_CASES_UNTIL", "JAXTUNE_CASES_NEVER_REMEMBERED_UNTIL"}
+_NOT_OF_THE_KEY = {*_PLACES, "JAXTUNE_PARITY", "JAXTUNE_CASES", "JAXTUNE_CASES_UNTIL"}
 
 # What runs beside a test, or interrupts it: a test with one of these words is never remembered.
 _TIMED = {"signal", "signals", "threading", "multiprocessing", "concurrent", "asyncio", "workers", "launch"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import costs
-from tests.cases import REASON, Plugin, essential_cases, in_order
+from tests.cases import REASON, essential_cases, in_order
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITE = """
@@ -88,13 +88,6 @@ def test_cheap_files_come_first_and_what_is_never_remembered_last():
     assert all([node[0] for node in found[:8]] == list("ccddbbaa") for found in days)
     assert all(set(found[8:]) == {"a::never", *(f"e::never{i}" for i in range(4))} for found in days)
     assert len({tuple(found[8:]) for found in days}) > 1
-
-
-def test_what_is_never_remembered_has_a_limit_of_its_own():
-    plugin = Plugin(True, time.time() + 600, time.time() - 1)
-    plugin.pytest_runtest_setup(Item("a::one"))
-    with pytest.raises(pytest.skip.Exception, match=REASON):
-        plugin.pytest_runtest_setup(Item("a::two", never=True))
 
 
 def outcomes(folder, mode=None, until=None, fails=-1, text=SUITE, workers=()) -> tuple[dict[str, str], str]:
