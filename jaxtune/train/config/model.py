@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict
 
-from jaxtune.pallas.format_names import LOADED
+from jaxtune.pallas.format_names import LOAD_IN
 from jaxtune.train.config.checks import ConfigError, fraction, positive, require
 
 _STRICT = ConfigDict(extra="forbid")
 if TYPE_CHECKING:
     LoadIn = str
 else:
-    LoadIn = Literal[tuple(LOADED)]
+    LoadIn = Literal[LOAD_IN]
 
 
 @dataclass(frozen=True)
