@@ -29,6 +29,7 @@ from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import MXFP4
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, DataConfig, MeshConfig, ModelConfig
+from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.record import recorded_config
 from jaxtune.train.loading import adapted
 from jaxtune.train.planning.cost import abstract_model
@@ -206,13 +207,14 @@ def run(folder, tmp_path_factory):
     return config
 
 
-def test_a_run_goes_on_bit_for_bit_and_on_no_other_format(run, tmp_path, capsys):
+def test_a_run_goes_on_bit_for_bit_and_on_no_other_format(run, tmp_path):
     shutil.copytree(run.output, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints/step_00000004")
     shutil.rmtree(tmp_path / "run/adapter")
     again = dataclasses.replace(run, output=str(tmp_path / "run"))
     other = dataclasses.replace(again, model=dataclasses.replace(run.model, load_in=None))
-    assert app.run(other) != 0 and "model.load_in" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="config.model.load_in: saved 'mxfp4', now None"):
+        app.run(other)
     assert app.run(again) == 0
     one, two = (load_file(Path(each.output) / "adapter/adapter_model.safetensors") for each in (run, again))
     assert one.keys() == two.keys()
@@ -220,13 +222,17 @@ def test_a_run_goes_on_bit_for_bit_and_on_no_other_format(run, tmp_path, capsys)
         np.testing.assert_array_equal(array, two[name], err_msg=name)
 
 
-def test_commands_take_the_very_base(run, folder, tmp_path, capsys):
+def test_commands_take_the_very_base(run, folder, capsys, caplog):
     adapter = Path(run.output) / "adapter"
     assert trained_over.read(adapter).load_in == "mxfp4"
     model, _ = from_pretrained(adapter)
     assert common_format(model) == "mxfp4" and model.dtype == "bfloat16"
     base, _ = from_pretrained(folder)
+    caplog.clear()
     assert_same(dequantize(model), jaxtune.load_adapter(base, adapter))
+    assert not caplog.text  # decoded, the base is the same
+    jaxtune.load_adapter(from_pretrained(folder, load_in="nf4")[0], adapter)
+    assert "over weights in four bits (MXFP4), and this base's are in four bits (NF4)" in caplog.text
     capsys.readouterr()
     assert cli.main(["generate", str(adapter), "--prompt", "w1 w2", "--max-new-tokens", "8"]) == 0
     [answer] = jaxtune.generate(model, [[1, 2]], 8)
@@ -236,20 +242,26 @@ def test_commands_take_the_very_base(run, folder, tmp_path, capsys):
     assert np.isfinite(json.loads(capsys.readouterr().out)["eval_loss"])
 
 
-@pytest.mark.parametrize("to", ["merged", "mxfp4", "bnb-4bit"])
-@pytest.mark.filterwarnings("ignore:experts in:UserWarning")
-def test_an_export_is_that_over_the_decoded_weights(run, folder, tmp_path, to):
-    """Experts of which no checkpoint stores NF4 are refused over both bases."""
+@pytest.mark.parametrize("to", ["merged", "mxfp4"])
+def test_an_export_is_that_over_the_decoded_weights(run, tmp_path, to):
     adapter = Path(run.output) / "adapter"
     models = from_pretrained(adapter)[0], from_pretrained(adapter, load_in="stored")[0]
     for name, model in zip(("kept", "decoded"), models, strict=True):
-        if to == "bnb-4bit":
-            with pytest.raises(ValueError, match="is quantised, and no checkpoint of this family stores its experts"):
-                api.export_model(model, tmp_path / name, to)
-        else:
-            api.export_model(model, tmp_path / name, to)
-    if to != "bnb-4bit":
-        assert (tmp_path / "kept" / FILE).read_bytes() == (tmp_path / "decoded" / FILE).read_bytes()
+        api.export_model(model, tmp_path / name, to)
+    assert (tmp_path / "kept" / FILE).read_bytes() == (tmp_path / "decoded" / FILE).read_bytes()
+    if to == "merged":  # and what the run itself wrote
+        assert (Path(run.output) / "merged" / FILE).read_bytes() == (tmp_path / "kept" / FILE).read_bytes()
+
+
+def test_experts_that_no_adapter_changed_are_exported_with_the_same_codes(folder, tmp_path):
+    stored, model = load_file(folder / FILE), adapted_model(kept(folder, "bfloat16"), r=2)
+    api.export_model(model, tmp_path / "out", "mxfp4")
+    wrote = load_file(tmp_path / "out" / FILE)
+    assert wrote.keys() == stored.keys()
+    changed = {
+        name for name, array in stored.items() if not np.array_equal(array.view(np.uint8), wrote[name].view(np.uint8))
+    }
+    assert changed == {f"{name}.weight" for name, _ in linears(model)}
 
 
 def test_a_model_that_is_given_is_recorded_with_its_format(folder):

@@ -87,7 +87,9 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
     """
     check_load_in(load_in)
     if load_in in KEPT:
-        raise ValueError(f"quantize: load_in = {load_in!r} is for checkpoints that store it (from_pretrained): take nf4")
+        raise ValueError(
+            f"quantize: load_in = {load_in!r} is for checkpoints that store it (from_pretrained): take nf4"
+        )
     if has_adapter(model):
         raise ValueError("quantize: this model has adapters: quantise the base, then add them")
     model = freeze(model)

@@ -5,9 +5,9 @@ jaxtune/pallas/format_names.py. FORMATS is the table of all formats, {name: Form
 models, precision maps, the planner, exports, quantisation-aware training, `jaxtune sensitivity` and jaxtune.compat use.
 Functions look things up in it: `layouts` returns the layouts in checkpoints of all formats, `load_in` the names of the
 formats in which a loaded model can have weights, `kept_layout` the layout of weights that stay as files have them,
-`exports` the formats to which a model can be exported, and `format_of` the format of a weight. The package also exports the classes of weights (NF4, FP4 and their base FourBit,
-FP8, MXFP4, NVFP4, their interface Stored), Format and the classes of which it consists (Layout, Export), and `dense`,
-which returns the array of a weight that may be quantised.
+`exports` the formats to which a model can be exported, and `format_of` the format of a weight. The package also exports
+the classes of weights (NF4, FP4 and their base FourBit, FP8, MXFP4, NVFP4, their interface Stored), Format and the
+classes of which it consists (Layout, Export), and `dense`, which returns the array of a weight that may be quantised.
 """
 
 import importlib

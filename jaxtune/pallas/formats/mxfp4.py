@@ -1,9 +1,9 @@
 """MXFP4, the format in which gpt-oss is published: blocks of 32 four-bit numbers that share a power of two.
 
 Numbers are e2m1 and scales e8m0 (OCP Microscaling Formats v1.0). A byte has two numbers, the first in the low nibble.
-The format is read and written, in gpt-oss's layout and in that of compressed-tensors. Weights are decoded to the compute
-dtype when they are loaded, and an export encodes them again; but gpt-oss's experts stay as they are stored, and train
-through adapters, if model.load_in is "mxfp4". Quantisation-aware training rounds to the format too.
+The format is read and written, in gpt-oss's layout and in that of compressed-tensors. Weights are decoded to the
+compute dtype when they are loaded, and an export encodes them again; but gpt-oss's experts stay as they are stored, and
+train through adapters, if model.load_in is "mxfp4". Quantisation-aware training rounds to the format too.
 
 MXFP4 is the class of weights, with `encode` (weights) and `encode_activations`; `to_e2m1` rounds numbers to e2m1, also
 for NVFP4. Published describes gpt-oss's checkpoints and CompressedTensors those of other models; FORMAT declares the
@@ -158,10 +158,10 @@ class MXFP4(Stored):
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
-        """Makes a weight of this shape in MXFP4 with random codes and scales, on which a kernel that decodes MXFP4
-        (of quant_matmul or grouped_matmul) is compared with the plain JAX implementation at its first use. draw:
-        numpy's generator, from which the numbers come. The method is not static only because other formats need the weight's options;
-        nothing of this weight is used."""
+        """Makes a weight of this shape in MXFP4 with random codes and scales, on which a kernel that decodes MXFP4 (of
+        quant_matmul or grouped_matmul) is compared with the plain JAX implementation at its first use. draw: numpy's
+        generator, from which the numbers come. The method is not static only because other formats need the weight's
+        options; nothing of this weight is used."""
         codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
         scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // BLOCK))
         return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
@@ -317,10 +317,10 @@ class Published(Layout):
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
         """Describes the tensors of a file that store `weight`, experts [E, in, out] that are `swapped`, {key, such as
-        "_scales": FileTensor}. A FileTensor has a shape, a dtype, and a function that later takes the same weight with its arrays
-        and returns the array to write. A file's header is written before the weights have been quantised, so `weight`
-        may contain shapes and dtypes (jax.ShapeDtypeStruct) instead of arrays. number: the number that some layouts put
-        into the header, from `header_number`; this layout has none and ignores it."""
+        "_scales": FileTensor}. A FileTensor has a shape, a dtype, and a function that later takes the same weight with
+        its arrays and returns the array to write. A file's header is written before the weights have been quantised, so
+        `weight` may contain shapes and dtypes (jax.ShapeDtypeStruct) instead of arrays. number: the number that some
+        layouts put into the header, from `header_number`; this layout has none and ignores it."""
         count, in_size, out_size = weight.shape
         byte, blocks = np.dtype(np.uint8), (count, out_size, in_size // BLOCK, BLOCK // 2)
         return {

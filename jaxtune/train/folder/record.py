@@ -389,8 +389,8 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     ("all-linear" stays that), and one that was loaded from a folder stays named by the folder; otherwise it is made
     from the model. `model.compute` always becomes the model's. `model.load_in` becomes None if no weight is quantised,
     and the format of most quantised weights if `config` has neither it nor a precision map of modules, and loading the
-    model's own files without it would not keep that format; else it stays. `precision` becomes a map if `config` has no map and single modules
-    differ; else it stays.
+    model's own files without it would not keep that format; else it stays. `precision` becomes a map if `config` has no
+    map and single modules differ; else it stays.
 
     Args:
       config: the run's.
