@@ -142,7 +142,7 @@ def test_what_contradicts_it_is_refused(folder, tmp_path, capsys):
     plain = json.loads((folder / "config.json").read_text())
     del plain["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    planned = ["train", "gpt-oss-20b-mxfp4", "--plan", "plan.device=RTX 4090", f"model.path={tmp_path}"]
+    planned = ["train", "gpt-oss-120b", "--plan", "plan.device=RTX 4090", f"model.path={tmp_path}"]
     assert cli.main(planned) != 0
     assert "load_in = 'mxfp4' keeps experts in the codes of their files" in capsys.readouterr().err
 
@@ -154,7 +154,7 @@ def test_a_model_that_is_planned_has_the_shapes_of_the_one_that_is_loaded(folder
     one, other = (jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state) for state in states)
     assert one == other and jax.tree.structure(states[0]) == jax.tree.structure(states[1])
     changes = [f"model.path={folder}", "plan.device=RTX 4090", "data.length=128"]
-    assert cli.main(["train", "gpt-oss-20b-mxfp4", "--plan", *changes]) == 0
+    assert cli.main(["train", "gpt-oss-120b", "--plan", *changes]) == 0
     assert "predicted peak" in capsys.readouterr().out
 
 
