@@ -80,7 +80,8 @@ def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> N
     parser.add_argument(
         "--load-in",
         choices=(*LOAD_IN, "stored"),
-        help="the format of the layers' weights, such as nf4 (four bits) or fp8 (eight), or as their files store them "
+        help="the format of the layers' weights, such as nf4 (four bits) or fp8 (eight), mxfp4 (gpt-oss's experts as "
+        "published, the rest in 16 bits), or as their files store them, but with MXFP4 decoded "
         f"(default: for an adapter, as it was trained over them; else {otherwise})",
     )
 
