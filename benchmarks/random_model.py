@@ -97,15 +97,15 @@ def per_layer_inputs(config: DecoderConfig, key: jax.Array, table_on_host: bool)
 
 
 def experts_in_mxfp4(model: Decoder) -> Decoder:
-    """The model with its experts in MXFP4, with random codes and one scale: encoding the experts of gpt-oss-120b would
-    take longer than a benchmark may. Their standard deviation is near 0.011."""
+    """The model with its experts in MXFP4, in the order of gpt-oss's files, with random codes and one scale: encoding
+    the experts of gpt-oss-120b would take longer than a benchmark may. Their standard deviation is near 0.011."""
     model = copy_structure(model)
     for number, (_, matrix) in enumerate(matrices(model)):
         if isinstance(matrix, ExpertLinear):
-            *before, last = matrix.weight.shape
-            codes = jax.random.bits(jax.random.key(number), (*before, last // 2), "uint8")
-            scales = jnp.full((*before, last // MXFP4.row_block), _SCALE, jnp.uint8)
-            matrix.weight = frozen(matrix.weight.replace(MXFP4(codes, scales)))
+            count, last, rows = matrix.weight.shape
+            codes = jax.random.bits(jax.random.key(number), (count, rows, last // 2), "uint8")
+            scales = jnp.full((count, rows, last // MXFP4.row_block), _SCALE, jnp.uint8)
+            matrix.weight = frozen(matrix.weight.replace(MXFP4(codes, scales, swapped=True)))
     return model
 
 

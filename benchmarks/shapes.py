@@ -81,6 +81,7 @@ SHAPES = {
     "gemma-4-12b": PUBLISHED["google/gemma-4-12B-it"],
     "gemma-4-26b-a4b": PUBLISHED["google/gemma-4-26B-A4B-it"],
     "gemma-4-31b": PUBLISHED["google/gemma-4-31B-it"],
-    "gpt-oss-20b": PUBLISHED["openai/gpt-oss-20b"],
-    "gpt-oss-120b": PUBLISHED["openai/gpt-oss-120b"],
+    # Random weights are stored in no format, unless a benchmark makes them so.
+    "gpt-oss-20b": PUBLISHED["openai/gpt-oss-20b"] | {"quantization_config": None},
+    "gpt-oss-120b": PUBLISHED["openai/gpt-oss-120b"] | {"quantization_config": None},
 }

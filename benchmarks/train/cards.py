@@ -88,6 +88,15 @@ LIVES = {
     "qlora-32b": Life("qlora-32b", 24, "qwen3-32b", "qwen3", ("model.load_in=null",), stored_in="nf4", emptied=True),
     "full-1b": Life("full-1b", 24, "llama-3.2-1b", "llama-3.2", result="merged"),
     "gpt-oss-20b-qlora": Life("gpt-oss-20b-qlora", 24, "gpt-oss-20b", "gpt-oss", stored_in="mxfp4", emptied=True),
+    # Without the merged model, which would take a minute more; the export merges too.
+    "gpt-oss-20b-mxfp4": Life(
+        "gpt-oss-20b-qlora",
+        24,
+        "gpt-oss-20b",
+        "gpt-oss",
+        ("model.load_in=mxfp4", "export.merged=false"),
+        stored_in="mxfp4",
+    ),
     "full-8b-8bit-adam": Life("full-8b-8bit-adam", 80, "llama-3.1-8b", "llama-3.2", result="merged"),
 }
 STEPS, STOP_AFTER = 8, 4

@@ -36,7 +36,7 @@ from flax import nnx
 
 import jaxtune
 import jaxtune.profile
-from benchmarks.random_model import experts_in_mxfp4, in_blocks, random_model
+from benchmarks.random_model import in_blocks, random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.serial import serial_transfers
 from benchmarks.shapes import SHAPES
@@ -46,7 +46,7 @@ from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.format_names import LOADED, QAT_GROUPS
+from jaxtune.pallas.format_names import LOAD_IN, QAT_GROUPS
 from jaxtune.train.config import (
     AdapterConfig,
     DataConfig,
@@ -103,22 +103,15 @@ def precision_map(options) -> dict[str, str]:
     return dict(pair.split("=") for pair in options.precision.split(",")) if options.precision else {}
 
 
-def loaded_in(options) -> str | None:
-    """The config's model.load_in. Experts in MXFP4 are no format of it: the model is made so."""
-    return None if options.load_in == "mxfp4" else options.load_in
-
-
 def abstract(options) -> Decoder:
     """The model of a case, with its adapters, as shapes: for plans, and programs that are compiled ahead."""
     model = abstract_model(config_from_hf(SHAPES[options.shape]), train_config(options))
-    if options.load_in == "mxfp4":
-        model = nnx.eval_shape(experts_in_mxfp4, model)
     return nnx.eval_shape(in_blocks, model) if options.scales == "blocks" else model
 
 
 def train_config(options) -> TrainConfig:
     return TrainConfig(
-        model=ModelConfig(path=options.shape, load_in=loaded_in(options), compute=options.compute),
+        model=ModelConfig(path=options.shape, load_in=options.load_in, compute=options.compute),
         data=DataConfig(train="random tokens", length=options.length),
         adapter=adapter_config(options),
         steps=options.steps + 3,
@@ -307,7 +300,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--load-in",
-        choices=(*LOADED, "mxfp4"),
+        choices=LOAD_IN,
         help="the layers' weights in few bits; mxfp4: the experts' alone; default: bfloat16",
     )
     parser.add_argument("--compute", choices=["fp8"], help="weights in FP8 multiply as they are stored")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtune.pallas.format_names import LOADED
+from jaxtune.pallas.format_names import LOAD_IN
 from jaxtune.system import terminal
 from jaxtune.system.terminal import say
 
@@ -79,8 +79,9 @@ def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> N
     evaluate`, which loads models by itself, gives "as the recipe says"."""
     parser.add_argument(
         "--load-in",
-        choices=(*LOADED, "stored"),
-        help="the format of the layers' weights, such as nf4 (four bits) or fp8 (eight), or as their files store them "
+        choices=(*LOAD_IN, "stored"),
+        help="the format of the layers' weights, such as nf4 (four bits) or fp8 (eight), mxfp4 (gpt-oss's experts as "
+        "published, the rest in 16 bits), or as their files store them, but with MXFP4 decoded "
         f"(default: for an adapter, as it was trained over them; else {otherwise})",
     )
 

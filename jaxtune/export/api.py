@@ -31,7 +31,8 @@ from jaxtune.models.files.folders import new_folder, require_new, require_space
 from jaxtune.models.files.reading import are_finite
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import has_adapter
-from jaxtune.pallas.formats import Format, Stored, exports, load_in
+from jaxtune.pallas.format_names import KEPT
+from jaxtune.pallas.formats import Format, Stored, exports
 from jaxtune.system import processes
 
 _METADATA_BYTES = 64 << 20  # room reserved for tokenizer, template and headers
@@ -308,7 +309,7 @@ def _stored(to: Format) -> Callable[[Decoder, _Job], Exported]:
 
 FORMATS: dict[str, Callable[[Decoder, _Job], Exported]] = {
     "merged": _folder(lambda model, *rest: folders.write_merged(_whole(model), *rest)),
-    **{name: _stored(to) for name, to in exports().items() if to.name in load_in()},
+    **{name: _stored(to) for name, to in exports().items() if to.name not in KEPT},
     "w4a16": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest)),
     "w4a8": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest, activations=True)),
     "nvfp4-nvfp4": _folder(lambda model, *rest: folders.write_nvfp4_activations(_whole(model), *rest)),

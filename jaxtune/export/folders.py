@@ -3,7 +3,7 @@
 `write_merged` decodes quantised weights and writes the model in its own dtype; `write_stored` writes linears and
 experts in a quantised format such as NF4 or FP8, to which it quantises a model that is not stored in it;
 `write_nvfp4_activations` does so in NVFP4 with scales of activations, and `write_mxfp4` in MXFP4, with gpt-oss as it is
-published (`_encoded_transposed` encodes its experts). All end in `write_planned`, as w4a16.write does,
+published (`_encoded` encodes its experts). All end in `write_planned`, as w4a16.write does,
 which writes the files and calls `verify`: it reads the folder back and compares every byte by checksum. Their caller
 (api.py) passes Weights (models/files/weights.py), which makes one tensor at a time and merges the model's adapter, if
 it has one, on the way. All pass on the ArithmeticError of a merge that is wrong.
@@ -30,7 +30,7 @@ from jaxtune.models.files.quant import stored_in
 from jaxtune.models.files.weights import Weights, not_whole, tensors_of
 from jaxtune.models.lora import experts, matrices, name_matches
 from jaxtune.models.registry import config_from_hf, text_config
-from jaxtune.pallas.formats import FORMATS, Format, Stored
+from jaxtune.pallas.formats import FORMATS, Format, Layout, Stored
 from jaxtune.pallas.formats.layout import Config
 from jaxtune.system import terminal
 
@@ -169,9 +169,8 @@ def write_mxfp4(
     plain.model.qat = None  # the format itself says what the experts' numbers are
     planned, variables = hf.checkpoint_tensors(plain), tensors_of(plain.model)
     for name, matrix in experts(plain.model):
-        encode = functools.partial(_encoded_transposed, name, model.qat is not None)
-        count, out_size, in_size = matrix.sizes
-        shapes = jax.eval_shape(encode, jax.ShapeDtypeStruct((count, in_size, out_size), model.dtype))
+        encode = functools.partial(_encoded, layout, name, model.qat is not None)
+        shapes = jax.eval_shape(layout.encode, jax.ShapeDtypeStruct(matrix.weight.shape, model.dtype))
         tensors = {name + key: tensor for key, tensor in layout.tensors(shapes, None).items()}
         planned[name] = Group(functools.partial(_made, plain.maker(name, variables[name]), encode), (Piece(tensors),))
     says = {"quantization_config": layout.config((), [], model.dtype)}
@@ -184,15 +183,16 @@ def _made(make: Callable[[], jax.Array], encode: Callable[[jax.Array], Stored]) 
     return encode(make())
 
 
-def _encoded_transposed(name: str, trained: bool, array: jax.Array) -> Stored:
+def _encoded(layout: Layout, name: str, trained: bool, array: jax.Array) -> Stored:
     """Encodes weights of gpt-oss's E experts, [E, in, out] as its models have them, in MXFP4 as its published files
-    store them, [E, out, in]. write_mxfp4 also traces it for the shapes of the file.
+    store them (`layout`).
 
     name: the matrix's name. trained: whether the model says that QAT rounded it to MXFP4; a matrix that is not on that
     grid then raises ValueError. array: the weights, of which `in` must be a multiple of 32.
     """
-    weight = array.swapaxes(1, 2)
-    return grids.exactly(name, "mxfp4", weight) if trained else FORMATS["mxfp4"].encode(weight)
+    if trained:
+        grids.exactly(name, "mxfp4", array.swapaxes(1, 2))
+    return layout.encode(array)
 
 
 def write_planned(

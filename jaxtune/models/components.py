@@ -23,7 +23,8 @@ from jaxtune.models.lora import copy_structure, freeze, has_adapter
 from jaxtune.models.norm import LayerNorm, RMSNorm
 from jaxtune.models.precision import DTYPES, NORMS, ROUTER, WORDS, Component, resolve
 from jaxtune.models.registry import family
-from jaxtune.pallas.formats import FORMATS, Stored, format_of
+from jaxtune.pallas.format_names import KEPT
+from jaxtune.pallas.formats import FORMATS, Stored, format_of, kept_layout
 
 type Named = Linear | ExpertLinear | Router | RMSNorm | LayerNorm | Embedding  # what a precision map can name
 
@@ -63,12 +64,15 @@ def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) 
     Args:
       model: its arrays may be abstract.
       words: the precision map, {pattern of module names: word}.
-      rest: the format of the modules that can be quantised (linears and experts) and that no pattern matches; None:
-        none.
+      rest: the format of the modules that can be quantised (linears and experts) and that no pattern matches; one in
+        which weights only stay as they are stored ("mxfp4") is that of experts alone. None: none.
     Raises:
       ValueError: a pattern or word that does not fit the model.
     """
-    return resolve([each for each, *_ in components(model)], words, rest)
+    if rest not in KEPT:
+        return resolve([each for each, *_ in components(model)], words, rest)
+    experts = {each.name: rest for each, _, module in components(model) if isinstance(module, ExpertLinear)}
+    return experts | resolve([each for each, *_ in components(model)], words)
 
 
 def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
@@ -145,7 +149,8 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
         if word in FORMATS:
             name, weight = "weight", module.weight.get_value()
             if not isinstance(weight, Stored):
-                setattr(module, name, module.weight.replace(FORMATS[word].encode(weight)))
+                encode = (kept_layout(word) or FORMATS[word]).encode
+                setattr(module, name, module.weight.replace(encode(weight)))
         elif word is not None:
             for name in ("weight", "bias"):
                 variable = getattr(module, name, None)

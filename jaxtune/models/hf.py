@@ -53,7 +53,7 @@ from jaxtune.models.lora import freeze, matrices
 from jaxtune.models.placement import partition
 from jaxtune.models.precision import DTYPES
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
-from jaxtune.pallas.formats import FORMATS, Stored
+from jaxtune.pallas.formats import FORMATS, Stored, format_of
 from jaxtune.system import terminal
 
 _ROUTERS = (".mlp.gate.weight", ".router.proj.weight")  # endings of the names of routers that files may quantise
@@ -70,8 +70,9 @@ class Pretrained:
     Args:
       path: a folder with config.json and safetensors, or a hub name.
       dtype: of weights and compute: "bfloat16", "float16" or "float32".
-      load_in: the format, such as "nf4", to which linears and experts of the layers are quantised on loading; None:
-        only those are for which `precision` says so. A checkpoint of which weights stay quantised (`packed`) is refused
+      load_in: the format, such as "nf4", to which linears and experts of the layers are quantised on loading, or
+        "mxfp4", with which gpt-oss's experts stay as its files store them; None: only those are quantised for which
+        `precision` says so. A checkpoint of which weights stay quantised (`packed`) is refused
         if they are in another format; none of its other weights is quantised, and a format in `precision` is refused.
       max_length: tokens of the longest row that will be used, which must not exceed the model's positions; None: not
         checked.
@@ -133,13 +134,12 @@ class Pretrained:
             entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
         self._entries = entries = match(wanted, entries, config.tie_embeddings, folder)
         self._quantizable = {weight_name(name) for name, matrix in matrices(model) if matrix.quantizable}
-        packed = {name for name, entry in entries.items() if is_kept_packed(entry)}
+        packed = {name for name, entry in entries.items() if is_kept_packed(entry, load_in)}
         # Linears in transformers 4 (the first) or also in 5; here they are small arrays that stay in 16 bits.
-        self._decoded = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTERS))
-        packed -= self._decoded
+        packed -= {name for name in packed if config.moe is not None and name.endswith(_ROUTERS)}
         if odd := packed - self._quantizable:
             raise ValueError(f"{folder}: {listed(odd)} is quantised; only linears of layers can be")
-        self.packed = bool(packed)
+        self._kept, self.packed = frozenset(packed), bool(packed)
         formats = {name: entry.format_name for name, entry in entries.items() if isinstance(entry, StoredEntry)}
         self.stored_in = min((formats[name] for name in packed), default=None)
         quant.check_stored(folder, hf, formats, packed, load_in, passthrough.stored_in(beside))
@@ -163,7 +163,7 @@ class Pretrained:
         linears and experts in it (NF4's are for `load`'s error). stay: names of tensors in host memory, not counted."""
         shapes = {name: v.get_value().shape for name, (_, v) in self._variables.items() if name not in stay}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
-        return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._decoded, self._dtypes)
+        return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._kept, self._dtypes)
 
     def load(
         self,
@@ -189,14 +189,13 @@ class Pretrained:
             load_memory.require_room(self.folder, self.device_bytes(None, stay), how, nf4)
 
         def where(name: str, tensor):
-            """The sharding of a tensor on the mesh; None without a mesh, or for a weight that is decoded first."""
+            """The sharding of a tensor on the mesh; None without a mesh."""
             if mesh is None:
                 return None
             _, variable = self._variables[name]
-            decoded = not isinstance(tensor, Stored) or name not in self._decoded
-            return partition.shardings(variable.replace(tensor), mesh).get_value() if decoded else None
+            return partition.shardings(variable.replace(tensor), mesh).get_value()
 
-        forms = self._encoded, self._decoded
+        forms = self._encoded, self._kept
         arrays, digest = read_tensors(self._entries, self._dtype, *forms, cancelled, where, self._dtypes, stay)
         state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])
         model = nnx.merge(self._graph, state)
@@ -227,7 +226,8 @@ def from_pretrained(
         dtype that an adapter was trained in if its folder records it, else bfloat16.
       load_in: a format to which linears and experts of the layers are quantised on loading (jaxtune/pallas/formats),
         such as "nf4" (as in bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint
-        that is stored quantised stays so (MXFP4 is decoded), and is refused if that is in another format. "stored": no
+        that is stored quantised stays so, and is refused if that is in another format; but MXFP4 is decoded, unless
+        load_in is "mxfp4", with which gpt-oss's experts stay as they are stored, and all else in 16 bits. "stored": no
         weight is quantised on loading, except by `precision`. None: the format that an adapter was trained over if its
         folder records it (trained_over.py), else "stored".
       max_length: tokens of the longest row that you mean to use; more than the model has positions for is refused.
@@ -385,7 +385,7 @@ def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, file
     """
     if isinstance(value, Stored):
         pieces = None
-        if ".experts." in name:
+        if ".experts." in name and not format_of(value).layout(value).whole_experts:
             if files is None:
                 raise ValueError(
                     f"save_pretrained: {name} is quantised, and no checkpoint of this family stores its experts so: "

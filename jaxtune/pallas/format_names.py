@@ -1,13 +1,16 @@
 """The names of the formats of quantised weights, such as "nf4", for configurations and commands, which need them before
-JAX is imported: LOADED are those to which weights can be quantised on loading, READ those that only files have, which
-are decoded when a model is loaded, and QAT_GROUPS those of quantisation-aware training with the sizes of groups that
+JAX is imported: LOADED are those to which weights can be quantised on loading, KEPT those in which weights only stay if
+files store them so, LOAD_IN both, and QAT_GROUPS those of quantisation-aware training with the sizes of groups that
 share a scale, which `qat_group_size` checks."""
 
-# {name: file of jaxtune/pallas/formats whose FORMAT declares it}. LOADED are the formats that model.load_in accepts,
-# READ those in which checkpoints are read or written but which no model keeps. jaxtune.pallas.formats imports the files
-# and makes its table FORMATS from both, in this order, in which checkpoints are searched for them.
+# {name: file of jaxtune/pallas/formats whose FORMAT declares it}. LOADED are the formats to which model.load_in can
+# quantise weights. KEPT are formats that files have and to which loading quantises nothing: their weights are decoded
+# when they are loaded, or stay as they are where model.load_in names the format and the layout of the files allows it.
+# jaxtune.pallas.formats imports the files and makes its table FORMATS from both, in this order, in which checkpoints
+# are searched for them.
 LOADED = {"nf4": "four_bit", "fp8": "fp8", "nvfp4": "nvfp4", "int8": "int8"}
-READ = {"mxfp4": "mxfp4"}
+KEPT = {"mxfp4": "mxfp4"}
+LOAD_IN = (*LOADED, *KEPT)  # what model.load_in accepts
 
 # {name of a format of quantisation-aware training (qat.format): the values that qat.group_size can have}, the default
 # last. None: weights share scales in the way that the format itself says. models/fake_quant.py declares how they round.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.files.quant import require_stated
 from jaxtune.models.generation.slot_plan import slots_for
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, weights_stored_in
@@ -66,6 +67,7 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
     names none. Raises what `show_plan` does, except for errors that the config alone shows."""
     hf = find_config(config.model.from_config or config.model.path or "")
     shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
+    require_stated(f"model.path = {config.model.path!r}", hf, config.model.load_in)
     config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))
     runs = objective_of(config).reference_runs
     if device is None:

@@ -4,6 +4,7 @@ The same body runs over the Mosaic kernel in Pallas' GPU interpreter."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -298,9 +299,12 @@ def test_wide_weights_of_a_trainable_base():
 
 
 def packed(kind, weight):
-    """weight [E, ., .] in four bits; in MXFP4 other numbers of its shape, with scales of which no two are equal."""
+    """weight [E, ., .] in four bits; in MXFP4 other numbers of its shape, with scales of which no two are equal;
+    swapped: in MXFP4 whose blocks are along the last axis but one, as of gpt-oss's files."""
     if kind == "nf4":
         return NF4.encode(jnp.asarray(weight, jnp.float32))
+    if kind == "swapped":
+        return dataclasses.replace(packed("mxfp4", weight.swapaxes(1, 2)), swapped=True)
     draw = np.random.default_rng(3)
     rows = weight.shape[:-1]
     codes = draw.integers(0, 256, (*rows, weight.shape[-1] // 2)).astype(np.uint8)
@@ -308,22 +312,26 @@ def packed(kind, weight):
     return MXFP4(jnp.asarray(codes), jnp.asarray(scales))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4", "swapped"])
 def test_weights_in_four_bits_are_their_decoded_values(kind):
-    groups, _, (x, weight, a, b, dout) = operands(SIZES["uneven"], False)
+    transposed = kind == "swapped"
+    groups, _, (x, weight, a, b, dout) = operands(SIZES["uneven"], transposed)
     stored = packed(kind, weight)
     lora = GroupedLora(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), SCALE)
     x = jnp.asarray(x, jnp.float32)
 
     def run(weight):
-        out, pullback = jax.vjp(lambda x: grouped_matmul(x, weight, groups, lora), x)
+        out, pullback = jax.vjp(lambda x: grouped_matmul(x, weight, groups, lora, transposed=transposed), x)
         return out, *pullback(jnp.asarray(dout, jnp.float32))
 
     for mine, theirs in zip(run(stored), run(stored.decode(jnp.float32)), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+        if transposed:  # the products' sums may have another order
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
+        else:
+            np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize(("kind", "transposed"), [("nf4", True), ("mxfp4", False)])
+@pytest.mark.parametrize(("kind", "transposed"), [("nf4", True), ("mxfp4", False), ("swapped", True)])
 @pytest.mark.gpu
 def test_products_over_four_bits_in_the_interpreter(kind, transposed):
     """Forward and dx, with an adapter: both directions of both formats; an error as of a bf16 product."""

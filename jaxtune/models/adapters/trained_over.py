@@ -28,6 +28,7 @@ from jaxtune.models.files.quant import computes_in_fp8, qat_spec
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.observed_inputs import recorded
 from jaxtune.models.precision import DTYPES, WORDS, check_words
+from jaxtune.pallas.format_names import KEPT
 from jaxtune.pallas.formats import FORMATS, load_in
 
 METADATA = "jaxtune_trained_over"
@@ -190,13 +191,15 @@ def difference(over: TrainedOver, base: Decoder) -> str | None:
     """How the precision of a base's weights differs from that over which an adapter was trained, as a phrase for a
     warning, such as "it was trained over weights not quantised, and this base's are ...". Compared are the format of
     most weights and then, if the record has a dtype, the precision of single modules, of which the first by name is
-    named. None if they are the same. A record without a format agrees with a base whose own files store it quantised.
-    Products in FP8 and the grid of QAT are not compared. load_adapter calls it.
+    named. None if they are the same. A record without a format agrees with a base whose own files store it quantised,
+    and one of weights that stayed in their format with a base that was decoded from such files. Products in FP8 and the
+    grid of QAT are not compared. load_adapter calls it.
 
     over: the adapter's record. base: the model to which the adapter is added.
     """
     found = common_format(base)
-    if found != over.load_in and not (over.load_in is None and _stored_so(base)):
+    same = over.load_in is None or (over.load_in in KEPT and found is None)  # decoded from the same codes
+    if found != over.load_in and not (same and _stored_so(base)):
         trained, here = ("not quantised" if word is None else FORMATS[word].title for word in (over.load_in, found))
         return f"it was trained over weights {trained}, and this base's are {here}"
     other, own = over.words(base.dtype, found), followed(base, plain=not _stored_so(base))

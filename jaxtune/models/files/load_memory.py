@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.files import headers, quant
-from jaxtune.models.files.tensor_entries import is_kept_packed
 from jaxtune.pallas.formats import FORMATS
 
 _GB = 1e9
@@ -26,7 +25,7 @@ def load_bytes(
     entries: Mapping[str, headers.TensorEntry],
     dtype: str,
     encoded: Mapping[str, str],
-    decoded: Collection[str] = (),
+    kept: Collection[str] = (),
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
 ) -> int:
     """Bytes of device memory that the tensors in `shapes` take on a device that has all of each; nothing is read.
@@ -37,13 +36,13 @@ def load_bytes(
       entries: {name: entry in files} of the tensors.
       dtype: of tensors that the model does not keep quantised.
       encoded: {name: format} of tensors that are quantised on loading.
-      decoded: names of quantised tensors that are decoded on loading. Others that the model keeps quantised
-        (is_kept_packed) take the bytes that they have in files.
+      kept: names of quantised tensors that the model keeps quantised, which take the bytes that they have in files.
+        Other quantised tensors are decoded on loading.
       dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
     """
     total = 0
     for name, shape in shapes.items():
-        if is_kept_packed(entries[name]) and name not in decoded:
+        if name in kept:
             total += entries[name].size_bytes
         elif name in encoded:
             total += _encoded_bytes(shape, dtype, encoded[name])

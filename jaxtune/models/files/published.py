@@ -1,6 +1,7 @@
 """The config.json of published models (of multimodal ones, of the text model alone), with the keys that a DecoderConfig
-is made of, from which a memory plan can be made without their weights and without a connection to the hub. PUBLISHED is
-{hub name: {key: value}}, in which model_folder.find_config looks names up; benchmarks take shapes from it."""
+is made of and, of weights that are published quantised, their format, from which a memory plan can be made without
+their weights and without a connection to the hub. PUBLISHED is {hub name: {key: value}}, in which
+model_folder.find_config looks names up; benchmarks take shapes from it."""
 
 from __future__ import annotations
 
@@ -84,6 +85,7 @@ _QWEN3_30B_A3B = _QWEN3_14B | {
 }
 _GPT_OSS_20B: dict[str, Any] = {
     "model_type": "gpt_oss",
+    "quantization_config": {"quant_method": "mxfp4"},
     "vocab_size": 201088,
     "hidden_size": 2880,
     "intermediate_size": 2880,

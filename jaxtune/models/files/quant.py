@@ -26,17 +26,35 @@ from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, matrices, name_matches, stop_rounding
 from jaxtune.models.observed_inputs import known_scales, recorded, with_input_scales
 from jaxtune.models.registry import stated_layout
-from jaxtune.pallas.format_names import QAT_GROUPS
-from jaxtune.pallas.formats import FORMATS, Stored, dense, format_of, load_in
+from jaxtune.pallas.format_names import KEPT, QAT_GROUPS
+from jaxtune.pallas.formats import FORMATS, Stored, dense, format_of, kept_layout, load_in
 from jaxtune.pallas.formats.layout import Config
 
 
 def check_load_in(name: str | None) -> None:
-    """Raises ValueError if `name` is not a format to which weights can be quantised on loading (such as "nf4"); the
-    error lists the formats. None, which means that nothing is quantised, is allowed. The loader and `quantize` call it
-    first, so that a wrong name is refused before a file is looked for."""
+    """Raises ValueError if `name` is not a format in which a loaded model can have weights (such as "nf4"); the error
+    lists the formats. None, which means that nothing is quantised, is allowed. The loader and `quantize` call it first,
+    so that a wrong name is refused before a file is looked for."""
     if name is not None and name not in load_in():
         raise ValueError(f"load_in {name!r} is not supported; supported: None, {', '.join(map(repr, load_in()))}")
+
+
+def require_kept(where: str, load_in: str | None, there: bool) -> None:
+    """Raises ValueError if weights are to stay in the format `load_in`, to which loading quantises nothing
+    (format_names.KEPT), and the checkpoint `where` stores none in the layout that allows it. there: whether it does, as
+    check_stored knows from the tensors, and require_stated from config.json. Other formats, and None, raise nothing."""
+    layout = kept_layout(load_in) if load_in in KEPT else None
+    if layout is not None and not there:
+        raise ValueError(
+            f"{where}: load_in = {load_in!r} keeps experts in the codes of their files, and no experts are stored so "
+            f"here (as {layout.title}): take load_in = 'nf4', to which 16-bit weights are converted, or leave it out"
+        )
+
+
+def require_stated(where: str, hf: dict, load_in: str | None) -> None:
+    """Raises ValueError as require_kept does, for a model `where` that is not loaded, by its parsed config.json (`hf`).
+    Plans, and shapes of teachers, ask it before they make a model whose experts stay in their format."""
+    require_kept(where, load_in, load_in in KEPT and stated_layout(hf) is kept_layout(load_in))
 
 
 def encode(array: jax.Array, load_in: str) -> Stored:
@@ -64,10 +82,14 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
       a new model whose tensors are all frozen: quantised weights are trained through adapters (get_peft_model). Its
         `qat` is None, because its weights are no longer on a grid to which QAT rounded them.
     Raises:
-      ValueError: another format; a model with adapters; a name in skip_modules that matches nothing; a matrix that the
-        format cannot store (encode).
+      ValueError: another format, or one in which weights only stay ("mxfp4"); a model with adapters; a name in
+        skip_modules that matches nothing; a matrix that the format cannot store (encode).
     """
     check_load_in(load_in)
+    if load_in in KEPT:
+        raise ValueError(
+            f"quantize: load_in = {load_in!r} is for checkpoints that store it (from_pretrained): take nf4"
+        )
     if has_adapter(model):
         raise ValueError("quantize: this model has adapters: quantise the base, then add them")
     model = freeze(model)
@@ -350,6 +372,7 @@ def check_stored(
             f"{folder}: load_in = {load_in!r}, but its weights are stored in {' and '.join(sorted(stored))}: leave "
             "load_in out, or take the 16-bit original"
         )
+    require_kept(f"{folder}", load_in, bool(stored))
     layout = stated_layout(hf)
     if layout is None:
         return

@@ -89,7 +89,7 @@ def read_tensors(
     entries: Mapping[str, headers.TensorEntry],
     dtype: str,
     encoded: Mapping[str, str] = types.MappingProxyType({}),
-    decoded: frozenset[str] = frozenset(),
+    kept: Collection[str] = (),
     cancelled: threading.Event | None = None,
     where: Callable[[str, Any], Any] = lambda name, tensor: None,
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
@@ -102,7 +102,7 @@ def read_tensors(
       entries: {name: entry in files}.
       dtype: of tensors that are not kept quantised; those that are encoded are cast to it first.
       encoded: {name: format} of tensors that are quantised on the device, one at a time.
-      decoded: names of quantised tensors to decode to their dtype. Those in formats that no model keeps always are.
+      kept: names of quantised tensors that stay as they are stored. Others are decoded to their dtype.
       cancelled: once another thread sets it, CancelledError is raised before the next tensor, if there is one, begins.
       where: (name, tensor) -> the sharding of its arrays, called in threads; None: the default device. `tensor` is the
         array or quantised weight, or only its shape. Of a divided plain tensor only this process's parts are kept; the
@@ -118,9 +118,8 @@ def read_tensors(
         own = dtypes.get(name, dtype)
         if isinstance(entry, StoredEntry):
             packed, digest = stored_weights.read(entry, dtype)
-            if not entry.layout.decoded_on_load:
-                packed = partition.put(packed, where(name, packed))
-                return jax.block_until_ready(packed.decode(own) if name in decoded else packed), digest
+            if name in kept:
+                return jax.block_until_ready(partition.put(packed, where(name, packed))), digest
             host = entry.layout.decoded(packed, own)
         else:
             stacked = isinstance(entry, expert_files.StackedEntry)

@@ -45,11 +45,15 @@ def weight_name(module: str) -> str:
     return module if ".experts." in module else f"{module}.weight"
 
 
-def is_kept_packed(entry: headers.TensorEntry) -> bool:
+def is_kept_packed(entry: headers.TensorEntry, load_in: str | None) -> bool:
     """Whether `entry`, a tensor of a checkpoint's files, is a quantised weight in a form that can stay quantised in the
-    model. False for plain tensors, and for quantised weights that loading always decodes, such as MXFP4. The loader
-    asks it, and decodes quantised routers all the same; load_bytes asks it to know how much memory the weight takes."""
-    return isinstance(entry, StoredEntry) and not entry.layout.decoded_on_load
+    model. False for plain tensors, and for quantised weights that loading decodes, such as gpt-oss's experts in MXFP4,
+    unless `load_in`, the format that the loader is asked for, is that one (Layout.kept_on_request). The loader asks
+    it, and decodes quantised routers all the same."""
+    if not isinstance(entry, StoredEntry):
+        return False
+    asked = entry.layout.kept_on_request and load_in == entry.format_name
+    return asked or not entry.layout.decoded_on_load
 
 
 def listed(names: Iterable[str]) -> str:

@@ -3,11 +3,11 @@
 A format is a file of this folder with a subclass of `Stored` and a declaration `FORMAT`, and an entry in
 jaxtune/pallas/format_names.py. FORMATS is the table of all formats, {name: Format}, which the reading and writing of
 models, precision maps, the planner, exports, quantisation-aware training, `jaxtune sensitivity` and jaxtune.compat use.
-Four functions look things up in it: `layouts` returns the layouts in checkpoints of all formats, `load_in` the names of
-the formats to which a model can be quantised when it is loaded, `exports` the formats to which it can be exported, and
-`format_of` the format of a weight. The package also exports the classes of weights (NF4, FP4 and their base FourBit,
-FP8, MXFP4, NVFP4, their interface Stored), Format and the classes of which it consists (Layout, Export), and `dense`,
-which returns the array of a weight that may be quantised.
+Functions look things up in it: `layouts` returns the layouts in checkpoints of all formats, `load_in` the names of the
+formats in which a loaded model can have weights, `kept_layout` the layout of weights that stay as files have them,
+`exports` the formats to which a model can be exported, and `format_of` the format of a weight. The package also exports
+the classes of weights (NF4, FP4 and their base FourBit, FP8, MXFP4, NVFP4, their interface Stored), Format and the
+classes of which it consists (Layout, Export), and `dense`, which returns the array of a weight that may be quantised.
 """
 
 import importlib
@@ -20,10 +20,10 @@ from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.formats.nvfp4 import NVFP4
 from jaxtune.pallas.formats.stored import Stored, dense
 
-# {name: format}: first the formats in which a loaded model can keep weights, then those that only files have.
+# {name: format}: first those to which weights are quantised on loading, then those in which weights only stay.
 FORMATS: dict[str, Format] = {
     name: importlib.import_module(f"{__name__}.{file}").FORMAT
-    for name, file in (format_names.LOADED | format_names.READ).items()
+    for name, file in (format_names.LOADED | format_names.KEPT).items()
 }
 
 
@@ -36,15 +36,22 @@ def layouts() -> list[Layout]:
 
 def load_in() -> list[str]:
     """The values that the option model.load_in accepts beside None: the names of the formats to which weights can be
-    quantised when a model is loaded, such as "nf4". The loader checks the option by it, the reader of adapters the
-    format that they record, and jaxtune/export takes the exports in these formats from `exports`."""
-    return [name for name in FORMATS if name not in format_names.READ]
+    quantised when a model is loaded, such as "nf4", and of those in which weights stay if files store them so
+    (format_names.KEPT). The loader checks the option by it, and the reader of adapters the format that they record."""
+    return list(FORMATS)
+
+
+def kept_layout(name: str) -> Layout | None:
+    """The layout in checkpoints whose weights stay quantised in a model if model.load_in names their format, `name`,
+    although loading decodes them otherwise (Layout.kept_on_request); None for formats to which loading quantises. Plans
+    of models that are not loaded make the weights' shapes by it, and errors name it."""
+    return next((each for each in FORMATS[name].layouts if each.kept_on_request), None)
 
 
 def exports() -> dict[str, Format]:
     """{name, a value of the option --to of `jaxtune export`: format} for all formats to which a model can be exported.
-    The table of targets in jaxtune/export has the same names and others; it takes from here those whose formats are in
-    `load_in`, and has functions of its own for MXFP4."""
+    The table of targets in jaxtune/export has the same names and others; it takes from here those to which loading
+    quantises too, and has functions of its own for MXFP4."""
     return {each.export.name: each for each in FORMATS.values() if each.export is not None}
 
 
@@ -81,6 +88,7 @@ __all__ = [
     "dense",
     "exports",
     "format_of",
+    "kept_layout",
     "layouts",
     "load_in",
 ]

@@ -168,9 +168,14 @@ class Layout:
     weight: ClassVar[str] = ".weight"  # what follows the module's name in the weight's name in the model
     # keys of tensors that are read as uint8[bytes], whatever dtype their header has
     raw: ClassVar[tuple[str, ...]] = ()
-    # True: the loader decodes weights when it reads them (`decoded`), because no model trains over this format; False:
-    # the model keeps them quantised
+    # True: the loader decodes weights when it reads them (`decoded`), unless `kept_on_request`; False: the model keeps
+    # them quantised
     decoded_on_load: ClassVar[bool] = False
+    # of a layout that is `decoded_on_load`: True: weights stay quantised after all if model.load_in names their format.
+    # The layout then has `encode`
+    kept_on_request: ClassVar[bool] = False
+    # True: files store the matrices of all experts of a layer as one weight; False: as one weight for each of them
+    whole_experts: ClassVar[bool] = False
     # the model types whose checkpoints are stored like this; None: all
     families: ClassVar[tuple[str, ...] | None] = None
     # a warning that is given when experts are written in this layout, such as which programs cannot load them; None: no
@@ -226,8 +231,8 @@ class Layout:
         raise NotImplementedError
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Stored:
-        """Makes the quantised weight, with numpy arrays as leaves, from the content of its tensors; in a layout that is
-        `decoded_on_load` the leaves may be jax.Arrays. Each layout implements it. The loader of checkpoints calls it.
+        """Makes the quantised weight, with numpy arrays as leaves, from the content of its tensors. Each layout
+        implements it. The loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned for the weight.
@@ -240,8 +245,14 @@ class Layout:
 
     def decoded(self, weight: Stored, dtype: str) -> jax.Array:
         """The decoded array of `weight` in the dtype `dtype`, as the model has it. The loader calls it if the layout is
-        `decoded_on_load`. A layout that stores the axes in another order than the model overrides it and swaps them."""
+        `decoded_on_load`, or a router that files have quantised."""
         return weight.decode(dtype)
+
+    def encode(self, array: jax.Array) -> Stored:
+        """Quantises a weight that the model has, `array`, to what `read` makes of files in this layout. Plans of models
+        that are not loaded take the shapes from it, and exports in the layout the numbers. A layout with
+        `kept_on_request` implements it; for others Format.encode is the function."""
+        raise NotImplementedError
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
         """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
@@ -353,8 +364,7 @@ class Format:
     """Everything that jaxtune knows about a format of quantised weights, except its kernels: its classes, its layouts
     in checkpoints, and how options and messages call it. The table of all formats is formats.FORMATS."""
 
-    # the key of FORMATS, by which messages and records call the format; a value of model.load_in, except those of
-    # format_names.READ
+    # the key of FORMATS, by which messages and records call the format; a value of model.load_in
     name: str
     title: str  # a phrase such as "in four bits (NF4)"
     kinds: tuple[type[Stored], ...]  # the classes of its weights; that of the first one quantises 16-bit weights

@@ -1,9 +1,9 @@
 """MXFP4, the format in which gpt-oss is published: blocks of 32 four-bit numbers that share a power of two.
 
 Numbers are e2m1 and scales e8m0 (OCP Microscaling Formats v1.0). A byte has two numbers, the first in the low nibble.
-The format is read and written, in gpt-oss's layout and in that of compressed-tensors, but no model trains over it:
-weights are decoded to the compute dtype when they are loaded, and an export encodes them again. Quantisation-aware
-training rounds to it too.
+The format is read and written, in gpt-oss's layout and in that of compressed-tensors. Weights are decoded to the
+compute dtype when they are loaded, and an export encodes them again; but gpt-oss's experts stay as they are stored, and
+train through adapters, if model.load_in is "mxfp4". Quantisation-aware training rounds to the format too.
 
 MXFP4 is the class of weights, with `encode` (weights) and `encode_activations`; `to_e2m1` rounds numbers to e2m1, also
 for NVFP4. Published describes gpt-oss's checkpoints and CompressedTensors those of other models; FORMAT declares the
@@ -50,18 +50,23 @@ TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, 
 class MXFP4(Stored):
     """A tensor [..., n] in MXFP4 whose last axis, a multiple of 32, is divided into blocks. Each number has a code of
     four bits, an index into TABLE, the 16 numbers of e2m1; each block of 32 has a scale in e8m0. A number of the tensor
-    is TABLE[code] * 2^(scale - 127). The class implements the interface of quantised weights, Stored."""
+    is TABLE[code] * 2^(scale - 127). The class implements the interface of quantised weights, Stored.
+
+    gpt-oss's files have experts as [E, out, in], and its models as [E, in, out]. A weight that is `swapped` has the
+    arrays of the former and the shape of the latter, so that neither the file's bytes nor the model change."""
 
     codes: jax.Array  # uint8[..., n / 2], two codes each, the first in the low four bits
     scales: jax.Array  # uint8[..., n / 32], the exponents of two, with a bias of 127 (e8m0)
     # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
+    # whether the arrays are those of the tensor with its last two axes swapped: blocks are then along the last but one
+    swapped: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     row_block = BLOCK
 
     @staticmethod
     def from_blocks(blocks: jax.Array, scales: jax.Array, dtype_name: str = "bfloat16") -> MXFP4:
-        """Makes the weight from the arrays of gpt-oss's checkpoint. Published.read calls it.
+        """Makes the weight [..., n] from the arrays of gpt-oss's checkpoint. Benchmarks and tests call it.
 
         Args:
           blocks: uint8[..., n / 32, 16], the codes of each block of 32 numbers, two in a byte.
@@ -110,8 +115,15 @@ class MXFP4(Stored):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the decoded tensor, [..., n]."""
-        return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+        """The shape of the decoded tensor, [..., n], or [..., n, rows] if the weight is `swapped`."""
+        shape = (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+        return (*shape[:-2], shape[-1], shape[-2]) if self.swapped else shape
+
+    @property
+    def unswapped(self) -> MXFP4:
+        """The same arrays as the tensor with its last two axes swapped, of a weight that is `swapped`, whose blocks are
+        then along the last axis. Grouped products multiply by it (Stored.unswapped)."""
+        return dataclasses.replace(self, swapped=False)
 
     def problem(self) -> str | None:
         """Returns the reason why codes and scales cannot belong to one tensor (shapes that do not fit each other, or a
@@ -125,10 +137,19 @@ class MXFP4(Stored):
 
     def cut(self, axis: int) -> int | None:
         """The number of consecutive indices along `axis` (not negative) that must stay in one part when the tensor is
-        divided or written in pieces: 32 along the last axis, so that no block is cut, and 1 along the others. It is
-        never None: every axis can be divided. Exports that write experts as matrices call it (Stored.piece); no model
-        keeps weights in MXFP4, so none is divided over devices."""
-        return BLOCK if axis == self.ndim - 1 else 1
+        divided or written in pieces: 32 along the last axis (the last but one if the weight is `swapped`), so that no
+        block is cut, and 1 along the others. It is never None: every axis can be divided. `divided` asks it, and
+        exports that write experts as matrices do (Stored.piece)."""
+        return BLOCK if axis == self.ndim - (2 if self.swapped else 1) else 1
+
+    def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
+        """The axis along which codes and scales are divided if the tensor is divided into `parts` equal parts along
+        `axis`, or None if that would cut a block (Stored.divided). Of a weight that is `swapped`, the arrays have the
+        last two axes in the other order."""
+        found = super().divided(axis, parts)
+        if found is None or not self.swapped or axis < self.ndim - 2:
+            return found
+        return (2 * self.ndim - 3 - axis,) * len(found)
 
     def largest(self) -> jax.Array:
         """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
@@ -137,11 +158,10 @@ class MXFP4(Stored):
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
-        """Makes a weight of this shape in MXFP4 with random codes and scales, on which a kernel that decodes MXFP4
-        (of quant_matmul or grouped_matmul) is compared with the plain JAX implementation at its first use. No model
-        keeps weights in MXFP4, so this happens only in direct calls of these operations. draw: numpy's generator, from
-        which the numbers come. The method is not static only because other formats need the weight's options;
-        nothing of this weight is used."""
+        """Makes a weight of this shape in MXFP4 with random codes and scales, on which a kernel that decodes MXFP4 (of
+        quant_matmul or grouped_matmul) is compared with the plain JAX implementation at its first use. draw: numpy's
+        generator, from which the numbers come. The method is not static only because other formats need the weight's
+        options; nothing of this weight is used."""
         codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
         scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // BLOCK))
         return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
@@ -165,7 +185,8 @@ class MXFP4(Stored):
             bits = jnp.where(exponent < 255, exponent << 23 | fraction, 255 << 23)
             bits = jnp.where((size > 0) & (exponent > 0), bits, 0) | sign
             wide = jax.lax.bitcast_convert_type(bits, jnp.float32)
-            return wide.astype(dtype or self.dtype).reshape(self.shape)
+            numbers = wide.astype(dtype or self.dtype).reshape(*self.codes.shape[:-1], -1)
+            return numbers.swapaxes(-1, -2) if self.swapped else numbers
 
 
 def to_e2m1(size: jax.Array) -> jax.Array:
@@ -213,9 +234,9 @@ class Published(Layout):
     """The layout of gpt-oss's published checkpoints, by which jaxtune/models/files reads and writes them.
 
     For the array NAME [E, in, out] of a layer's experts in the model, a file has `NAME_blocks` uint8[E, out, in / 32,
-    16], the codes, and `NAME_scales` uint8[E, out, in / 32]. They are decoded when they are loaded, because no model
-    trains over MXFP4; `jaxtune export --to mxfp4` writes them for gpt-oss. The attributes and methods are explained in
-    Layout.
+    16], the codes, and `NAME_scales` uint8[E, out, in / 32]. They are decoded when they are loaded, or stay as they are
+    with model.load_in = "mxfp4"; `jaxtune export --to mxfp4` writes them for gpt-oss, and save_pretrained for a model
+    that has them. The attributes and methods are explained in Layout.
     """
 
     title = "gpt-oss's in MXFP4"
@@ -224,6 +245,8 @@ class Published(Layout):
     others = ("_scales",)
     weight = ""
     decoded_on_load = True
+    kept_on_request = True
+    whole_experts = True
     families = ("gpt_oss",)
 
     def recognises(self, settings: Settings) -> bool:
@@ -262,9 +285,8 @@ class Published(Layout):
         return Found(name, tensors, (experts, groups * BLOCK, out_size))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
-        """Makes the quantised experts of a layer, an MXFP4 of the shape [E, out, in], from the content of their two
-        tensors. Its leaves are jax.Arrays, where other layouts have numpy arrays; the loader decodes it at once. The
-        axes are in the checkpoint's order; `decoded` swaps them to the model's. The loader of checkpoints calls it.
+        """Makes the quantised experts of a layer, an MXFP4 of the model's shape [E, in, out] that is `swapped`, from
+        the content of their two tensors, whose arrays are its leaves. The loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned.
@@ -274,14 +296,13 @@ class Published(Layout):
           ValueError: a scale is 255, which is NaN in e8m0 (OCP Microscaling Formats v1.0, 5.4.1).
         """
         scales = _checked_scales(found, "_scales", arrays)
-        return MXFP4.from_blocks(jnp.asarray(arrays["_blocks"]), jnp.asarray(scales), dtype_name)
+        leaves: list = [arrays["_blocks"].reshape(*scales.shape[:-1], -1), scales]
+        return MXFP4(*leaves, dtype_name=dtype_name, swapped=True)
 
-    def decoded(self, weight: Stored, dtype: str) -> jax.Array:
-        """The experts' array that the model has, [E, in, out] in `dtype`, of a weight that is stored as [E, out, in].
-        No model keeps MXFP4, so the loader calls it for every weight. It is exact in dtypes that can represent the
-        numbers."""
-        assert isinstance(weight, MXFP4)
-        return _decoded(weight, dtype)
+    def encode(self, array: jax.Array) -> MXFP4:
+        """Quantises the experts' array of a model, [E, in, out], `in` a multiple of 32, in the order in which files
+        have it; the result is `swapped`. Plans take its shapes, and the export of gpt-oss writes its numbers."""
+        return dataclasses.replace(MXFP4.encode(array.swapaxes(1, 2)), swapped=True)
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
         """(label, key) of blocks and scales of `found`, in the order in which the digest of the base model, by which
@@ -290,18 +311,17 @@ class Published(Layout):
         return [(found.name, "_blocks"), ("scales", "_scales")]
 
     def can_store(self, weight: Stored) -> bool:
-        """False: the layout is gpt-oss's alone, so the export of that family chooses it, and weights of other models
-        are written in the next layout. weight: not used."""
-        del weight
-        return False
+        """Whether `weight` is `swapped`, as the experts of a gpt-oss model are that keeps them in MXFP4. Weights of
+        other models are written in the next layout."""
+        return weight.swapped
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """Describes the tensors of a file that store `weight`, experts [E, out, in], {key, such as "_scales":
-        FileTensor}. A FileTensor has a shape, a dtype, and a function that later takes the same weight with its arrays
-        and returns the array to write. A file's header is written before the weights have been quantised, so `weight`
-        may contain shapes and dtypes (jax.ShapeDtypeStruct) instead of arrays. number: the number that some layouts put
-        into the header, from `header_number`; this layout has none and ignores it."""
-        count, out_size, in_size = weight.shape
+        """Describes the tensors of a file that store `weight`, experts [E, in, out] that are `swapped`, {key, such as
+        "_scales": FileTensor}. A FileTensor has a shape, a dtype, and a function that later takes the same weight with
+        its arrays and returns the array to write. A file's header is written before the weights have been quantised, so
+        `weight` may contain shapes and dtypes (jax.ShapeDtypeStruct) instead of arrays. number: the number that some
+        layouts put into the header, from `header_number`; this layout has none and ignores it."""
+        count, in_size, out_size = weight.shape
         byte, blocks = np.dtype(np.uint8), (count, out_size, in_size // BLOCK, BLOCK // 2)
         return {
             "_blocks": FileTensor(blocks, byte, lambda packed: packed.codes.reshape(blocks)),
@@ -337,20 +357,12 @@ def _checked_scales(found: Found, key: str, arrays: Arrays) -> np.ndarray:
     return scales
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _decoded(weight: MXFP4, dtype: str) -> jax.Array:
-    """A weight [E, out, in] decoded to `dtype` and transposed to [E, in, out], in one compiled program, so that the
-    decoded array is not written twice. Published.decoded calls it."""
-    return weight.decode(dtype).swapaxes(1, 2)
-
-
 class CompressedTensors(Layout):
     """The layout of compressed-tensors' `mxfp4-pack-quantized`, in which models other than gpt-oss are published and
     written.
 
     The tensors are `X.weight_packed` uint8[out, in / 2] and `X.weight_scale` uint8[out, in / 32], in e8m0. They are
-    decoded when they are loaded, because no model trains over MXFP4. The attributes and methods are explained in
-    Layout.
+    always decoded when they are loaded. The attributes and methods are explained in Layout.
     """
 
     title = "MXFP4 of compressed-tensors (mxfp4-pack-quantized)"

@@ -35,6 +35,9 @@ class Stored:
     # names of the arrays that are not divided when the tensor is divided over devices, because each device needs all of
     # them, such as a table
     shared: ClassVar[tuple[str, ...]] = ()
+    # True: the arrays are those of the tensor with its last two axes swapped. `unswapped`, by which products multiply,
+    # is the tensor that they are in their own order
+    swapped: bool = False
     # the value of model.compute with which products use this format without decoding, by their own kernels
     # (quant_matmul/as_stored.py; for experts AS_STORED of grouped_matmul/api.py); None: products decode it
     compute: ClassVar[str | None] = None
@@ -102,6 +105,13 @@ class Stored:
         fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
         arrays = [f.name for f in fields if not f.metadata.get("static") and getattr(self, f.name) is not None]
         return tuple(None if name in self.shared else axis for name in arrays)
+
+    @property
+    def unswapped(self) -> Stored:
+        """The same arrays as the tensor with its last two axes swapped, of a weight that is `swapped`: [E, out, in] of
+        one that is [E, in, out]. Grouped products multiply by it, as their kernels decode arrays in their own order. A
+        format with `swapped` implements it."""
+        raise NotImplementedError
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:

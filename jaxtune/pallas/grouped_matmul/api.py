@@ -425,7 +425,8 @@ def prepared(
     """Chooses the implementation of a grouped product, and returns (x, weight, (a, b) of the adapter or None, the
     Static settings), which are arguments of `forward`. grouped_matmul and the products of jaxtune.pallas.routing call
     it after `checked`. The caller must use the returned x from then on: if the weight is decoded here, x is tied to the
-    decoded weight, so that XLA does not decode earlier; otherwise both are returned unchanged.
+    decoded weight, so that XLA does not decode earlier; otherwise both are returned unchanged, except that a quantised
+    weight whose arrays are in the other order of axes (Stored.swapped) is returned in that order.
 
     Args:
       x: the rows sorted by expert, [rows, in], or the tokens.
@@ -443,6 +444,8 @@ def prepared(
     Raises:
       ValueError: the requested implementation is unknown or refuses the call.
     """
+    if isinstance(weight, Stored) and weight.swapped:
+        weight, transposed = weight.unswapped, not transposed
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     as_stored = fp8 and isinstance(weight, Stored) and weight.compute in AS_STORED
     packed = weight if isinstance(weight, Stored) and not as_stored else None

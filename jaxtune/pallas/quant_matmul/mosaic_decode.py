@@ -64,9 +64,11 @@ class Chunks:
 
     @staticmethod
     def decodes(weight: Stored) -> bool:
-        """Returns True if a weight is in a format that is decoded here: NF4 or FP4 (FourBit), MXFP4, or NVFP4 with one
-        scale for the whole tensor; False otherwise. Refusals of kernels that decode ask it."""
-        return isinstance(weight, FourBit | MXFP4) or (isinstance(weight, NVFP4) and weight.tensor_scale.size == 1)
+        """Returns True if a weight is in a format that is decoded here: NF4 or FP4 (FourBit), MXFP4 that is not
+        `swapped`, or NVFP4 with one scale for the whole tensor; False otherwise. Refusals of kernels that decode ask
+        it."""
+        one = isinstance(weight, FourBit | MXFP4) or (isinstance(weight, NVFP4) and weight.tensor_scale.size == 1)
+        return one and not weight.swapped
 
     @staticmethod
     def of(weight: Stored, dtype, whole: int) -> Chunks:

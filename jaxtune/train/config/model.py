@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict
 
-from jaxtune.pallas.format_names import LOADED
+from jaxtune.pallas.format_names import LOAD_IN
 from jaxtune.train.config.checks import ConfigError, fraction, positive, require
 
 _STRICT = ConfigDict(extra="forbid")
 if TYPE_CHECKING:
     LoadIn = str
 else:
-    LoadIn = Literal[tuple(LOADED)]
+    LoadIn = Literal[LOAD_IN]
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class ModelConfig:
     """The section `model` of a configuration: where the model comes from, exactly one of `path` and `from_config`; its
     tokenizer; and how its frozen weights are stored and multiplied. A model from `from_config` has random weights: it
     needs `tokenizer`, and cannot have `load_in`. What contradicts this raises ConfigError. Without `load_in`, weights
-    that the checkpoint itself stores quantised stay in their format, and other frozen weights are stored as `precision`
-    says, in float32 for fp32. The train, evaluate and sensitivity commands load the model by it; a `Trainer` gets a
-    model that its caller has loaded."""
+    that the checkpoint itself stores quantised stay in their format (MXFP4 is decoded), and other frozen weights are
+    stored as `precision` says, in float32 for fp32. The train, evaluate and sensitivity commands load the model by it;
+    a `Trainer` gets a model that its caller has loaded."""
 
     __pydantic_config__ = _STRICT
 
@@ -36,7 +36,8 @@ class ModelConfig:
     tokenizer: Annotated[str | None, "Folder of the tokenizer; default: the one beside the model."] = None
     load_in: Annotated[
         LoadIn | None,
-        "The format of the layers' frozen weights, such as nf4 (four bits) or fp8 (eight); null: 16 bits (fp32: 32).",
+        "The format of the layers' frozen weights, such as nf4 (four bits) or fp8 (eight); mxfp4: gpt-oss's experts as "
+        "they are published, the rest in 16 bits; null: 16 bits (fp32: 32).",
     ] = None
     compute: Annotated[
         Literal["fp8"] | None,

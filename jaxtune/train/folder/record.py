@@ -27,6 +27,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import INPUT_SCALES
 from jaxtune.models.files.quant import computes_in_fp8
 from jaxtune.models.lora import adapter_settings, gives_adapter
+from jaxtune.pallas.format_names import KEPT
 from jaxtune.system import processes
 from jaxtune.system.files import atomic_write, fingerprints
 from jaxtune.system.version import __version__
@@ -387,9 +388,9 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     `adapter` becomes None if the model has no adapters. If it already describes them, it stays as it was written
     ("all-linear" stays that), and one that was loaded from a folder stays named by the folder; otherwise it is made
     from the model. `model.compute` always becomes the model's. `model.load_in` becomes None if no weight is quantised,
-    and the format of most quantised weights if `config` has neither it nor a precision map of modules, and the model's
-    own files are not quantised; else it stays. `precision` becomes a map if `config` has no map and single modules
-    differ; else it stays.
+    and the format of most quantised weights if `config` has neither it nor a precision map of modules, and loading the
+    model's own files without it would not keep that format; else it stays. `precision` becomes a map if `config` has no
+    map and single modules differ; else it stays.
 
     Args:
       config: the run's.
@@ -408,7 +409,7 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     usual = common_format(model)
     if usual is None:
         load_in = None
-    elif load_in is None and not stored_so and not config.components:
+    elif load_in is None and (usual in KEPT or not stored_so) and not config.components:
         load_in = usual
     words = followed(model, plain=not stored_so)
     if not config.components and words:

@@ -18,9 +18,10 @@ import jax
 from flax import nnx
 
 from jaxtune.models.adapters.adapter_config import base_of
+from jaxtune.models.components import stored_as
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import find_config, load_tokenizer
-from jaxtune.models.files.quant import parameters, quantize, stored_in
+from jaxtune.models.files.quant import parameters, require_stated, stored_in
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.lora import copy_structure, freeze
 from jaxtune.models.registry import config_from_hf, weights_stored_in
@@ -140,15 +141,18 @@ def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
         itself stores, and no quantisation if it stores plain floats.
     Returns:
       the frozen teacher; callers share it and must not change it.
+    Raises:
+      ValueError: config.json cannot be used, or it states no weights in a format in which weights only stay.
     """
     hf = find_config(path)
+    require_stated(path, hf, load_in)
     shape, load_in = config_from_hf(hf), load_in or weights_stored_in(hf)
 
     def make() -> Decoder:
         """Builds the frozen teacher, with quantised weights if a format is asked for. It is only traced for the shapes,
         so that no array is made."""
         model = Decoder(shape, jax.random.key(0), dtype)
-        return freeze(model if load_in is None else quantize(model, load_in))
+        return freeze(stored_as(model, {}, load_in))
 
     return nnx.eval_shape(make)
 

@@ -26,6 +26,7 @@ from jaxtune.models.files.quant import parameters
 from jaxtune.models.generation.slot_plan import PREFILL_TOKENS, SlotPlan
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
+from jaxtune.pallas.format_names import LOADED
 from jaxtune.pallas.formats import Stored
 from jaxtune.system import processes
 from jaxtune.system.invocation import spelled
@@ -190,7 +191,7 @@ def phases_of(
     step = forecast.peak_bytes
     less_rows = "fewer rows_per_step, or more micro_batches"
 
-    loading, arriving = loading_bytes(model, parts.dtype.itemsize, config.model.load_in is not None)
+    loading, arriving = loading_bytes(model, parts.dtype.itemsize, config.model.load_in in LOADED)
     found = [
         Phase("load", weights + start + loading, arriving, "model.load_in=nf4"),
         Phase("resume", weights + trained + states, min(saved, READ_AT_ONCE_BYTES), "a device with more memory"),

@@ -17,6 +17,7 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import stored_in
 from jaxtune.models.placement import partition
+from jaxtune.pallas.format_names import LOADED
 from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.named import objective_of
@@ -113,7 +114,7 @@ class TeacherPass:
         """(device bytes, host bytes) that the pass of `teacher` needs at its peak: on the device the weights of both
         models, and the larger of what a forward pass takes under the plan of its `planner` and what loading takes; on
         the host what loading takes. `phase` has them, and `_changes` compares those of changed configs."""
-        device, host = loading_bytes(teacher, planner.cost.dtype.itemsize, stored_in(teacher) is not None)
+        device, host = loading_bytes(teacher, planner.cost.dtype.itemsize, stored_in(teacher) in LOADED)
         weights = planner.beside_bytes + planner.weight_bytes
         return weights + max(planner.working_bytes(planner.plan), device), host
 

@@ -30,6 +30,7 @@ CONFIGS = [
     ("llama-3.1-8b", 8, 8, 2048, 16, "nf4", "0-3: recompute, layer_input=offload; 4-7: gate=offload, up=offload"),
     ("qwen3-32b", 4, 1, 65536, 16, "nf4", "recompute"),
     ("gpt-oss-20b", 2, 8, 2048, 16, "nf4", "recompute"),
+    ("gpt-oss-20b", 2, 8, 2048, 16, "mxfp4", "recompute"),
     ("qwen1.5-moe-a2.7b", 2, 4, 2048, 0, None, "keep"),
     # One document of 350,208 tokens: gate and up would have 5e9 elements each, more than 32-bit offsets reach.
     ("llama-3.1-8b", 2, 1, 350_208, 32, "nf4", "recompute, layer_input=offload; tile=14592"),
