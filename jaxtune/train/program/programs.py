@@ -226,8 +226,8 @@ class Engine:
         return -(-last * parts // len(batch.tokens))
 
     def zero_sums(self, state: TrainState) -> Sums:
-        """Zeros on the devices to which a process's first step adds its micro-batches (later steps get zeros from the
-        update): for the loss, the gradients of the trainable tensors of `state`, and the metrics."""
+        """Zeros on the devices to which a process's first step adds its micro-batches: for the loss, the gradients of
+        the trainable tensors of `state`, and the metrics. Later steps get what the update returns in their place."""
         return self.program.zero_sums(state.trainable, self.replicated)
 
     def first_sums(self, state: TrainState) -> Sums:

@@ -222,8 +222,9 @@ class StepProgram:
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """The sums with one micro-batch, `batch`, added to `sums`, those of the step's earlier micro-batches, which are
-        donated. state: the run's. frozen: the weights that do not train. micro_batch: the index of the micro-batch
-        within the step, int32[], for the keys of dropout and noise."""
+        donated. If a step has one micro-batch, nothing of `sums` is read, and only its memory is used. state: the
+        run's. frozen: the weights that do not train. micro_batch: the index of the micro-batch within the step,
+        int32[], for the keys of dropout and noise."""
         # What is not needed here; the optimizer's states may be on the host.
         state = dataclasses.replace(state, opt_state=None, sync_errors={})
         if self.devices == 1:
@@ -255,6 +256,11 @@ class StepProgram:
         if self.noise_alpha is not None:
             own = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _NOISE)
             noise = jax.random.fold_in(jax.random.fold_in(own, state.step), micro_batch), self.noise_alpha
+        if self.micro_batches == 1:
+            # Nothing was added before. XLA leaves additions to zeros out, and writes gradients into the memory of
+            # `sums`: the barrier, which costs nothing, makes it an argument of the program.
+            batch, sums = optimization_barrier((batch, sums))
+            sums = jax.tree.map(jnp.zeros_like, sums)
         runs = 0
 
         def scaled_loss(trainable, layer_sums):
@@ -337,10 +343,12 @@ class StepProgram:
         """One optimizer step from the sums of a step's micro-batches; both arguments are donated.
 
         Returns:
-          (state, zeroed sums, metrics). The metrics are loss (the mean, without the layers' own losses), aux
-            ({name: such a loss before its coefficient}, if any is added), own (the objective's metrics), grad_norm
-            (before clipping), learning_rate (if `schedule` is known), count, finite (bool; False: weights and optimizer
-            states stay), skipped, skipped_in_row, loss_scale, and grad_norms float32[n], one for each trainable tensor.
+          (state, sums, metrics). The sums are zeros, to which the next step's micro-batches are added; where a step has
+            one micro-batch only, they are those given, which `accumulate` then overwrites. The metrics are loss (the
+            mean, without the layers' own losses), aux ({name: such a loss before its coefficient}, if any is added),
+            own (the objective's metrics), grad_norm (before clipping), learning_rate (if `schedule` is known), count,
+            finite (bool; False: weights and optimizer states stay), skipped, skipped_in_row, loss_scale, and grad_norms
+            float32[n], one for each trainable tensor.
         """
         with jax.named_scope("optimizer"):
             given, (sums, errors) = sums, self.total(sums, state)
@@ -398,7 +406,9 @@ class StepProgram:
                 trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
 
             done = trainable, guarded(errors, state.sync_errors)
-            (trainable, errors), zeros = zeros_after(done, given, waits=self.sync is not None)
+            (trainable, errors), zeros = done, given
+            if self.micro_batches > 1:
+                (trainable, errors), zeros = zeros_after(done, given, waits=self.sync is not None)
             new = dataclasses.replace(self._next(state, trainable, opt_state, finite), sync_errors=errors)
             metrics = self._means(sums, count) | {
                 "grad_norm": norm,
