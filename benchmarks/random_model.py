@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.layers.per_layer import PerLayerInputs
 from jaxtune.models.linear import frozen
 from jaxtune.models.lora import copy_structure, freeze, matrices
+from jaxtune.models.norm import norm_of
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas.formats import FP8, MXFP4, dense
@@ -40,7 +42,8 @@ def random_model(
     numpy array, as loading for a run with an adapter leaves it.
 
     One layer at a time is made and, where asked, encoded and divided over a mesh: its 16-bit weights are gone before
-    the next one's exist. So a model fits whose 16-bit weights do not, and one that no device can hold alone.
+    the next one's exist. So a model fits whose 16-bit weights do not, and one that no device can hold alone. Embedding
+    and head come last, and never exist in float32: the memory that they then take is what layers were made in.
 
     The initial weights are smaller than the config's where the model is wide: else the logits' variance alone puts the
     first loss more than 1 over ln V, and a record of it would be refused.
@@ -48,8 +51,12 @@ def random_model(
     config = config_from_hf(dict(hf))
     config = dataclasses.replace(config, initializer_range=min(config.initializer_range, config.hidden_size**-0.5))
     keys = jax.random.split(key, config.num_layers + 2)[2:]  # Decoder's own: the weights are those of model_from_config
-    model = Decoder(dataclasses.replace(config, layers=config.layers[:1]), key, "bfloat16")
+    with jax.enable_x64(False):
+        model = nnx.eval_shape(
+            lambda: Decoder(dataclasses.replace(config, layers=config.layers[:1]), jax.random.key(0), "bfloat16")
+        )
     model.layers = nnx.List([])
+    model.norm = norm_of(config, config.hidden_size, "bfloat16")
     if config.per_layer_size is not None:  # of all layers, and not of the one that the decoder was made with
         model.per_layer = per_layer_inputs(config, jax.random.fold_in(key, 0), table_on_host)
     if load_in:
@@ -66,7 +73,6 @@ def random_model(
             return experts_in_mxfp4(model)
         return quantize(model, load_in) if load_in else model
 
-    model = nnx.merge(*placed(model))
     layers = []
     for spec, layer_key in zip(config.layers, keys, strict=True):
         model.config = dataclasses.replace(config, layers=(spec,))
@@ -74,12 +80,39 @@ def random_model(
         encoded = encode(model)
         layers.append(jax.block_until_ready(placed(encoded.layers[0])))  # else the host runs ahead: layers pile up
         model.layers = nnx.List([])
-    model.config = config
+    model.config, outside = config, jax.random.split(key, config.num_layers + 2)[:2]
+    for module, own in zip((model.embedding, model.head), outside, strict=True):
+        if module is not None:
+            with jax.enable_x64(False):
+                module.weight.set_value(_drawn(own, module.weight.shape, config.initializer_range))
+    model = nnx.merge(*placed(model))
     model.layers = nnx.List([nnx.merge(*layer) for layer in layers])
     if load_in and load_in != "mxfp4":
         model = quantize(model, load_in)  # what is outside of the layers
     model.source = Source(path="random weights", config=json.dumps(dict(hf)))
     return model
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _drawn(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
+    """What Embedding and Linear draw for their weights, to the bit, without float32 numbers in memory."""
+    return (jax.random.normal(key, shape, jnp.float32) * std).astype(jnp.bfloat16)
+
+
+def in_one_piece(model: Decoder) -> Decoder:
+    """The model with its arrays put on the device anew, one after the other. Making them left gaps between them, which
+    loading does not leave, and a step's temporary memory, one block, needs what they hold."""
+    graph, state = nnx.split(model)
+    leaves, structure = jax.tree.flatten(state)
+    numbers = [np.asarray(leaf) for leaf in leaves]
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
+    placed = [
+        jax.block_until_ready(jax.device_put(array)) if isinstance(leaf, jax.Array) else leaf
+        for array, leaf in zip(numbers, leaves, strict=True)
+    ]
+    return nnx.merge(graph, jax.tree.unflatten(structure, placed))
 
 
 def per_layer_inputs(config: DecoderConfig, key: jax.Array, table_on_host: bool) -> PerLayerInputs:

@@ -11,7 +11,8 @@ added to the whole model's forecast (what is around a layer exists once, and kep
 update's temporary bytes are scaled to all layers; 0: all of them are compiled.
 
 Without it, each case is measured by benchmarks/train/step.py on this machine's GPU, in a process of its own whose
-allocator has no more than the card would.
+allocator has no more than the card would. Another process compiles before it: a run compiles before its weights are
+there, and step.py after, when they leave XLA no room to time products in.
 
 A FILE.json that is there is added to: cases that it holds are not run again, and one that takes too long is not held.
 Several GPUs take a process each, with CUDA_VISIBLE_DEVICES and a file of its own. Of each case it has the plans that
@@ -37,7 +38,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.cases import Step
-from benchmarks.processes import ROOT, TIMED_OUT, Call, Side
+from benchmarks.processes import ROOT, TIMED_OUT, Call, Side, step_arguments, wait
 from benchmarks.record import commit_here, write
 
 # {model: (arguments of step.py, twelve budgets)}: from the smallest card up, where speed falls fast, closer together.
@@ -58,6 +59,7 @@ MODELS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 _FALL = 0.04  # of speed, at most, between neighbouring budgets
 _MOST = 4  # compilations
+_SECONDS = 170.0  # of a case that is measured, at most
 
 
 def step_of(model: str, card: float) -> Step:
@@ -217,7 +219,10 @@ def measured(call: Call, side: Side, model: str, card: float) -> dict | None:
     from benchmarks.train.memory import pool_of
 
     case = step_of(model, card)
-    found = call.run(side, case, f"{model} in {card:g} GB", 30, 200, pool_of(case))
+    arguments, begun = [str(side.cache), shlex.join(step_arguments(case, "unused"))], time.monotonic()
+    ahead = side.run("benchmarks/train/compile_ahead.py", arguments, call.log, **pool_of(case))
+    wait(ahead, min(call.left, _SECONDS / 2))
+    found = call.run(side, case, f"{model} in {card:g} GB", 30, _SECONDS - (time.monotonic() - begun), pool_of(case))
     if found is None or TIMED_OUT in found.get("failed", ""):
         return None
     if "failed" in found:
@@ -228,7 +233,7 @@ def measured(call: Call, side: Side, model: str, card: float) -> dict | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all of {', '.join(MODELS)}")
-    parser.add_argument("--budgets", help="of the models' twelve, these alone, as 10.25,14")
+    parser.add_argument("--budgets", help="these in place of the models' twelve, as 10.25,14")
     parser.add_argument("--ahead", action="store_true", help="compile for an H200 that is not here")
     parser.add_argument("--layers", type=int, default=4, help="that are compiled ahead; 0: all")
     parser.add_argument("--seconds", type=float, default=560.0, help="for all")
@@ -236,7 +241,7 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"no model of this name: {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
-    wanted = None if options.budgets is None else {float(word) for word in options.budgets.split(",")}
+    wanted = None if options.budgets is None else [float(word) for word in options.budgets.split(",")]
     call = Call(options.output, options.seconds)
     record = call.begun({"benchmark": "train/budgets", "ahead": options.ahead, "commit": commit_here(), "models": {}})
     if record["ahead"] != options.ahead:
@@ -254,8 +259,8 @@ def main() -> int:
             model["curve"] = ahead.curve()
             model["steepest"] = steepest(model["curve"])
             write(options.output, record)
-        for card in budgets:
-            if f"{card:g}" in model["cases"] or (wanted is not None and card not in wanted):
+        for card in wanted or budgets:
+            if f"{card:g}" in model["cases"]:
                 continue
             if call.left <= 0:
                 print("out of time; the same command goes on from here", flush=True)

@@ -36,7 +36,7 @@ from flax import nnx
 
 import jaxtune
 import jaxtune.profile
-from benchmarks.random_model import experts_in_mxfp4, in_blocks, random_model
+from benchmarks.random_model import experts_in_mxfp4, in_blocks, in_one_piece, random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.serial import serial_transfers
 from benchmarks.shapes import SHAPES
@@ -154,6 +154,8 @@ def build(options) -> Trainer:
         model = in_blocks(model)
     if options.compute == "fp8":
         model = compute_in_fp8(model)
+    if options.budget_gb and mesh is None:
+        model = in_one_piece(model)
     adapter = adapter_config(options)
     if adapter is not None:
         model = jaxtune.get_peft_model(model, **adapter.settings)
