@@ -14,6 +14,7 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import MLP_BYTES, MLPBytes
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_fused
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
 
 
@@ -132,13 +133,17 @@ class MLP(nnx.Module):
         input for values of the residual stream; covers_mixer is True, because these numbers include the mixer's memory.
 
         `around` is another multiple of the layer's input, for gradients of the layer's other segments (the functions in
-        which its parts run) that are in memory at the same time. The multiples are in models/fitted.py. sizes: the
+        which its parts run) that are in memory at the same time, or at least, with the kernel, what there is while a
+        quantised down_proj is multiplied by: the whole decoded matrix, more than all else where tokens are few. The multiples are in models/fitted.py. sizes: the
         bytes of the layer's residuals by name, the number of tiles, and what `_fitted` reads.
         """
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
         around = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream
         if self._in_place(sizes):  # the activation's gradient; the gradients of gate and up overwrite them
+            down = self.down_proj.stored_weight
+            if isinstance(down, Stored) and not self.down_proj.fp8 and sizes.tiles == 1:
+                around = max(around, fit.beside * stream + down.size * sizes.dtype.itemsize)
             return Scratch((gate + up) / 2, around, covers_mixer=False)
         # The activation, its gradient, the gradients of gate and up, and partial gradients of other segments.
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
