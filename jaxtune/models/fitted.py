@@ -304,8 +304,14 @@ class MLPBytes:
 
 MLP_BYTES = Fitted(
     {
-        ("H200", "mosaic"): (MLPBytes(forward=2.9, own=0.0, around=1.6, beside=1.0, around_tiles=2.0), "compiled steps"),
-        ("H200", "reference"): (MLPBytes(forward=2.9, own=0.6, around=0.0, beside=0.0, around_tiles=0.2), "compiled steps"),
+        ("H200", "mosaic"): (
+            MLPBytes(forward=2.9, own=0.0, around=1.6, beside=1.0, around_tiles=2.0),
+            "compiled steps",
+        ),
+        ("H200", "reference"): (
+            MLPBytes(forward=2.9, own=0.6, around=0.0, beside=0.0, around_tiles=0.2),
+            "compiled steps",
+        ),
     }
 )
 

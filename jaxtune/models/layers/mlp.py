@@ -133,9 +133,10 @@ class MLP(nnx.Module):
         input for values of the residual stream; covers_mixer is True, because these numbers include the mixer's memory.
 
         `around` is another multiple of the layer's input, for gradients of the layer's other segments (the functions in
-        which its parts run) that are in memory at the same time, or at least, with the kernel, what there is while a
-        quantised down_proj is multiplied by: the whole decoded matrix, more than all else where tokens are few. The multiples are in models/fitted.py. sizes: the
-        bytes of the layer's residuals by name, the number of tiles, and what `_fitted` reads.
+        which its parts run) that are in memory at the same time. With the kernel it is at least what there is while a
+        quantised down_proj is multiplied by: the whole decoded matrix, more than all else where tokens are few. The
+        multiples are in models/fitted.py. sizes: the bytes of the layer's residuals by name, the number of tiles, and
+        what `_fitted` reads.
         """
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
