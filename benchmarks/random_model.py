@@ -22,7 +22,7 @@ from jaxtune.models.layers.per_layer import PerLayerInputs
 from jaxtune.models.linear import frozen
 from jaxtune.models.lora import copy_structure, freeze, matrices
 from jaxtune.models.norm import norm_of
-from jaxtune.models.placement import partition
+from jaxtune.models.placement import host_table, partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas.formats import FP8, MXFP4, dense
 from jaxtune.pallas.formats.fp8 import TILE
@@ -36,10 +36,12 @@ def random_model(
     load_in: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     table_on_host: bool = False,
+    on_host: bool = False,
 ) -> Decoder:
     """A bfloat16 model of the shape that a config.json states; load_in as in from_pretrained, or "mxfp4": the experts
     alone are in MXFP4, with random codes, as gpt-oss is published. table_on_host: a table of per-layer embeddings is a
-    numpy array, as loading for a run with an adapter leaves it.
+    numpy array, as loading for a run with an adapter leaves it. on_host: all arrays are (for `in_one_piece`), so that
+    the device never has more than a layer, or the embedding and the head.
 
     One layer at a time is made and, where asked, encoded and divided over a mesh: its 16-bit weights are gone before
     the next one's exist. So a model fits whose 16-bit weights do not, and one that no device can hold alone. Embedding
@@ -63,8 +65,10 @@ def random_model(
         model = freeze(model)
 
     def placed(module):
-        """The graph and the state of a module, on the mesh."""
+        """The graph and the state of a module, on the mesh or the host."""
         graph, state = nnx.split(module)
+        if on_host:
+            return graph, jax.device_get(state)
         return graph, state if mesh is None else jax.device_put(state, partition.shardings(state, mesh))
 
     def encode(model):
@@ -77,9 +81,10 @@ def random_model(
     for spec, layer_key in zip(config.layers, keys, strict=True):
         model.config = dataclasses.replace(config, layers=(spec,))
         model.layers = nnx.List([Block(config, spec, layer_key, "bfloat16")])
+        jax.block_until_ready(nnx.state(model.layers))  # else the host runs ahead: what programs take piles up
         encoded = encode(model)
-        layers.append(jax.block_until_ready(placed(encoded.layers[0])))  # else the host runs ahead: layers pile up
-        model.layers = nnx.List([])
+        layers.append(jax.block_until_ready(placed(encoded.layers[0])))
+        model.layers, encoded = nnx.List([]), None
     model.config, outside = config, jax.random.split(key, config.num_layers + 2)[:2]
     for module, own in zip((model.embedding, model.head), outside, strict=True):
         if module is not None:
@@ -99,19 +104,18 @@ def _drawn(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
     return (jax.random.normal(key, shape, jnp.float32) * std).astype(jnp.bfloat16)
 
 
-def in_one_piece(model: Decoder) -> Decoder:
-    """The model with its arrays put on the device anew, one after the other. Making them left gaps between them, which
-    loading does not leave, and a step's temporary memory, one block, needs what they hold."""
+def in_one_piece(model: Decoder, table_on_host: bool = False) -> Decoder:
+    """The model with its arrays put on the device one after the other, but for the table of per-layer embeddings with
+    table_on_host. Making them there left gaps between them, which loading does not leave, and a step's temporary
+    memory, one block, needs what they hold. Arrays that are on the device already are deleted."""
     graph, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
+    table = host_table.table_of(state) if table_on_host else None
     numbers = [np.asarray(leaf) for leaf in leaves]
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
             leaf.delete()
-    placed = [
-        jax.block_until_ready(jax.device_put(array)) if isinstance(leaf, jax.Array) else leaf
-        for array, leaf in zip(numbers, leaves, strict=True)
-    ]
+    placed = [leaf if leaf is table else jax.block_until_ready(jax.device_put(leaf)) for leaf in numbers]
     return nnx.merge(graph, jax.tree.unflatten(structure, placed))
 
 
