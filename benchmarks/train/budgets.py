@@ -169,8 +169,8 @@ class Ahead:
         }
 
     def curve(self) -> dict[str, float]:
-        """{budget: tokens per second} of the plan that would be compiled first, of budgets that are 0.5 % apart, from the
-        smallest card that any plan fits, or 0.85 of the smallest of the twelve, to the largest."""
+        """{budget: tokens per second} of the plan that would be compiled first, of budgets that are 0.5 % apart, from
+        the smallest card that any plan fits, or 0.85 of the smallest of the twelve, to the largest."""
         from jaxtune.train.planning.choice import PlanError
 
         found = {}
