@@ -39,6 +39,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -63,6 +64,29 @@ _SECONDS = 170.0  # of a case that is measured, at most
 def step_of(model: str, card: float) -> Step:
     """As step.py counts budgets: in 1e9 bytes."""
     return Step(f"{MODELS[model][0]} --plan auto --budget-gb {card * 2**30 / 1e9:.6f}")
+
+
+def hosted_update(engine, state, sums) -> Any:
+    """The compiled update of a plan with the optimizer's states on the host. A mesh of devices that are not there knows
+    no host memory; a single such device does."""
+    import jax
+
+    from jaxtune.train.optimizer import optimizer_offload
+    from tests.gpu.aot.target import H200
+
+    where, program = H200.sharding(), dataclasses.replace(engine.program, mesh=None)
+    host = H200.on_host(where)
+
+    def at(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    state, sums = jax.tree.map(lambda leaf: at(leaf, where), (state, sums))
+    states = jax.tree.map(lambda leaf: at(leaf, host) if optimizer_offload.is_hosted(leaf) else leaf, state.opt_state)
+    state = dataclasses.replace(state, opt_state=states)
+    results = program.shardings(state, where), jax.tree.map(lambda _: where, sums), where
+    with H200.lowering():
+        lowered = jax.jit(program.update, donate_argnums=(0, 1), out_shardings=results).lower(state, sums)
+    return lowered.compile(compiler_options=engine.options)
 
 
 class Ahead:
@@ -120,8 +144,10 @@ class Ahead:
         planner.forecast = forecast(planner.cost, plan, self.device)
         engine.follow_plan()
         engine.use_mesh(H200.mesh(1))
+        shapes = trainer.model.first_shapes(engine)
         with H200.lowering():
-            programs = engine.compile(*trainer.model.first_shapes(engine))
+            programs = engine.compile(*shapes)
+        updates = hosted_update(engine, *shapes[:2]) if plan.states_on_host else programs.update
 
         def micro_batch(parts, plan) -> float:
             """Bytes that are predicted where no update is under way."""
@@ -129,7 +155,7 @@ class Ahead:
 
         difference = planner.compiled_bytes(programs.accumulate) - micro_batch(planner.cost, plan)
         fixed, own = (parts.fixed_bytes(plan.micro_batches) for parts in (self.parts.placed(plan), planner.cost))
-        update = fixed + (planner.compiled_bytes(programs.update) - own) * (last + 1) / self.layers
+        update = fixed + (planner.compiled_bytes(updates) - own) * (last + 1) / self.layers
         return max(micro_batch(self.parts, found.plan) + difference, update)
 
     def search(self, card: float) -> dict:
@@ -278,7 +304,7 @@ def main() -> int:
         model, smallest, budgets = record["models"].setdefault(name, {"cases": {}}), MODELS[name][1], []
         ahead = Ahead(name, options.layers) if options.ahead else None
         if ahead is not None:
-            curve = model["curve"] = ahead.curve()
+            curve = model["curve"] = model.get("curve") or ahead.curve()
             budgets = model["budgets"] = spread(curve, smallest)
             model["falls"] = falls({f"{card:g}": curve[f"{card:g}"] for card in budgets})
             model["steepest"] = steepest(curve, smallest)

@@ -118,10 +118,13 @@ class MLP(nnx.Module):
         planner's forecasts of a training step's forward and of passes without a backward.
 
         It counts the activation's output, those of gate and up that are recomputed in the backward instead of kept, and
-        values of the residual stream, a multiple of the layer's input (models/fitted.py). sizes: the bytes of the
+        values of the residual stream, a multiple of the layer's input (models/fitted.py), or, where tokens are few, a
+        smaller multiple beside a quantised down_proj that is decoded. sizes: the bytes of the
         layer's residuals by name, the names of the recomputed ones, and what `_fitted` reads."""
         dropped = sum(sizes[name] for name in ("gate", "up") if name in sizes.recomputed)
-        return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
+        stream, fit = sizes["layer_input"], self._fitted(sizes)
+        values = max(fit.forward * stream, fit.forward_beside * stream + self._decoded_bytes(sizes))
+        return sizes["gate"] + dropped + values
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
         """An estimate of the bytes that the MLP's backward needs in addition to the residuals, for the planner's
@@ -142,12 +145,19 @@ class MLP(nnx.Module):
         fit = self._fitted(sizes)
         around = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream
         if self._in_place(sizes):  # the activation's gradient; the gradients of gate and up overwrite them
-            down = self.down_proj.stored_weight
-            if isinstance(down, Stored) and not self.down_proj.fp8 and sizes.tiles == 1:
-                around = max(around, fit.beside * stream + down.size * sizes.dtype.itemsize)
+            if sizes.tiles == 1:
+                around = max(around, fit.beside * stream + self._decoded_bytes(sizes))
             return Scratch((gate + up) / 2, around, covers_mixer=False)
         # The activation, its gradient, the gradients of gate and up, and partial gradients of other segments.
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
+
+    def _decoded_bytes(self, sizes: Sizes) -> float:
+        """The bytes of down_proj's weight, decoded to the compute dtype for a product, which counts in the forward and
+        in the backward; 0 if it is not quantised, or multiplied in FP8 as it is stored. sizes: has the compute
+        dtype."""
+        weight = self.down_proj.stored_weight
+        quantised = isinstance(weight, Stored) and not self.down_proj.fp8
+        return float(weight.size * sizes.dtype.itemsize) if quantised else 0.0
 
     def _fitted(self, sizes: Sizes) -> MLPBytes:
         """The fitted coefficients by which the planner estimates this layer's scratch memory, as multiples of the bytes
