@@ -136,8 +136,8 @@ class MLP(nnx.Module):
         input for values of the residual stream; covers_mixer is True, because these numbers include the mixer's memory.
 
         `around` is another multiple of the layer's input, for gradients of the layer's other segments (the functions in
-        which its parts run) that are in memory at the same time. With the kernel it is at least what there is while a
-        quantised down_proj is multiplied by: the whole decoded matrix, more than all else where tokens are few. The
+        which its parts run) that are in memory at the same time. With the kernel it has at least the whole
+        matrix of a quantised down_proj, decoded to be multiplied by: more than all else where tokens are few. The
         multiples are in models/fitted.py. sizes: the bytes of the layer's residuals by name, the number of tiles, and
         what `_fitted` reads.
         """

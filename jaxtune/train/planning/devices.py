@@ -17,7 +17,6 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxtune.models.fitted import DEVICE_SHARES
 from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices, refusal
@@ -314,7 +313,7 @@ def memory_peak_bytes(device: int = 0) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
-def free_bytes(devices: Sequence[Any]) -> float | None:
+def free_bytes(devices: Sequence) -> float | None:
     """The bytes that the allocator of the fullest of these devices can still give out, in all, though perhaps in no
     single block; None if a device does not record them (CPU). Planner.short_bytes asks it after memory ran out.
     devices: jax.Devices of this process."""

@@ -218,7 +218,7 @@ class Planner:
         for line in self.lines():
             print_line(line)
 
-    def short_bytes(self, error: BaseException, local_devices: Sequence[Any]) -> float | None:
+    def short_bytes(self, error: BaseException, local_devices: Sequence) -> float | None:
         """The device bytes that the step lacked which ended in `error`, that memory ran out, when it ran, as `replan`
         takes them; None if nothing limits the memory. Engine.first_step asks at once, while the step's arrays are
         there. local_devices: this process's devices of the mesh, of which the fullest counts."""
