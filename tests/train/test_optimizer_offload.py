@@ -335,15 +335,15 @@ def test_the_states_are_on_the_host_if_nothing_else_fits():
     parts, config = lora_8b()
     device = find_device("H200")
     with pytest.raises(choice.PlanError):
-        choice.choose(without(parts), config, device, 6.75e9)
-    found = choice.choose(parts, config, device, 6.75e9)
+        choice.choose(without(parts), config, device, 6.8e9)
+    found = choice.choose(parts, config, device, 6.8e9)
     assert found.plan.states_on_host
     for rank, moment in ((16, "the backward of a layer"), (32, "the update")):  # which has all states on the device
         parts, config = lora_8b(adapter=AdapterConfig(r=rank))
         smallest = choice.smallest_plan(parts, config, device)
         there = smallest.parts[moment] - parts.states.bytes
         assert smallest.peak_bytes == pytest.approx(sum(parts.fixed.values()) + there)
-        assert there == 0 if moment == "the update" else 0 < there < 0.05e9
+        assert there == 0 if moment == "the update" else 0 < there < 0.06e9
         assert smallest.plan.chunk_tokens > 2**24 // parts.vocab_size  # the fastest of the smallest
 
 
