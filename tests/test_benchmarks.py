@@ -265,15 +265,12 @@ def test_budgets_are_twelve_a_model_and_what_they_came_to_is_told():
     assert shown["m: largest fall of speed to the next card"]["value"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("model", ["8b_nf4", "8b"])
-def test_a_little_memory_less_costs_little_speed(model):
-    """By the planner's forecasts: at most 4 % from each of the twelve budgets on record to the next card, and no more
-    for 1 % of memory anywhere near the smallest."""
-    ahead, stored = budgets.Ahead(model, 4), json.loads((ROOT / "benchmarks/results/budgets_ahead.json").read_text())
-    cards = stored["models"][model]["budgets"]
-    assert len(cards) == 12 and (cards[0], cards[-1]) == (ahead.smallest, 60)
-    near = [ahead.smallest * 1.01**step for step in range(8)]
-    for some in (cards, near):
+def test_a_little_memory_less_costs_little_speed():
+    """By the planner's forecasts of an 8B in NF4: at most 4 % from each of its twelve budgets to the next card, and no
+    more for 1 % of memory where it is shortest."""
+    ahead = budgets.Ahead("8b_nf4", 4)
+    twelve = [7.5, 7.65, 7.73, 8.45, 8.71, 10.48, 11.75, 12.85, 14.27, 20.64, 28.12, 60]
+    for some in (twelve, [7.5 * 1.01**step for step in range(8)]):
         lost = budgets.falls({f"{card:g}": ahead.next(card)[0].tokens_per_second for card in some})
         assert max(lost.values()) <= budgets._FALL
 
