@@ -270,7 +270,7 @@ def test_a_little_memory_less_costs_little_speed():
     more for 1 % of memory where it is shortest."""
     ahead = budgets.Ahead("8b_nf4", 4)
     twelve = [7.5, 7.65, 7.73, 8.45, 8.71, 10.48, 11.75, 12.85, 14.27, 20.64, 28.12, 60]
-    for some in (twelve, [7.5 * 1.01**step for step in range(8)]):
+    for some in (twelve, [7.5 * 1.01**power for power in range(8)]):
         lost = budgets.falls({f"{card:g}": ahead.next(card)[0].tokens_per_second for card in some})
         assert max(lost.values()) <= budgets._FALL
 
