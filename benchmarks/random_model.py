@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,8 @@ from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.layers.per_layer import PerLayerInputs
 from jaxtune.models.linear import frozen
 from jaxtune.models.lora import copy_structure, freeze, matrices
-from jaxtune.models.placement import partition
+from jaxtune.models.norm import norm_of
+from jaxtune.models.placement import host_table, partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas.formats import FP8, MXFP4, dense
 from jaxtune.pallas.formats.fp8 import TILE
@@ -34,13 +36,16 @@ def random_model(
     load_in: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     table_on_host: bool = False,
+    on_host: bool = False,
 ) -> Decoder:
     """A bfloat16 model of the shape that a config.json states; load_in as in from_pretrained, or "mxfp4": the experts
     alone are in MXFP4, with random codes, as gpt-oss is published. table_on_host: a table of per-layer embeddings is a
-    numpy array, as loading for a run with an adapter leaves it.
+    numpy array, as loading for a run with an adapter leaves it. on_host: all arrays are (for `in_one_piece`), so that
+    the device never has more than a layer, or the embedding and the head.
 
     One layer at a time is made and, where asked, encoded and divided over a mesh: its 16-bit weights are gone before
-    the next one's exist. So a model fits whose 16-bit weights do not, and one that no device can hold alone.
+    the next one's exist. So a model fits whose 16-bit weights do not, and one that no device can hold alone. Embedding
+    and head come last, and never exist in float32: the memory that they then take is what layers were made in.
 
     The initial weights are smaller than the config's where the model is wide: else the logits' variance alone puts the
     first loss more than 1 over ln V, and a record of it would be refused.
@@ -48,16 +53,22 @@ def random_model(
     config = config_from_hf(dict(hf))
     config = dataclasses.replace(config, initializer_range=min(config.initializer_range, config.hidden_size**-0.5))
     keys = jax.random.split(key, config.num_layers + 2)[2:]  # Decoder's own: the weights are those of model_from_config
-    model = Decoder(dataclasses.replace(config, layers=config.layers[:1]), key, "bfloat16")
+    with jax.enable_x64(False):
+        model = nnx.eval_shape(
+            lambda: Decoder(dataclasses.replace(config, layers=config.layers[:1]), jax.random.key(0), "bfloat16")
+        )
     model.layers = nnx.List([])
+    model.norm = norm_of(config, config.hidden_size, "bfloat16")
     if config.per_layer_size is not None:  # of all layers, and not of the one that the decoder was made with
         model.per_layer = per_layer_inputs(config, jax.random.fold_in(key, 0), table_on_host)
     if load_in:
         model = freeze(model)
 
     def placed(module):
-        """The graph and the state of a module, on the mesh."""
+        """The graph and the state of a module, on the mesh or the host."""
         graph, state = nnx.split(module)
+        if on_host:
+            return graph, jax.device_get(state)
         return graph, state if mesh is None else jax.device_put(state, partition.shardings(state, mesh))
 
     def encode(model):
@@ -66,20 +77,46 @@ def random_model(
             return experts_in_mxfp4(model)
         return quantize(model, load_in) if load_in else model
 
-    model = nnx.merge(*placed(model))
     layers = []
     for spec, layer_key in zip(config.layers, keys, strict=True):
         model.config = dataclasses.replace(config, layers=(spec,))
         model.layers = nnx.List([Block(config, spec, layer_key, "bfloat16")])
+        jax.block_until_ready(nnx.state(model.layers))  # else the host runs ahead: what programs take piles up
         encoded = encode(model)
-        layers.append(jax.block_until_ready(placed(encoded.layers[0])))  # else the host runs ahead: layers pile up
-        model.layers = nnx.List([])
-    model.config = config
+        layers.append(jax.block_until_ready(placed(encoded.layers[0])))
+        model.layers, encoded = nnx.List([]), None
+    model.config, outside = config, jax.random.split(key, config.num_layers + 2)[:2]
+    for module, own in zip((model.embedding, model.head), outside, strict=True):
+        if module is not None:
+            with jax.enable_x64(False):
+                module.weight.set_value(_drawn(own, module.weight.shape, config.initializer_range))
+    model = nnx.merge(*placed(model))
     model.layers = nnx.List([nnx.merge(*layer) for layer in layers])
     if load_in and load_in != "mxfp4":
         model = quantize(model, load_in)  # what is outside of the layers
     model.source = Source(path="random weights", config=json.dumps(dict(hf)))
     return model
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _drawn(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
+    """What Embedding and Linear draw for their weights, to the bit, without float32 numbers in memory."""
+    return (jax.random.normal(key, shape, jnp.float32) * std).astype(jnp.bfloat16)
+
+
+def in_one_piece(model: Decoder, table_on_host: bool = False) -> Decoder:
+    """The model with its arrays put on the device one after the other, but for the table of per-layer embeddings with
+    table_on_host. Making them there left gaps between them, which loading does not leave, and a step's temporary
+    memory, one block, needs what they hold. Arrays that are on the device already are deleted."""
+    graph, state = nnx.split(model)
+    leaves, structure = jax.tree.flatten(state)
+    table = host_table.table_of(state) if table_on_host else None
+    numbers = [np.asarray(leaf) for leaf in leaves]
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
+    placed = [leaf if leaf is table else jax.block_until_ready(jax.device_put(leaf)) for leaf in numbers]
+    return nnx.merge(graph, jax.tree.unflatten(structure, placed))
 
 
 def per_layer_inputs(config: DecoderConfig, key: jax.Array, table_on_host: bool) -> PerLayerInputs:

@@ -21,7 +21,7 @@ from tiny import CONFIGS
 from benchmarks import __main__ as command
 from benchmarks import cases
 from benchmarks.processes import step_arguments
-from benchmarks.random_model import random_model
+from benchmarks.random_model import in_one_piece, random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
 from benchmarks.table import Rejected, load, rows_of, startup_table
@@ -84,12 +84,17 @@ SMALL = SHAPES["qwen3-32b"] | dict(
 )
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("load_in", [None, "nf4"])
-def test_a_random_model_made_by_layers_is_the_one_made_at_once(load_in):
+def test_a_random_model_made_by_layers_is_the_one_made_at_once(load_in, on_host):
     wanted = model_from_config(SMALL, jax.random.key(3), "bfloat16")
     if load_in:
         wanted = quantize(wanted, load_in)
-    made = random_model(SMALL, jax.random.key(3), load_in)
+    made = random_model(SMALL, jax.random.key(3), load_in, on_host=on_host)
+    if on_host:
+        assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(nnx.state(made)))
+        made = in_one_piece(made)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(made)))
     assert made.config == wanted.config
     made_state, wanted_state = nnx.state(made), nnx.state(wanted)
     assert jax.tree.structure(made_state) == jax.tree.structure(wanted_state)
@@ -243,10 +248,14 @@ def test_a_figure_that_misses_its_floor_is_marked_in_the_table():
 
 
 def test_budgets_are_twelve_a_model_and_what_they_came_to_is_told():
-    for model, (arguments, sizes) in budgets.MODELS.items():
-        assert len(sizes) == 12 and list(sizes) == sorted(set(sizes)) and sizes[0] >= 7.5 and sizes[-1] == 60
-        wanted = step.arguments().parse_args(step_arguments(budgets.step_of(model, sizes[0]), "trace"))
-        assert step.train_config(wanted).memory.budget_gb == pytest.approx(sizes[0], rel=1e-6) and arguments
+    for model, (arguments, smallest) in budgets.MODELS.items():
+        assert 7.5 <= smallest < 60
+        wanted = step.arguments().parse_args(step_arguments(budgets.step_of(model, smallest), "trace"))
+        assert step.train_config(wanted).memory.budget_gb == pytest.approx(smallest, rel=1e-6) and arguments
+    curve = {f"{card:g}": 100.0 * (1 - 2.0**-card) for card in (0.5, *range(1, 31))}  # steep, and then level
+    chosen = budgets.spread(curve, 1)
+    assert len(chosen) == 12 and chosen == sorted(set(chosen)) and (chosen[0], chosen[-1]) == (1, 30)
+    assert chosen[:4] == [1, 2, 3, 4] and budgets.steepest(curve, 1)[0] == "1"
     assert budgets.falls({"10": 95.0, "8": 90.0, "60": 100.0}) == pytest.approx({"8": 1 - 90 / 95, "10": 0.05})
     case = {"trains": True, "compilations": 2, "tokens_per_second": 100.0}
     cases_ = {"8": case | {"tokens_per_second": 90.0}, "10": case, "12": {"failed": "no", "trains": False}}
@@ -256,19 +265,14 @@ def test_budgets_are_twelve_a_model_and_what_they_came_to_is_told():
     assert shown["m: largest fall of speed to the next card"]["value"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(
-    ("model", "from_gb"), [("8b_nf4", 7.6), ("8b", 16.75), ("gpt_oss_nf4", 17.75), ("qwen35_9b_nf4", 9.75)]
-)
-def test_a_little_memory_less_costs_little_speed(model, from_gb):
-    """By the planner's forecasts, at the twelve budgets: at most 4 % to the next card. Below `from_gb` more is lost:
-    there the first plan of the next card is, as compiled, too large for it."""
-    ahead = budgets.Ahead(model, 4)
-    found = {card: ahead.next(card) for card in ahead.budgets}
-    speeds = [forecast.tokens_per_second for forecast, _ in found.values()]
-    assert len(speeds) == 12 and speeds == sorted(speeds)
-    lost = budgets.falls({f"{card:g}": forecast.tokens_per_second for card, (forecast, _) in found.items()})
-    large = {card: share for card, share in lost.items() if share > budgets._FALL}
-    assert all(float(card) < from_gb for card in large), large
+def test_a_little_memory_less_costs_little_speed():
+    """By the planner's forecasts of an 8B in NF4: at most 4 % from each of its twelve budgets to the next card, and no
+    more for 1 % of memory where it is shortest."""
+    ahead = budgets.Ahead("8b_nf4", 4)
+    twelve = [7.5, 7.65, 7.73, 8.45, 8.71, 10.48, 11.75, 12.85, 14.27, 20.64, 28.12, 60]
+    for some in (twelve, [7.5 * 1.01**power for power in range(8)]):
+        lost = budgets.falls({f"{card:g}": ahead.next(card)[0].tokens_per_second for card in some})
+        assert max(lost.values()) <= budgets._FALL
 
 
 def test_the_lives_on_cards_are_recipes_that_fit_them():

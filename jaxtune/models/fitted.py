@@ -296,15 +296,23 @@ class MLPBytes:
     and up with their gradients."""
 
     forward: float  # temporary values at the end of the layer's forward
+    forward_beside: float  # the same beside a quantised down_proj, which is decoded to be multiplied by
     own: float  # further values of the MLP's own backward, beside the activation and the gradients; not of "mosaic"
     around: float  # partial gradients of the layer's other segments during the MLP's backward, if it runs whole
+    beside: float  # the same beside a decoded down_proj; only of "mosaic", where that makes the peak
     around_tiles: float  # the same if the MLP runs in tiles
 
 
 MLP_BYTES = Fitted(
     {
-        ("H200", "mosaic"): (MLPBytes(forward=2.9, own=0.0, around=1.6, around_tiles=2.0), "compiled steps"),
-        ("H200", "reference"): (MLPBytes(forward=2.9, own=0.6, around=0.0, around_tiles=0.2), "compiled steps"),
+        ("H200", "mosaic"): (
+            MLPBytes(forward=2.9, forward_beside=1.3, own=0.0, around=1.6, beside=1.0, around_tiles=2.0),
+            "compiled steps",
+        ),
+        ("H200", "reference"): (
+            MLPBytes(forward=2.9, forward_beside=1.3, own=0.6, around=0.0, beside=0.0, around_tiles=0.2),
+            "compiled steps",
+        ),
     }
 )
 
@@ -350,14 +358,17 @@ class AllocatorBytes:
 
     # of the bytes of values that are being copied to the host: those values with the gaps that they leave in memory
     leaving: float
+    # of the bytes of offloaded residuals no larger than the layer's input: gaps between them, and between what comes
+    # back of the next layer, at an MLP's backward
+    arriving: float
     loss: float  # of the bytes of the final hidden states: values that exist around the loss, beside the logits
 
 
 ALLOCATOR_BYTES = Fitted(
     {
         ("H200", "xla"): (
-            AllocatorBytes(leaving=1.4, loss=3.5),
-            "compiled steps",
+            AllocatorBytes(leaving=1.4, arriving=0.4, loss=3.5),
+            "compiled steps; arriving: of an 8B with two to eight micro-batches",
         )
     }
 )

@@ -20,7 +20,7 @@ from jaxtune.train.planning import choice, known
 from jaxtune.train.planning.choice import PlanError, choose, smallest_plan
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
-from jaxtune.train.planning.search import Failed, Room, next_plan
+from jaxtune.train.planning.search import Failed, Room, next_plan, short_bytes
 from jaxtune.train.program.program_cache import ProgramCache
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config, tiny_budget
@@ -319,6 +319,57 @@ def test_out_of_memory_in_the_first_step_is_planned_again(tmp_path, monkeypatch,
     plans = [tuple(line["plan"]) for line in read_metrics(trainer.output / JSONL) if "plan" in line]
     assert len(set(plans)) == len(plans) == 3 and plans[-1] == tuple(trainer.planner.lines())
     np.testing.assert_allclose([h["loss"] for h in trainer.history], [h["loss"] for h in plain.history], rtol=1e-5)
+
+
+LIMIT, IN_USE = 10e9, 7e9  # of the allocator, beside a block that was refused
+
+
+class Full:
+    """A device whose allocator has given out a part of its memory."""
+
+    def memory_stats(self):
+        return {"bytes_limit": LIMIT, "bytes_in_use": IN_USE}
+
+
+@pytest.mark.parametrize(
+    ("refused", "short"),
+    [
+        ("3.5GiB", 3.5 * 2**30 - (LIMIT - IN_USE)),  # more than is free
+        ("2861.0MiB", 0.25e9),  # no hole is as large: half of what was left for that
+        ("9 bytes", 0.25e9),
+        (None, 0.25e9),
+    ],
+)
+def test_what_a_step_lacked_when_it_ran(trainer, refused, short):
+    trainer.planner.room = Room(9.5e9, 10e9)
+    words = "" if refused is None else f" while trying to allocate {refused} with allocator GPU_0_bfc on device 0."
+    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory{words}")
+    assert trainer.planner.short_bytes(error, [Full(), Full()]) == pytest.approx(short)
+    trainer.planner.room = Room(None, None)
+    assert trainer.planner.short_bytes(error, [Full()]) is None
+
+
+def test_after_a_step_that_ran_out_the_next_plan_is_only_a_little_smaller(parts):
+    """8B in NF4 in 10.8 GB had taken a plan of 15 % less."""
+    room, failed, tried = Room(9.5e9, 10e9), [], []
+    for _ in range(MOST):
+        found, smallest = next_plan(parts, CONFIG, H200, room, failed)
+        tried.append(found)
+        failed.append(Failed(found.plan, found.peak_bytes, None, short_bytes(room, None, None)))
+    assert smallest and tried[-1].plan == smallest_plan(parts, CONFIG, H200).plan
+    first, second, third = tried[:3]
+    assert 0.95 * first.peak_bytes < second.peak_bytes <= first.peak_bytes - 0.25e9
+    assert 0.9 * first.peak_bytes < third.peak_bytes < second.peak_bytes
+    assert second.tokens_per_second > 0.98 * first.tokens_per_second
+    with pytest.raises(PlanError, match="and memory ran out"):
+        next_plan(parts, CONFIG, H200, room, failed)
+
+
+def test_what_a_step_lacked_is_remembered(tmp_path, cache):
+    trainer = again(tmp_path)
+    failed = Failed(trainer.planner.plan, trainer.planner.forecast.peak_bytes, None, 1e6)
+    trainer.planner._known.add(failed, 1e9)
+    assert again(tmp_path).planner._known.of(trainer.planner.forecast, 1e9) == failed
 
 
 def test_out_of_memory_under_the_smallest_plan_is_explained(tmp_path, monkeypatch):

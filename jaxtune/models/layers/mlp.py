@@ -14,6 +14,7 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import MLP_BYTES, MLPBytes
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_fused
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
 
 
@@ -117,10 +118,13 @@ class MLP(nnx.Module):
         planner's forecasts of a training step's forward and of passes without a backward.
 
         It counts the activation's output, those of gate and up that are recomputed in the backward instead of kept, and
-        values of the residual stream, a multiple of the layer's input (models/fitted.py). sizes: the bytes of the
+        values of the residual stream, a multiple of the layer's input (models/fitted.py), or, where tokens are few, a
+        smaller multiple beside a quantised down_proj that is decoded. sizes: the bytes of the
         layer's residuals by name, the names of the recomputed ones, and what `_fitted` reads."""
         dropped = sum(sizes[name] for name in ("gate", "up") if name in sizes.recomputed)
-        return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
+        stream, fit = sizes["layer_input"], self._fitted(sizes)
+        values = max(fit.forward * stream, fit.forward_beside * stream + self._decoded_bytes(sizes))
+        return sizes["gate"] + dropped + values
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
         """An estimate of the bytes that the MLP's backward needs in addition to the residuals, for the planner's
@@ -132,16 +136,28 @@ class MLP(nnx.Module):
         input for values of the residual stream; covers_mixer is True, because these numbers include the mixer's memory.
 
         `around` is another multiple of the layer's input, for gradients of the layer's other segments (the functions in
-        which its parts run) that are in memory at the same time. The multiples are in models/fitted.py. sizes: the
-        bytes of the layer's residuals by name, the number of tiles, and what `_fitted` reads.
+        which its parts run) that are in memory at the same time. With the kernel it has at least the whole
+        matrix of a quantised down_proj, decoded to be multiplied by: more than all else where tokens are few. The
+        multiples are in models/fitted.py. sizes: the bytes of the layer's residuals by name, the number of tiles, and
+        what `_fitted` reads.
         """
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
         around = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream
         if self._in_place(sizes):  # the activation's gradient; the gradients of gate and up overwrite them
+            if sizes.tiles == 1:
+                around = max(around, fit.beside * stream + self._decoded_bytes(sizes))
             return Scratch((gate + up) / 2, around, covers_mixer=False)
         # The activation, its gradient, the gradients of gate and up, and partial gradients of other segments.
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
+
+    def _decoded_bytes(self, sizes: Sizes) -> float:
+        """The bytes of down_proj's weight, decoded to the compute dtype for a product, which counts in the forward and
+        in the backward; 0 if it is not quantised, or multiplied in FP8 as it is stored. sizes: has the compute
+        dtype."""
+        weight = self.down_proj.stored_weight
+        quantised = isinstance(weight, Stored) and not self.down_proj.fp8
+        return float(weight.size * sizes.dtype.itemsize) if quantised else 0.0
 
     def _fitted(self, sizes: Sizes) -> MLPBytes:
         """The fitted coefficients by which the planner estimates this layer's scratch memory, as multiples of the bytes

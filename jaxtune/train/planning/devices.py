@@ -3,7 +3,7 @@
 which card they would fit (`card_bytes` is what a card's allocator gives out, `with_fragments` what it must have);
 `host_memory_bytes` (by the limits of a container or job, `_group_limits`) and `allow_pinned_memory` are about the
 memory of the host, which the devices that `devices_here` counts share; `memory_peak_bytes` reads the largest use so
-far; and `device_peak_flops` and `float32_time` give rates of the data sheets."""
+far, `free_bytes` what is left; and `device_peak_flops` and `float32_time` give rates of the data sheets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxtune.models.fitted import DEVICE_SHARES
@@ -311,6 +311,16 @@ def memory_peak_bytes(device: int = 0) -> int:
         return stats["peak_bytes_in_use"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def free_bytes(devices: Sequence) -> float | None:
+    """The bytes that the allocator of the fullest of these devices can still give out, in all, though perhaps in no
+    single block; None if a device does not record them (CPU). Planner.short_bytes asks it after memory ran out.
+    devices: jax.Devices of this process."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all({"bytes_limit", "bytes_in_use"} <= of.keys() for of in stats):
+        return None
+    return min((float(of["bytes_limit"] - of["bytes_in_use"]) for of in stats), default=None)
 
 
 _WIDTH = {

@@ -153,8 +153,7 @@ def layer_forecasts(
     seconds_of = {tiles: segment_seconds(tiles) for tiles in {1, most_tiles}}
 
     # A plan is one set of residuals for each placement, stored as bits. There are far fewer sets than plans.
-    count = len(parts.known)
-    bits = 2 ** np.arange(count)
+    bits = 2 ** np.arange(count := len(parts.known))
     kept, offloaded, dropped, rounded = ((placed == at) @ bits for at, _ in enumerate(PLACEMENTS))
 
     def names(mask: int) -> tuple[str, ...]:
@@ -166,9 +165,9 @@ def layer_forecasts(
         values, where = np.unique(masks, return_inverse=True)
         return np.array([function(int(mask)) for mask in values])[where]
 
-    def size(mask: int) -> float:
-        """Bytes of the residuals of a set in a micro-batch."""
-        return sum(whole[name] for name in names(mask))
+    def size(mask: int, most: float = math.inf) -> float:
+        """Bytes of the residuals of a set in a micro-batch, without those larger than `most`."""
+        return sum(whole[name] for name in names(mask) if whole[name] <= most)
 
     def remade(mask: int) -> tuple[float, ...]:
         """What `_remade` returns for a set of recomputed residuals, and the number of tiles; bits of `mask` from
@@ -186,9 +185,10 @@ def layer_forecasts(
     again, at_feed_forward, at_mixer, work_forward, tiles = of_sets(dropped | rounded << count, remade).T
     leaving, arriving = of_sets(offloaded | (tiles > 1).astype(int) << count, travelling).T
     hosted, in_fp8 = of_sets(offloaded, size), of_sets(rounded, size)
+    gaps = of_sets(offloaded, lambda mask: size(mask, tokens * parts.hidden_size * parts.dtype.itemsize))
     rounding = in_fp8 * (1 + 1 / parts.dtype.itemsize)
     rounding = rounding / (device.copy * product_time(device).decoded_share)  # the same for reading it
-    fit = _step_time(device)
+    fit, beside = _step_time(device), ALLOCATOR_BYTES.of("xla", device.name).arriving
     once = {number: [sum(column) for column in zip(*seconds, strict=True)] for number, seconds in seconds_of.items()}
     forward, backward = (np.where(tiles > 1, once[most_tiles][i], once[1][i]) for i in (0, 1))
     forward = forward + rounding + fit.layer_seconds
@@ -201,7 +201,7 @@ def layer_forecasts(
         leaving=leaving,
         arriving=arriving,
         work_forward=work_forward,
-        work=np.maximum(np.maximum(at_feed_forward + (hosted + arriving), at_mixer + 2 * hosted), 0.0)
+        work=np.maximum(np.maximum(at_feed_forward + (hosted + arriving) + beside * gaps, at_mixer + 2 * hosted), 0.0)
         + parts.dropout_bytes * tokens,
         forward=forward + waits[0] + fit.lost * link,
         backward=backward + waits[1] + fit.lost * link,

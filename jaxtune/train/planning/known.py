@@ -46,8 +46,8 @@ class KnownFailures:
 
     def _read(self) -> list[dict[str, Any]]:
         """The stored failures, one dict each: "plan" (StepPlan.to_record), "need" (the bytes that it needs; None:
-        unknown) and "budget" (the bytes that it might take; None: no limit); [] if nothing is cached. They are read
-        once, by the first process, when the object is made."""
+        unknown), "short" (Failed.short_bytes) and "budget" (the bytes that it might take; None: no limit); [] if
+        nothing is cached. They are read once, by the first process, when the object is made."""
         content = None if self._cache is None else self._cache.get(self._key)
         return [] if content is None else json.loads(content)
 
@@ -62,7 +62,7 @@ class KnownFailures:
             # A plan that ran out of memory may still fit a larger budget.
             too_large = one["need"] is not None or one["budget"] is None or one["budget"] >= (budget_bytes or 0.0)
             if one["plan"] == plan and too_large:
-                failure = Failed(forecast.plan, forecast.peak_bytes, one["need"])
+                failure = Failed(forecast.plan, forecast.peak_bytes, one["need"], one["short"])
                 if failure.need_bytes is None or failure.need_bytes > (budget_bytes or 0.0):
                     return failure
         return None
@@ -71,7 +71,8 @@ class KnownFailures:
         """Records that the plan `failed` was too large, in this object and, by the first process, in the cache; a later
         run with the same facts reads it there. `Planner.replan` calls it.
         budget_bytes: the device memory that it might take; None: nothing limited it, and memory ran out."""
-        self._found.append({"plan": failed.plan.to_record(), "need": failed.need_bytes, "budget": budget_bytes})
+        facts = {"need": failed.need_bytes, "short": failed.short_bytes, "budget": budget_bytes}
+        self._found.append({"plan": failed.plan.to_record(), **facts})
         if self._cache is not None and processes.first():
             self._cache.put(self._key, json.dumps(self._found).encode())
 

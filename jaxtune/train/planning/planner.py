@@ -5,7 +5,8 @@ after which another plan is tried."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
@@ -24,7 +25,7 @@ from jaxtune.train.planning.host_states import NO_STATES
 from jaxtune.train.planning.host_table import NO_TABLE
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.planning.search import Failed, Room, goal, next_plan
+from jaxtune.train.planning.search import Failed, Room, goal, next_plan, short_bytes
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -32,6 +33,13 @@ def out_of_memory(error: BaseException) -> bool:
     for RESOURCE_EXHAUSTED or "out of memory"; the caller must have tested the type. If so, Engine tries another plan
     (while it compiles, and in the first step), and `phase` raises the error with a remedy."""
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+
+
+def refused_bytes(error: BaseException) -> float | None:
+    """The bytes of the allocation that an error of XLA (JaxRuntimeError) says was refused, as in "trying to allocate
+    1.98GiB"; None if its message names none. Planner.short_bytes asks it by how much a step was too large."""
+    found = re.search(r"trying to allocate ([\d.]+) ?(bytes|[KMGT]iB)", str(error))
+    return None if found is None else float(found[1]) * 1024.0 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(found[2])
 
 
 class Planner:
@@ -173,7 +181,12 @@ class Planner:
                 return
 
     def replan(
-        self, problem: str, need_bytes: float | None, print_line: Callable[[str], None], placed: bool = False
+        self,
+        problem: str,
+        need_bytes: float | None,
+        print_line: Callable[[str], None],
+        placed: bool = False,
+        short_bytes: float | None = None,
     ) -> None:
         """Chooses another plan after the one in force failed, and prints it; what the failure showed corrects the
         forecasts (search.py), and is recorded for later runs if skip_known_failures was called before. Engine calls it,
@@ -186,12 +199,14 @@ class Planner:
           placed: True: the weights are already on the devices, so the next plan must keep at least as many layers'
             frozen weights whole as this one, and the table of per-layer embeddings and optimizer states where they are.
             False: they are not, and the next plan is free.
+          short_bytes: the bytes that the step lacked when it ran (Failed.short_bytes); None: it did not run, or
+            nothing limits the memory.
         Raises:
           PlanError: no plan is left.
         """
         room = "" if self.budget_bytes is None else f" in {self.budget_bytes / 1e9:.2f} GB"
         print_line(f"the plan does not fit{room}: {problem}; planning again")
-        self._failed.append(Failed(self.plan, self.forecast.peak_bytes, need_bytes))
+        self._failed.append(Failed(self.plan, self.forecast.peak_bytes, need_bytes, short_bytes))
         if self._known is not None:
             self._known.add(self._failed[-1], self.budget_bytes)
         if placed:
@@ -202,6 +217,12 @@ class Planner:
         self.forecast, self._smallest = self._next(self.plan.residuals.resident if placed else 0)
         for line in self.lines():
             print_line(line)
+
+    def short_bytes(self, error: BaseException, local_devices: Sequence) -> float | None:
+        """The device bytes that the step lacked which ended in `error`, that memory ran out, when it ran, as `replan`
+        takes them; None if nothing limits the memory. Engine.first_step asks at once, while the step's arrays are
+        there. local_devices: this process's devices of the mesh, of which the fullest counts."""
+        return short_bytes(self.room, refused_bytes(error), devices.free_bytes(local_devices))
 
     def fits(self, need_bytes: float) -> bool:
         """Whether a compiled step that needs `need_bytes` of device memory may run: within the budget, which it may

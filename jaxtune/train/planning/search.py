@@ -3,10 +3,11 @@ forecasts.
 
 At most four plans are compiled. The first is the fastest by forecast. The second and third are the fastest that would
 fit if every forecast were as wrong as the worst one so far, with some to spare. Plans that resemble a failed one
-(`choice._related` says which) are left out, because their forecasts are wrong in the same way. The last is the smallest
-plan there is; it is taken earlier if no other is left. `next_plan` chooses each; before the last one, a plan's
-predicted peak may be at most `goal`, which failures (`Failed`) lower. `Room` is the device memory, and decides whether
-a compiled step fits.
+(`choice._related` says which) are left out, because their forecasts are wrong in the same way. But after a plan that
+fits as compiled and ran out of memory in the first step, the next one is smaller by the bytes that the step lacked, and
+may resemble it. The last is the smallest plan there is; it is taken earlier if no other is left. `next_plan` chooses
+each; before the last one, a plan's predicted peak may be at most `goal`, which failures (`Failed`) lower. `Room` is the
+device memory, and decides whether a compiled step fits.
 """
 
 from __future__ import annotations
@@ -41,13 +42,18 @@ class Failed:
     plan: StepPlan  # the plan that was too large
     peak_bytes: float  # as predicted
     need_bytes: float | None  # as compiled; None: memory ran out while it was compiled or ran; its need is unknown
+    # the bytes that it lacked when it ran although it fits as compiled (`short_bytes`); None: it failed otherwise
+    short_bytes: float | None = None
 
     def goal(self, budget_bytes: float | None) -> float:
         """The largest predicted peak, in bytes, that the next plan may have. It assumes that the next forecast is wrong
         by the same ratio as this one, so that the next plan's need stays within budget_bytes. It leaves spare 1 % of
         the budget or a quarter of this forecast's error, whichever is less. If there is no budget (None), or if this
-        plan's need is unknown, the result is this plan's peak divided by 1.15. It is never more than this plan's peak.
-        The function `goal` takes the least result of all failures."""
+        plan's need is unknown, the result is this plan's peak divided by 1.15, or, if it is known how much it lacked
+        when it ran, its peak without these bytes. It is never more than this plan's peak. The function `goal` takes the
+        least result of all failures."""
+        if self.short_bytes is not None:
+            return self.peak_bytes - self.short_bytes
         if self.need_bytes is None or budget_bytes is None:
             return self.peak_bytes / _MORE
         spare = min(_CLOSE * budget_bytes, _CLOSE_TO_ERROR * max(self.need_bytes - self.peak_bytes, 0.0))
@@ -55,8 +61,11 @@ class Failed:
 
     @property
     def ratio(self) -> float:
-        """The bytes that the plan needs over those that were predicted; an assumed 1.15 if its need is unknown. The
-        function `goal` compares those of several failures: the more they differ, the less the next plan may need."""
+        """The bytes that the plan needs over those that were predicted; an assumed 1.15 if its need is unknown, and 1
+        if it fits as compiled. The function `goal` compares those of several failures: the more they differ, the less
+        the next plan may need."""
+        if self.short_bytes is not None:
+            return 1.0
         return (self.need_bytes or self.peak_bytes * _MORE) / self.peak_bytes
 
 
@@ -77,6 +86,18 @@ class Room:
             return True
         within = self.budget_bytes * (1 + _EXCESS)
         return need_bytes <= (max(within, self.limit_bytes) if smallest else within)
+
+
+def short_bytes(room: Room, refused: float | None, free: float | None) -> float | None:
+    """The device bytes by which the next step must need less after one that fits as compiled ran out of memory when it
+    ran, for `Failed`: those that it lacked, but at least half of what fragmentation was expected to lose (the limit of
+    `room` without its budget), because a refused block may be smaller than what is free in all. None if nothing limits
+    the memory. refused: bytes of the allocation that was refused. free: bytes that the allocator still had then. Both
+    are None if they are unknown. Planner.short_bytes calls it."""
+    if room.budget_bytes is None or room.limit_bytes is None:
+        return None
+    lacked = 0.0 if refused is None or free is None else refused - free
+    return max(lacked, (room.limit_bytes - room.budget_bytes) / 2)
 
 
 def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
@@ -116,7 +137,7 @@ def next_plan(
     """
     if len(failed) < _BEFORE_SMALLEST:
         try:
-            plans = [one.plan for one in failed]
+            plans = [one.plan for one in failed if one.short_bytes is None]
             found = choose(parts, config, device, goal(room.budget_bytes, failed), resident=resident, unlike=plans)
             return found, False
         except PlanError:

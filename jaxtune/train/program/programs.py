@@ -434,8 +434,8 @@ class Engine:
     def first_step(
         self, programs, sums, state, frozen, parts, step, print_line, compiling: Any = contextlib.nullcontext
     ):
-        """(programs, sums) after the first step's micro-batches, which are waited for. If memory runs out, the
-        micro-batches run again under smaller plans, which are compiled in the context that `compiling` makes.
+        """(programs, sums) after the first step's micro-batches, which are waited for. If memory runs out, they run
+        again under plans smaller by what the step lacked, which are compiled in the context that `compiling` makes.
 
         A failed attempt leaves nothing behind, because only the update donates the state.
 
@@ -457,9 +457,10 @@ class Engine:
             except jax.errors.JaxRuntimeError as error:
                 if not _may_plan_again(error):
                     raise
+                short = self._search.short_bytes(error, self.mesh.local_devices)
             rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *parts)
             programs = sums = parts = None
-            self._search.replan("the first step ran out of memory", None, print_line, placed=True)
+            self._search.replan("the first step ran out of memory", None, print_line, True, short)
             self.follow_plan()
             with compiling():
                 programs = self.fit(lambda: (state, self.zero_sums(state), frozen), step, print_line, placed=True)

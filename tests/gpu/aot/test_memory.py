@@ -28,6 +28,8 @@ from tests.gpu.aot.target import H200
 CONFIGS = [
     ("llama-3.2-1b", 4, 8, 2048, 0, None, "keep"),
     ("llama-3.1-8b", 8, 8, 2048, 16, "nf4", "0-3: recompute, layer_input=offload; 4-7: gate=offload, up=offload"),
+    # So few tokens that a decoded weight of the MLP is as large as its values.
+    ("llama-3.1-8b", 3, 2, 2048, 16, "nf4", "recompute, layer_input=offload, gate=offload"),
     ("qwen3-32b", 4, 1, 65536, 16, "nf4", "recompute"),
     ("gpt-oss-20b", 2, 8, 2048, 16, "nf4", "recompute"),
     ("gpt-oss-20b", 2, 8, 2048, 16, "mxfp4", "recompute"),
