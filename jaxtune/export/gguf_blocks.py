@@ -126,10 +126,48 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
             del blocks, coded, sampled
 
 
+def programs(array: jax.Array, kind: str, grid: str | None) -> dict[Any, Callable[[], Any]]:
+    """The programs by which `encode`, whose arguments these are, encodes an array: {key: a function that compiles it,
+    for which `array` may be a shape with a dtype and a sharding}. Equal keys are the same program. A writer compiles
+    those of all its tensors in threads, while it writes the first ones."""
+    found: dict[Any, Callable[[], Any]] = {}
+    block, dtype = block_size(kind), array.dtype
+    rows = _rows_of_parts(array)
+    for count in {min(rows, len(array)), len(array) % rows or rows}:
+        part = jax.ShapeDtypeStruct((count, *array.shape[1:]), dtype, sharding=array.sharding)
+        for _, size, own in _runs(part.size):
+            found[part.shape, dtype, size, own, block] = functools.partial(_compiled, _cut, part, 0, size, own, block)
+            blocks = jax.ShapeDtypeStruct((size // block, block), dtype, sharding=array.sharding)
+            found[size, dtype, kind, grid] = functools.partial(_compile_encoder, blocks, kind, grid)
+    return found
+
+
+def _compiled(program: Any, *arguments: Any) -> None:
+    """Compiles a jitted function for arguments, of which arrays may be shapes; a call with such arguments finds it."""
+    program.lower(*arguments).compile()
+
+
+def _compile_encoder(blocks: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> None:
+    """Compiles what `encode` calls for a run: the encoder of a type, the check of what it makes, and the sampling."""
+    encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
+    lowered = encoder.lower(blocks, *given)
+    form = lowered.out_info
+    coded = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=blocks.sharding)
+    lowered.compile()
+    _compiled(_checked, blocks, coded, kind, grid is not None)
+    sampled = min(_SAMPLED, blocks.size) // blocks.shape[1]
+    _compiled(_sampled, blocks, coded, np.zeros(sampled, np.int32))
+
+
+def _rows_of_parts(array: jax.Array) -> int:
+    """How many rows of an array `_parts` takes at a time."""
+    return max(1, _PART // (array.size // len(array)))
+
+
 def _parts(array: jax.Array) -> Iterator[jax.Array]:
     """Yields an array in slices along its first axis of at most 2^30 numbers each (one row, if a row has more), which
     `encode` encodes one after another, because positions within a slice are 32-bit integers."""
-    rows = max(1, _PART // (array.size // len(array)))
+    rows = _rows_of_parts(array)
     for at in range(0, len(array), rows):
         yield array if rows >= len(array) else array[at : at + rows]
 

@@ -14,9 +14,12 @@ A merge is verified before any of it is used:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -34,10 +37,12 @@ from jaxtune.models.linear import Frozen, Linear, NeverTrained, merged_weight, r
 from jaxtune.models.lora import copy_structure, has_adapter, matrices, stop_rounding
 from jaxtune.models.observed_inputs import recorded
 from jaxtune.models.placement import partition
+from jaxtune.models.stack import run_stack
 from jaxtune.models.stack_layers import UNTUNED
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import Stored, dense
 from jaxtune.pallas.grouped_matmul import GroupedLora
+from jaxtune.pallas.meshes import on_any_mesh
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 
 _FP32_ROUNDOFF = 2.0**-24
@@ -98,7 +103,7 @@ def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, 
     return stored, jnp.isfinite(wide).all(), error
 
 
-_merge_and_check = jax.jit(_merged_and_checked, static_argnames=("dtype", "fake_quant"), compiler_options=UNTUNED)
+_merge_and_check = jax.jit(_merged_and_checked, static_argnums=(3, 4), compiler_options=UNTUNED)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4), compiler_options=UNTUNED)
@@ -148,18 +153,9 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
     Raises:
       ArithmeticError: the merged weight is not finite, or its products differ from the adapter's by more than rounding.
     """
-    weight = dense(linear.stored_weight, dtype)
-    probe = jax.random.normal(jax.random.key(index), (8, linear.sizes[-1]), jnp.float32)
-    assert linear.lora is not None
-    if isinstance(linear, ExpertLinear):
-        stored, finite, error = _merge_experts(
-            weight, linear.lora.weights(), probe, linear.transposed, linear.fake_quant
-        )
-    else:
-        stored, finite, error = _merge_and_check(
-            weight, linear.lora.weights(weight), probe, dtype=weight.dtype, fake_quant=linear.fake_quant
-        )
-    del weight
+    program, arguments = _merge_of(linear, index, dtype)
+    stored, finite, error = program(*arguments)
+    del arguments
     finite, error = jax.device_get((finite, error))
     if not finite:
         raise ArithmeticError(f"merge_adapter: {name} is not finite in {base_dtype} after merging; nothing was merged")
@@ -168,6 +164,48 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
             f"merge_adapter: {name} does not act like its adapter: {error:.3g} times the rounding error allowed"
         )
     return stored
+
+
+def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[Any, tuple]:
+    """(the program that merges a matrix, its arguments), for _merged_matrix, whose arguments these are: _merge_experts
+    or _merge_and_check. The matrix is decoded here."""
+    weight = dense(linear.stored_weight, dtype)
+    probe = np.random.default_rng(index).standard_normal((8, linear.sizes[-1]), np.float32)
+    assert linear.lora is not None
+    if isinstance(linear, ExpertLinear):
+        return _merge_experts, (weight, linear.lora.weights(), probe, linear.transposed, linear.fake_quant)
+    return _merge_and_check, (weight, linear.lora.weights(weight), probe, weight.dtype, linear.fake_quant)
+
+
+@contextlib.contextmanager
+def _compiling_merges(model: Decoder) -> Iterator[None]:
+    """Compiles, in threads, the programs that merge the matrices of a model, one for each shape, while the block runs;
+    merged_weights verifies the logits meanwhile. One matrix at a time is decoded for it. An error is left to the merge
+    itself, which then has it too. Of a model on several devices nothing is compiled here: they must get their programs
+    in one order."""
+    one_at_a_time, found = threading.Lock(), {}
+    for index, (_, linear) in enumerate(matrices(model)):
+        if linear.lora is not None:
+            shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(nnx.state(linear)))
+            found.setdefault((nnx.graphdef(linear), shapes), (linear, index))
+
+    def ahead(linear: Linear | ExpertLinear, index: int) -> None:
+        with one_at_a_time:
+            program, arguments = _merge_of(linear, index, model.dtype)
+            lowered = program.lower(*arguments)
+            del arguments
+        lowered.compile()
+
+    with ThreadPoolExecutor(8, "compile") as pool:
+        for matrix in () if _is_divided(model) else found.values():
+            pool.submit(ahead, *matrix)
+        yield
+
+
+def _is_divided(model: Decoder) -> bool:
+    """Whether arrays of a model are on several devices."""
+    leaves = jax.tree.leaves(nnx.state(model))
+    return any(len(leaf.sharding.device_set) > 1 for leaf in leaves if isinstance(leaf, jax.Array))
 
 
 def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
@@ -255,7 +293,8 @@ def merged_weights(model: Decoder) -> Weights:
     if makers:
         raise ArithmeticError(f"merge_adapter: {len(makers)} tensors have no place in files; nothing was merged")
     weights = Weights(merged, made)
-    _check_logits(model, weights, views, changed)
+    with _compiling_merges(model):
+        _check_logits(model, weights, views, changed)
     return weights
 
 
@@ -429,7 +468,6 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
       ArithmeticError: the logits differ by more, or are not finite. Before that every changed tensor is computed once,
         because its own verification may raise a more precise error.
     """
-    config = model.config
     walked = copy_structure(merged.model)
     pairs = _pairs(walked, merged.model)
     for name, (variable, own) in pairs.items():
@@ -442,10 +480,14 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
         matrix.fp8 = False  # a merged model rounds no activations
         if matrix.fake_quant is not None:
             matrix.fake_quant = dataclasses.replace(matrix.fake_quant, inputs=False)
-    expected, got = _logits(plain), _logits(walked)
+    # Both need programs of their own, which two threads compile at the same time. What the two models' layers have in
+    # memory beside their weights is little: XLA merges one matrix of a layer at a time.
+    with ThreadPoolExecutor(1 if _is_divided(model) else 2, "logits") as pool:
+        expected, got = pool.map(_logits, (plain, walked))
     for variable, own in pairs.values():  # modules refer to each other: what the copy has would live until it is found
         variable.set_value(own.get_value())
     del walked
+    config = model.config
     widest = max(config.hidden_size, config.intermediate_size, config.query_size)
     roundoff = _roundoff(model.weight_dtype) + _FP32_ROUNDOFF * widest**0.5
     bound = _LOGITS_MARGIN * roundoff * changed**0.5
@@ -479,15 +521,33 @@ def _logits(model: Decoder) -> np.ndarray:
     """
     model.dtype = "float32"
     set_compute(model, {})
-    tokens = jax.random.randint(jax.random.key(0), (_PROBE_ROWS, _PROBE_LENGTH), 0, model.config.vocab_size)
-    hidden = model.hidden_states(tokens)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (_PROBE_ROWS, _PROBE_LENGTH), np.int32)
+    last = _last_layer(jnp.asarray(tokens), model)
     rows, whole = model.head_variable.shape[0], nnx.split(model)
     starts = range(0, rows, _HEAD_ROWS)
-    parts = [_some_logits(*whole, hidden, first, min(_HEAD_ROWS, rows - first)) for first in starts]
+    parts = [_some_logits(*whole, last, first, min(_HEAD_ROWS, rows - first)) for first in starts]
     return np.concatenate([partition.on_host(part) for part in parts], -1)
 
 
+@on_any_mesh
+def _last_layer(tokens: jax.Array, model: Decoder) -> jax.Array:
+    """What the last layer of a model makes of tokens int32[rows, tokens], [rows, tokens, hidden]: Decoder.run without
+    the final norm. What comes before the layers is one program here: as single operations it would be thirty."""
+    x, layout, given = _before_layers(*nnx.split(model), tokens)
+    return run_stack(model.layers, model.config.layers, x, layout, given=given)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _before_layers(graph: nnx.GraphDef, state: nnx.State, tokens: jax.Array):
+    """The input of a model's first layer, the layout of the batch, and what layers get beside (Decoder.given)."""
+    model = nnx.merge(graph, state)
+    x = model.embed(tokens)
+    return x, model.layout(tokens.shape), model.given(tokens, x)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 4), compiler_options=UNTUNED)
-def _some_logits(graph: nnx.GraphDef, state: nnx.State, hidden: jax.Array, first: int, count: int) -> jax.Array:
-    """The logits, or scores, of `count` rows of a model's head, from the row `first` on."""
-    return nnx.merge(graph, state).logits(hidden, first + jnp.arange(count))
+def _some_logits(graph: nnx.GraphDef, state: nnx.State, last: jax.Array, first: int, count: int) -> jax.Array:
+    """The logits, or scores, of `count` rows of a model's head, from the row `first` on. last: what _last_layer
+    returned, before the final norm."""
+    model = nnx.merge(graph, state)
+    return model.logits(model.norm(last), first + jnp.arange(count))
