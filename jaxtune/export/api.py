@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, grids, w4a16
 from jaxtune.export.architectures import architecture, hyperparameters
@@ -226,7 +227,15 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
             f"{', '.join(others)}: rounded now, to {', '.join(sorted({kinds[name] for name in others}))}, because "
             "quantisation-aware training left them as they were; all other matrices are stored as it saw them"
         )
-    return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes)
+    return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes, _like(model))
+
+
+def _like(model: Decoder) -> jax.ShapeDtypeStruct | None:
+    """The dtype of a model's weights, and where they are, for gguf_file.write; None if they are on several devices."""
+    array = next(leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array))
+    if len(array.sharding.device_set) > 1:
+        return None
+    return jax.ShapeDtypeStruct((), model.dtype, sharding=array.sharding if array.committed else None)
 
 
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
@@ -252,7 +261,9 @@ def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
     return _write_gguf(job, "adapter-f32.gguf", arch.name, fields, sources, "f32", [])
 
 
-def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str]) -> Exported:
+def _write_gguf(
+    job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str], like=None
+) -> Exported:
     """Writes the folder of an export to GGUF with its one file, which it verifies by reading it back, for `_gguf` and
     `_gguf_adapter`. Returns what export_model returns.
 
@@ -264,6 +275,7 @@ def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, 
       sources: the gguf_tensors.Sources that make the tensors, in the order of the file.
       outtype: the type of the weights, one of OUTTYPES.
       notes: sentences for the user, which the result contains.
+      like: the dtype and sharding of most arrays of the sources; None: not known.
     Raises:
       ValueError: the disk has no room; the job's folder is in use; a value is not on the grid to which the model says
         that QAT rounded it.
@@ -273,7 +285,7 @@ def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, 
     size = gguf_file.size_bytes(tensors, stored_types(tensors, outtype, arch, fields))
     require_space(job.path.parent, size + _METADATA_BYTES)
     with new_folder(job.path, "export") as folder:
-        written = gguf_file.write(folder / file, arch, fields, sources, outtype)
+        written = gguf_file.write(folder / file, arch, fields, sources, outtype, like)
         gguf_file.verify(folder / file, arch, fields, written)
     return Exported(job.path, (file,), tuple(notes))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,6 @@ import numpy as np
 from jax import lax
 
 from jaxtune.export import gguf_codes, gguf_k_codes
-from jaxtune.models.placement import partition
 from jaxtune.models.placement.host_pieces import copied
 
 Floats = jax.Array | np.ndarray
@@ -121,9 +120,9 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
             coded = _encoded(blocks, kind) if grid is None else _exactly(blocks, kind, grid)
             answers = _checked(blocks, coded, kind, grid is not None)
             places = np.linspace(0, -(-own // block) - 1, min(_SAMPLED, size) // block).astype(np.int32)
-            sampled = _sampled(blocks, coded, places)
-            yield functools.partial(_fetched, name, kind, coded, own, answers, sampled, grid is not None)
-            del blocks, coded, sampled
+            sample = places, _sampled(blocks, places)
+            yield functools.partial(_fetched, name, kind, coded, own, answers, sample, grid is not None)
+            del blocks, coded, sample
 
 
 def programs(array: jax.Array, kind: str, grid: str | None) -> dict[Any, Callable[[], Any]]:
@@ -155,8 +154,7 @@ def _compile_encoder(blocks: jax.ShapeDtypeStruct, kind: str, grid: str | None) 
     coded = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=blocks.sharding)
     lowered.compile()
     _compiled(_checked, blocks, coded, kind, grid is not None)
-    sampled = min(_SAMPLED, blocks.size) // blocks.shape[1]
-    _compiled(_sampled, blocks, coded, np.zeros(sampled, np.int32))
+    _compiled(_sampled, blocks, np.zeros(min(_SAMPLED, blocks.size) // blocks.shape[1], np.int32))
 
 
 def _rows_of_parts(array: jax.Array) -> int:
@@ -205,17 +203,11 @@ def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> jax.Arra
 
 
 @jax.jit
-def _sampled(blocks: jax.Array, coded: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Selects the rows of a run that the gguf package decodes on the host, as a check of the encoders that does not use
-    their code: returns (blocks[places], coded[places]). A run is up to 2^24 consecutive numbers of a tensor, which are
-    encoded at once.
-
-    Args:
-      blocks: floats [rows, block], the run's numbers, a block a row.
-      coded: the encoded run, a block a row.
-      places: int32[n], the indices of the sampled rows.
-    """
-    return blocks[places], coded[places]
+def _sampled(blocks: jax.Array, places: jax.Array) -> jax.Array:
+    """Selects the numbers of a run that the gguf package compares with what it decodes on the host, as a check of the
+    encoders that does not use their code: blocks[places]. A run is up to 2^24 consecutive numbers of a tensor, which
+    are encoded at once. blocks: floats [rows, block], a block a row. places: int32[n], the indices of rows."""
+    return blocks[places]
 
 
 def _fetched(
@@ -223,8 +215,8 @@ def _fetched(
     kind: str,
     coded: jax.Array,
     own: int,
-    answers: Sequence[jax.Array],
-    sampled: Sequence[jax.Array],
+    answers: jax.Array,
+    sample: tuple[np.ndarray, jax.Array],
     exact: bool,
 ) -> np.ndarray:
     """Copies the bytes of a run to the host, if its checks found no error. A run is a number of consecutive values of a
@@ -237,7 +229,7 @@ def _fetched(
       coded: the encoded run, on the device.
       own: how many of its numbers are the tensor's; the rest is padding.
       answers: the results of the checks on the device, which `_checked` returned.
-      sampled: (some blocks, their encoded form), which `_sampled` returned; gguf's own reader checks them here.
+      sample: (indices of some blocks, these blocks, which `_sampled` returned); gguf's own reader checks them here.
       exact: whether QAT rounded the values to the type, so that any difference is an error.
     Returns:
       the bytes of the first `own` numbers, uint8[n].
@@ -246,20 +238,22 @@ def _fetched(
         rounding explains.
       ValueError: with `exact`, values are not those of the type, because they were changed after the training.
     """
-    finite, fits, near = jax.device_get(answers)
+    # Few copies, and all begun at once: a thread that waits for one has to wait for Python's lock after it too.
+    places, wide = sample
+    (finite, fits, near), wide = jax.device_get((answers, wide))
+    whole = copied(coded)
     if not finite:
         raise ArithmeticError(f"gguf: {name} has values that are not finite")
     if not fits:
         raise ArithmeticError(f"gguf: {name} has values above {LARGEST_F16:g}, too large for f16: use bf16")
-    wide, read = (partition.on_host(each) for each in sampled)
-    if not near or not _reader_agrees(wide.astype(np.float32), np.ascontiguousarray(read), kind, exact):
+    if not near or not _reader_agrees(wide.astype(np.float32), whole[places], kind, exact):
         if exact:
             raise ValueError(
                 f"gguf: numbers of {name} are not on the grid of {kind} to which the model says its weights were "
                 'rounded ("qat" in config.json): they were changed since; remove "qat" to have them rounded'
             )
         raise ArithmeticError(f"gguf: {name}: in {kind} its values are further off than that type's rounding explains")
-    found = np.ascontiguousarray(copied(coded)).reshape(-1).view(np.uint8)
+    found = np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
     return found[: found.size * own // (len(coded) * block_size(kind))]
 
 
@@ -289,7 +283,7 @@ def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> jax.Array:
     """Decodes `coded`, the encoded form of `array` in the GGUF type `kind`, and compares the two, on the device.
 
     Args:
@@ -298,13 +292,14 @@ def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> tupl
       kind: gguf's name of the type.
       exact: whether QAT rounded the array to the type, so that no difference is allowed.
     Returns:
-      (all values are finite, all fit into the type, all decode to within the type's rounding), boolean scalars on the
-        device, on which `_fetched` decides. The second is about the range of F16, and True for other types.
+      whether all values are finite, all fit into the type, and all decode to within the type's rounding: bool[3] on
+        the device, by which `_fetched` decides. The second is about the range of F16, and True for other types.
     """
     wide = array.astype(jnp.float32)
     found = BLOCK_TYPES[kind].decode(coded) if kind in BLOCK_TYPES else coded.astype(jnp.float32)
     fits = (jnp.abs(wide) <= LARGEST_F16).all() if kind == "F16" else jnp.array(True)
-    return jnp.isfinite(wide).all(), fits, (jnp.abs(found - wide) <= _allowed(wide, kind, jnp, exact)).all()
+    near = (jnp.abs(found - wide) <= _allowed(wide, kind, jnp, exact)).all()
+    return jnp.stack([jnp.isfinite(wide).all(), fits, near])
 
 
 def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str, exact: bool) -> bool:

@@ -66,7 +66,12 @@ def _tensor_bytes(tensor: Tensor, kind: str) -> int:
 
 
 def write(
-    file: Path, architecture: str, fields: Mapping[str, Any], sources: Sequence[Source], outtype: str
+    file: Path,
+    architecture: str,
+    fields: Mapping[str, Any],
+    sources: Sequence[Source],
+    outtype: str,
+    like: jax.ShapeDtypeStruct | None = None,
 ) -> dict[str, Stored]:
     """Writes a GGUF file, whose bytes `verify` then compares with what is returned. The device has what one Source
     makes and a few encoded runs of at most 2^24 numbers at a time, and host memory only bytes that wait to be written.
@@ -78,6 +83,8 @@ def write(
         list as an array of such elements, but its ints as int32.
       sources: make the tensors, in the order of the file.
       outtype: the type of the weights, one of gguf_types.OUTTYPES.
+      like: the dtype and sharding that most arrays of the sources have, for which the encoders are compiled while the
+        header is made and the first tensors are written; None: each is compiled when it is needed.
     Returns:
       {tensor's name: what was written of it}.
     Raises:
@@ -89,7 +96,16 @@ def write(
     tensors = all_tensors(sources)
     kinds = stored_types(tensors, outtype, architecture, fields)
     total = size_bytes(tensors, kinds)
-    header = _header(file, architecture, fields, tensors, kinds)
+    with _compiling(tensors, kinds, like):
+        header = _header(file, architecture, fields, tensors, kinds)
+        return _written(file, header, sources, kinds, total)
+
+
+def _written(
+    file: Path, header: bytes, sources: Sequence[Source], kinds: Mapping[str, str], total: int
+) -> dict[str, Stored]:
+    """Writes the header and the tensors of a GGUF file for `write`, whose result it returns. kinds: {tensor's name: its
+    type}. total: an upper bound of the tensors' bytes."""
     offsets: dict[str, int] = {}
     sums: dict[str, list[byte_files.Sums]] = {}
     waiting: deque[tuple[str, Future[np.ndarray]]] = deque()  # in the order of the file
@@ -98,7 +114,6 @@ def write(
         terminal.progress(f"writing {file.name}", total) as advanced,
         byte_files.Writer(file, advanced) as out,
         ThreadPoolExecutor(_FETCHED_AHEAD, thread_name_prefix="jaxtune-fetch") as pool,
-        ThreadPoolExecutor(8, thread_name_prefix="jaxtune-compile") as compilers,
     ):
 
         def write_one() -> None:
@@ -110,16 +125,11 @@ def write(
             sums.setdefault(name, []).append(out.append(fetched.result()))
 
         out.append(header)
-        begun = False
         for source in sources:
             value = source.make()
             for tensor in source.tensors:
                 array, kind = _planned(tensor, tensor.of(value)), kinds[tensor.name]
-                grid = tensor.grid if kind in gguf_blocks.BLOCK_TYPES else None  # plain types hold any grid
-                if isinstance(array, jax.Array) and not begun:
-                    begun = True
-                    _compile_ahead(compilers, tensors, kinds, array)
-                for fetch in gguf_blocks.encode(tensor.name, array, kind, grid):
+                for fetch in gguf_blocks.encode(tensor.name, array, kind, _grid(tensor, kind)):
                     waiting.append((tensor.name, pool.submit(fetch)))
                     if len(waiting) > _FETCHED_AHEAD:
                         write_one()
@@ -130,23 +140,29 @@ def write(
         _fill(out)
     return {
         tensor.name: Stored(tensor.shape, kinds[tensor.name], offsets[tensor.name], tuple(sums[tensor.name]))
-        for tensor in tensors
+        for tensor in all_tensors(sources)
     }
 
 
-def _compile_ahead(
-    compilers: ThreadPoolExecutor, tensors: Sequence[Tensor], kinds: Mapping[str, str], like: jax.Array
-) -> None:
-    """Compiles in threads the programs that encode the tensors of a file, for arrays of the dtype and on the device of
-    `like`, one of them. Nobody waits for them: a program that is needed earlier is compiled where it is called."""
-    sharding, found = like.sharding if like.committed else None, {}
-    for tensor in tensors:
-        form = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=sharding)
-        kind = kinds[tensor.name]
-        grid = tensor.grid if kind in gguf_blocks.BLOCK_TYPES else None
-        found |= gguf_blocks.programs(form, kind, grid)
+def _compiling(
+    tensors: Sequence[Tensor], kinds: Mapping[str, str], like: jax.ShapeDtypeStruct | None
+) -> ThreadPoolExecutor:
+    """Begins to compile, in threads, the programs that encode the tensors of a file, and returns the threads, which end
+    with the programs. A program that is needed earlier is compiled where it is called. like: see `write`."""
+    found: dict[Any, Callable[[], Any]] = {}
+    for tensor in tensors if like is not None else ():
+        assert like is not None
+        form, kind = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=like.sharding), kinds[tensor.name]
+        found |= gguf_blocks.programs(form, kind, _grid(tensor, kind))
+    compilers = ThreadPoolExecutor(8, thread_name_prefix="jaxtune-compile")
     for compile_one in found.values():
         compilers.submit(compile_one)
+    return compilers
+
+
+def _grid(tensor: Tensor, kind: str) -> str | None:
+    """The grid of a tensor that is stored in `kind`: plain types hold any."""
+    return tensor.grid if kind in gguf_blocks.BLOCK_TYPES else None
 
 
 def _planned(tensor: Tensor, array: Any) -> Any:

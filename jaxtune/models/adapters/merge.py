@@ -53,6 +53,7 @@ _HEAD_ROWS = 8192  # how many rows of the head are in float32 at a time
 # The most float32 arrays of a matrix's size (one expert's) that _merge_and_check, compiled for a GPU, has at the same
 # time; XLA's programs for a CPU have up to 5.
 _WIDE_COPIES = 2
+_PROBES = 8  # rows with which the products of a merged matrix and of its adapter are compared
 _ROUNDED_COPIES = 11  # where it also rounds to QAT's grid; the formats with scales of blocks in FP8 need most
 
 
@@ -170,7 +171,7 @@ def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[An
     """(the program that merges a matrix, its arguments), for _merged_matrix, whose arguments these are: _merge_experts
     or _merge_and_check. The matrix is decoded here."""
     weight = dense(linear.stored_weight, dtype)
-    probe = np.random.default_rng(index).standard_normal((8, linear.sizes[-1]), np.float32)
+    probe = np.random.default_rng(index).standard_normal((_PROBES, linear.sizes[-1]), np.float32)
     assert linear.lora is not None
     if isinstance(linear, ExpertLinear):
         return _merge_experts, (weight, linear.lora.weights(), probe, linear.transposed, linear.fake_quant)
@@ -346,7 +347,10 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
             decoded = size if isinstance(weight, Stored) else 0
             copies = 0 if matrix.lora is None else _WIDE_COPIES
             copies = copies if matrix.fake_quant is None else _ROUNDED_COPIES
-            device = max(device, size + decoded + copies * wide)
+            # Of each output of a probe three numbers are in memory, and the probe itself.
+            *_, outputs, inputs = matrix.sizes
+            products = 0 if matrix.lora is None else 4 * _PROBES * (3 * outputs + inputs)
+            device = max(device, size + decoded + copies * wide + products)
         host = max(host, size)
     for holder in (model.embedding, model.head):
         if holder is not None:
