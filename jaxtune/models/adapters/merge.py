@@ -294,7 +294,7 @@ def merged_weights(model: Decoder) -> Weights:
     if makers:
         raise ArithmeticError(f"merge_adapter: {len(makers)} tensors have no place in files; nothing was merged")
     weights = Weights(merged, made)
-    with _compiling_merges(model):
+    with dispatch.unsaid(), _compiling_merges(model):
         _check_logits(model, weights, views, changed)
     return weights
 
