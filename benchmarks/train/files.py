@@ -72,13 +72,14 @@ class Record:
 # ---- plain copies and links
 
 
-def drop(folder: Path) -> None:
-    """Asks the kernel to drop a folder's files from its page cache, after they have reached the disk."""
+def flush(folder: Path, drop: bool = False) -> None:
+    """Waits until the disk has a folder's files, and with `drop` asks the kernel to drop them from its page cache."""
     for file in folder.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)
             os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if drop:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
 
 
@@ -87,10 +88,14 @@ def size_of(folder: Path) -> int:
 
 
 def copied(folder: Path) -> dict[str, Any]:
-    """A plain copy of a folder, which is removed again."""
+    """A plain copy of a folder, which is removed again. `flushed_seconds` is how long it took until the disk had the
+    copy, which a plain copy does not wait for, and what jaxtune writes does."""
     target = folder.with_name(folder.name + "-copy")
+    begun = time.perf_counter()
     with Part() as part:
         shutil.copytree(folder, target)
+    flush(target)
+    part.record["flushed_seconds"] = round(time.perf_counter() - begun, 2)
     size = size_of(target)
     shutil.rmtree(target)
     part.record.pop("threads")
@@ -148,11 +153,9 @@ def written_by_threads(folder: Path) -> dict[str, float]:
         for descriptor in opened if reserved else ():
             os.posix_fallocate(descriptor, 0, chunks * _CHUNK_BYTES // files)
 
-        def one(index: int) -> None:
-            os.pwrite(opened[index % files], data, index // files * _CHUNK_BYTES)
-
+        places = [(opened[index % files], index // files * _CHUNK_BYTES) for index in range(chunks)]
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(one, range(chunks)))
+            list(pool.map(lambda place: os.pwrite(place[0], data, place[1]), places))
         found[name] = rate(time.perf_counter() - begun)
         begun = time.perf_counter()
         for descriptor in opened:
@@ -234,7 +237,7 @@ def timed(part: Part) -> None:
     wrap(gguf_file, "write", "write")
     wrap(gguf_file, "verify", "read_back")
     wrap(gguf_blocks, "_fetched", "fetched, of threads")
-    wrap(merge, "_check_logits", "check_logits")
+    wrap(merge, "check_logits", "check_logits")
     wrap(folders, "sync", "sync")
 
 
@@ -291,7 +294,7 @@ def child(name: str, work: Path, record: Record, end: float) -> None:
         return result
 
     folder, merged, gguf = work / "model", work / "merged", work / "gguf"
-    drop(folder)
+    flush(folder, drop=True)
     model, tokenizer = part("load cold", lambda: from_pretrained(folder, load_in=load_in), "copy cold")
     if name == "bf16":
         adapted = with_adapter(model)
@@ -405,7 +408,7 @@ def main() -> int:
         process("make")
     folder = work / "model"
     record.add("model", {"bytes": size_of(folder), "seconds": round(time.time() - begun, 1)})
-    drop(folder)
+    flush(folder, drop=True)
     record.add("copy cold", copied(folder))
     record.add("copy warm", copied(folder))
     for name in [options.only] if options.only else PROCESSES:

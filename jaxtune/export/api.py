@@ -15,7 +15,8 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from jaxtune.export.gguf_types import OUTTYPES, is_short, not_trained, stored_ty
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.folders import new_folder, require_new, require_space
-from jaxtune.models.files.reading import are_finite
+from jaxtune.models.files.reading import are_finite, compile_are_finite
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import has_adapter
 from jaxtune.pallas.formats import Format, Stored, exports, load_in
@@ -150,11 +151,28 @@ def _whole(model: Decoder, dtype: str | None = None) -> Weights:
         weight raises it when it is made, before it is encoded, if it is not finite (`_finite`) or merged wrongly.
     """
     weights = merged_weights(model) if has_adapter(model) else Weights(model)
+    variables, like = tensors_of(weights.model), _like(model)
     made = {
         name: functools.partial(_finite, name, weights.maker(name, variable), dtype or model.dtype)
-        for name, variable in tensors_of(weights.model).items()
+        for name, variable in variables.items()
     }
+    if like is not None:
+        _compile_checks([variable.get_value() for variable in variables.values()], dtype or model.dtype, like.sharding)
     return Weights(weights.model, made)
+
+
+def _compile_checks(tensors: Iterable[Any], dtype: str, where: jax.sharding.Sharding | None) -> None:
+    """Begins to compile, in threads, the programs by which `_finite` looks over tensors, one for each form. where: the
+    sharding of their arrays, of which tensors that are yet to be made have only shapes; None: the default device."""
+    found = {}
+    for tensor in tensors:
+        form = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tensor)
+        leaves, tree = jax.tree.flatten(form)
+        found[tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)] = form
+    compilers = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxtune-compile")
+    for form in found.values():
+        compilers.submit(compile_are_finite, form, dtype)
+    compilers.shutdown(wait=False)
 
 
 def _finite(name: str, make: Callable[[], jax.Array | Stored], dtype: str) -> jax.Array | Stored:

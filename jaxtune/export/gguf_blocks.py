@@ -1,8 +1,8 @@
 """Encodes tensors in the number types of GGUF files (`encode`), for gguf_file.py, which writes the bytes. It cuts a
 tensor into runs (`_parts`, `_runs`, `_cut`). Each run is encoded on the tensor's device (`_encoded`, or `_exactly`
 after quantisation-aware training), where it is also decoded and compared (`_checked`, within the error that `_allowed`
-gives). `_fetched` copies its bytes to the host, after the gguf package has decoded a sample of it (`_sampled`,
-`_reader_agrees`).
+gives). `_fetched` copies its bytes to the host, where the gguf package decodes a sample of them (`_places`,
+`_reader_agrees`). `programs` compiles all that ahead.
 
 F32, F16 and BF16 are plain numbers. The quantised types, which BLOCK_TYPES lists as BlockTypes (made by `_of_32` and
 `_of_256`), code the numbers of a row in blocks of `block_size`.
@@ -116,48 +116,41 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
     array, block = jnp.asarray(array), block_size(kind)
     for part in _parts(array):
         for at, size, own in _runs(part.size):
-            blocks = _cut(part, at, size, own, block)
+            blocks, sample = _cut(part, at, size, own, block)
             coded = _encoded(blocks, kind) if grid is None else _exactly(blocks, kind, grid)
             answers = _checked(blocks, coded, kind, grid is not None)
-            places = np.linspace(0, -(-own // block) - 1, min(_SAMPLED, size) // block).astype(np.int32)
-            sample = places, _sampled(blocks, places)
             yield functools.partial(_fetched, name, kind, coded, own, answers, sample, grid is not None)
             del blocks, coded, sample
 
 
-def programs(array: jax.Array, kind: str, grid: str | None) -> dict[Any, Callable[[], Any]]:
-    """The programs by which `encode`, whose arguments these are, encodes an array: {key: a function that compiles it,
-    for which `array` may be a shape with a dtype and a sharding}. Equal keys are the same program. A writer compiles
-    those of all its tensors in threads, while it writes the first ones."""
-    found: dict[Any, Callable[[], Any]] = {}
-    block, dtype = block_size(kind), array.dtype
+def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[tuple, Callable[[], Any]]:
+    """The programs by which `encode` encodes an array with the shape, dtype and sharding of `array`: {key: a function
+    that compiles one}. Equal keys are the same program, and smaller ones belong to programs that take longer. A writer
+    compiles those of all its tensors in threads. kind, grid: as for `encode`."""
+    found: dict[tuple, Callable[[], Any]] = {}
+    block, dtype, where = block_size(kind), array.dtype, array.sharding
+    encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
     rows = _rows_of_parts(array)
     for count in {min(rows, len(array)), len(array) % rows or rows}:
-        part = jax.ShapeDtypeStruct((count, *array.shape[1:]), dtype, sharding=array.sharding)
+        part = jax.ShapeDtypeStruct((count, *array.shape[1:]), dtype, sharding=where)
         for _, size, own in _runs(part.size):
-            found[part.shape, dtype, size, own, block] = functools.partial(_compiled, _cut, part, 0, size, own, block)
-            blocks = jax.ShapeDtypeStruct((size // block, block), dtype, sharding=array.sharding)
-            found[size, dtype, kind, grid] = functools.partial(_compile_encoder, blocks, kind, grid)
+            blocks = jax.ShapeDtypeStruct((size // block, block), dtype, sharding=where)
+            form = jax.eval_shape(encoder, blocks, *given)
+            coded = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=where)
+            found[0, kind, str(grid), str(dtype), size] = functools.partial(_compile, encoder, blocks, *given)
+            checked = functools.partial(_compile, _checked, blocks, coded, kind, grid is not None)
+            found[1, kind, str(grid), str(dtype), size] = checked
+            cut = functools.partial(_compile, _cut, part, 0, size, own, block)
+            found[2, part.shape, str(dtype), size, own, block] = cut
     return found
 
 
-def _compiled(program: Any, *arguments: Any) -> None:
+def _compile(program: Any, *arguments: Any) -> None:
     """Compiles a jitted function for arguments, of which arrays may be shapes; a call with such arguments finds it."""
     program.lower(*arguments).compile()
 
 
-def _compile_encoder(blocks: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> None:
-    """Compiles what `encode` calls for a run: the encoder of a type, the check of what it makes, and the sampling."""
-    encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
-    lowered = encoder.lower(blocks, *given)
-    form = lowered.out_info
-    coded = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=blocks.sharding)
-    lowered.compile()
-    _compiled(_checked, blocks, coded, kind, grid is not None)
-    _compiled(_sampled, blocks, np.zeros(min(_SAMPLED, blocks.size) // blocks.shape[1], np.int32))
-
-
-def _rows_of_parts(array: jax.Array) -> int:
+def _rows_of_parts(array: jax.Array | jax.ShapeDtypeStruct) -> int:
     """How many rows of an array `_parts` takes at a time."""
     return max(1, _PART // (array.size // len(array)))
 
@@ -187,9 +180,11 @@ def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> jax.Array:
-    """Cuts a run of consecutive numbers out of an array: [size / block, block], a block a row. Only this small function
-    is compiled for each shape of `array` and each `own`; the encoders, which get its result, are not.
+def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> tuple[jax.Array, jax.Array]:
+    """Cuts a run of consecutive numbers out of an array: [size / block, block], a block a row; and those of its blocks
+    that the gguf package compares with what it decodes on the host, as a check of the encoders that does not use their
+    code (_places). Only this small function is compiled for each shape of `array` and each `own`; the encoders, which
+    get its result, are not.
 
     Args:
       array: the tensor or a slice of it, of any shape; it is read as a flat array.
@@ -199,15 +194,13 @@ def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> jax.Arra
       block: numbers in a block.
     """
     run = lax.dynamic_slice(array.reshape(-1), (at,), (own,))
-    return jnp.pad(run, (0, size - own)).reshape(-1, block)
+    blocks = jnp.pad(run, (0, size - own)).reshape(-1, block)
+    return blocks, blocks[_places(len(blocks), block)]
 
 
-@jax.jit
-def _sampled(blocks: jax.Array, places: jax.Array) -> jax.Array:
-    """Selects the numbers of a run that the gguf package compares with what it decodes on the host, as a check of the
-    encoders that does not use their code: blocks[places]. A run is up to 2^24 consecutive numbers of a tensor, which
-    are encoded at once. blocks: floats [rows, block], a block a row. places: int32[n], the indices of rows."""
-    return blocks[places]
+def _places(rows: int, block: int) -> np.ndarray:
+    """The indices of the sampled blocks among the `rows` of a run: of 2^16 numbers, from its first to its last."""
+    return np.linspace(0, rows - 1, min(_SAMPLED, rows * block) // block).astype(np.int32)
 
 
 def _fetched(
@@ -216,7 +209,7 @@ def _fetched(
     coded: jax.Array,
     own: int,
     answers: jax.Array,
-    sample: tuple[np.ndarray, jax.Array],
+    sample: jax.Array,
     exact: bool,
 ) -> np.ndarray:
     """Copies the bytes of a run to the host, if its checks found no error. A run is a number of consecutive values of a
@@ -229,7 +222,7 @@ def _fetched(
       coded: the encoded run, on the device.
       own: how many of its numbers are the tensor's; the rest is padding.
       answers: the results of the checks on the device, which `_checked` returned.
-      sample: (indices of some blocks, these blocks, which `_sampled` returned); gguf's own reader checks them here.
+      sample: some of its blocks, which `_cut` returned; what gguf's own reader decodes is compared with them here.
       exact: whether QAT rounded the values to the type, so that any difference is an error.
     Returns:
       the bytes of the first `own` numbers, uint8[n].
@@ -239,14 +232,13 @@ def _fetched(
       ValueError: with `exact`, values are not those of the type, because they were changed after the training.
     """
     # Few copies, and all begun at once: a thread that waits for one has to wait for Python's lock after it too.
-    places, wide = sample
-    (finite, fits, near), wide = jax.device_get((answers, wide))
-    whole = copied(coded)
+    (finite, fits, near), wide = jax.device_get((answers, sample))
+    whole, shape = copied(coded), (len(coded), block_size(kind))
     if not finite:
         raise ArithmeticError(f"gguf: {name} has values that are not finite")
     if not fits:
         raise ArithmeticError(f"gguf: {name} has values above {LARGEST_F16:g}, too large for f16: use bf16")
-    if not near or not _reader_agrees(wide.astype(np.float32), whole[places], kind, exact):
+    if not near or not _reader_agrees(wide.astype(np.float32), whole[_places(*shape)], kind, exact):
         if exact:
             raise ValueError(
                 f"gguf: numbers of {name} are not on the grid of {kind} to which the model says its weights were "
@@ -315,7 +307,9 @@ def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str, exact: bool) 
     from gguf.quants import dequantize
 
     as_bytes = kind == "BF16" or kind in BLOCK_TYPES
-    found = dequantize(coded.view(np.uint8) if as_bytes else coded, GGMLQuantizationType[kind])
+    # As one row: the package decodes 16 rows at a time, which takes it ten times as long.
+    row = (coded.view(np.uint8) if as_bytes else coded).reshape(1, -1)
+    found = dequantize(row, GGMLQuantizationType[kind])
     return bool((np.abs(found.reshape(wide.shape) - wide) <= _allowed(wide, kind, np, exact)).all())
 
 

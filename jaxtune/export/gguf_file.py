@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -149,14 +150,14 @@ def _compiling(
 ) -> ThreadPoolExecutor:
     """Begins to compile, in threads, the programs that encode the tensors of a file, and returns the threads, which end
     with the programs. A program that is needed earlier is compiled where it is called. like: see `write`."""
-    found: dict[Any, Callable[[], Any]] = {}
+    found: dict[tuple, Callable[[], Any]] = {}
     for tensor in tensors if like is not None else ():
         assert like is not None
         form, kind = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=like.sharding), kinds[tensor.name]
         found |= gguf_blocks.programs(form, kind, _grid(tensor, kind))
-    compilers = ThreadPoolExecutor(8, thread_name_prefix="jaxtune-compile")
-    for compile_one in found.values():
-        compilers.submit(compile_one)
+    compilers = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="jaxtune-compile")
+    for key in sorted(found, key=lambda key: key[0]):
+        compilers.submit(found[key])
     return compilers
 
 
