@@ -161,7 +161,7 @@ def _whole(model: Decoder, dtype: str | None = None) -> Weights:
     return Weights(weights.model, made)
 
 
-def _compile_checks(tensors: Iterable[Any], dtype: str, where: jax.sharding.Sharding | None) -> None:
+def _compile_checks(tensors: Iterable[object], dtype: str, where: jax.sharding.Sharding | None) -> None:
     """Begins to compile, in threads, the programs by which `_finite` looks over tensors, one for each form. where: the
     sharding of their arrays, of which tensors that are yet to be made have only shapes; None: the default device."""
     found = {}

@@ -123,11 +123,11 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
             del blocks, coded, sample
 
 
-def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[tuple, Callable[[], Any]]:
+def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[tuple, Callable[[], object]]:
     """The programs by which `encode` encodes an array with the shape, dtype and sharding of `array`: {key: a function
     that compiles one}. Equal keys are the same program, and smaller ones belong to programs that take longer. A writer
     compiles those of all its tensors in threads. kind, grid: as for `encode`."""
-    found: dict[tuple, Callable[[], Any]] = {}
+    found: dict[tuple, Callable[[], object]] = {}
     block, dtype, where = block_size(kind), array.dtype, array.sharding
     encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
     rows = _rows_of_parts(array)
@@ -145,7 +145,7 @@ def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[t
     return found
 
 
-def _compile(program: Any, *arguments: Any) -> None:
+def _compile(program: jax.stages.Wrapped, *arguments: object) -> None:
     """Compiles a jitted function for arguments, of which arrays may be shapes; a call with such arguments finds it."""
     program.lower(*arguments).compile()
 
@@ -231,7 +231,7 @@ def _fetched(
         rounding explains.
       ValueError: with `exact`, values are not those of the type, because they were changed after the training.
     """
-    # Few copies, and all begun at once: a thread that waits for one has to wait for Python's lock after it too.
+    # Few copies, and all started at once: a thread that waits for one has to wait for Python's lock after it too.
     (finite, fits, near), wide = jax.device_get((answers, sample))
     whole, shape = copied(coded), (len(coded), block_size(kind))
     if not finite:

@@ -150,7 +150,7 @@ def _compiling(
 ) -> ThreadPoolExecutor:
     """Begins to compile, in threads, the programs that encode the tensors of a file, and returns the threads, which end
     with the programs. A program that is needed earlier is compiled where it is called. like: see `write`."""
-    found: dict[tuple, Callable[[], Any]] = {}
+    found: dict[tuple, Callable[[], object]] = {}
     for tensor in tensors if like is not None else ():
         assert like is not None
         form, kind = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=like.sharding), kinds[tensor.name]

@@ -159,7 +159,7 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
     return stored
 
 
-def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[Any, tuple]:
+def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[jax.stages.Wrapped, tuple]:
     """(the program that merges a matrix, its arguments), for _merged_matrix, whose arguments these are: _merge_experts
     or _merge_and_check. The matrix is decoded here."""
     weight = dense(linear.stored_weight, dtype)

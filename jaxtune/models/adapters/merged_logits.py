@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +59,7 @@ class Merged(Stored):
     memory at a time.
     """
 
-    base: Any  # the weight, an array or a Stored (quantised): [out, in], or of experts [E, out, in] or [E, in, out]
+    base: jax.Array | Stored  # the weight: [out, in], or of experts [E, out, in] or [E, in, out]
     a: jax.Array | None  # the adapter's A, [r, in] or of experts [E, r, in]; None: no adapter
     b: jax.Array | None  # its B, [out, r] or of experts [E, out, r]; None: no adapter
     magnitude: jax.Array | None  # DoRA's magnitude of each row, [out]; None: the adapter has none
