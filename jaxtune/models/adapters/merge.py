@@ -26,14 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.models.adapters.merged_logits import (
-    FP32_ROUNDOFF,
-    Merged,
-    check_logits,
-    is_divided,
-    logits_bytes,
-    roundoff,
-)
+from jaxtune.models.adapters.merged_logits import FP32_ROUNDOFF, Merged, check_logits, roundoff
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec, round_to_grid
@@ -190,7 +183,7 @@ def _compiling_merges(model: Decoder) -> Iterator[None]:
         lowered.compile()
 
     with ThreadPoolExecutor(8, "compile") as pool:
-        for matrix in () if is_divided(model) else found.values():
+        for matrix in () if _is_divided(model) else found.values():
             pool.submit(ahead, *matrix)
         yield
 
@@ -238,19 +231,19 @@ def merged_weights(model: Decoder) -> Weights:
     """
     weights, check = _merge(model)
     if not _has_room(model):
-        check()
+        check(False)
         return weights
     thread = ThreadPoolExecutor(1, "logits")
-    checked = thread.submit(check)
+    checked = thread.submit(check, True)
     thread.shutdown(wait=False)
     left = set(weights.made)
     made = {name: functools.partial(_made, name, make, left, checked) for name, make in weights.made.items()}
     return Weights(weights.model, made)
 
 
-def _merge(model: Decoder) -> tuple[Weights, Callable[[], None]]:
-    """(the weights of the merged model, whose logits are not verified yet; the function that verifies these), for
-    merged_weights and merge_adapter, and with their errors."""
+def _merge(model: Decoder) -> tuple[Weights, Callable[[bool], None]]:
+    """(the weights of the merged model, whose logits are not verified yet; the function that verifies these, which is
+    told whether the device has memory to spare), for merged_weights and merge_adapter, and with their errors."""
     if not has_adapter(model):
         raise ValueError("merge_adapter: this model has no adapter")
     merged = copy_structure(model)
@@ -298,10 +291,10 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[[], None]]:
         raise ArithmeticError(f"merge_adapter: {len(makers)} tensors have no place in files; nothing was merged")
     weights = Weights(merged, made)
 
-    def check() -> None:
+    def check(at_once: bool) -> None:
         """Verifies the logits, while the programs that merge the matrices are compiled."""
         with dispatch.unsaid(), _compiling_merges(model):
-            check_logits(model, weights, views, changed)
+            check_logits(model, weights, views, changed, at_once)
 
     return weights, check
 
@@ -311,9 +304,15 @@ def _has_room(model: Decoder) -> bool:
     while tensors are written: for that each takes about as much as merge_bytes says."""
     device = next(leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array)).devices().pop()
     memory = device.memory_stats()
-    if is_divided(model) or not memory:
+    if _is_divided(model) or not memory:
         return False
     return memory["bytes_limit"] - memory["bytes_in_use"] > 4 * merge_bytes(model)[0]
+
+
+def _is_divided(model: Decoder) -> bool:
+    """Whether arrays of a model are on several devices."""
+    leaves = jax.tree.leaves(nnx.state(model))
+    return any(len(leaf.sharding.device_set) > 1 for leaf in leaves if isinstance(leaf, jax.Array))
 
 
 def _made(name: str, make: Callable[[], jax.Array], left: set[str], checked: Future[None]) -> jax.Array:
@@ -349,7 +348,7 @@ def merge_adapter(model: Decoder) -> Decoder:
       ArithmeticError: a verification failed; nothing is returned.
     """
     weights, check = _merge(model)
-    check()  # not beside, because what follows takes memory for a second model
+    check(False)  # and not in a thread, because what follows takes memory for a second model
     for name, variable in tensors_of(weights.model).items():
         if name in weights.made:
             variable.set_value(weights.made[name]())
@@ -388,4 +387,4 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
             host = max(host, whole)
             # The check of the logits has both of them while it merges the matrices.
             device += whole if holder.original is not None else 0
-    return device + logits_bytes(model), host
+    return device, host

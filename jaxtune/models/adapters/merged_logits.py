@@ -43,12 +43,6 @@ def roundoff(dtype) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 
-def is_divided(model: Decoder) -> bool:
-    """Whether arrays of a model are on several devices."""
-    leaves = jax.tree.leaves(nnx.state(model))
-    return any(len(leaf.sharding.device_set) > 1 for leaf in leaves if isinstance(leaf, jax.Array))
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Merged(Stored):
@@ -135,7 +129,7 @@ class Merged(Stored):
 
 
 @dispatch.unsaid()
-def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], changed: int) -> None:
+def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], changed: int, at_once: bool) -> None:
     """Compares the logits of a random batch of the model with its adapter and of the merged model, computed in fp32,
     for merged_weights. Only the rounding of weights differs: activations are not rounded, neither by QAT nor for
     products in FP8. Both models stay as they are.
@@ -152,6 +146,7 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
       merged: the merged model with functions that compute its changed tensors.
       views: {id() of a variable of the merged model: the Merged that computes its value when it multiplies}.
       changed: the number of matrices that are merged or decoded, and of an embedding and head that were trained whole.
+      at_once: whether two threads compute both, which saves a second of compiling and takes twice the memory.
     Raises:
       ArithmeticError: the logits differ by more, or are not finite. Before that every changed tensor is computed once,
         because its own verification may raise a more precise error.
@@ -168,9 +163,7 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
         matrix.fp8 = False  # a merged model rounds no activations
         if matrix.fake_quant is not None:
             matrix.fake_quant = dataclasses.replace(matrix.fake_quant, inputs=False)
-    # Both need programs of their own, which two threads compile at the same time. What the two models' layers have in
-    # memory beside their weights is little: XLA merges one matrix of a layer at a time.
-    with ThreadPoolExecutor(1 if is_divided(model) else 2, "logits") as pool:
+    with ThreadPoolExecutor(2 if at_once else 1, "logits") as pool:  # each needs programs of its own
         expected, got = pool.map(_logits, (plain, walked))
     for variable, own in pairs.values():  # modules refer to each other: what the copy has would live until it is found
         variable.set_value(own.get_value())
@@ -189,12 +182,6 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
             f"merge_adapter: the merged model's logits differ from the adapter model's by {error:.3g} of their size; "
             f"rounding explains {bound:.3g}. Nothing was merged"
         )
-
-
-def logits_bytes(model: Decoder) -> int:
-    """The bytes on the device of the logits that check_logits has there at a time, of both models; merge_bytes counts
-    them."""
-    return 2 * 4 * _PROBE_ROWS * _PROBE_LENGTH * min(_HEAD_ROWS, model.head_variable.shape[0])
 
 
 def _pairs(copy: Decoder, model: Decoder) -> dict[str, tuple[nnx.Variable, nnx.Variable]]:
