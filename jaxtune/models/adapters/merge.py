@@ -242,8 +242,8 @@ def merged_weights(model: Decoder) -> Weights:
 
 
 def _merge(model: Decoder) -> tuple[Weights, Callable[[bool], None]]:
-    """(the weights of the merged model, whose logits are not verified yet; the function that verifies these, which is
-    told whether the device has memory to spare), for merged_weights and merge_adapter, and with their errors."""
+    """(the weights of the merged model, whose logits are not verified yet; the function that verifies these, with True
+    if the device has memory to spare), for merged_weights and merge_adapter, and with their errors."""
     if not has_adapter(model):
         raise ValueError("merge_adapter: this model has no adapter")
     merged = copy_structure(model)
