@@ -155,7 +155,7 @@ def _compiling(
         assert like is not None
         form, kind = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=like.sharding), kinds[tensor.name]
         found |= gguf_blocks.programs(form, kind, _grid(tensor, kind))
-    compilers = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="jaxtune-compile")
+    compilers = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxtune-compile")
     for key in sorted(found, key=lambda key: key[0]):
         compilers.submit(found[key])
     return compilers
