@@ -351,7 +351,8 @@ def test_a_part_says_where_its_threads_were():
 def test_a_copy_of_files_is_measured_and_removed(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/model.safetensors").write_bytes(bytes(1 << 20))
-    files.drop(tmp_path / "model")
-    assert files.copied(tmp_path / "model")["bytes"] == 1 << 20
+    files.flush(tmp_path / "model", drop=True)
+    copied = files.copied(tmp_path / "model")
+    assert copied["bytes"] == 1 << 20 and copied["flushed_seconds"] >= copied["seconds"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert files.read_by_threads(tmp_path / "model", new_memory=True) > 0

@@ -129,7 +129,7 @@ def time_parts(parts: dict[str, float]) -> None:
     timed(hf, "write_checkpoint", "write")
     timed(gguf_file, "write", "write")
     timed(gguf_file, "verify", "read_back")
-    timed(merge, "_check_logits", "check_logits")
+    timed(merge, "check_logits", "check_logits")
     timed(results, "fingerprints", "fingerprints")
     timed(folders, "sync", "sync")
 

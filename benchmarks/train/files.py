@@ -10,14 +10,17 @@ Then, one after another, alone on the machine:
              some file systems do not do: the disk's bytes are recorded) and "warm"; the same of each file below
     bf16     a process: load cold, load warm, merge (an adapter of rank 16 that it saved over the model), GGUF in q8_0
     nf4      a process: load cold and warm, quantising to NF4, and GGUF in q4_k_m
-    links    reading the files by 8 threads into new and into the same memory, touching new memory, and 1 GiB to the
-             device and back, by one thread and by several, and by way of pinned memory
+    links    reading the files by 8 threads into new and into the same memory, writing new files in several ways,
+             touching new memory, and 1 GiB to the device and back, by one thread and by several, and by way of pinned
+             memory
 
 "Cold" also is the first of its process: it compiles, and imports what it needs. A load's `times_copy` is its seconds
 divided by those of the copy of what it reads, cold or warm alike; that of a merge or an export by those of the warm
-copy of what it writes. 1 / 0.7 = 1.43 is the aim. Of each part the record has the seconds of its parts, how many cores
-were busy, and where each kind of thread was found 50 times a second (benchmarks/waits.py). It is written after each
-part; once --seconds are over, no further part begins, and a process in work ends.
+copy of what it writes. Beside it stands `times_copies_of_both`, of which the divisor is the mean of two warm copies, of
+the model that is converted and of what is written. 1 / 0.7 = 1.43 is the aim. Of each part the record has the seconds
+of its parts, which programs were compiled (how often, and for how long), how many cores were busy, and where each kind
+of thread was found 50 times a second (benchmarks/waits.py). It is written after each part; once --seconds are over, no
+further part begins, and a process in work ends.
 
 Args: --tokenizer is a folder with a real tokenizer; without it, one as large as Llama 3's is made.
 --only runs one of the two processes.
@@ -69,13 +72,14 @@ class Record:
 # ---- plain copies and links
 
 
-def drop(folder: Path) -> None:
-    """Asks the kernel to drop a folder's files from its page cache, after they have reached the disk."""
+def flush(folder: Path, drop: bool = False) -> None:
+    """Waits until the disk has a folder's files, and with `drop` asks the kernel to drop them from its page cache."""
     for file in folder.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)
             os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if drop:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
 
 
@@ -84,10 +88,14 @@ def size_of(folder: Path) -> int:
 
 
 def copied(folder: Path) -> dict[str, Any]:
-    """A plain copy of a folder, which is removed again."""
+    """A plain copy of a folder, which is removed again. `flushed_seconds` is how long it took until the disk had the
+    copy, which a plain copy does not wait for, and what jaxtune writes does."""
     target = folder.with_name(folder.name + "-copy")
+    begun = time.perf_counter()
     with Part() as part:
         shutil.copytree(folder, target)
+    flush(target)
+    part.record["flushed_seconds"] = round(time.perf_counter() - begun, 2)
     size = size_of(target)
     shutil.rmtree(target)
     part.record.pop("threads")
@@ -121,6 +129,41 @@ def read_by_threads(folder: Path, new_memory: bool) -> float:
     with ThreadPoolExecutor(_THREADS) as pool:
         size = sum(pool.map(one, places))
     return round(size / 1e9 / (time.perf_counter() - begun), 2)
+
+
+def written_by_threads(folder: Path) -> dict[str, float]:
+    """GB/s of writing 4 GB to new files as exports do, in chunks: by one thread and by eight into one file, and by
+    eight into eight files; the same into room that was reserved before; and how fast the disk then has the bytes."""
+    data = memoryview(bytes(bytearray(os.urandom(1 << 20)) * (_CHUNK_BYTES >> 20)))
+    chunks = (4 << 30) // _CHUNK_BYTES
+    found = {}
+
+    def rate(seconds: float) -> float:
+        return round(chunks * _CHUNK_BYTES / 1e9 / seconds, 2)
+
+    for name, threads, files, reserved in (
+        ("1 thread", 1, 1, False),
+        ("8 threads", 8, 1, False),
+        ("8 threads, 8 files", 8, 8, False),
+        ("8 threads, reserved", 8, 1, True),
+    ):
+        target = Path(tempfile.mkdtemp(dir=folder))
+        opened = [os.open(target / str(index), os.O_WRONLY | os.O_CREAT) for index in range(files)]
+        begun = time.perf_counter()
+        for descriptor in opened if reserved else ():
+            os.posix_fallocate(descriptor, 0, chunks * _CHUNK_BYTES // files)
+
+        places = [(opened[index % files], index // files * _CHUNK_BYTES) for index in range(chunks)]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda place: os.pwrite(place[0], data, place[1]), places))
+        found[name] = rate(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        for descriptor in opened:
+            os.fdatasync(descriptor)
+            os.close(descriptor)
+        found[f"{name}: flushed"] = rate(time.perf_counter() - begun)
+        shutil.rmtree(target)
+    return found
 
 
 def memory_links() -> dict[str, float]:
@@ -194,18 +237,22 @@ def timed(part: Part) -> None:
     wrap(gguf_file, "write", "write")
     wrap(gguf_file, "verify", "read_back")
     wrap(gguf_blocks, "_fetched", "fetched, of threads")
-    wrap(merge, "_check_logits", "check_logits")
+    wrap(merge, "check_logits", "check_logits")
     wrap(folders, "sync", "sync")
 
 
 def compile_seconds(part_now: list[Part]) -> None:
-    """Has JAX's compiler add its seconds to the part that runs."""
+    """Has JAX's compiler add its seconds to the part that runs, and record which programs it compiled for it."""
     import jax
 
-    def heard(event: str, duration_secs: float, **_: str | int) -> None:
+    def heard(event: str, duration_secs: float, **said: str | int) -> None:
         for word in ("backend_compile", "jaxpr_trace", "to_mlir", "cache_retrieval"):
             if word in event:
                 part_now[0].seconds[f"jax: {word}"] += duration_secs
+        if "backend_compile" in event:
+            programs = part_now[0].record.setdefault("programs", {})
+            count, seconds = programs.get(said.get("fun_name"), (0, 0.0))
+            programs[said.get("fun_name")] = (count + 1, round(seconds + duration_secs, 3))
 
     jax.monitoring.register_event_duration_secs_listener(heard)
 
@@ -233,21 +280,21 @@ def child(name: str, work: Path, record: Record, end: float) -> None:
         timed(current[0])
         with current[0]:
             result = function()
+        entry, seconds = {}, current[0].record["seconds"]
         if written is not None:
             record.add(f"copy of {name}: {title}", copied(written))
             against = f"copy of {name}: {title}"
+            both = record.seconds("copy warm") + record.seconds(against)
+            entry["times_copies_of_both"] = round(seconds / (both / 2), 2)
         peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
-        entry = {
-            "times_copy": round(current[0].record["seconds"] / record.seconds(against), 2),
-            "peak_device_bytes": peak,
-        }
+        entry |= {"times_copy": round(seconds / record.seconds(against), 2), "peak_device_bytes": peak}
         record.add(f"{name}: {title}", entry | current[0].record)
         if time.time() > end:
             sys.exit(3)
         return result
 
     folder, merged, gguf = work / "model", work / "merged", work / "gguf"
-    drop(folder)
+    flush(folder, drop=True)
     model, tokenizer = part("load cold", lambda: from_pretrained(folder, load_in=load_in), "copy cold")
     if name == "bf16":
         adapted = with_adapter(model)
@@ -361,7 +408,7 @@ def main() -> int:
         process("make")
     folder = work / "model"
     record.add("model", {"bytes": size_of(folder), "seconds": round(time.time() - begun, 1)})
-    drop(folder)
+    flush(folder, drop=True)
     record.add("copy cold", copied(folder))
     record.add("copy warm", copied(folder))
     for name in [options.only] if options.only else PROCESSES:
@@ -369,7 +416,7 @@ def main() -> int:
             process(name)
     if time.time() < end:
         links = {"new_memory": read_by_threads(folder, True), "same_memory": read_by_threads(folder, False)}
-        record.add("links of the files, warm, GB/s", links)
+        record.add("links of the files, warm, GB/s", links | written_by_threads(work))
         process("links")
     return 0
 

@@ -15,11 +15,13 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, grids, w4a16
 from jaxtune.export.architectures import architecture, hyperparameters
@@ -28,7 +30,7 @@ from jaxtune.export.gguf_types import OUTTYPES, is_short, not_trained, stored_ty
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.folders import new_folder, require_new, require_space
-from jaxtune.models.files.reading import are_finite
+from jaxtune.models.files.reading import are_finite, compile_are_finite
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import has_adapter
 from jaxtune.pallas.format_names import KEPT
@@ -150,11 +152,28 @@ def _whole(model: Decoder, dtype: str | None = None) -> Weights:
         weight raises it when it is made, before it is encoded, if it is not finite (`_finite`) or merged wrongly.
     """
     weights = merged_weights(model) if has_adapter(model) else Weights(model)
+    variables, like = tensors_of(weights.model), _like(model)
     made = {
         name: functools.partial(_finite, name, weights.maker(name, variable), dtype or model.dtype)
-        for name, variable in tensors_of(weights.model).items()
+        for name, variable in variables.items()
     }
+    if like is not None:
+        _compile_checks([variable.get_value() for variable in variables.values()], dtype or model.dtype, like.sharding)
     return Weights(weights.model, made)
+
+
+def _compile_checks(tensors: Iterable[object], dtype: str, where: jax.sharding.Sharding | None) -> None:
+    """Begins to compile, in threads, the programs by which `_finite` looks over tensors, one for each form. where: the
+    sharding of their arrays, of which tensors that are yet to be made have only shapes; None: the default device."""
+    found = {}
+    for tensor in tensors:
+        form = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tensor)
+        leaves, tree = jax.tree.flatten(form)
+        found[tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)] = form
+    compilers = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxtune-compile")
+    for form in found.values():
+        compilers.submit(compile_are_finite, form, dtype)
+    compilers.shutdown(wait=False)
 
 
 def _finite(name: str, make: Callable[[], jax.Array | Stored], dtype: str) -> jax.Array | Stored:
@@ -227,7 +246,15 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
             f"{', '.join(others)}: rounded now, to {', '.join(sorted({kinds[name] for name in others}))}, because "
             "quantisation-aware training left them as they were; all other matrices are stored as it saw them"
         )
-    return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes)
+    return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes, _like(model))
+
+
+def _like(model: Decoder) -> jax.ShapeDtypeStruct | None:
+    """The dtype of a model's weights, and where they are, for gguf_file.write; None if they are on several devices."""
+    array = next(leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array))
+    if len(array.sharding.device_set) > 1:
+        return None
+    return jax.ShapeDtypeStruct((), model.dtype, sharding=array.sharding if array.committed else None)
 
 
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
@@ -253,7 +280,9 @@ def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
     return _write_gguf(job, "adapter-f32.gguf", arch.name, fields, sources, "f32", [])
 
 
-def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str]) -> Exported:
+def _write_gguf(
+    job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str], like=None
+) -> Exported:
     """Writes the folder of an export to GGUF with its one file, which it verifies by reading it back, for `_gguf` and
     `_gguf_adapter`. Returns what export_model returns.
 
@@ -265,6 +294,7 @@ def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, 
       sources: the gguf_tensors.Sources that make the tensors, in the order of the file.
       outtype: the type of the weights, one of OUTTYPES.
       notes: sentences for the user, which the result contains.
+      like: the dtype and sharding of most arrays of the sources; None: not known.
     Raises:
       ValueError: the disk has no room; the job's folder is in use; a value is not on the grid to which the model says
         that QAT rounded it.
@@ -274,7 +304,7 @@ def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, 
     size = gguf_file.size_bytes(tensors, stored_types(tensors, outtype, arch, fields))
     require_space(job.path.parent, size + _METADATA_BYTES)
     with new_folder(job.path, "export") as folder:
-        written = gguf_file.write(folder / file, arch, fields, sources, outtype)
+        written = gguf_file.write(folder / file, arch, fields, sources, outtype, like)
         gguf_file.verify(folder / file, arch, fields, written)
     return Exported(job.path, (file,), tuple(notes))
 

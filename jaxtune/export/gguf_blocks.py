@@ -1,8 +1,8 @@
 """Encodes tensors in the number types of GGUF files (`encode`), for gguf_file.py, which writes the bytes. It cuts a
 tensor into runs (`_parts`, `_runs`, `_cut`). Each run is encoded on the tensor's device (`_encoded`, or `_exactly`
 after quantisation-aware training), where it is also decoded and compared (`_checked`, within the error that `_allowed`
-gives). `_fetched` copies its bytes to the host, after the gguf package has decoded a sample of it (`_sampled`,
-`_reader_agrees`).
+gives). `_fetched` copies its bytes to the host, where the gguf package decodes a sample of them (`_places`,
+`_reader_agrees`). `programs` compiles all that ahead.
 
 F32, F16 and BF16 are plain numbers. The quantised types, which BLOCK_TYPES lists as BlockTypes (made by `_of_32` and
 `_of_256`), code the numbers of a row in blocks of `block_size`.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,6 @@ import numpy as np
 from jax import lax
 
 from jaxtune.export import gguf_codes, gguf_k_codes
-from jaxtune.models.placement import partition
 from jaxtune.models.placement.host_pieces import copied
 
 Floats = jax.Array | np.ndarray
@@ -117,19 +116,49 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
     array, block = jnp.asarray(array), block_size(kind)
     for part in _parts(array):
         for at, size, own in _runs(part.size):
-            blocks = _cut(part, at, size, own, block)
+            blocks, sample = _cut(part, at, size, own, block)
             coded = _encoded(blocks, kind) if grid is None else _exactly(blocks, kind, grid)
             answers = _checked(blocks, coded, kind, grid is not None)
-            places = np.linspace(0, -(-own // block) - 1, min(_SAMPLED, size) // block).astype(np.int32)
-            sampled = _sampled(blocks, coded, places)
-            yield functools.partial(_fetched, name, kind, coded, own, answers, sampled, grid is not None)
-            del blocks, coded, sampled
+            yield functools.partial(_fetched, name, kind, coded, own, answers, sample, grid is not None)
+            del blocks, coded, sample
+
+
+def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[tuple, Callable[[], object]]:
+    """The programs by which `encode` encodes an array with the shape, dtype and sharding of `array`: {key: a function
+    that compiles one}. Equal keys are the same program, and smaller ones belong to programs that take longer. A writer
+    compiles those of all its tensors in threads. kind, grid: as for `encode`."""
+    found: dict[tuple, Callable[[], object]] = {}
+    block, dtype, where = block_size(kind), array.dtype, array.sharding
+    encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
+    rows = _rows_of_parts(array)
+    for count in {min(rows, len(array)), len(array) % rows or rows}:
+        part = jax.ShapeDtypeStruct((count, *array.shape[1:]), dtype, sharding=where)
+        for _, size, own in _runs(part.size):
+            blocks = jax.ShapeDtypeStruct((size // block, block), dtype, sharding=where)
+            form = jax.eval_shape(encoder, blocks, *given)
+            coded = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=where)
+            found[0, kind, str(grid), str(dtype), size] = functools.partial(_compile, encoder, blocks, *given)
+            checked = functools.partial(_compile, _checked, blocks, coded, kind, grid is not None)
+            found[1, kind, str(grid), str(dtype), size] = checked
+            cut = functools.partial(_compile, _cut, part, 0, size, own, block)
+            found[2, part.shape, str(dtype), size, own, block] = cut
+    return found
+
+
+def _compile(program: jax.stages.Wrapped, *arguments: object) -> None:
+    """Compiles a jitted function for arguments, of which arrays may be shapes; a call with such arguments finds it."""
+    program.lower(*arguments).compile()
+
+
+def _rows_of_parts(array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """How many rows of an array `_parts` takes at a time."""
+    return max(1, _PART // (array.size // len(array)))
 
 
 def _parts(array: jax.Array) -> Iterator[jax.Array]:
     """Yields an array in slices along its first axis of at most 2^30 numbers each (one row, if a row has more), which
     `encode` encodes one after another, because positions within a slice are 32-bit integers."""
-    rows = max(1, _PART // (array.size // len(array)))
+    rows = _rows_of_parts(array)
     for at in range(0, len(array), rows):
         yield array if rows >= len(array) else array[at : at + rows]
 
@@ -151,9 +180,11 @@ def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> jax.Array:
-    """Cuts a run of consecutive numbers out of an array: [size / block, block], a block a row. Only this small function
-    is compiled for each shape of `array` and each `own`; the encoders, which get its result, are not.
+def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> tuple[jax.Array, jax.Array]:
+    """Cuts a run of consecutive numbers out of an array: [size / block, block], a block a row; and those of its blocks
+    that the gguf package compares with what it decodes on the host, as a check of the encoders that does not use their
+    code (_places). Only this small function is compiled for each shape of `array` and each `own`; the encoders, which
+    get its result, are not.
 
     Args:
       array: the tensor or a slice of it, of any shape; it is read as a flat array.
@@ -163,21 +194,13 @@ def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> jax.Arra
       block: numbers in a block.
     """
     run = lax.dynamic_slice(array.reshape(-1), (at,), (own,))
-    return jnp.pad(run, (0, size - own)).reshape(-1, block)
+    blocks = jnp.pad(run, (0, size - own)).reshape(-1, block)
+    return blocks, blocks[_places(len(blocks), block)]
 
 
-@jax.jit
-def _sampled(blocks: jax.Array, coded: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Selects the rows of a run that the gguf package decodes on the host, as a check of the encoders that does not use
-    their code: returns (blocks[places], coded[places]). A run is up to 2^24 consecutive numbers of a tensor, which are
-    encoded at once.
-
-    Args:
-      blocks: floats [rows, block], the run's numbers, a block a row.
-      coded: the encoded run, a block a row.
-      places: int32[n], the indices of the sampled rows.
-    """
-    return blocks[places], coded[places]
+def _places(rows: int, block: int) -> np.ndarray:
+    """The indices of the sampled blocks among the `rows` of a run: of 2^16 numbers, from its first to its last."""
+    return np.linspace(0, rows - 1, min(_SAMPLED, rows * block) // block).astype(np.int32)
 
 
 def _fetched(
@@ -185,8 +208,8 @@ def _fetched(
     kind: str,
     coded: jax.Array,
     own: int,
-    answers: Sequence[jax.Array],
-    sampled: Sequence[jax.Array],
+    answers: jax.Array,
+    sample: jax.Array,
     exact: bool,
 ) -> np.ndarray:
     """Copies the bytes of a run to the host, if its checks found no error. A run is a number of consecutive values of a
@@ -199,7 +222,7 @@ def _fetched(
       coded: the encoded run, on the device.
       own: how many of its numbers are the tensor's; the rest is padding.
       answers: the results of the checks on the device, which `_checked` returned.
-      sampled: (some blocks, their encoded form), which `_sampled` returned; gguf's own reader checks them here.
+      sample: some of its blocks, which `_cut` returned; what gguf's own reader decodes is compared with them here.
       exact: whether QAT rounded the values to the type, so that any difference is an error.
     Returns:
       the bytes of the first `own` numbers, uint8[n].
@@ -208,20 +231,21 @@ def _fetched(
         rounding explains.
       ValueError: with `exact`, values are not those of the type, because they were changed after the training.
     """
-    finite, fits, near = jax.device_get(answers)
+    # Few copies, and all started at once: a thread that waits for one has to wait for Python's lock after it too.
+    (finite, fits, near), wide = jax.device_get((answers, sample))
+    whole, shape = copied(coded), (len(coded), block_size(kind))
     if not finite:
         raise ArithmeticError(f"gguf: {name} has values that are not finite")
     if not fits:
         raise ArithmeticError(f"gguf: {name} has values above {LARGEST_F16:g}, too large for f16: use bf16")
-    wide, read = (partition.on_host(each) for each in sampled)
-    if not near or not _reader_agrees(wide.astype(np.float32), np.ascontiguousarray(read), kind, exact):
+    if not near or not _reader_agrees(wide.astype(np.float32), whole[_places(*shape)], kind, exact):
         if exact:
             raise ValueError(
                 f"gguf: numbers of {name} are not on the grid of {kind} to which the model says its weights were "
                 'rounded ("qat" in config.json): they were changed since; remove "qat" to have them rounded'
             )
         raise ArithmeticError(f"gguf: {name}: in {kind} its values are further off than that type's rounding explains")
-    found = np.ascontiguousarray(copied(coded)).reshape(-1).view(np.uint8)
+    found = np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
     return found[: found.size * own // (len(coded) * block_size(kind))]
 
 
@@ -251,7 +275,7 @@ def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> jax.Array:
     """Decodes `coded`, the encoded form of `array` in the GGUF type `kind`, and compares the two, on the device.
 
     Args:
@@ -260,13 +284,14 @@ def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> tupl
       kind: gguf's name of the type.
       exact: whether QAT rounded the array to the type, so that no difference is allowed.
     Returns:
-      (all values are finite, all fit into the type, all decode to within the type's rounding), boolean scalars on the
-        device, on which `_fetched` decides. The second is about the range of F16, and True for other types.
+      whether all values are finite, all fit into the type, and all decode to within the type's rounding: bool[3] on
+        the device, by which `_fetched` decides. The second is about the range of F16, and True for other types.
     """
     wide = array.astype(jnp.float32)
     found = BLOCK_TYPES[kind].decode(coded) if kind in BLOCK_TYPES else coded.astype(jnp.float32)
     fits = (jnp.abs(wide) <= LARGEST_F16).all() if kind == "F16" else jnp.array(True)
-    return jnp.isfinite(wide).all(), fits, (jnp.abs(found - wide) <= _allowed(wide, kind, jnp, exact)).all()
+    near = (jnp.abs(found - wide) <= _allowed(wide, kind, jnp, exact)).all()
+    return jnp.stack([jnp.isfinite(wide).all(), fits, near])
 
 
 def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str, exact: bool) -> bool:
@@ -282,7 +307,9 @@ def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str, exact: bool) 
     from gguf.quants import dequantize
 
     as_bytes = kind == "BF16" or kind in BLOCK_TYPES
-    found = dequantize(coded.view(np.uint8) if as_bytes else coded, GGMLQuantizationType[kind])
+    # As one row: the package decodes 16 rows at a time, which takes it ten times as long.
+    row = (coded.view(np.uint8) if as_bytes else coded).reshape(1, -1)
+    found = dequantize(row, GGMLQuantizationType[kind])
     return bool((np.abs(found.reshape(wide.shape) - wide) <= _allowed(wide, kind, np, exact)).all())
 
 

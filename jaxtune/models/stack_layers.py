@@ -22,8 +22,9 @@ from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.residual_plan import LayerPlan
 
 # Options for programs that run a few times, such as a layer outside of any other program, or the merge of a matrix:
-# autotuning their products takes longer than all of their runs, and device memory.
-UNTUNED: dict[str, bool | int] = {"xla_gpu_autotune_level": 0}
+# autotuning their products takes longer than all of their runs, and device memory. So does compiling products with
+# Triton, which takes three times as long as calling cuBLAS, and without autotuning has tiles of no particular size.
+UNTUNED: dict[str, bool | int] = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,8 @@ def _device_capability(platform: str) -> tuple[int, int] | None:
 
 
 _target: tuple[int, int] | None = None
-_unsaid = False  # True within the context `unsaid`
+_unsaid = 0  # how many contexts `unsaid` there are now, in all threads
+_unsaid_lock = threading.Lock()
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -310,11 +311,13 @@ def unsaid():
     """A context in which `choose` logs no warning, in any thread, that faster implementations refuse a call. It is for
     computations that run once, in float32, and do not need speed, such as merging adapters into weights."""
     global _unsaid
-    before, _unsaid = _unsaid, True
+    with _unsaid_lock:
+        _unsaid += 1
     try:
         yield
     finally:
-        _unsaid = before
+        with _unsaid_lock:
+            _unsaid -= 1
 
 
 @functools.cache

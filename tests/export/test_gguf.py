@@ -359,7 +359,7 @@ def test_large_tensors_are_encoded_in_parts(tmp_path, monkeypatch):
 
 def test_encoders_are_compiled_for_no_shape_of_a_model(tmp_path):
     """Compiling them again for each shape took longer than encoding an 8B."""
-    encoders = (gguf_blocks._encoded, gguf_blocks._checked, gguf_blocks._sampled)
+    encoders = (gguf_blocks._encoded, gguf_blocks._checked)
     written(made("llama"), tmp_path, "q8_0")
     programs = [encoder._cache_size() for encoder in encoders]
     written(made("llama", hidden_size=96, intermediate_size=160, vocab_size=64), tmp_path, "q8_0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from llama_cpp_models import made
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune.export import api
-from jaxtune.models.adapters import merge
+from jaxtune.models.adapters import merge, merged_logits
 from jaxtune.models.adapters.merge import merge_adapter, merge_bytes, merged_weights
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.files import byte_files
@@ -61,7 +62,7 @@ class Peak:
         for module, name in (
             (merge, "_merge_and_check"),
             (merge, "_merge_experts"),
-            (merge, "_logits"),
+            (merged_logits, "_logits"),
             (byte_files.Writer, "append"),
             (byte_files.Writer, "append_pieces"),
         ):
@@ -124,6 +125,43 @@ def test_an_embedding_and_a_head_are_both_there_while_logits_are_checked(tmp_pat
     peak = Peak(monkeypatch)
     save_weights(merged_weights(model), tmp_path / "out")
     assert 2 * one <= peak.bytes <= merge_bytes(model)[0]
+
+
+def test_with_room_logits_are_verified_while_tensors_are_written(tmp_path, monkeypatch):
+    """As on a GPU with memory to spare: the files are the same, and none is there if the logits differ."""
+    model = MODELS["lora"]()
+    save_weights(merged_weights(model), tmp_path / "former")
+    begun, ended = threading.Event(), []
+
+    def slowly(*given):
+        begun.wait()
+        check(*given)
+        ended.append(True)
+
+    check = merge.check_logits
+    monkeypatch.setattr(merge, "_has_room", lambda model: True)
+    monkeypatch.setattr(merge, "check_logits", slowly)
+    weights = merged_weights(model)
+    *former, last = weights.made.values()
+    for make in former:
+        make()
+    assert not ended
+    begun.set()
+    last()
+    assert ended
+    save_weights(merged_weights(model), tmp_path / "out")
+    for file in (tmp_path / "former").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+    def differ(*_):
+        raise ArithmeticError("the logits differ")
+
+    monkeypatch.setattr(merge, "check_logits", differ)
+    with pytest.raises(ArithmeticError, match="the logits differ"):
+        api.export_model(model, tmp_path / "wrong", "merged")
+    with pytest.raises(ArithmeticError, match="the logits differ"):
+        save_weights(merged_weights(model), tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
 
 
 @pytest.mark.parametrize("to", ["merged", "bnb-4bit", "fp8", "w4a16", "mxfp4", "gguf"])

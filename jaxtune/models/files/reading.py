@@ -59,6 +59,12 @@ def are_finite(tensor: jax.Array | np.ndarray | Stored, dtype: str | None = None
     return [bool(_all_finite(jnp.asarray(tensor[at : at + rows]), dtype)) for at in range(0, len(tensor), rows)]
 
 
+def compile_are_finite(tensor: object, dtype: str | None = None) -> None:
+    """Compiles what are_finite calls for a tensor on one device, of which the arrays may be shapes. Exports do so for
+    all shapes of a model, in threads, before they write it."""
+    _all_finite.lower(tensor, dtype).compile()
+
+
 def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
     """(tensor, its digest), as `load(name, entry)` returns them, and what are_finite returns of the tensor: that check
     is compiled for each shape, in the threads that read, while others read on. None in its place for a tensor on
