@@ -260,12 +260,14 @@ def added_norm_kernel(
     columns = tl.arange(0, WIDTH)
     real = columns < SIZE
     places = row * SIZE + columns
+    # Read before the sum over the row, for which a program waits.
+    factors = tl.load(weight + columns, mask=real, other=0.0)
     wide = tl.load(x + places, mask=real, other=0.0).to(tl.float32)
     wide += _sum(parts, places, real, COUNT * SIZE, SPLITS, DTYPE)
     wide = wide.to(DTYPE).to(tl.float32)
     tl.store(added + places, wide.to(DTYPE), mask=real)
     wide = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + EPS)
-    wide = _times_weight(wide, tl.load(weight + columns, mask=real, other=0.0), OFFSET, FLOAT32, DTYPE)
+    wide = _times_weight(wide, factors, OFFSET, FLOAT32, DTYPE)
     tl.store(normed + places, wide.to(DTYPE), mask=real)
 
 
