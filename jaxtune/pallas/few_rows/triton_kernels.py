@@ -14,13 +14,42 @@ import triton.language as tl
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """For product_kernel and expert_kernel: returns the activation of a gated MLP, applied to `gate`, in float32 as
-    `gate` is: silu if ACTIVATION is 1, and the tanh approximation of gelu if it is 2."""
+    """For expert_kernel: returns the activation of a gated MLP, applied to `gate`, in float32 as `gate` is: silu if
+    ACTIVATION is 1, and the tanh approximation of gelu if it is 2."""
     if ACTIVATION == 1:
         return gate / (1.0 + tl.exp(-gate))
     else:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    """Returns x, float32, rounded to DTYPE, as float32."""
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """For product_kernel: returns the activation of a gated MLP, applied to `gate`, with the rounding of training,
+    where XLA rounds each step to DTYPE. So tokens are sampled from the model that is trained.
+
+    Args:
+      gate: float32 numbers that DTYPE can represent, as the result's are.
+      ACTIVATION: 1: silu. 2: the tanh approximation of gelu, whose constants are rounded too.
+      DTYPE: the compute dtype.
+    """
+    if ACTIVATION == 1:
+        share = _rounded(1.0 / _rounded(1.0 + _rounded(tl.exp(-gate), DTYPE), DTYPE), DTYPE)
+        return _rounded(gate * share, DTYPE)
+    else:
+        cubic = _rounded(tl.full([], 0.044715, tl.float32), DTYPE)
+        factor = _rounded(tl.full([], 0.7978845608028654, tl.float32), DTYPE)
+        inner = _rounded(_rounded(gate * gate, DTYPE) * gate, DTYPE)
+        inner = _rounded(_rounded(gate + _rounded(inner * cubic, DTYPE), DTYPE) * factor, DTYPE)
+        # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
+        share = _rounded(1.0 + _rounded(1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)), DTYPE), DTYPE)
+        return _rounded(gate * (0.5 * share), DTYPE)
 
 
 @triton.jit
@@ -71,8 +100,8 @@ def product_kernel(
     (rows of W / ROWS, SPLITS).
 
     If ACTIVATION is not 0, first and second are the weights of gate and up, and out [1, COUNT, FIRST] is
-    activation(gate) * up, gate and up being x times the weights; both, and the activation's result, are rounded to x's
-    dtype before they are multiplied. SPLITS is 1 and the grid has FIRST / ROWS programs.
+    activation(gate) * up, gate and up being x times the weights; both, and each step of the activation, are rounded to
+    x's dtype before they are multiplied. SPLITS is 1 and the grid has FIRST / ROWS programs.
 
     If RANK is not 0, W + scale B A is multiplied in place of each weight W. Each program multiplies its columns of x by
     those of A too, [TOKENS, RANK] (of both A if ACTIVATION is not 0, [TOKENS, 2 * RANK]), and adds this times its rows
@@ -151,8 +180,7 @@ def product_kernel(
         if ACTIVATION:
             up = tl.dot(up_side, inner, up)
     if ACTIVATION:
-        gate = _activated(total.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
-        total = gate * up.to(DTYPE).to(tl.float32)
+        total = _activated_in_steps(_rounded(total, DTYPE), ACTIVATION, DTYPE) * _rounded(up, DTYPE)
     places = (split * COUNT + tokens[:, None]) * WIDTH + begin + tl.arange(0, ROWS)[None, :]
     tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=(tokens < COUNT)[:, None])
 
