@@ -137,9 +137,13 @@ def ways_of() -> dict[str, tuple[Any, dict[str, Any]]]:
 
     ways: dict[str, tuple[Any, dict[str, Any]]] = {"every layer by Block.step": (plain_layer, {"is_plain": _never})}
     ways["norms in plain JAX"] = named("added_norm", "reference")
-    if hasattr(slots, "NO_REMATERIALIZATION"):
-        vendor = dict(slots.NO_REMATERIALIZATION) | {"xla_gpu_enable_triton_gemm": False}
-        ways["products by the vendor's library"] = (slots, {"NO_REMATERIALIZATION": vendor})
+    if hasattr(slots, "sampler_options"):
+
+        def by_vendor(*given: bool) -> dict[str, Any]:
+            return slots_options(*given) | {"xla_gpu_enable_triton_gemm": False}
+
+        slots_options = slots.sampler_options
+        ways["products by the vendor's library"] = (slots, {"sampler_options": by_vendor})
     if hasattr(plain_layer, "attended"):
         ways["heads and attention in two kernels"] = named("attended", "apart")
     if hasattr(plain_layer, "decode_attention"):

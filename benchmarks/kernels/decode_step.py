@@ -4,8 +4,8 @@
 
 "steps": several layers, with weights and caches of their own, so that none is in the L2. One kernel at a time gets
 another tile or other splits, or is left to XLA; microseconds are of a whole layer, so that what a kernel costs those
-around it is in them. "attention": several layers of the attention alone, each with caches of its own, over caches of full
-slots (all rows equally long) and over those of rows of unequal lengths. Every figure is the median of several
+around it is in them. "attention": several layers of the attention alone, each with caches of its own, over caches of
+full slots (all rows equally long) and over those of rows of unequal lengths. Every figure is the median of several
 programs' runs; `default` is the code as it is.
 """
 
@@ -46,7 +46,12 @@ TRIED: dict[int, dict[str, tuple[Way, ...]]] = {
         "qkv": ((Tile(64, 128, 4, 6), 1), (Tile(64, 128, 4, 6), 2), (Tile(64, 128, 8, 4), 1), (_WIDE, 2)),
         "o": ((Tile(64, 128, 4, 6), 2), (Tile(64, 128, 4, 5), 2), (Tile(64, 256, 4, 3), 2), (Tile(128, 64, 8, 6), 4)),
         "gated": ((Tile(128, 64, 8, 3), 1), (Tile(64, 128, 4, 4), 1), (Tile(64, 64, 4, 8), 1)),
-        "down": ((Tile(64, 128, 4, 6), 2), (Tile(64, 128, 4, 5), 2), (Tile(64, 256, 4, 3), 2), (Tile(128, 64, 8, 6), 4)),
+        "down": (
+            (Tile(64, 128, 4, 6), 2),
+            (Tile(64, 128, 4, 5), 2),
+            (Tile(64, 256, 4, 3), 2),
+            (Tile(128, 64, 8, 6), 4),
+        ),
     },
     1: {
         "qkv": ("xla", (_PLAIN, 2), (Tile(64, 128, 4, 8), 1), (Tile(64, 128, 4, 8), 2), (Tile(64, 256, 4, 4), 2)),

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
-import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -102,13 +101,6 @@ _compiling = threading.Lock()  # Triton's settings are those of the process
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "float8_e4m3fn": "*fp8e4nv"}
 
 
-LAUNCH = os.environ.get("JAXTUNE_LAUNCH", "ptx")
-_LAUNCH_DEPENDENTS = (
-    '    %launch = tt.elementwise_inline_asm "griddepcontrol.launch_dependents; mov.b32 $0, 0;" '
-    '{constraints = "=r", packed_element = 1 : i32, pure = false} -> i32\n'
-)
-
-
 def triton_graph_call(
     kernel: Any,
     arguments: Sequence[jax.Array],
@@ -118,7 +110,6 @@ def triton_graph_call(
     warps: int,
     stages: int,
     aliases: Mapping[int, int] | None = None,
-    early: bool = False,
     **constants: int | float | None,
 ) -> list[jax.Array]:
     """Calls a Triton kernel as XLA launches its own kernels: the call becomes a node of a CUDA graph beside the kernels
@@ -146,20 +137,6 @@ def triton_graph_call(
     types = tuple(_POINTERS[str(array.dtype)] for array in (*arguments, *out_types))
     built = _assembly(kernel, types, tuple(constants.items()), warps, stages, capability)
     sizes = {f"grid_{axis}": np.int32(size) for axis, size in zip("xyz", (*grid, 1, 1), strict=False)}
-    if LAUNCH != "ptx":
-        ir = built.ir
-        if LAUNCH == "early" or (LAUNCH == "marked" and early):
-            ir = re.sub(r"(tt\.func public @[^\n]*\{[^\n]*\n)", r"\1" + _LAUNCH_DEPENDENTS, ir, count=1)
-            assert ir != built.ir
-        call = functools.partial(
-            jax.ffi.ffi_call("__gpu$xla.gpu.triton", list(out_types), input_output_aliases=dict(aliases or {})),
-            name=built.name,
-            ir=ir,
-            num_warps=np.int32(warps),
-            num_stages=np.int32(stages),
-            **sizes,
-        )
-        return list(meshes.on_each_device(call)(*arguments))
     call = functools.partial(
         jax.ffi.ffi_call(
             "__gpu$xla.gpu.ptx",
@@ -184,7 +161,6 @@ class _Assembly:
     """A Triton kernel, compiled to PTX by `_assembly`, with what `triton_graph_call` must know to launch it."""
 
     name: str  # the kernel's name in the assembly
-    ir: str  # Triton's intermediate form as text
     ptx: str  # the assembly, NVIDIA's PTX as text
     shared_bytes: int  # bytes of dynamic shared memory that a program needs
     scratch: int  # how many pointers to scratch memory the kernel takes after its arrays
@@ -223,4 +199,4 @@ def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stag
     ptx = built.asm["ptx"]
     parameters = re.search(r"\.entry \w+\((.*?)\)", ptx, re.DOTALL)
     assert parameters is not None and not built.metadata.global_scratch_size
-    return _Assembly(built.metadata.name, built.asm["ttir"], ptx, built.metadata.shared, parameters[1].count(".param") - len(types))
+    return _Assembly(built.metadata.name, ptx, built.metadata.shared, parameters[1].count(".param") - len(types))

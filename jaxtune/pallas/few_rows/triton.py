@@ -46,8 +46,12 @@ class Tile:
 
 # Of products, and of gated products with many and with few rows of the weights, as measured on an H200.
 _PLAIN, _GATED, _GATED_FEW = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4), Tile(64, 64, 8, 4)
+# Of products of 17 to 64 rows of x, for which a further step fits the shared memory.
+_AHEAD = Tile(64, 128, 4, 5)
 # Of gated products of more than 64 rows of x, and of products of more than 128.
 _GATED_MANY, _MANY = Tile(64, 64, 4, 3), Tile(64, 64, 4, 4)
+# Of products whose columns are no whole number of 128.
+_SHALLOW = Tile(64, 64, 4, 6)
 # Of products with adapters of more than 64 rows of x: larger tiles read and multiply by A half as often.
 _ADAPTED = Tile(128, 64, 8, 6)
 
@@ -94,7 +98,7 @@ def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int
 def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], most: int = MOST_ROWS) -> str | None:
     """The reason why the kernels of `products` and `gated_product` do not support a call on this GPU, or None: a reason
     of `rows_refusal`, more than three weights, adapters of a rank above 64, or sizes that tiles do not divide
-    (multiples of 64 rows and of 128 columns). x: [N, in]. weights: each [out_i, in]. loras: the adapter of each weight
+    (multiples of 64 rows and of 64 columns). x: [N, in]. weights: each [out_i, in]. loras: the adapter of each weight
     or None; empty if there are none. most: the most rows of x."""
     reason = rows_refusal(len(x), x.dtype, weights, most=most)
     if reason is not None:
@@ -103,23 +107,23 @@ def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], 
         return f"{len(weights)} weights; up to 3"
     if padded_rank(loras) > MOST_RANK:
         return f"adapters of rank {max(lora.a.shape[0] for lora in loras if lora is not None)}; up to {MOST_RANK}"
-    if x.shape[1] % _PLAIN.depth or any(weight.shape[0] % _PLAIN.rows for weight in weights):
+    if x.shape[1] % _SHALLOW.depth or any(weight.shape[0] % _SHALLOW.rows for weight in weights):
         sizes = ", ".join(str(weight.shape) for weight in weights)
-        return f"weights {sizes}; multiples of {_PLAIN.rows} rows and {_PLAIN.depth} columns"
+        return f"weights {sizes}; multiples of {_SHALLOW.rows} rows and {_SHALLOW.depth} columns"
     return None
 
 
 def _splits(inner: int, programs: int) -> int:
     """For `products`: the number of splits, ranges of the columns that different programs sum over, of a product, from
     1 to 8. It is the smallest number that gives enough programs to occupy the multiprocessors, or else the largest, of
-    those by which splits are equal and have two steps of columns (128 each) or more; 1 is always allowed. Enough
-    programs are 96 (_ENOUGH).
+    those by which splits are equal and have two steps of columns (128 each, or 64 if 128 do not divide them) or more; 1
+    is always allowed. Enough programs are 96 (_ENOUGH).
 
     Args:
       inner: the number of columns that are summed over.
       programs: the number of programs of one split, which is the number of tiles of the weights' rows.
     """
-    steps = inner // _PLAIN.depth
+    steps = inner // (_SHALLOW.depth if inner % _PLAIN.depth else _PLAIN.depth)
     fitting = [n for n in range(1, 9) if steps % n == 0 and (n == 1 or steps // n >= 2)]
     return next((n for n in fitting if n * programs >= _ENOUGH), fitting[-1])
 
@@ -190,15 +194,27 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
     return out
 
 
+def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
+    """How a product of `products` is divided among programs: by the number of rows of x [N, in] and of its columns, and
+    with adapters (`loras`, empty if there are none) by the rows of the weights, each [out_i, in]."""
+    count, columns = x.shape
+    if columns % _PLAIN.depth:
+        return _SHALLOW
+    if count > MOST_ROWS:
+        return _MANY
+    if padded(count) > 64:
+        whole = all(weight.shape[0] % _ADAPTED.rows == 0 for weight in weights)
+        return _ADAPTED if padded_rank(loras) and whole else _PLAIN
+    return _AHEAD if padded(count) > 16 else _PLAIN
+
+
 def products(x, weights, loras=()):
     """Multiplies x [N, in] by the transposes of `weights`, each [out_i, in], with their adapters `loras` (one for each
     weight or None, or none at all), by one kernel. Returns partial sums float32[splits, N, sum of out_i], or [1, N, sum
     of out_i] in x's dtype if there is one split; their sum over the splits is the products side by side.
     `products_refusal` says which calls are supported."""
     width = sum(weight.shape[0] for weight in weights)
-    whole = all(weight.shape[0] % _ADAPTED.rows == 0 for weight in weights)
-    tile = _ADAPTED if padded_rank(loras) and padded(len(x)) > 64 and whole else _PLAIN
-    tile = _MANY if len(x) > MOST_ROWS else tile
+    tile = product_tile(x, weights, loras)
     splits = _splits(x.shape[1], width // tile.rows)
     return _multiplied(x, weights, loras, tile, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
 

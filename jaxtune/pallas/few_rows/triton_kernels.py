@@ -106,7 +106,8 @@ def product_kernel(
     If RANK is not 0, W + scale B A is multiplied in place of each weight W. Each program multiplies its columns of x by
     those of A too, [TOKENS, RANK] (of both A if ACTIVATION is not 0, [TOKENS, 2 * RANK]), and adds this times its rows
     of B to its sum. So every partial sum has its share of the adapter's product, and A is read by each program that
-    multiplies rows of its weight.
+    multiplies rows of its weight. With one split both products of the adapter are rounded to x's dtype as in training,
+    where they are matrix products of their own; the sum with the weight's product is rounded once.
 
     Args:
       x: [COUNT, INNER], of which the tensor cores multiply TOKENS rows, the further ones being 0.
@@ -123,7 +124,7 @@ def product_kernel(
       STAGES: how many steps are read ahead.
       RANK: the largest rank, rounded up to a power of two of at least 16; 0 if no weight has an adapter.
       FIRST_RANK, SECOND_RANK, THIRD_RANK: the ranks; 0 for a weight without an adapter, whose A and B are not read.
-      FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the factors on x A^T, before it is rounded to x's dtype.
+      FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the factors on x A^T, which is rounded to x's dtype before and after.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
@@ -172,13 +173,16 @@ def product_kernel(
             thin = tl.load(thin_lines[:, None] + columns[None, :], mask=exists[:, None], other=0.0)
             inner = tl.dot(tl.trans(part), tl.trans(thin), inner)
     if RANK > 0:
-        inner = tl.trans((inner * scale).to(DTYPE))
+        inner = tl.trans((_rounded(inner, DTYPE) * scale).to(DTYPE))
         side = _rows_of_b(b, rows, ranks, rank)
         if ACTIVATION:  # read at the same time
             up_side = _rows_of_b(second_b, rows, ranks - RANK, SECOND_RANK)
-        total = tl.dot(side, inner, total)
+        if SPLITS == 1:
+            total += _rounded(tl.dot(side, inner), DTYPE)
+        else:
+            total = tl.dot(side, inner, total)
         if ACTIVATION:
-            up = tl.dot(up_side, inner, up)
+            up += _rounded(tl.dot(up_side, inner), DTYPE)
     if ACTIVATION:
         total = _activated_in_steps(_rounded(total, DTYPE), ACTIVATION, DTYPE) * _rounded(up, DTYPE)
     places = (split * COUNT + tokens[:, None]) * WIDTH + begin + tl.arange(0, ROWS)[None, :]
