@@ -49,7 +49,7 @@ class Stream(NamedTuple):
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
     """Whether `step` can run this layer (`block`, of the kind `spec`). If it cannot run one layer of a model, all run
-    through Block.step, with more kernels (layer_steps.through_layers). It can if the layer is attention without gates, and
+    through Block.step, with more kernels (through_layers). It can if the layer is attention without gates, and
     then a feed-forward, each after an RMS norm and added to the residual stream without a further norm or factor; if it
     exchanges nothing with other layers; if its norms have no dtype of their own, queries and keys have none or one norm
     a head, and values are neither normed nor equal to the keys; and if queries and keys are rotated over the whole head

@@ -106,8 +106,8 @@ def product_kernel(
     If RANK is not 0, W + scale B A is multiplied in place of each weight W. Each program multiplies its columns of x by
     those of A too, [TOKENS, RANK] (of both A if ACTIVATION is not 0, [TOKENS, 2 * RANK]), and adds this times its rows
     of B to its sum. So every partial sum has its share of the adapter's product, and A is read by each program that
-    multiplies rows of its weight. With one split both products of the adapter are rounded to x's dtype as in training,
-    where they are matrix products of their own; the sum with the weight's product is rounded once.
+    multiplies rows of its weight. x A^T is rounded to x's dtype as in training. So is the product of that with B if it
+    is neither divided into splits nor that of a gated product, for which the registers do not suffice.
 
     Args:
       x: [COUNT, INNER], of which the tensor cores multiply TOKENS rows, the further ones being 0.
@@ -177,12 +177,12 @@ def product_kernel(
         side = _rows_of_b(b, rows, ranks, rank)
         if ACTIVATION:  # read at the same time
             up_side = _rows_of_b(second_b, rows, ranks - RANK, SECOND_RANK)
-        if SPLITS == 1:
+        if SPLITS == 1 and not ACTIVATION:
             total += _rounded(tl.dot(side, inner), DTYPE)
         else:
             total = tl.dot(side, inner, total)
         if ACTIVATION:
-            up += _rounded(tl.dot(up_side, inner), DTYPE)
+            up = tl.dot(up_side, inner, up)
     if ACTIVATION:
         total = _activated_in_steps(_rounded(total, DTYPE), ACTIVATION, DTYPE) * _rounded(up, DTYPE)
     places = (split * COUNT + tokens[:, None]) * WIDTH + begin + tl.arange(0, ROWS)[None, :]
