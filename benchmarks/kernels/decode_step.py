@@ -12,6 +12,7 @@ programs' runs; `default` is the code as it is.
 from __future__ import annotations
 
 import functools
+import importlib
 import statistics
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ import numpy as np
 
 from benchmarks.kernels.quant_matmul import copy_gb_per_s
 from benchmarks.kernels.timing import arguments, compiled, distance, normal, queued_ms, record_parts
-from jaxtune.pallas import compat, few_rows
+from jaxtune.pallas import few_rows
 from jaxtune.pallas.decode_attention import mosaic, triton
 from jaxtune.pallas.few_rows import triton as few
 from jaxtune.pallas.few_rows.triton import Tile
@@ -37,10 +38,11 @@ LAYERS = 6
 SHAPES = {"qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gated": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
 WEIGHTS = {"q": (HIDDEN, HIDDEN), "k": (1024, HIDDEN), "v": (1024, HIDDEN), "o": SHAPES["o"]}
 WEIGHTS |= {"gate": SHAPES["gated"], "up": SHAPES["gated"], "down": SHAPES["down"]}
+# The module, whose name is that of its function too.
+attended = importlib.import_module("jaxtune.pallas.few_rows.attended")
 type Way = str | tuple[Tile, int]  # "default", "xla", or the tile and the number of splits
 
 _PLAIN, _WIDE = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4)
-LAUNCHES = ("xla", "early")
 TRIED: dict[int, dict[str, tuple[Way, ...]]] = {
     64: {
         "qkv": ((Tile(64, 128, 4, 6), 1), (Tile(64, 128, 4, 6), 2), (Tile(64, 128, 8, 4), 1), (_WIDE, 2)),
@@ -112,7 +114,7 @@ def step(ways: dict[str, Way], x, layers, norm, positions, table, caches):
     normed, after = x, []
     for w, (keys, values) in zip(layers, caches, strict=True):
         heads = product(ways["qkv"], normed, [w["q"], w["k"], w["v"]])
-        out, *kept = few_rows.attended(heads, keys, values, positions, table, scale=DIM**-0.5)
+        out, *kept = few_rows.attended(heads, keys, values, positions, table, scale=DIM**-0.5, batch_invariant=False)
         after.append(tuple(kept))
         out = out.reshape(len(out), HIDDEN)
         x, normed = few_rows.added_norm(x, product(ways["o"], out, [w["o"]]), norm, eps=1e-6)
@@ -163,24 +165,23 @@ def steps_of(rows: int) -> dict:
         options = {}
     programs, lowered, failed = {}, {}, {}
 
-    def lower(name: str, ways: dict[str, Way], launch: str = "ptx", attention: triton.Tile | None = None) -> None:
-        compat.LAUNCH, kept = launch, triton.WHOLE_TILES[DIM]
-        triton.WHOLE_TILES[DIM] = attention or kept
+    def lower(name: str, ways: dict[str, Way], attention: triton.Tile | None = None) -> None:
+        chosen = attended._tile
+        if attention is not None:
+            attended._tile = lambda *_: attention
         try:
             function = functools.partial(step, ways)
             lowered[name] = jax.jit(function, donate_argnums=5).lower(*given, held[0])
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error)[:160]}"
         finally:
-            compat.LAUNCH, triton.WHOLE_TILES[DIM] = "ptx", kept
+            attended._tile = chosen
 
     def run(program):
         result, held[0] = program(*given, held[0])
         return result
 
     lower("default", usual)
-    for launch in LAUNCHES:
-        lower(f"launch {launch}", usual, launch)
     for tile in STEP_ATTENTION.get(rows, ()):
         lower(f"attention {tile}", usual, attention=triton.Tile(*tile))
     for name, tried in TRIED[rows].items():
