@@ -37,6 +37,7 @@ def model_of(root: Path, dtype: str) -> Any:
     model, _ = jaxtune.from_pretrained(root / "jaxtune" / "quickstart" / "base", dtype=dtype)
     model = jaxtune.get_peft_model(model, r=16)
     for place, (_, linear) in enumerate(matrices(model)):
+        assert linear.lora is not None
         b = linear.lora.b
         b.set_value(0.02 * jax.random.normal(jax.random.key(place), b.shape, jnp.float32))
     return model

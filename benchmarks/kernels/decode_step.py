@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -166,16 +167,13 @@ def steps_of(rows: int) -> dict:
     programs, lowered, failed = {}, {}, {}
 
     def lower(name: str, ways: dict[str, Way], attention: triton.Tile | None = None) -> None:
-        chosen = attended._tile
-        if attention is not None:
-            attended._tile = lambda *_: attention
+        chosen = attended._tile if attention is None else lambda *_: attention
         try:
-            function = functools.partial(step, ways)
-            lowered[name] = jax.jit(function, donate_argnums=5).lower(*given, held[0])
+            with mock.patch.object(attended, "_tile", chosen):
+                function = functools.partial(step, ways)
+                lowered[name] = jax.jit(function, donate_argnums=5).lower(*given, held[0])
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error)[:160]}"
-        finally:
-            attended._tile = chosen
 
     def run(program):
         result, held[0] = program(*given, held[0])

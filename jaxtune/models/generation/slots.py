@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.converted import head_of_step
-from jaxtune.models.generation.layer_steps import split_layers, through_layers
+from jaxtune.models.generation.layer_steps import States, split_layers, through_layers
 from jaxtune.models.generation.sampling import (
     MOST_RANKED,
     Kind,
@@ -50,7 +50,6 @@ from jaxtune.pallas.decode_attention import inserted
 from jaxtune.pallas.few_rows import MOST_ROWS, chosen_token, looked_up
 
 type Array = jax.Array | np.ndarray
-type States = Any  # a pytree for each layer
 
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 

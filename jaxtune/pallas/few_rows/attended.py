@@ -78,10 +78,14 @@ def attended(
     reason = refusal(parts, keys)
     if reason is not None and implementation is None:
         implementation = "apart"  # whose two parts say why they have no kernel, if they have none
-    tile = _tile(keys, batch_invariant) if reason is None else None
-    reasons = {"triton": lambda: reason or _first_use(parts, keys, table, norms, soft_cap, rounding, tile)}
+
+    def first_use():
+        return _first_use(parts, keys, table, norms, soft_cap, rounding, _tile(keys, batch_invariant))
+
+    reasons = {"triton": lambda: reason or first_use()}
     chosen = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
     if chosen == "triton":
+        tile = _tile(keys, batch_invariant)
         return _by_kernel(parts, keys, values, positions, table, norms, tile=tile, rounding=rounding, masking=masking)
     query, keys, values = placed(parts, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32)
     out = decode_attention(
@@ -123,7 +127,7 @@ def _tile(keys, batch_invariant: bool) -> Tile:
     return tile
 
 
-def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile | None) -> str | None:
+def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile) -> str | None:
     """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
     reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
     tile, and rows longer than the cache. parts, keys, table, norms, soft_cap: of the call. rounding: its settings of
