@@ -232,6 +232,15 @@ def test_a_row_attends_with_the_same_bits_in_every_batch_slot_and_capacity():
     np.testing.assert_array_equal(some, whole[picked])
 
 
+def test_few_rows_may_attend_in_larger_tiles():
+    """In other tiles the sums have other bits."""
+    given = attended_case(4, 2, 128, 256, 2, (0, -1, 127, 128, 129, 200, 300))
+    with interpreted(HOPPER):
+        alike, larger = (attended(*given, scale=0.1, batch_invariant=invariant)[0] for invariant in (True, False))
+    near(larger, alike, 1e-3)
+    assert (np.asarray(larger) != np.asarray(alike)).any()
+
+
 def test_longer_caches_are_written_and_read_apart():
     given = attended_case(6, 2, 64, 1152, 1, (700, -1))
     with interpreted():

@@ -21,9 +21,9 @@ from jaxtune.pallas.few_rows.api import placed
 from jaxtune.pallas.few_rows.cases import drawn, wide
 from jaxtune.pallas.few_rows.triton import placed_refusal
 
-_CORES = 132  # multiprocessors of a Hopper GPU, for which the tiles below were measured
-# Tiles by head dim where there are fewer programs than multiprocessors: the fewer tiles a program reads one after
-# another, the sooner it ends.
+_CORES = 132  # multiprocessors of a Hopper GPU
+# Tiles of a Hopper GPU by head dim, where there are fewer programs than multiprocessors: the fewer tiles a program
+# reads one after another, the sooner it ends.
 _FEW_TILES = {128: Tile(128, 8, 3)}
 
 
@@ -118,6 +118,8 @@ def _tile(keys, batch_invariant: bool) -> Tile:
     batch_invariant: of `attended`; the bits of a result depend on the keys of a tile and the warps, not on stages."""
     rows, kv_heads, capacity, dim = keys.shape
     tile, programs = WHOLE_TILES[dim], rows * kv_heads
+    if dispatch.compute_capability() != (9, 0):
+        return tile
     few = _FEW_TILES.get(dim)
     if few is not None and not batch_invariant and programs <= _CORES and capacity % few.step == 0:
         return few
