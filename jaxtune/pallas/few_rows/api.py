@@ -128,7 +128,7 @@ def products(
       loras: the adapter of each weight, or None for a weight without one; empty if no weight has one. An adapter adds
         scale * (x a^T) b^T to its weight's product. "triton" supports ranks up to 64. Arrays in another dtype than x's
         are cast to it in each call.
-      implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 64 columns),
+      implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns),
         "reference" (plain JAX), or None for the first that supports the call; for a larger N that is
         "reference", without a warning.
     Returns:
@@ -147,10 +147,9 @@ def products(
     _check_adapters(check, loras, [f"out_{index}" for index in range(len(weights))])
 
     tile = triton.product_tile(x, weights, loras)
-    columns = 2048 + x.shape[1] % 128  # by the number of columns the tile is chosen
 
     def compare():
-        rows = triton.padded(len(x))
+        rows, columns = triton.padded(len(x)), 2048
         given = drawn(0, rows, columns, dtype=x.dtype), [drawn(i, 64 * i, columns, dtype=x.dtype) for i in (1, 2, 1)]
         given = *given, _small_adapters([*loras, None, None][:3] if loras else [], (64, 128, 64), columns, x.dtype)
         return [jax.jit(triton.products)(*given).sum(0)], [dispatch.exactly(reference.products)(*wide(given))[0]]
@@ -187,7 +186,7 @@ def gated_product(
         dtype.
       loras: the adapters of gate and up, each may be None; empty if there are none. An adapter adds scale * (x a^T) b^T
         to its weight's product. "triton" supports ranks up to 64.
-      implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 64 columns, "silu"
+      implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns, "silu"
         or "gelu_tanh"), "reference" (plain JAX), or None for the first that supports the call; for a larger N
         that is "reference", without a warning.
     Returns:

@@ -50,8 +50,6 @@ _PLAIN, _GATED, _GATED_FEW = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4), Tile(64, 
 _AHEAD = Tile(64, 128, 4, 5)
 # Of gated products of more than 64 rows of x, and of products of more than 128.
 _GATED_MANY, _MANY = Tile(64, 64, 4, 3), Tile(64, 64, 4, 4)
-# Of products whose columns are no whole number of 128.
-_SHALLOW = Tile(64, 64, 4, 6)
 # Of products with adapters of more than 64 rows of x: larger tiles read and multiply by A half as often.
 _ADAPTED = Tile(128, 64, 8, 6)
 
@@ -98,7 +96,7 @@ def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int
 def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], most: int = MOST_ROWS) -> str | None:
     """The reason why the kernels of `products` and `gated_product` do not support a call on this GPU, or None: a reason
     of `rows_refusal`, more than three weights, adapters of a rank above 64, or sizes that tiles do not divide
-    (multiples of 64 rows and of 64 columns). x: [N, in]. weights: each [out_i, in]. loras: the adapter of each weight
+    (multiples of 64 rows and of 128 columns). x: [N, in]. weights: each [out_i, in]. loras: the adapter of each weight
     or None; empty if there are none. most: the most rows of x."""
     reason = rows_refusal(len(x), x.dtype, weights, most=most)
     if reason is not None:
@@ -107,23 +105,23 @@ def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], 
         return f"{len(weights)} weights; up to 3"
     if padded_rank(loras) > MOST_RANK:
         return f"adapters of rank {max(lora.a.shape[0] for lora in loras if lora is not None)}; up to {MOST_RANK}"
-    if x.shape[1] % _SHALLOW.depth or any(weight.shape[0] % _SHALLOW.rows for weight in weights):
+    if x.shape[1] % _PLAIN.depth or any(weight.shape[0] % _PLAIN.rows for weight in weights):
         sizes = ", ".join(str(weight.shape) for weight in weights)
-        return f"weights {sizes}; multiples of {_SHALLOW.rows} rows and {_SHALLOW.depth} columns"
+        return f"weights {sizes}; multiples of {_PLAIN.rows} rows and {_PLAIN.depth} columns"
     return None
 
 
 def _splits(inner: int, programs: int) -> int:
     """For `products`: the number of splits, ranges of the columns that different programs sum over, of a product, from
     1 to 8. It is the smallest number that gives enough programs to occupy the multiprocessors, or else the largest, of
-    those by which splits are equal and have two steps of columns (128 each, or 64 if 128 do not divide them) or more; 1
-    is always allowed. Enough programs are 96 (_ENOUGH).
+    those by which splits are equal and have two steps of columns (128 each) or more; 1 is always allowed. Enough
+    programs are 96 (_ENOUGH).
 
     Args:
       inner: the number of columns that are summed over.
       programs: the number of programs of one split, which is the number of tiles of the weights' rows.
     """
-    steps = inner // (_SHALLOW.depth if inner % _PLAIN.depth else _PLAIN.depth)
+    steps = inner // _PLAIN.depth
     fitting = [n for n in range(1, 9) if steps % n == 0 and (n == 1 or steps // n >= 2)]
     return next((n for n in fitting if n * programs >= _ENOUGH), fitting[-1])
 
@@ -195,11 +193,9 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
 
 
 def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
-    """How a product of `products` is divided among programs: by the number of rows of x [N, in] and of its columns, and
-    with adapters (`loras`, empty if there are none) by the rows of the weights, each [out_i, in]."""
-    count, columns = x.shape
-    if columns % _PLAIN.depth:
-        return _SHALLOW
+    """How a product of `products` is divided among programs: by the number of rows of x [N, in], and with adapters
+    (`loras`, empty if there are none) by the rows of the weights, each [out_i, in]."""
+    count = len(x)
     if count > MOST_ROWS:
         return _MANY
     if padded(count) > 64:
