@@ -21,7 +21,7 @@ itself. All processes share one cache of compiled programs, empty at the beginni
     transformers    tokens per second of transformers' own `generate` on the same shape, prompts and lengths, sampled,
                     all rows in one batch; bf16 weights, its default attention and cache, after a run of eight tokens.
     mismatch        the packaged model with an adapter: log-probabilities of 16 x 96 sampled tokens against the forward
-                    pass of training, in absolute value.
+                    pass of training, in absolute value, for eight sets of prompts; benchmarks/mismatch.py has more.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import figures
+from benchmarks import mismatch as packaged
 from benchmarks.figures import ROOT
 
 _PROMPT, _NEW = 200, 512
@@ -263,30 +264,22 @@ def by_transformers(case: Case, slots: int, new: int) -> dict[str, float]:
 
 
 def mismatch() -> dict[str, Any]:
-    import jax
-    import jax.numpy as jnp
     import numpy as np
-
-    import jaxtune
-    from jaxtune.models.generation.generate import training_logprobs
-    from jaxtune.models.lora import matrices
 
     found = {}
     for dtype in ("bfloat16", "float16", "float32"):
-        model, _ = jaxtune.from_pretrained(ROOT / "jaxtune" / "quickstart" / "base", dtype=dtype)
-        model = jaxtune.get_peft_model(model, r=16)
-        for place, (_, linear) in enumerate(matrices(model)):
-            b = linear.lora.b
-            b.set_value(0.02 * jax.random.normal(jax.random.key(place), b.shape, jnp.float32))
-        prompts = np.random.default_rng(0).integers(3, 200, (16, 24)).tolist()
-        sampler = jaxtune.Sampler(model, 16, 128)
-        rows = list(sampler.run(prompts, 96, temperature=1.0, eos_token_ids=()))
-        of_training = training_logprobs(model, prompts, [row.ids for row in rows], 96)
-        apart = np.array([row.logprobs for row in rows]) - np.array(of_training)
+        model, every = packaged.model_of(ROOT, dtype), []
+        for number in range(8):
+            prompts = packaged.prompts_of(number)
+            tokens, logprobs = packaged.sampled(model, prompts)
+            every.append(logprobs - packaged.trained(model, prompts, tokens))
+        apart = np.stack(every)
+        of_rows = np.exp(apart.sum(2))
         found[dtype] = {
             "mean": float(np.abs(apart).mean()),
+            "sets": [float(np.abs(each).mean()) for each in apart],
             "largest": float(np.abs(apart).max()),
-            "sequence_ratio": [float(np.exp(apart.sum(1)).min()), float(np.exp(apart.sum(1)).max())],
+            "sequence_ratio": [float(of_rows.min()), float(of_rows.max())],
         }
     return found
 

@@ -2,22 +2,23 @@
 
     python benchmarks/kernels/decode_step.py --output FILE.json [--only TEXT]
 
-"products": several layers of the step without attention (query, key and value, output, gate and up, down, and the
-norms between them), with weights of their own, so that no weight is in the L2. One product at a time gets another tile
-or other splits, or is left to XLA; microseconds are of a whole layer, so that what a product costs the kernels around
-it is in them. "attention": several layers of the attention alone, each with caches of its own, over caches of full
-slots (all rows equally long) and over those of rows of unequal lengths. Every figure is the median of several
+"steps": several layers, with weights and caches of their own, so that none is in the L2. One kernel at a time gets
+another tile or other splits, or is left to XLA; microseconds are of a whole layer, so that what a kernel costs those
+around it is in them. "attention": several layers of the attention alone, each with caches of its own, over caches of
+full slots (all rows equally long) and over those of rows of unequal lengths. Every figure is the median of several
 programs' runs; `default` is the code as it is.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.quant_matmul import copy_gb_per_s
-from benchmarks.kernels.timing import arguments, compiled, normal, queued_ms, record_parts
+from benchmarks.kernels.timing import arguments, compiled, distance, normal, queued_ms, record_parts
 from jaxtune.pallas import few_rows
 from jaxtune.pallas.decode_attention import mosaic, triton
 from jaxtune.pallas.few_rows import triton as few
@@ -38,32 +39,42 @@ LAYERS = 6
 SHAPES = {"qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gated": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
 WEIGHTS = {"q": (HIDDEN, HIDDEN), "k": (1024, HIDDEN), "v": (1024, HIDDEN), "o": SHAPES["o"]}
 WEIGHTS |= {"gate": SHAPES["gated"], "up": SHAPES["gated"], "down": SHAPES["down"]}
+# The module, whose name is that of its function too.
+attended = importlib.import_module("jaxtune.pallas.few_rows.attended")
 type Way = str | tuple[Tile, int]  # "default", "xla", or the tile and the number of splits
 
-_DEEP, _SMALL, _WIDE = Tile(64, 128, 4, 3), Tile(64, 64, 4, 4), Tile(128, 64, 8, 4)
-_PLAIN = Tile(64, 128, 4, 4)
+_PLAIN, _WIDE = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4)
 TRIED: dict[int, dict[str, tuple[Way, ...]]] = {
-    1: {
-        "qkv": ("xla", (_PLAIN, 1), (_PLAIN, 2), (_SMALL, 4), (Tile(64, 64, 4, 6), 2)),
-        "o": ("xla", (_PLAIN, 2), (_PLAIN, 4), (_SMALL, 4), (Tile(64, 64, 4, 6), 4)),
-        "gated": ("xla", (Tile(64, 64, 4, 4), 1), (Tile(64, 128, 4, 3), 1), (Tile(128, 64, 8, 4), 1)),
-        "down": ("xla", (_PLAIN, 2), (_PLAIN, 4), (_SMALL, 4), (Tile(64, 64, 4, 6), 4)),
-    },
     64: {
-        "qkv": ((_DEEP, 2), (_PLAIN, 2)),
-        "gated": ((Tile(64, 64, 4, 4), 1), (Tile(64, 64, 4, 3), 1), (Tile(64, 32, 4, 6), 1)),
-        "down": ((_PLAIN, 4), (Tile(128, 64, 8, 4), 4)),
+        "qkv": ((Tile(64, 128, 4, 6), 1), (Tile(64, 128, 4, 6), 2), (Tile(64, 128, 8, 4), 1), (_WIDE, 2)),
+        "o": ((Tile(64, 128, 4, 6), 2), (Tile(64, 128, 4, 5), 2), (Tile(64, 256, 4, 3), 2), (Tile(128, 64, 8, 6), 4)),
+        "gated": ((Tile(128, 64, 8, 3), 1), (Tile(64, 128, 4, 4), 1), (Tile(64, 64, 4, 8), 1)),
+        "down": (
+            (Tile(64, 128, 4, 6), 2),
+            (Tile(64, 128, 4, 5), 2),
+            (Tile(64, 256, 4, 3), 2),
+            (Tile(128, 64, 8, 6), 4),
+        ),
+    },
+    1: {
+        "qkv": ("xla", (_PLAIN, 2), (Tile(64, 128, 4, 8), 1), (Tile(64, 128, 4, 8), 2), (Tile(64, 256, 4, 4), 2)),
+        "o": ("xla", (_PLAIN, 4), (Tile(64, 128, 4, 8), 2), (Tile(64, 256, 4, 4), 2), (Tile(64, 256, 4, 4), 4)),
+        "gated": ("xla", (Tile(64, 128, 4, 4), 1), (Tile(64, 128, 4, 6), 1), (Tile(128, 64, 8, 6), 1)),
+        "down": ("xla", (_PLAIN, 4), (Tile(64, 128, 4, 8), 2), (Tile(64, 256, 4, 4), 2), (Tile(64, 256, 4, 4), 4)),
     },
     128: {
-        "qkv": ((_DEEP, 1), (Tile(64, 64, 4, 6), 1), (_SMALL, 2)),
-        "o": ((_DEEP, 2), (_SMALL, 2), (Tile(64, 64, 4, 6), 2)),
-        "gated": ((Tile(128, 64, 8, 4), 1), (Tile(64, 32, 4, 6), 1), (Tile(64, 32, 4, 4), 1)),
-        "down": ((_DEEP, 2), (Tile(64, 64, 4, 6), 2), (Tile(64, 64, 8, 6), 2)),
+        "qkv": ((_WIDE, 2), (Tile(128, 64, 8, 6), 2), (Tile(64, 128, 8, 4), 1)),
+        "o": ((_WIDE, 4), (Tile(128, 64, 8, 6), 4), (Tile(64, 128, 8, 4), 2)),
+        "gated": ((_WIDE, 1), (Tile(64, 128, 4, 3), 1), (Tile(64, 64, 4, 4), 1)),
+        "down": ((_WIDE, 4), (Tile(128, 64, 8, 6), 4), (Tile(64, 128, 8, 4), 2)),
     },
-    256: {
-        "qkv": ("xla", (_WIDE, 2), (Tile(128, 64, 8, 3), 2), (_SMALL, 2)),
-        "down": ((_WIDE, 4), (Tile(128, 64, 8, 3), 4)),
-    },
+    256: {"qkv": ("xla",)},
+}
+# Other tiles of the attention within a step.
+STEP_ATTENTION: dict[int, tuple[tuple[int, int, int], ...]] = {
+    1: ((32, 4, 8), (32, 4, 12), (32, 1, 12), (32, 2, 12), (64, 4, 6), (128, 8, 3)),
+    64: ((32, 4, 3), (32, 2, 3), (32, 2, 4)),
+    128: ((32, 4, 3), (32, 2, 4)),
 }
 # Keys of a tile, warps, stages of the kernel that reads whole caches.
 ATTENTION = ((32, 4, 4), (32, 2, 3), (32, 2, 4), (16, 2, 6), (32, 1, 4), (32, 1, 3), (16, 1, 6), (64, 1, 2), (64, 2, 2))
@@ -99,16 +110,18 @@ def product(way: Way, x, matrices, gated: bool = False):
     return few._multiplied(x, matrices, (), tile, splits, int(gated), width, dtype)
 
 
-def step(ways: dict[str, Way], x, layers, norm):
-    """A decoding step without attention, whose result the queries take the place of."""
-    normed = x
-    for w in layers:
-        heads = product(ways["qkv"], normed, [w["q"], w["k"], w["v"]]).sum(0, dtype=jnp.float32)
-        heads = (heads[:, :HIDDEN] + jnp.tile(heads[:, HIDDEN:], 2)).astype(x.dtype)  # so that all are needed
-        x, normed = few_rows.added_norm(x, product(ways["o"], heads, [w["o"]]), norm, eps=1e-6)
+def step(ways: dict[str, Way], x, layers, norm, positions, table, caches):
+    """A decoding step of some layers: (its result, the caches)."""
+    normed, after = x, []
+    for w, (keys, values) in zip(layers, caches, strict=True):
+        heads = product(ways["qkv"], normed, [w["q"], w["k"], w["v"]])
+        out, *kept = few_rows.attended(heads, keys, values, positions, table, scale=DIM**-0.5, batch_invariant=False)
+        after.append(tuple(kept))
+        out = out.reshape(len(out), HIDDEN)
+        x, normed = few_rows.added_norm(x, product(ways["o"], out, [w["o"]]), norm, eps=1e-6)
         gated = product(ways["gated"], normed, [w["gate"], w["up"]], gated=True)[0]
         x, normed = few_rows.added_norm(x, product(ways["down"], gated, [w["down"]]), norm, eps=1e-6)
-    return x
+    return x, after
 
 
 def medians(programs: dict[str, Callable[[], object]], per: int) -> dict[str, float]:
@@ -139,18 +152,54 @@ def built(ways: dict[str, tuple[Callable, tuple]], options: dict) -> tuple[dict[
     return programs, failed
 
 
-def products_of(rows: int) -> dict:
-    given = normal(0, rows, HIDDEN), [weights(seed) for seed in range(1, LAYERS + 1)], normal(1, HIDDEN)
+def steps_of(rows: int) -> dict:
+    """The step with other tiles of one product, and with other settings of kernels, at a time."""
+    positions, capacity = jnp.full(rows, 455, jnp.int32), 768
+    angles = normal(2, rows, DIM // 2, dtype=jnp.float32)
+    given = normal(0, rows, HIDDEN), [weights(seed) for seed in range(1, LAYERS + 1)], normal(1, HIDDEN), positions
+    given = *given, (jnp.cos(angles), jnp.sin(angles))
+    shape = rows, KV_HEADS, capacity, DIM
+    held = [[(normal(2 * i, *shape), normal(2 * i + 1, *shape)) for i in range(LAYERS)]]
     usual: dict[str, Way] = dict.fromkeys(SHAPES, "default")
-    ways = {"default": usual} | {
-        f"{name} {way if isinstance(way, str) else (way[0].rows, way[0].depth, way[0].warps, way[0].stages, way[1])}": (
-            usual | {name: way}
-        )
-        for name, tried in TRIED[rows].items()
-        for way in tried
-    }
     options = {"xla_gpu_dot_merger_threshold_mb": 0} if rows > few.MOST_ROWS else {}
-    programs, failed = built({name: (functools.partial(step, each), given) for name, each in ways.items()}, options)
+    if jax.default_backend() != "gpu":
+        options = {}
+    programs, lowered, failed = {}, {}, {}
+
+    def lower(name: str, ways: dict[str, Way], attention: triton.Tile | None = None) -> None:
+        chosen = attended._tile if attention is None else lambda *_: attention
+        try:
+            with mock.patch.object(attended, "_tile", chosen):
+                function = functools.partial(step, ways)
+                lowered[name] = jax.jit(function, donate_argnums=5).lower(*given, held[0])
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {str(error)[:160]}"
+
+    def run(program):
+        result, held[0] = program(*given, held[0])
+        return result
+
+    lower("default", usual)
+    for tile in STEP_ATTENTION.get(rows, ()):
+        lower(f"attention {tile}", usual, attention=triton.Tile(*tile))
+    for name, tried in TRIED[rows].items():
+        for way in tried:
+            text = way if isinstance(way, str) else (way[0].rows, way[0].depth, way[0].warps, way[0].stages, way[1])
+            lower(f"{name} {text}", usual | {name: way})
+    with ThreadPoolExecutor(12) as pool:
+        coming = {name: pool.submit(low.compile, compiler_options=dict(options)) for name, low in lowered.items()}
+    right = None
+    for name, future in coming.items():
+        try:
+            program = functools.partial(run, future.result())
+            result = program()
+            right = result if right is None else right
+            apart = distance(result, right)
+            if not apart < 0.02:
+                failed[name] = f"differs by {apart}"
+            programs[name] = program
+        except Exception as error:  # a tile that does not fit is a finding
+            failed[name] = f"{type(error).__name__}: {str(error)[:160]}"
     found = medians(programs, LAYERS)
     rest = sorted((time - found["default"], name) for name, time in found.items() if name != "default")
     less = {name: round(by, 2) for by, name in rest}
@@ -202,7 +251,7 @@ def main() -> int:
     copy = copy_gb_per_s(2**29)
     parts: dict[str, Callable] = {"copy_gb_per_s": lambda: copy}
     parts |= {f"attention, {name}": functools.partial(attention_of, name, copy) for name in CACHES}
-    parts |= {f"products, {rows} rows": functools.partial(products_of, rows) for rows in TRIED}
+    parts |= {f"steps, {rows} rows": functools.partial(steps_of, rows) for rows in TRIED}
     return record_parts("decode_step", options, parts, lambda record: ())
 
 

@@ -387,6 +387,17 @@ def test_what_an_adapter_of_some_matrices_samples_is_what_it_trains():
     np.testing.assert_allclose([row.logprobs for row in rows], trained, atol=1e-4)
 
 
+@pytest.mark.usefixtures("compiled_in_full")
+def test_a_step_rounds_as_training_does():
+    """Nearly all log-probabilities of sampled tokens are those of training then, although they have 16 bits."""
+    model = adapted_model(tiny_model("bfloat16", initializer_range=0.2, hidden_size=64, head_dim=32), r=4)
+    prompts = prompts_of(48)
+    rows = list(Sampler(model, slots=4, length=64).run(prompts, 16, temperature=1.0, eos_token_ids=()))
+    trained = training_logprobs(model, prompts, [row.ids for row in rows], 16)
+    apart = np.abs(np.array([row.logprobs for row in rows]) - np.array(trained))
+    assert (apart < 1e-5).mean() > 0.9
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.usefixtures("compiled_in_full")
 def test_deterministic_rows_have_the_same_bits_in_any_batch_and_slot(dtype):

@@ -19,7 +19,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.requests import StopStrings, checked_length, checked_prompt, seeds_of
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.sampling import Sampling
-from jaxtune.models.generation.slots import SAME_CHOICES
+from jaxtune.models.generation.xla_options import AS_TRAINED
 from jaxtune.models.placement import partition
 from jaxtune.pallas.linear_cross_entropy import linear_token_losses
 
@@ -171,7 +171,7 @@ def training_logprobs(
     return [found[i, len(row) : lengths[i]].tolist() for i, row in enumerate(rows)]
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=SAME_CHOICES)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=AS_TRAINED)
 def _token_logprobs(graph, state, tokens, lengths) -> jax.Array:
     """float32[B, T]: the log-probability of each token given those before it, as training computes it, for
     training_logprobs.

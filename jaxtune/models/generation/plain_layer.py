@@ -49,7 +49,7 @@ class Stream(NamedTuple):
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
     """Whether `step` can run this layer (`block`, of the kind `spec`). If it cannot run one layer of a model, all run
-    through Block.step, with more kernels (slots._through_layers). It can if the layer is attention without gates, and
+    through Block.step, with more kernels (through_layers). It can if the layer is attention without gates, and
     then a feed-forward, each after an RMS norm and added to the residual stream without a further norm or factor; if it
     exchanges nothing with other layers; if its norms have no dtype of their own, queries and keys have none or one norm
     a head, and values are neither normed nor equal to the keys; and if queries and keys are rotated over the whole head
@@ -95,8 +95,9 @@ def step(
     at: jax.Array,
     context: Context,
     next_weight: jax.Array,
+    batch_invariant: bool,
 ) -> tuple[Stream, dict[str, tuple[jax.Array, jax.Array]]]:
-    """Runs the next token of each row through one layer for which `is_plain` holds, for slots._plain_step.
+    """Runs the next token of each row through one layer for which `is_plain` holds, for layer_steps._plain_step.
 
     Args:
       block: the layer.
@@ -105,6 +106,7 @@ def step(
       at: int32[N], the token's position in each row; -1 for a row that does not decode, whose caches stay as they are.
       context: the layer's spec, and a layout with the rotary tables of these positions.
       next_weight: [hidden], of the norm before the next layer or the head, which rounds as this layer's norms do.
+      batch_invariant: whether a row must have the same bits in any batch.
     Returns:
       (Stream: the layer's output, and that normed with next_weight; {"mixer": (keys, values) with the new tokens})
     """
@@ -116,6 +118,7 @@ def step(
         own, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
     parts = _parts(stream.normed, [getattr(attention, name) for name in attention.in_matrices])
     masking = attention.options(context.spec.window)
+    masking["batch_invariant"] = batch_invariant
     out, keys, values = attended(parts, *state["mixer"], at, table, norms, **own, **masking)
     x, normed = added_norm(stream.x, _parts(out.reshape(len(out), -1), [attention.o_proj]), norm.weight[...], **options)
     parts = _feed_forward(block.parts["mlp"], Stream(x, normed), context)

@@ -11,7 +11,7 @@ prompt's last token is therefore decoded too, and a prefill computes no logits.
 `Live` and `Rows` are the numbers of the slots, which `decode` changes and does not change, and `Emitted` its results.
 `empty_rows` and `empty_states` make the arrays of empty slots, `states_shape` their shapes, `grown` longer caches, and
 `mark_seen` records the tokens of a row for the repetition penalty. Prompts run through the layers by `_forward`, the
-new tokens of a row by `_through_layers`, and `_chosen` chooses the next token. Sampler (sampler.py) is the host side,
+new tokens of a row by `through_layers`, and `_chosen` chooses the next token. Sampler (sampler.py) is the host side,
 and Prefills (prefills.py) dispatches the prefills.
 """
 
@@ -19,19 +19,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.models.config import DecoderConfig, LayerSpec
+from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation import plain_layer
 from jaxtune.models.generation.converted import head_of_step
+from jaxtune.models.generation.layer_steps import States, split_layers, through_layers
 from jaxtune.models.generation.sampling import (
     MOST_RANKED,
     Kind,
@@ -42,8 +41,8 @@ from jaxtune.models.generation.sampling import (
     uniform_of,
 )
 from jaxtune.models.generation.structure import Structure
+from jaxtune.models.generation.xla_options import sampler_options
 from jaxtune.models.layers.segment import Context
-from jaxtune.models.placement.transfers import NO_REMATERIALIZATION
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
@@ -51,11 +50,8 @@ from jaxtune.pallas.decode_attention import inserted
 from jaxtune.pallas.few_rows import MOST_ROWS, chosen_token, looked_up
 
 type Array = jax.Array | np.ndarray
-type States = Any  # a pytree for each layer
 
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
-# XLA's options with which every process computes the same bits on a GPU
-SAME_CHOICES: dict[str, bool | int] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
 
 
 class Live(NamedTuple):
@@ -139,26 +135,20 @@ def programs(same_choices: bool, many_rows: bool) -> Programs:
     """The sampler's functions as jitted programs, each compiled when it is first called with new shapes or static
     arguments. Equal arguments give the same object, so that samplers share what is compiled.
 
-    Args:
-      same_choices: True (a sampler with `deterministic`, on a GPU): every process must compute the same bits, so
-        operations are deterministic, and the first algorithms of the vendor libraries (such as cuBLAS) are taken.
-        False: those are taken that are fastest when timed, which can differ between processes.
-      many_rows: whether more rows decode in one batch than the kernels of few_rows multiply (MOST_ROWS). XLA then
-        multiplies them, and must not merge the products of query, key and value into one: that one has no kernel of the
-        vendor's, and separate ones make a decoding step of Llama-3.1-8B with 256 rows 4.5 % faster on an H200.
+    same_choices, many_rows: as for sampler_options, which chooses XLA's options. With same_choices a row gets the same
+    bits beside any other rows, too.
     """
-    options: dict[str, bool | int | str] = dict(NO_REMATERIALIZATION)
-    if same_choices:
-        options |= SAME_CHOICES
-    if many_rows:
-        options |= {"xla_gpu_dot_merger_threshold_mb": 0}
-    jit = functools.partial(jax.jit, compiler_options=options)
+    jit = functools.partial(jax.jit, compiler_options=sampler_options(same_choices, many_rows))
     return Programs(
         jit(_prefill, static_argnums=(0, 1)),
         jit(_pack, static_argnums=(0, 1)),
         jit(_extend, static_argnums=0, donate_argnames="states"),
         jit(_insert, donate_argnames="states"),
-        jit(_decode, static_argnums=(0, 1, 2), donate_argnames=("states", "live", "seen")),
+        jit(
+            functools.partial(_decode, same_choices),
+            static_argnums=(0, 1, 2),
+            donate_argnames=("states", "live", "seen"),
+        ),
     )
 
 
@@ -284,7 +274,7 @@ def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
         positions = at[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         tables = rotary_tables(model.config, positions, totals[:, None])
         real = jnp.ones(len(at), bool)
-        return _through_layers(model, _split(model), tokens, states, at, tables, real)[1]
+        return through_layers(model, split_layers(model), tokens, states, at, tables, real)[1]
 
 
 def _insert(states, staged, rows, slots) -> States:
@@ -325,12 +315,24 @@ def mark_seen(seen, slot, tokens, length) -> jax.Array:
 
 
 def _decode(
-    structure: Structure, kind: Kind, steps: int, leaves, states, live: Live, seen, changed, given: Live, rows: Rows
+    batch_invariant: bool,
+    structure: Structure,
+    kind: Kind,
+    steps: int,
+    leaves,
+    states,
+    live: Live,
+    seen,
+    changed,
+    given: Live,
+    rows: Rows,
 ) -> tuple[States, Live, jax.Array | None, Emitted]:
     """Makes `steps` more tokens in each active slot, or fewer where a row ends (an end token, or Rows.limit) or pauses
     (Rows.pause: the states of a longrope model must be computed anew).
 
     Args:
+      batch_invariant: whether a row must have the same bits beside any other rows; if so, no kernel is chosen by their
+        number.
       structure, leaves: the model without its arrays, and its arrays.
       kind: which sampling operations the program contains.
       states, live: of the N slots, as the last call returned them; donated.
@@ -343,7 +345,7 @@ def _decode(
     """
     live = Live(*(jnp.where(changed, new, old) for new, old in zip(given, live, strict=True)))
     model = structure.model(leaves)
-    splits = _split(model)
+    splits = split_layers(model)
     if len(live.token) > 1:  # XLA does not pad the head for a product with a single row
         head = model.head_variable
         head.set_value(head_of_step(model, head[...]))
@@ -354,7 +356,8 @@ def _decode(
         with jax.named_scope("decode"):
             at = jnp.where(live.active, live.length - 1, -1)
             tables = rotary_tables(model.config, jnp.maximum(at, 0)[:, None], jnp.maximum(live.length, 1)[:, None])
-            hidden, states = _through_layers(model, splits, live.token[:, None], states, at, tables, live.active)
+            tokens, real = live.token[:, None], live.active
+            hidden, states = through_layers(model, splits, tokens, states, at, tables, real, batch_invariant)
             token, logprob, ranked = _chosen(model, kind, hidden, seen, live, rows)
         length = live.length + live.active
         continues = (token[:, None] != rows.ends).all(-1) & (length < rows.limit) & (length <= rows.pause)
@@ -366,95 +369,6 @@ def _decode(
     (states, live, seen), made = jax.lax.scan(one, (states, live, seen), length=steps)
     tokens, logprobs, were_active, ranked = made
     return states, live, seen, Emitted(tokens, logprobs, were_active.sum(0, dtype=jnp.int32), ranked)
-
-
-def _split(model: Decoder) -> list[tuple]:
-    """Splits every layer of `model` by nnx.split into (graph, trainable tensors, frozen tensors), the arguments by
-    which `_layer_step` and `_plain_step` get a layer. A program does this once for all of its steps."""
-    return [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
-
-
-def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) -> tuple[jax.Array, States]:
-    """Runs new tokens of N rows through all layers and the final norm, for a step of generation: by `_plain_step` if C
-    is 1, all layers are plain (plain_layer.is_plain), and the final norm, which it then includes, has no dtype of its
-    own; otherwise by `_layer_step`. Returns (the hidden states after the final norm [N, C, hidden], the layers' new
-    states).
-
-    Args:
-      model, splits: the decoder, and its split layers from _split.
-      tokens: int32[N, C], the next C tokens of each row. A row has all C or, where `real` is False, none.
-      states: of the N rows, one pytree for each layer.
-      at: int32[N], the position of each row's first token in `tokens`; -1 for a row that has none.
-      tables: the rotary tables of the positions, one for each of the decoder's rotary bases (rope.rotary_tables).
-      real: bool[N], whether a row has tokens here.
-    """
-    x, after, shared = model.embed(tokens), [], {}
-    layers = list(zip(model.layers, model.config.layers, strict=True))
-    plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
-    if tokens.shape[1] == 1 and plain:
-        norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]
-        stream = plain_layer.Stream(x[:, 0], norms[0](x[:, 0]))
-        for (graph, *state), (_, spec), kept, norm in zip(splits, layers, states, norms[1:], strict=True):
-            stream, kept = _plain_step(graph, spec, *state, stream, tables, kept, at, real, norm.weight[...])
-            stream = jax.lax.optimization_barrier(stream)
-            after.append(kept)
-        return stream.normed[:, None], after
-    given = model.given(tokens, x) or [{}] * len(model.layers)
-    for (graph, *state), (layer, spec), kept, own in zip(splits, layers, states, given, strict=True):
-        taken = own | {name: shared[name] for name in layer.takes if name not in own}
-        x, kept, more = _layer_step(graph, spec, *state, x, tables, kept, at, real, taken)
-        shared |= more
-        # Otherwise XLA lets each reader of the residual stream add up all layers below it again.
-        x = jax.lax.optimization_barrier(x)
-        after.append(kept)
-    return model.norm(x), after
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, at, real, taken):
-    """Runs one layer for C new tokens of each row: (layer_output [N, C, hidden], the layer's new state, {name: value}
-    of what it gives to later layers, such as keys and values that they share).
-
-    It is jitted so that layers of one kind are traced once. Rows that are not real count as padding.
-
-    Args:
-      graph, trainable, frozen: the layer's Block, from nnx.split(layer, nnx.Param, ...).
-      spec: the layer's kind (its parts, window and rotary base).
-      layer_input: [N, C, hidden].
-      tables: the rotary tables of the tokens' positions, one for each of the decoder's rotary bases (rotary_tables).
-      state: {mixer's name: its state}.
-      at: int32[N], position of each row's first token; -1 for a row that has none.
-      real: bool[N], whether a row has tokens here.
-      taken: {name: value} of what the layer takes from the decoder and from earlier layers (Block.step).
-    """
-    context = _context(spec, layer_input.shape[1], tables, real)
-    return nnx.merge(graph, trainable, frozen).step(layer_input, state, at, context, taken)
-
-
-def _context(spec: LayerSpec, length: int, tables, real) -> Context:
-    """The Context with which a layer of kind `spec` runs `length` new tokens of each row, for _layer_step and
-    _plain_step. tables: the rotary tables of the tokens' positions. real: bool[N]; a row where it is False is marked as
-    padding."""
-    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (len(real), length))
-    end = jnp.where(real[:, None], length, index)
-    return Context(spec, PackedLayout(jnp.where(real[:, None], 0, index), end, tables, max_documents=1))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _plain_step(graph, spec: LayerSpec, trainable, frozen, stream, tables, state, at, real, next_weight):
-    """Runs one layer for one new token of each row by plain_layer.step, in fewer kernels than `_layer_step`: (its
-    output, a plain_layer.Stream, and the new state). `_through_layers` chooses between the two.
-
-    Args:
-      graph, trainable, frozen, spec: the layer's Block, from nnx.split(layer, nnx.Param, ...), and its kind.
-      tables, state: the rotary tables of the tokens' positions; {mixer's name: its caches}.
-      at, real: int32[N], each row's position, -1 for a row without a token; bool[N], whether it has one.
-      stream: the layer's input, and the same normed for its mixer.
-      next_weight: [hidden], the weight of the norm before the next layer, or of the final norm after the last layer;
-        the output is normed with it in the same kernel.
-    """
-    context = _context(spec, 1, tables, real)
-    return plain_layer.step(nnx.merge(graph, trainable, frozen), stream, state, at, context, next_weight)
 
 
 def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows):

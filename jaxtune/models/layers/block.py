@@ -347,7 +347,7 @@ class Block(nnx.Module):
         taken: Mapping[str, object] | None = None,
     ):
         """Runs the next N tokens of each row in generation: one while rows decode, more for a chunk of a long prompt.
-        slots._layer_step calls it, unless N is 1 and plain_layer.py has a faster step for all layers of the model.
+        _layer_step (layer_steps.py) calls it, unless N is 1 and plain_layer.py has a faster step for all of the model.
 
         Args:
           layer_input: [B, N, hidden].

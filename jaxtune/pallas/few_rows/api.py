@@ -95,14 +95,16 @@ def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
     return f", adapters of rank {rank}" if rank else ""
 
 
-def _small_adapters(loras: Sequence[LoraWeights | None], sizes: Sequence[int], dtype) -> list[LoraWeights | None]:
+def _small_adapters(
+    loras: Sequence[LoraWeights | None], sizes: Sequence[int], columns: int, dtype
+) -> list[LoraWeights | None]:
     """Adapters of the small case on which a kernel is compared with the reference: with the ranks and scales of
-    `loras`, for weights of these numbers of rows and 2048 columns, in `dtype`. None stands for a weight without one;
-    empty if `loras` is."""
+    `loras`, for weights of these numbers of rows and columns, in `dtype`. None stands for a weight without one; empty
+    if `loras` is."""
     return [
         lora
         and LoraWeights(
-            drawn(7, lora.a.shape[0], 2048, dtype=dtype),
+            drawn(7, lora.a.shape[0], columns, dtype=dtype),
             0.1 * drawn(8, size, lora.a.shape[0], dtype=dtype),
             scale=lora.scale,
         )
@@ -144,14 +146,16 @@ def products(
         check.array(f"weights[{index}]", weight, f"out_{index} in", x.dtype)
     _check_adapters(check, loras, [f"out_{index}" for index in range(len(weights))])
 
+    tile = triton.product_tile(x, weights, loras)
+
     def compare():
-        rows = triton.padded(len(x))
-        given = drawn(0, rows, 2048, dtype=x.dtype), [drawn(i, 64 * i, 2048, dtype=x.dtype) for i in (1, 2, 1)]
-        given = *given, _small_adapters([*loras, None, None][:3] if loras else [], (64, 128, 64), x.dtype)
+        rows, columns = triton.padded(len(x)), 2048
+        given = drawn(0, rows, columns, dtype=x.dtype), [drawn(i, 64 * i, columns, dtype=x.dtype) for i in (1, 2, 1)]
+        given = *given, _small_adapters([*loras, None, None][:3] if loras else [], (64, 128, 64), columns, x.dtype)
         return [jax.jit(triton.products)(*given).sum(0)], [dispatch.exactly(reference.products)(*wide(given))[0]]
 
     def first_use():
-        call = f"{x.dtype}, {triton.padded(len(x))} rows{_adapters_text(loras)}"
+        call = f"{x.dtype}, {triton.padded(len(x))} rows{_adapters_text(loras)}, {tile}"
         return dispatch.first_use("products", "triton", call, compare)
 
     most = triton.most_rows(weights, loras)
@@ -205,7 +209,7 @@ def gated_product(
 
     def compare():
         given = drawn(0, rows, columns, dtype=x.dtype), *(0.02 * drawn(i, size, columns, dtype=x.dtype) for i in (1, 2))
-        adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, (128, 128), x.dtype))
+        adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, (128, 128), columns, x.dtype))
         got, want = (
             lambda x, gate, up, loras, own=own: own.gated_product(x, gate, up, activation, loras)
             for own in (triton, reference)

@@ -4,6 +4,7 @@ of a kernel, and the queries' way through memory. Other calls run these two."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -14,11 +15,16 @@ from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.decode_attention import decode_attention
 from jaxtune.pallas.decode_attention import reference as attention_reference
 from jaxtune.pallas.decode_attention.splits import log2_sinks
-from jaxtune.pallas.decode_attention.triton import WHOLE, WHOLE_TILES
+from jaxtune.pallas.decode_attention.triton import WHOLE, WHOLE_TILES, Tile
 from jaxtune.pallas.few_rows import reference
 from jaxtune.pallas.few_rows.api import placed
 from jaxtune.pallas.few_rows.cases import drawn, wide
 from jaxtune.pallas.few_rows.triton import placed_refusal
+
+_CORES = 132  # multiprocessors of a Hopper GPU
+# Tiles of a Hopper GPU by head dim, where there are fewer programs than multiprocessors: the fewer tiles a program
+# reads one after another, the sooner it ends.
+_FEW_TILES = {128: Tile(128, 8, 3)}
 
 
 def attended(
@@ -36,6 +42,7 @@ def attended(
     eps: float = 1e-6,
     offset: float = 0.0,
     float32: bool = False,
+    batch_invariant: bool = True,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Norms and rotates the queries and keys of one new token in each of N sequences, writes its keys and values into
@@ -44,13 +51,14 @@ def attended(
     Args:
       parts, keys, values, positions, table, norms, eps, offset, float32: as for `placed`.
       scale, window, soft_cap, sinks: as for decode_attention.
+      batch_invariant: False: the kernel may sum the keys in other tiles if N is small.
       implementation: "triton" (one kernel; caches of 16 bits with at most 1,024 keys, D of 64, 128, 256 or 512),
         "apart" (`placed` and decode_attention, each by the implementation that it chooses), or None for the first that
         supports the call.
     Returns:
       (the attention [N, heads, D] in the caches' dtype, zeros for a row at a negative position; the cache of keys; the
         cache of values). Caches are changed in place as by `placed`. With the kernel, a row's result has the same bits
-        alone, in any batch and in any slot.
+        in any slot, and with batch_invariant alone and in any batch.
     Raises:
       TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
         call.
@@ -70,10 +78,15 @@ def attended(
     reason = refusal(parts, keys)
     if reason is not None and implementation is None:
         implementation = "apart"  # whose two parts say why they have no kernel, if they have none
-    reasons = {"triton": lambda: reason or _first_use(parts, keys, table, norms, soft_cap, rounding)}
+
+    def first_use():
+        return _first_use(parts, keys, table, norms, soft_cap, rounding, _tile(keys, batch_invariant))
+
+    reasons = {"triton": lambda: reason or first_use()}
     chosen = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
     if chosen == "triton":
-        return _by_kernel(parts, keys, values, positions, table, norms, rounding=rounding, masking=masking)
+        tile = _tile(keys, batch_invariant)
+        return _by_kernel(parts, keys, values, positions, table, norms, tile=tile, rounding=rounding, masking=masking)
     query, keys, values = placed(parts, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32)
     out = decode_attention(
         query, keys, values, positions + 1, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
@@ -100,11 +113,27 @@ def refusal(parts, keys) -> str | None:
     return None
 
 
-def _first_use(parts, keys, table, norms, soft_cap, rounding: dict) -> str | None:
+def _tile(keys, batch_invariant: bool) -> Tile:
+    """The tile of keys, the warps and the stages of the kernel. keys: the cache of keys, [N, kv_heads, capacity, D].
+    batch_invariant: of `attended`; the bits of a result depend on the keys of a tile and the warps, not on stages."""
+    rows, kv_heads, capacity, dim = keys.shape
+    tile, programs = WHOLE_TILES[dim], rows * kv_heads
+    if dispatch.compute_capability() != (9, 0):
+        return tile
+    few = _FEW_TILES.get(dim)
+    if few is not None and not batch_invariant and programs <= _CORES and capacity % few.step == 0:
+        return few
+    # With one stage less four programs of this head dim share a multiprocessor, not three: here all run at once then.
+    if dim == 128 and 3 * _CORES < programs <= 4 * _CORES:
+        return dataclasses.replace(tile, stages=tile.stages - 1)
+    return tile
+
+
+def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile) -> str | None:
     """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
     reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
     tile, and rows longer than the cache. parts, keys, table, norms, soft_cap: of the call. rounding: its settings of
-    norms."""
+    norms. tile: how its keys are read."""
     dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
     group = parts.shape[2] // dim // kv_heads - 2
 
@@ -122,25 +151,23 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict) -> str | Non
             query, keys, values = reference.placed(parts, keys, values, positions, table, norms, **rounding)
             return attention_reference.decode(query, keys, values, positions + 1, **masking), keys, values
 
-        got = jax.jit(functools.partial(_by_kernel, rounding=rounding, masking=masking))(*given)
+        got = jax.jit(functools.partial(_by_kernel, tile=tile, rounding=rounding, masking=masking))(*given)
         return list(got), list(dispatch.exactly(wanted)(*wide(given)))
 
-    tile = WHOLE_TILES[dim]
     call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {rounding}, {table is not None}"
     call += f", {norms is not None}, {soft_cap is not None}"
     return dispatch.first_use("attended", "triton", call, compare)
 
 
-def _by_kernel(parts, keys, values, positions, table, norms, *, rounding: dict, masking: dict):
-    """Runs the kernel of `attended`, and returns what that returns. rounding: its eps, offset and float32. masking: its
-    scale, window, soft_cap and sinks. The other arguments are those of `attended`; `refusal` says which calls are
-    supported."""
+def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, rounding: dict, masking: dict):
+    """Runs the kernel of `attended`, and returns what that returns. tile: how the keys are read. rounding: its eps,
+    offset and float32. masking: its scale, window, soft_cap and sinks. The other arguments are those of `attended`;
+    `refusal` says which calls are supported."""
     from jaxtune.pallas.few_rows import attended_kernels
 
     splits, count, width = parts.shape
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim - 2 * kv_heads
-    tile = WHOLE_TILES[dim]
     weights = (parts, parts) if norms is None else norms
     cos, sin = (parts, parts) if table is None else table
     out, keys, values = compat.triton_graph_call(

@@ -84,28 +84,30 @@ def attended_kernel(
     half, columns, members = tl.arange(0, HALF), tl.arange(0, DIM), tl.arange(0, GROUP)
     stride: tl.constexpr = COUNT * ALL * DIM
 
+    # All that a program needs before the older keys is read first, as it waits for memory only once then.
     queries = row * ALL + head * OWN + members
     real = (members < OWN)[:, None] & (half < HALF)[None, :]
     places = queries[:, None] * DIM + half[None, :]
+    own = (row * ALL + HEADS + head) * DIM
     q_low = _sum(parts, places, real, stride, SPLITS, DTYPE)
     q_high = _sum(parts, places + HALF, real, stride, SPLITS, DTYPE)
+    k_low = _sum(parts, own + half, half < HALF, stride, SPLITS, DTYPE)
+    k_high = _sum(parts, own + HALF + half, half < HALF, stride, SPLITS, DTYPE)
+    value = _sum(parts, own + KV_HEADS * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
+    sink = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
+
     inverse = tl.rsqrt((tl.sum(q_low * q_low, 1) + tl.sum(q_high * q_high, 1)) / DIM + EPS)[:, None]
     angles = row * HALF + half
     q_low, q_high = _turned(
         q_low, q_high, inverse, q_weight, half[None, :], cos, sin, angles[None, :], NORMS, ROTATES, OFFSET, FLOAT32,
         HALF, DTYPE,
     )  # fmt: skip
-
-    own = (row * ALL + HEADS + head) * DIM
-    k_low = _sum(parts, own + half, half < HALF, stride, SPLITS, DTYPE)
-    k_high = _sum(parts, own + HALF + half, half < HALF, stride, SPLITS, DTYPE)
     inverse = tl.rsqrt((tl.sum(k_low * k_low, 0) + tl.sum(k_high * k_high, 0)) / DIM + EPS)
     k_low, k_high = _turned(
         k_low, k_high, inverse, k_weight, half, cos, sin, angles, NORMS, ROTATES, OFFSET, FLOAT32, HALF, DTYPE
     )
     q_low, q_high = q_low.to(DTYPE), q_high.to(DTYPE)
     k_low, k_high = k_low.to(DTYPE), k_high.to(DTYPE)
-    value = _sum(parts, own + KV_HEADS * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
 
     cache = (row * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM
     newest = tl.maximum(position, 0) % CAPACITY
@@ -119,7 +121,6 @@ def attended_kernel(
     score = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)[None, :], 1)
     score += tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32)[None, :], 1)
     score = tl.where(position >= 0, _in_log2(score, SCALE, CAP), _MASKED)
-    sink = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
     top = tl.maximum(score, sink)
     weight = tl.where(position >= 0, tl.exp2(score - top), 0.0)
     total = weight + tl.where(sink > _MASKED, tl.exp2(sink - top), 0.0)

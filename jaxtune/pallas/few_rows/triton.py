@@ -46,6 +46,8 @@ class Tile:
 
 # Of products, and of gated products with many and with few rows of the weights, as measured on an H200.
 _PLAIN, _GATED, _GATED_FEW = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4), Tile(64, 64, 8, 4)
+# Of products of 17 to 64 rows of x, for which a further step fits the shared memory.
+_AHEAD = Tile(64, 128, 4, 5)
 # Of gated products of more than 64 rows of x, and of products of more than 128.
 _GATED_MANY, _MANY = Tile(64, 64, 4, 3), Tile(64, 64, 4, 4)
 # Of products with adapters of more than 64 rows of x: larger tiles read and multiply by A half as often.
@@ -190,15 +192,25 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
     return out
 
 
+def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
+    """How a product of `products` is divided among programs: by the number of rows of x [N, in], and with adapters
+    (`loras`, empty if there are none) by the rows of the weights, each [out_i, in]."""
+    count = len(x)
+    if count > MOST_ROWS:
+        return _MANY
+    if padded(count) > 64:
+        whole = all(weight.shape[0] % _ADAPTED.rows == 0 for weight in weights)
+        return _ADAPTED if padded_rank(loras) and whole else _PLAIN
+    return _AHEAD if padded(count) > 16 else _PLAIN
+
+
 def products(x, weights, loras=()):
     """Multiplies x [N, in] by the transposes of `weights`, each [out_i, in], with their adapters `loras` (one for each
     weight or None, or none at all), by one kernel. Returns partial sums float32[splits, N, sum of out_i], or [1, N, sum
     of out_i] in x's dtype if there is one split; their sum over the splits is the products side by side.
     `products_refusal` says which calls are supported."""
     width = sum(weight.shape[0] for weight in weights)
-    whole = all(weight.shape[0] % _ADAPTED.rows == 0 for weight in weights)
-    tile = _ADAPTED if padded_rank(loras) and padded(len(x)) > 64 and whole else _PLAIN
-    tile = _MANY if len(x) > MOST_ROWS else tile
+    tile = product_tile(x, weights, loras)
     splits = _splits(x.shape[1], width // tile.rows)
     return _multiplied(x, weights, loras, tile, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
 

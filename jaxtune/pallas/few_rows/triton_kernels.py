@@ -14,13 +14,42 @@ import triton.language as tl
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """For product_kernel and expert_kernel: returns the activation of a gated MLP, applied to `gate`, in float32 as
-    `gate` is: silu if ACTIVATION is 1, and the tanh approximation of gelu if it is 2."""
+    """For expert_kernel: returns the activation of a gated MLP, applied to `gate`, in float32 as `gate` is: silu if
+    ACTIVATION is 1, and the tanh approximation of gelu if it is 2."""
     if ACTIVATION == 1:
         return gate / (1.0 + tl.exp(-gate))
     else:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    """Returns x, float32, rounded to DTYPE, as float32."""
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """For product_kernel: returns the activation of a gated MLP, applied to `gate`, with the rounding of training,
+    where XLA rounds each step to DTYPE. So tokens are sampled from the model that is trained.
+
+    Args:
+      gate: float32 numbers that DTYPE can represent, as the result's are.
+      ACTIVATION: 1: silu. 2: the tanh approximation of gelu, whose constants are rounded too.
+      DTYPE: the compute dtype.
+    """
+    if ACTIVATION == 1:
+        share = _rounded(1.0 / _rounded(1.0 + _rounded(tl.exp(-gate), DTYPE), DTYPE), DTYPE)
+        return _rounded(gate * share, DTYPE)
+    else:
+        cubic = _rounded(tl.full([], 0.044715, tl.float32), DTYPE)
+        factor = _rounded(tl.full([], 0.7978845608028654, tl.float32), DTYPE)
+        inner = _rounded(_rounded(gate * gate, DTYPE) * gate, DTYPE)
+        inner = _rounded(_rounded(gate + _rounded(inner * cubic, DTYPE), DTYPE) * factor, DTYPE)
+        # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
+        share = _rounded(1.0 + _rounded(1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)), DTYPE), DTYPE)
+        return _rounded(gate * (0.5 * share), DTYPE)
 
 
 @triton.jit
@@ -71,13 +100,14 @@ def product_kernel(
     (rows of W / ROWS, SPLITS).
 
     If ACTIVATION is not 0, first and second are the weights of gate and up, and out [1, COUNT, FIRST] is
-    activation(gate) * up, gate and up being x times the weights; both, and the activation's result, are rounded to x's
-    dtype before they are multiplied. SPLITS is 1 and the grid has FIRST / ROWS programs.
+    activation(gate) * up, gate and up being x times the weights; both, and each step of the activation, are rounded to
+    x's dtype before they are multiplied. SPLITS is 1 and the grid has FIRST / ROWS programs.
 
     If RANK is not 0, W + scale B A is multiplied in place of each weight W. Each program multiplies its columns of x by
     those of A too, [TOKENS, RANK] (of both A if ACTIVATION is not 0, [TOKENS, 2 * RANK]), and adds this times its rows
     of B to its sum. So every partial sum has its share of the adapter's product, and A is read by each program that
-    multiplies rows of its weight.
+    multiplies rows of its weight. x A^T is rounded to x's dtype as in training. So is the product of that with B if it
+    is neither divided into splits nor that of a gated product, for which the registers do not suffice.
 
     Args:
       x: [COUNT, INNER], of which the tensor cores multiply TOKENS rows, the further ones being 0.
@@ -94,7 +124,7 @@ def product_kernel(
       STAGES: how many steps are read ahead.
       RANK: the largest rank, rounded up to a power of two of at least 16; 0 if no weight has an adapter.
       FIRST_RANK, SECOND_RANK, THIRD_RANK: the ranks; 0 for a weight without an adapter, whose A and B are not read.
-      FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the factors on x A^T, before it is rounded to x's dtype.
+      FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the factors on x A^T, which is rounded to x's dtype before and after.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
@@ -143,16 +173,18 @@ def product_kernel(
             thin = tl.load(thin_lines[:, None] + columns[None, :], mask=exists[:, None], other=0.0)
             inner = tl.dot(tl.trans(part), tl.trans(thin), inner)
     if RANK > 0:
-        inner = tl.trans((inner * scale).to(DTYPE))
+        inner = tl.trans((_rounded(inner, DTYPE) * scale).to(DTYPE))
         side = _rows_of_b(b, rows, ranks, rank)
         if ACTIVATION:  # read at the same time
             up_side = _rows_of_b(second_b, rows, ranks - RANK, SECOND_RANK)
-        total = tl.dot(side, inner, total)
+        if SPLITS == 1 and not ACTIVATION:
+            total += _rounded(tl.dot(side, inner), DTYPE)
+        else:
+            total = tl.dot(side, inner, total)
         if ACTIVATION:
             up = tl.dot(up_side, inner, up)
     if ACTIVATION:
-        gate = _activated(total.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
-        total = gate * up.to(DTYPE).to(tl.float32)
+        total = _activated_in_steps(_rounded(total, DTYPE), ACTIVATION, DTYPE) * _rounded(up, DTYPE)
     places = (split * COUNT + tokens[:, None]) * WIDTH + begin + tl.arange(0, ROWS)[None, :]
     tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=(tokens < COUNT)[:, None])
 
@@ -260,12 +292,14 @@ def added_norm_kernel(
     columns = tl.arange(0, WIDTH)
     real = columns < SIZE
     places = row * SIZE + columns
+    # Read before the sum over the row, for which a program waits.
+    factors = tl.load(weight + columns, mask=real, other=0.0)
     wide = tl.load(x + places, mask=real, other=0.0).to(tl.float32)
     wide += _sum(parts, places, real, COUNT * SIZE, SPLITS, DTYPE)
     wide = wide.to(DTYPE).to(tl.float32)
     tl.store(added + places, wide.to(DTYPE), mask=real)
     wide = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + EPS)
-    wide = _times_weight(wide, tl.load(weight + columns, mask=real, other=0.0), OFFSET, FLOAT32, DTYPE)
+    wide = _times_weight(wide, factors, OFFSET, FLOAT32, DTYPE)
     tl.store(normed + places, wide.to(DTYPE), mask=real)
 
 

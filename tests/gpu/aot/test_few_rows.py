@@ -148,6 +148,20 @@ def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
         assert compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024
 
 
+@pytest.mark.parametrize(("rows", "step"), [(1, 128), (17, 32), (64, 32)])
+def test_tiles_of_the_attention_by_the_number_of_rows_fit_a_hopper_gpu(rows, step, tmp_path):
+    parts, keys = array(2, rows, (HEADS + 2 * KV_HEADS) * DIM, dtype=jnp.float32), array(rows, KV_HEADS, 768, DIM)
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        run = functools.partial(attended, scale=0.1, batch_invariant=False)
+        jax.eval_shape(run, parts, keys, keys, array(rows, dtype=jnp.int32))
+    [call] = calls
+    assert call[2]["STEP"] == step
+    compiled = compile_call(call, (9, 0), tmp_path)
+    assert compiled.spilled_bytes == 0
+    programs = rows * KV_HEADS
+    assert compiled.shared_bytes <= SHARED_MEMORY_KB[9, 0] * 1024 / (4 if 3 * 132 < programs <= 4 * 132 else 1)
+
+
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("vocab", [128_256, 262_144])
 def test_choosing_a_token_fits(capability, vocab, tmp_path):
