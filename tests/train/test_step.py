@@ -310,7 +310,7 @@ def norm_of(tree) -> float:
 
 @pytest.mark.parametrize("limit", [None, 0.5, 100.0])
 def test_the_mean_and_the_clip(limit):
-    program = program_of(max_grad_norm=limit)
+    program = program_of(max_grad_norm=limit, micro_batches=2)
     gradients = random_gradients(1)
     state = program.init(parameters(), seed=0)
     new, sums, metrics = program.update(state, sums_of(gradients))

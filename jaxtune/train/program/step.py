@@ -20,7 +20,6 @@ from jax.lax import optimization_barrier
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import ResidualPlan
-from jaxtune.pallas.rounding import stochastic_round
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.sft import SUPERVISED
@@ -28,7 +27,7 @@ from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, embedding_tensors, step_optimizer
 from jaxtune.train.program.gradient_sync import GradientSync
 from jaxtune.train.program.loss import NO_AUX_LOSSES, AuxLosses, Forward
-from jaxtune.train.program.tensors import of_all_devices, of_each, zeros_after
+from jaxtune.train.program.tensors import of_all_devices, of_each, rounded_like, with_zeros, zeros_after
 
 # Dynamic loss scaling for fp16: the scale is doubled after this many finite steps, and halved after an overflow.
 _GROWTH_STEPS = 2000
@@ -257,10 +256,7 @@ class StepProgram:
             own = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _NOISE)
             noise = jax.random.fold_in(jax.random.fold_in(own, state.step), micro_batch), self.noise_alpha
         if self.micro_batches == 1:
-            # Nothing was added before. XLA leaves additions to zeros out, and writes gradients into the memory of
-            # `sums`: the barrier, which costs nothing, makes it an argument of the program.
-            batch, sums = optimization_barrier((batch, sums))
-            sums = jax.tree.map(jnp.zeros_like, sums)
+            batch, sums = with_zeros(batch, sums)
         runs = 0
 
         def scaled_loss(trainable, layer_sums):
@@ -343,12 +339,11 @@ class StepProgram:
         """One optimizer step from the sums of a step's micro-batches; both arguments are donated.
 
         Returns:
-          (state, sums, metrics). The sums are zeros, to which the next step's micro-batches are added; where a step has
-            one micro-batch only, they are those given, which `accumulate` then overwrites. The metrics are loss (the
-            mean, without the layers' own losses), aux ({name: such a loss before its coefficient}, if any is added),
-            own (the objective's metrics), grad_norm (before clipping), learning_rate (if `schedule` is known), count,
-            finite (bool; False: weights and optimizer states stay), skipped, skipped_in_row, loss_scale, and grad_norms
-            float32[n], one for each trainable tensor.
+          (state, sums for the next step, metrics). The sums are zeros; with one micro-batch a step they may be any. The
+            metrics are loss (the mean, without the layers' own losses), aux ({name: such a loss before its
+            coefficient}, if any is added), own (the objective's), grad_norm (before clipping), learning_rate (if
+            `schedule` is known), count, finite (bool; False: weights and optimizer states stay), skipped,
+            skipped_in_row, loss_scale, and grad_norms float32[n], one for each trainable tensor.
         """
         with jax.named_scope("optimizer"):
             given, (sums, errors) = sums, self.total(sums, state)
@@ -405,24 +400,17 @@ class StepProgram:
                 wide, opt_state = moved(*tensors, finite=finite)
                 trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
 
-            done = trainable, guarded(errors, state.sync_errors)
-            (trainable, errors), zeros = done, given
-            if self.micro_batches > 1:
-                (trainable, errors), zeros = zeros_after(done, given, waits=self.sync is not None)
+            done, read = (trainable, guarded(errors, state.sync_errors)), self.micro_batches > 1
+            (trainable, errors), next_sums = zeros_after(done, given, read, waits=self.sync is not None)
             new = dataclasses.replace(self._next(state, trainable, opt_state, finite), sync_errors=errors)
-            metrics = self._means(sums, count) | {
-                "grad_norm": norm,
-                "finite": finite,
-                "skipped": new.skipped,
-                "skipped_in_row": new.skipped_in_row,
-                "loss_scale": new.loss_scale,
-                "grad_norms": jnp.sqrt(squares),
-            }
+            own = {name: getattr(new, name) for name in ("skipped", "skipped_in_row", "loss_scale")}
+            own |= {"grad_norm": norm, "finite": finite, "grad_norms": jnp.sqrt(squares)}
+            metrics = self._means(sums, count) | own
             if self.schedule is not None:
                 metrics["learning_rate"] = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
             if sums.aux is not None:
                 metrics["aux"] = dict(zip(self.aux_losses.names, sums.aux / count, strict=True))
-            return new, zeros, metrics
+            return new, next_sums, metrics
 
     def _means(self, sums: Sums, count: jax.Array) -> dict:
         """The metrics loss (a mean), count (that of `sums`) and own (the objective's) of a step, for `update`. count:
@@ -471,14 +459,7 @@ class StepProgram:
             return wide
         key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _ROUNDING)
         seed = jax.random.key_data(jax.random.fold_in(key, state.step))
-        leaves, structure = jax.tree.flatten(wide)
-        return jax.tree.unflatten(
-            structure,
-            [
-                stochastic_round(new, seed, index) if kept.dtype == jnp.bfloat16 else new
-                for index, (new, kept) in enumerate(zip(leaves, jax.tree.leaves(old), strict=True), stream)
-            ],
-        )
+        return rounded_like(old, wide, seed, stream)
 
     def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(loss sum, count, the objective's own sums, {name: sum}) of one held-out batch on all devices, without

@@ -1,6 +1,7 @@
 """Functions over all the tensors of a step, with which step.py adds sums over devices (`of_all_devices`), makes the
-zeros with which the next step's sums start (`zeros_after`) and reduces each tensor to a number (`of_each`); and the
-trained tensors' names, for metrics and checkpoints (`trainable_names`)."""
+zeros with which the next step's sums start (`zeros_after`, or `with_zeros`), rounds new weights (`rounded_like`) and
+reduces each tensor to a number (`of_each`); and the trained tensors' names, for metrics and checkpoints
+(`trainable_names`)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax.lax import optimization_barrier
 
 from jaxtune.models.placement import partition
+from jaxtune.pallas.rounding import stochastic_round
 
 
 def of_all_devices(sums):
@@ -22,7 +24,7 @@ def of_all_devices(sums):
     return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, sums)
 
 
-def zeros_after(done, given, waits: bool):
+def zeros_after(done, given, read: bool, waits: bool):
     """Makes the zeros with which the next step's sums start, at the end of a step's update: (`done` with the same
     values, zeros of the shapes and dtypes of `given`). The caller must use the returned `done` in place of its own.
 
@@ -33,13 +35,34 @@ def zeros_after(done, given, waits: bool):
     Args:
       done: a tree of arrays, the updated weights and the new errors of a quantised sync of gradients.
       given: a tree of arrays, the step's sums, which are not read after `done` is computed.
+      read: whether the next step reads its first sums; if not (with_zeros), `given` is returned in place of zeros.
       waits: whether the zeros wait for `done`. They do with a quantised sync of gradients, whose update would otherwise
         take copies of all gradients beside its own buffers; in other steps XLA chooses when it writes them.
     """
+    if not read:
+        return done, given
     if not waits:
         return done, jax.tree.map(jnp.zeros_like, given)
     done, zero = optimization_barrier((done, jnp.zeros((), jnp.float32)))
     return done, jax.tree.map(lambda array: jnp.full(array.shape, zero, array.dtype), given)
+
+
+def with_zeros(batch, sums):
+    """(batch, zeros like `sums`) for a step with one micro-batch, whose sums begin with it. XLA then leaves the
+    additions to zeros out, and writes gradients into the donated memory of `sums`: the barrier, which costs nothing,
+    makes them an argument of the program although they are not read."""
+    batch, sums = optimization_barrier((batch, sums))
+    return batch, jax.tree.map(jnp.zeros_like, sums)
+
+
+def rounded_like(old, wide, seed: jax.Array, stream: int):
+    """The tree `wide` of float32 weights, with those rounded stochastically that are in bfloat16 in `old`, a tree of
+    the same structure. seed: of the random numbers, of which tensor i uses the stream number `stream` + i."""
+    leaves, structure = jax.tree.flatten(wide)
+    pairs = enumerate(zip(leaves, jax.tree.leaves(old), strict=True), stream)
+    return jax.tree.unflatten(
+        structure, [stochastic_round(new, seed, i) if kept.dtype == jnp.bfloat16 else new for i, (new, kept) in pairs]
+    )
 
 
 # Tensors with more elements are reduced one by one: their launches are cheap, and a stack of them would be too large.
