@@ -117,6 +117,13 @@ class StepProgram:
         return self.micro_batches == 1 and self.sync is None
 
     @property
+    def _reads_sums(self) -> bool:
+        """Whether a step adds to its first sums. It does not if it has one micro-batch; but updates by tensor do then
+        too, as forecasts count gradients beside their sums, and a quantised sync, whose update needs the sums' memory.
+        """
+        return self.micro_batches > 1 or self.by_tensor or self.sync is not None
+
+    @property
     def devices(self) -> int:
         """The number of devices of the mesh; 1 without a mesh."""
         return 1 if self.mesh is None else self.mesh.size
@@ -221,7 +228,7 @@ class StepProgram:
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """The sums with one micro-batch, `batch`, added to `sums`, those of the step's earlier micro-batches, which are
-        donated. If a step has one micro-batch, nothing of `sums` is read, and only its memory is used. state: the
+        donated. Of an adapter's step with one micro-batch only their memory is used (_reads_sums). state: the
         run's. frozen: the weights that do not train. micro_batch: the index of the micro-batch within the step,
         int32[], for the keys of dropout and noise."""
         # What is not needed here; the optimizer's states may be on the host.
@@ -255,7 +262,7 @@ class StepProgram:
         if self.noise_alpha is not None:
             own = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _NOISE)
             noise = jax.random.fold_in(jax.random.fold_in(own, state.step), micro_batch), self.noise_alpha
-        if self.micro_batches == 1:
+        if not self._reads_sums:
             batch, sums = with_zeros(batch, sums)
         runs = 0
 
@@ -339,7 +346,7 @@ class StepProgram:
         """One optimizer step from the sums of a step's micro-batches; both arguments are donated.
 
         Returns:
-          (state, sums for the next step, metrics). The sums are zeros; with one micro-batch a step they may be any. The
+          (state, sums for the next step, metrics). The sums are zeros, or any if they are not read (_reads_sums). The
             metrics are loss (the mean, without the layers' own losses), aux ({name: such a loss before its
             coefficient}, if any is added), own (the objective's), grad_norm (before clipping), learning_rate (if
             `schedule` is known), count, finite (bool; False: weights and optimizer states stay), skipped,
@@ -400,8 +407,8 @@ class StepProgram:
                 wide, opt_state = moved(*tensors, finite=finite)
                 trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
 
-            done, read = (trainable, guarded(errors, state.sync_errors)), self.micro_batches > 1
-            (trainable, errors), next_sums = zeros_after(done, given, read, waits=self.sync is not None)
+            done = trainable, guarded(errors, state.sync_errors)
+            (trainable, errors), next_sums = zeros_after(done, given, self._reads_sums, self.sync is not None)
             new = dataclasses.replace(self._next(state, trainable, opt_state, finite), sync_errors=errors)
             own = {name: getattr(new, name) for name in ("skipped", "skipped_in_row", "loss_scale")}
             own |= {"grad_norm": norm, "finite": finite, "grad_norms": jnp.sqrt(squares)}
