@@ -48,9 +48,9 @@ def zeros_after(done, given, read: bool, waits: bool):
 
 
 def with_zeros(batch, sums):
-    """(batch, zeros like `sums`) for an adapter's step with one micro-batch, whose sums begin with it. XLA then leaves the
-    additions to zeros out, and writes gradients into the donated memory of `sums`: the barrier, which costs nothing,
-    makes them an argument of the program although they are not read."""
+    """(batch, zeros like `sums`) for an adapter's step with one micro-batch, whose sums begin with it. XLA then leaves
+    the additions to zeros out, and writes gradients into the donated memory of `sums`: the barrier, which costs
+    nothing, makes them an argument of the program although they are not read."""
     batch, sums = optimization_barrier((batch, sums))
     return batch, jax.tree.map(jnp.zeros_like, sums)
 
