@@ -162,11 +162,12 @@ def test_recompute_keeps_only_the_inputs_of_layers():
 def test_four_bit_weights_leave_nothing_decoded(plan):
     """The step needs the work of one over 16-bit weights: no decoded weight waits for the backward.
 
-    Not more than the one that is being multiplied: 116 of its 117 MB, 65 while XLA joined and cut apart key's and
-    value's 16-bit weights and products, in 50 MB that the step over four bits never took.
+    Not more than the one that is being multiplied: its 117 MB, and under "recompute" 2,560 bytes by which buffers are
+    aligned. It was 65 MB while XLA joined and cut apart key's and value's 16-bit weights and products, in 50 MB that
+    the step over four bits never took.
     """
     four, sixteen = memory(plan, four_bit=True), memory(plan)
-    assert four.temp_size_in_bytes < sixteen.temp_size_in_bytes + 2 * HIDDEN * INNER
+    assert four.temp_size_in_bytes < sixteen.temp_size_in_bytes + 2 * HIDDEN * INNER + 4096
     matrices = 4 * (2 * HIDDEN * (HEADS + KV_HEADS) * HEAD_DIM + 3 * HIDDEN * INNER)
     saved = matrices * (2 - (1 / 2 + 1 / 64 + 4 / 64 / 256))  # bytes: codes, absmax, nested absmax
     assert sixteen.argument_size_in_bytes - four.argument_size_in_bytes == pytest.approx(saved, rel=1e-3)
