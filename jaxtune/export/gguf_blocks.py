@@ -146,7 +146,8 @@ def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[t
 
 
 def _compile(program: jax.stages.Wrapped, *arguments: object) -> None:
-    """Compiles a jitted function for arguments, of which arrays may be shapes; a call with such arguments finds it."""
+    """Compiles a jitted function before it is called. Arrays among `arguments` may be given as jax.ShapeDtypeStruct. A
+    later call with arguments of these shapes and dtypes does not compile again."""
     program.lower(*arguments).compile()
 
 

@@ -67,9 +67,8 @@ class Merged(Stored):
 
     @staticmethod
     def of(linear: Linear | ExpertLinear, dtype: str) -> Merged:
-        """The view of a linear or of experts that stands for its merged weight while the logits of a merge are verified
-        (check_logits). Decoding it merges the adapter, if there is one, and rounds to the grid of QAT, if there is
-        one.
+        """Makes the Merged of a linear or of experts. It stands for the merged weight while check_logits verifies the
+        logits. Decoding it merges the adapter and rounds to the grid of QAT, each if there is one.
 
         dtype: the dtype to which a quantised weight is decoded."""
         weight, lora = linear.stored_weight, linear.lora

@@ -52,8 +52,9 @@ def require_kept(where: str, load_in: str | None, there: bool) -> None:
 
 
 def require_stated(where: str, hf: dict, load_in: str | None) -> None:
-    """Raises ValueError as require_kept does, for a model `where` that is not loaded, by its parsed config.json (`hf`).
-    Plans, and shapes of teachers, ask it before they make a model whose experts stay in their format."""
+    """Checks, for a model that is not loaded, that its config.json allows `load_in`; raises ValueError as require_kept
+    does. Plans and shapes of teachers need it, because they make a model from its config.json alone. where: the model's
+    folder or name. hf: its parsed config.json."""
     require_kept(where, load_in, load_in in KEPT and stated_layout(hf) is kept_layout(load_in))
 
 

@@ -121,8 +121,8 @@ class MXFP4(Stored):
 
     @property
     def unswapped(self) -> MXFP4:
-        """The same arrays as the tensor with its last two axes swapped, of a weight that is `swapped`, whose blocks are
-        then along the last axis. Grouped products multiply by it (Stored.unswapped)."""
+        """For a `swapped` weight: an MXFP4 with the same arrays that is not swapped. Its shape has the last two axes in
+        the other order, and its blocks are along the last axis. Grouped products multiply by it (Stored.unswapped)."""
         return dataclasses.replace(self, swapped=False)
 
     def problem(self) -> str | None:

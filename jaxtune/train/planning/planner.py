@@ -219,9 +219,9 @@ class Planner:
             print_line(line)
 
     def short_bytes(self, error: BaseException, local_devices: Sequence) -> float | None:
-        """The device bytes that the step lacked which ended in `error`, that memory ran out, when it ran, as `replan`
-        takes them; None if nothing limits the memory. Engine.first_step asks at once, while the step's arrays are
-        there. local_devices: this process's devices of the mesh, of which the fullest counts."""
+        """How many device bytes a step lacked that ran out of memory, for `replan`; None if nothing limits the memory.
+        Engine.first_step asks at once, while the step's arrays are there. error: XLA's error from the step.
+        local_devices: this process's devices of the mesh, of which the fullest counts."""
         return short_bytes(self.room, refused_bytes(error), devices.free_bytes(local_devices))
 
     def fits(self, need_bytes: float) -> bool:
