@@ -198,8 +198,8 @@ def adapter_turns(model: Any, slots: int, options: argparse.Namespace, new: int 
     return {"decode_ms_without": turns["without"], "decode_ms_with": turns["with"], "share": share}
 
 
-def lognormal(model: Any, full_rate: float, rows: int) -> dict[str, float]:
-    """full_rate: tokens per second of 64 full slots while they decode."""
+def lognormal(model: Any, decode_rate: float, full_rate: float, rows: int) -> dict[str, float]:
+    """decode_rate: tokens per second of 64 full slots while they decode. full_rate: the same with their prefills."""
     import numpy as np
 
     import jaxtune
@@ -225,7 +225,8 @@ def lognormal(model: Any, full_rate: float, rows: int) -> dict[str, float]:
         "mean_tokens": tokens / rows,
         "tokens_per_second": tokens / seconds,
         "busy": busy,
-        "over_full": tokens / seconds / (full_rate * busy),
+        "over_full": tokens / seconds / (decode_rate * busy),
+        "over_full_with_prefills": tokens / seconds / (full_rate * busy),
         "seconds": seconds,
     }
 
@@ -312,18 +313,19 @@ def measure(name: str, options: argparse.Namespace, say: Callable[[str, Any], No
     if "transformers" in case.others:
         say("transformers_64", by_transformers(case, 64, _NEW))
         return
-    model, rates = made(case), {}
+    model, rates = made(case), {}  # of tokens per second by slots: (while they decode, prefills included)
     new = 24 if name == "tiny" else _NEW
     for slots in case.slots:
         figures = full(model, slots, options, new)
-        rates[slots] = 1e3 * slots / figures["decode_ms"]
+        rates[slots] = 1e3 * slots / figures["decode_ms"], figures["tokens_per_second"]
         say(f"full_{slots}", figures)
     for slots in case.adapter:
         say(f"adapter_{slots}", adapter_turns(model, slots, options, new))
     if "one_row" in case.others:
-        say("one_row", full(model, 1, options, 24 if name == "tiny" else 128))
+        say("one_row", full(model, 1, options, new))
     if "lognormal" in case.others:
-        say("lognormal", lognormal(model, rates[min(rates)], 8 if name == "tiny" else 1024))
+        decoding, whole = rates[min(rates)]
+        say("lognormal", lognormal(model, decoding, whole, 8 if name == "tiny" else 1024))
 
 
 # ---- all of them
