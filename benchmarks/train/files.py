@@ -17,10 +17,11 @@ Then, one after another, alone on the machine:
 "Cold" also is the first of its process: it compiles, and imports what it needs. A load's `times_copy` is its seconds
 divided by those of the copy of what it reads, cold or warm alike; that of a merge or an export by those of the warm
 copy of what it writes. Beside it stands `times_copies_of_both`, of which the divisor is the mean of two warm copies, of
-the model that is converted and of what is written. 1 / 0.7 = 1.43 is the aim. Of each part the record has the seconds
-of its parts, which programs were compiled (how often, and for how long), how many cores were busy, and where each kind
-of thread was found 50 times a second (benchmarks/waits.py). It is written after each part; once --seconds are over, no
-further part begins, and a process in work ends.
+the model that is converted and of what is written. `times_flushed_copy` and `times_flushed_copies_of_both` are the same
+with copies that end when the disk has them, as a merge and an export do. 1 / 0.7 = 1.43 is the aim. Of each part the
+record has the seconds of its parts, which programs were compiled (how often, and for how long), how many cores were
+busy, and where each kind of thread was found 50 times a second (benchmarks/waits.py). It is written after each part;
+once --seconds are over, no further part begins, and a process in work ends.
 
 Args: --tokenizer is a folder with a real tokenizer; without it, one as large as Llama 3's is made.
 --only runs one of the two processes.
@@ -65,8 +66,8 @@ class Record:
         shown = {key: value for key, value in entry.items() if key != "threads"}
         print(name, json.dumps(shown), flush=True)
 
-    def seconds(self, name: str) -> float:
-        return json.loads(self.output.read_text(encoding="utf-8"))["parts"][name]["seconds"]
+    def seconds(self, name: str, kind: str = "seconds") -> float:
+        return json.loads(self.output.read_text(encoding="utf-8"))["parts"][name][kind]
 
 
 # ---- plain copies and links
@@ -284,8 +285,10 @@ def child(name: str, work: Path, record: Record, end: float) -> None:
         if written is not None:
             record.add(f"copy of {name}: {title}", copied(written))
             against = f"copy of {name}: {title}"
-            both = record.seconds("copy warm") + record.seconds(against)
-            entry["times_copies_of_both"] = round(seconds / (both / 2), 2)
+            for prefix, kind in (("", "seconds"), ("flushed_", "flushed_seconds")):
+                both = record.seconds("copy warm", kind) + record.seconds(against, kind)
+                entry[f"times_{prefix}copies_of_both"] = round(seconds / (both / 2), 2)
+            entry["times_flushed_copy"] = round(seconds / record.seconds(against, "flushed_seconds"), 2)
         peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
         entry |= {"times_copy": round(seconds / record.seconds(against), 2), "peak_device_bytes": peak}
         record.add(f"{name}: {title}", entry | current[0].record)
