@@ -47,6 +47,7 @@ from jaxtune.train.planning.host_table import NO_TABLE, Table, table_of
 from jaxtune.train.planning.layer_costs import LayerKind, Work, kind_of
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.sizes import nbytes, weight_bytes
+from jaxtune.train.planning.sums_memory import NO_SUMS, SumsMemory, sums_memory
 from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
 
 # Names of bytes in StepCost.fixed.
@@ -143,6 +144,7 @@ class StepCost:
     resident_around_bytes: float = 0.0  # added by frozen embedding and head that are whole for the whole run
     table: Table = NO_TABLE  # the model's table of per-layer embeddings
     table_on_host: bool = False  # whether `fixed` is that of a plan with this table on the host
+    sums: SumsMemory = NO_SUMS  # the memory of gradient sums in which other values lie before
     states: States = NO_STATES  # the optimizer's states that a plan may have on the host
     states_on_host: bool = False  # whether `fixed` is that of a plan with these states on the host
 
@@ -250,7 +252,7 @@ def step_cost(
     storage = weight_storage(config.optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(masters)))
     kept, on_host = _stored(masters, storage), float(config.optim.offload * optimizer_offload.hosted_bytes(states))
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
-    parts, trained_bytes = divided.parts, nbytes(masters)
+    parts, known, trained_bytes = divided.parts, residuals_of(model.layers), nbytes(masters)
     share = partition.bytes_per_device(masters, parts) / max(trained_bytes, 1.0)  # of one device; a teacher trains none
     errors, sync_bytes = _sync_bytes(masters, config, divided)
     fixed = {
@@ -262,7 +264,6 @@ def step_cost(
         **errors,
     }
     kinds = [kind_of(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
-    known = residuals_of(model.layers)
     residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
     frozen_layers = [partition.divided_sizes(layer, parts)[0] for layer in frozen.get("layers", {}).values()]
@@ -310,6 +311,7 @@ def step_cost(
         resident_around_bytes=more * (partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)),
         whole_gradient_bytes=0.0 if parts == 1 else _whole_gradient_bytes(model, storage),
         table=table_of(model, config, parts),
+        sums=sums_memory(model, kept, config, divided.size),
         states=NO_STATES if optimizer is not None or divided.size > 1 else states_of(states, config),
     )
 
@@ -353,7 +355,7 @@ def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float, jnp.
     trains, size = isinstance(head, nnx.Param), math.prod(head.shape)
     loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
     copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(model.config.vocab_size, dtype)
-    gradient = size * (2.0 if storage == "bf16" else loss) if trains else 0.0
+    gradient = size * (4.0 if storage == "bf16" else loss) if trains else 0.0
     return size * (loss * trains + copy), gradient, dtype
 
 
@@ -378,7 +380,6 @@ def _exchange(trained, frozen, shape: partition.MeshShape, sync: GradientSync | 
     nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not. sync: how
     gradients are exchanged; None: in float32, but those of divided weights in the weights' dtype if there are only two
     parts (gathers.scatter)."""
-
     parts = shape.parts
 
     def of_layers(tree) -> float:
@@ -423,8 +424,7 @@ def _masked_sizes(model: Decoder) -> list[int]:
     """The number of input features of each adapter in the layers of `model` that has dropout; [] without dropout. By
     the largest of these the planner reserves one adapter's masked input and its mask (StepCost.dropout_bytes), because
     only one of each is there at a time."""
-    matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())
-    return [matrix.sizes[1] for matrix in matrices if matrix.lora is not None and matrix.lora.rate]
+    return [m.sizes[1] for layer in model.layers for *_, m in layer.matrices() if m.lora is not None and m.lora.rate]
 
 
 def _given_bytes(model: Decoder, dtype) -> float:

@@ -25,6 +25,7 @@ from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.host_table import rows_seconds
 from jaxtune.train.planning.layer_costs import LayerKind, Work
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.sums_memory import in_sums
 
 type Figure = Any  # a float, or an array of floats, one for each plan
 
@@ -228,8 +229,7 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
     def in_tiles(sizes):
         return sizes | {name: sizes[name] / tiles for name in parts.tiled if name in sizes}
 
-    size = in_tiles(whole)
-    recompute = 0.0
+    size, recompute = in_tiles(whole), 0.0
     for segment, (once, _) in zip(parts.segments, seconds, strict=True):
         missing = sum(size[name] for name in segment.outputs if name in dropped)
         if missing and not segment.ends and not segment.runs_again:
@@ -237,8 +237,7 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
             recompute += share * once
             if segment.decodes_once:
                 recompute -= _decode_seconds(segment.work, device)
-    at_feed_forward = at_mixer = -math.inf
-    work_forward = 0.0
+    at_feed_forward, at_mixer, work_forward = -math.inf, -math.inf, 0.0
     for kind, sizes in zip(parts.kinds, of_kinds, strict=True):
         facts = Sizes(
             residuals=in_tiles(sizes),
@@ -299,8 +298,7 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
     derivatives = kind.derivative_bytes
     waiting = sum(bytes_of(sizes) for outputs, bytes_of in derivatives if not dropped.keys().isdisjoint(outputs))
     remaining = sum(dropped.values())  # without the residuals of parts whose backward is done
-    at_feed_forward = at_mixer = -math.inf
-    covered = False
+    at_feed_forward, at_mixer, covered = -math.inf, -math.inf, False
     for part, outputs in reversed([*kind.outputs.items()]):
         scratch = block.backward_bytes(part, sizes)
         bytes_here = remaining + scratch.own + scratch.around
@@ -451,19 +449,21 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     micro, resident = plan.micro_batches, plan.residuals.resident
     gathered = gathered_bytes(parts, plan.residuals.whole_weights, resident)
     leaving = bytes_with_gaps(before.leaving, device)
+    lying = in_sums(parts.sums, parts.kinds, parts.kind_counts, parts.known, parts.cast_bytes, plan, tokens)
+    free = -lying(parts.num_layers, False)
     moments = [
-        ("the loss: logits of a chunk, hidden states", kept, head_bytes + last.hosted, gathered[0]),
-        ("the forward of a layer", kept, last.hosted + last.work_forward + leaving, gathered[1]),
+        ("the loss: logits of a chunk, hidden states", kept, head_bytes + last.hosted, gathered[0], free),
+        ("the forward of a layer", kept, last.hosted + last.work_forward + leaving, gathered[1], free),
     ]
     if parts.teacher:
-        moments.append(("the forward of the teacher", kept, last.hosted + reference[1], gathered[1]))
-    below = arriving = 0.0
+        moments.append(("the forward of the teacher", kept, last.hosted + reference[1], gathered[1], free))
+    below, arriving, layers = 0.0, 0.0, 0
     for layer, count in groups:
-        below += layer.kept * count
+        below, layers = below + layer.kept * count, layers + count
         more = max(arriving - layer.arriving, 0.0)  # the layer below, under another plan, has more bytes arriving
-        moments.append(("the backward of a layer", below, layer.work + more, gathered[2]))
+        moments.append(("the backward of a layer", below, layer.work + more, gathered[2], -lying(layers, True)))
         arriving = layer.arriving
-    what, residuals, work, whole = max(moments, key=lambda moment: sum(moment[1:]))
+    what, residuals, work, whole, free = max(moments, key=lambda moment: sum(moment[1:]))
     bytes_ = {"kept residuals": residuals, what: work, "gathered weights": whole}
     if all(layer == KEEP for layer in plan.residuals.layers):
         bytes_["experts' adapters in the compute dtype"] = parts.shared_bytes
@@ -474,13 +474,12 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     update = {"the update": parts.update_bytes}
     if parts.devices > 1 and (micro > 1 or parts.sync_bytes):
         update["gradient sums of all devices"] = parts.sync_bytes or 4.0 * parts.trained
-    if sum(update.values()) > sum(bytes_.values()):
-        bytes_ = update
+    if sum(update.values()) > sum(bytes_.values()) + free:
+        bytes_, free = update, 0.0
     bytes_ = {**parts.fixed, **bytes_}
-    if resident:
-        bytes_["frozen weights"] += parts.resident_bytes(resident)
-    if micro == 1 and parts.less_sums:
-        bytes_["gradient sums"] -= parts.less_sums
+    less = free - (parts.less_sums if micro == 1 else 0.0)
+    for name, more in (("frozen weights", parts.resident_bytes(resident)), ("gradient sums", less)):
+        bytes_ |= {name: bytes_[name] + more} if more else {}
     forward = sum(layer.forward * count for layer, count in groups)
     backward = sum(layer.backward * count for layer, count in groups)
     collective, exposed = _collective_seconds(parts, plan, forward, backward, device)

@@ -118,10 +118,9 @@ class StepProgram:
 
     @property
     def _reads_sums(self) -> bool:
-        """Whether a step adds to its first sums. It does not if it has one micro-batch; but updates by tensor do then
-        too, as forecasts count gradients beside their sums, and a quantised sync, whose update needs the sums' memory.
-        """
-        return self.micro_batches > 1 or self.by_tensor or self.sync is not None
+        """Whether a step adds to its first sums. It does not if it has one micro-batch, unless the sync of gradients is
+        quantised, whose update needs the sums' memory."""
+        return self.micro_batches > 1 or self.sync is not None
 
     @property
     def devices(self) -> int:
@@ -228,9 +227,9 @@ class StepProgram:
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """The sums with one micro-batch, `batch`, added to `sums`, those of the step's earlier micro-batches, which are
-        donated. Of an adapter's step with one micro-batch only their memory is used (_reads_sums). state: the
-        run's. frozen: the weights that do not train. micro_batch: the index of the micro-batch within the step,
-        int32[], for the keys of dropout and noise."""
+        donated. Of a step with one micro-batch only their memory is used (_reads_sums). state: the run's. frozen: the
+        weights that do not train. micro_batch: the index of the micro-batch within the step, int32[], for the keys of
+        dropout and noise."""
         # What is not needed here; the optimizer's states may be on the host.
         state = dataclasses.replace(state, opt_state=None, sync_errors={})
         if self.devices == 1:
@@ -408,7 +407,9 @@ class StepProgram:
                 trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
 
             done = trainable, guarded(errors, state.sync_errors)
-            (trainable, errors), next_sums = zeros_after(done, given, self._reads_sums, self.sync is not None)
+            # With states on the host zeros are made if nobody reads them, too, as copies of states lie there before.
+            zeros = self._reads_sums or self.offload
+            (trainable, errors), next_sums = zeros_after(done, given, zeros, self.sync is not None)
             new = dataclasses.replace(self._next(state, trainable, opt_state, finite), sync_errors=errors)
             own = {name: getattr(new, name) for name in ("skipped", "skipped_in_row", "loss_scale")}
             own |= {"grad_norm": norm, "finite": finite, "grad_norms": jnp.sqrt(squares)}

@@ -35,7 +35,8 @@ def zeros_after(done, given, read: bool, waits: bool):
     Args:
       done: a tree of arrays, the updated weights and the new errors of a quantised sync of gradients.
       given: a tree of arrays, the step's sums, which are not read after `done` is computed.
-      read: whether the next step reads its first sums; if not (with_zeros), `given` is returned in place of zeros.
+      read: whether zeros are needed; if not, as the next step does not read its first sums (with_zeros), `given` is
+        returned in place of them.
       waits: whether the zeros wait for `done`. They do with a quantised sync of gradients, whose update would otherwise
         take copies of all gradients beside its own buffers; in other steps XLA chooses when it writes them.
     """
@@ -48,9 +49,10 @@ def zeros_after(done, given, read: bool, waits: bool):
 
 
 def with_zeros(batch, sums):
-    """(batch, zeros like `sums`) for an adapter's step with one micro-batch, whose sums begin with it. XLA then leaves
-    the additions to zeros out, and writes gradients into the donated memory of `sums`: the barrier, which costs
-    nothing, makes them an argument of the program although they are not read."""
+    """(batch, zeros like `sums`) for a step with one micro-batch, whose sums begin with it. XLA then leaves the
+    additions to zeros out, and writes gradients into the donated memory of `sums`, where other values lie before (the
+    planner's sums_memory.py): the barrier, which costs nothing, makes them an argument of the program although nothing
+    reads them."""
     batch, sums = optimization_barrier((batch, sums))
     return batch, jax.tree.map(jnp.zeros_like, sums)
 

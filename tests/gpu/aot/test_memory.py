@@ -34,6 +34,11 @@ CONFIGS = [
     ("gpt-oss-20b", 2, 8, 2048, 16, "nf4", "recompute"),
     ("gpt-oss-20b", 2, 8, 2048, 16, "mxfp4", "recompute"),
     ("qwen1.5-moe-a2.7b", 2, 4, 2048, 0, None, "keep"),
+    # Trained in bfloat16, where the embedding's float32 gradient is there in the backward, and in float32 with values
+    # that are larger and smaller than the gradients in whose memory they may lie.
+    ("llama-3.1-8b", 4, 8, 2048, 0, None, "recompute"),
+    ("qwen3-0.6b", 4, 8, 2048, 0, None, "keep"),
+    ("llama-3.2-1b", 8, 1, 512, 0, None, "keep"),
     # One document of 350,208 tokens: gate and up would have 5e9 elements each, more than 32-bit offsets reach.
     ("llama-3.1-8b", 2, 1, 350_208, 32, "nf4", "recompute, layer_input=offload; tile=14592"),
 ]
