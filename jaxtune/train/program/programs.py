@@ -167,10 +167,10 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        """XLA's options for the programs, {name: value}, by the mesh and the config (see compiler_options): all
-        programs of the run are compiled with the same ones, and the run's record has them."""
-        divides = partition.MeshShape.of(self.mesh).parts > 1
-        return compiler_options(self.mesh.devices.flat[0].platform, self._deterministic, divides)
+        """XLA's options for all programs of the run, {name: value}, by mesh and config (see compiler_options), for its
+        record too. Products are merged but where all parameters train, which are updated tensor by tensor."""
+        platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).parts > 1
+        return compiler_options(platform, self._deterministic, divides, merges=not self.program.by_tensor)
 
     # ---- batches
 

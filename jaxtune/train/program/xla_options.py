@@ -15,7 +15,9 @@ from jaxtune.train.planning.planner import out_of_memory
 _UNTIMED = {"xla_gpu_autotune_level": 0}
 
 
-def compiler_options(platform: str, deterministic: bool, divides: bool = False) -> dict[str, bool | int | str]:
+def compiler_options(
+    platform: str, deterministic: bool, divides: bool = False, merges: bool = True
+) -> dict[str, bool | int | str]:
     """XLA options, {name: value}, with which `Engine` compiles the programs of a run: the step, the evaluation, and the
     passes over rows such as a reference's. A run's record has them.
 
@@ -26,17 +28,22 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
     recomputes nothing by a choice of its own (`NO_REMATERIALIZATION`).
 
     Args:
-      platform: the device's, such as "gpu"; on others only the rounding of 16-bit values is set, and the other two
+      platform: the device's, such as "gpu"; on others only the rounding of 16-bit values is set, and the other
         arguments have no effect.
       deterministic: True: the vendor libraries' first algorithm is taken, so that every process makes the same choice,
         and XLA uses only operations that give the same bits on every run. False: the algorithm that is fastest when it
         is timed.
       divides: whether weights are divided over devices, so that options for collectives are needed.
+      merges: whether XLA may merge products that share an operand. It puts the A matrices of adapters side by side and
+        reads their input once. Where all parameters train it does so with weights of key and value, cuts what they give
+        and joins the gradients, which takes longer than two products.
     """
     options: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
     if platform != "gpu":
         return options
     options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT, **NO_REMATERIALIZATION}
+    if not merges:
+        options |= {"xla_gpu_dot_merger_threshold_mb": 0}
     if divides:
         options |= collectives.compiler_options()
     if deterministic:

@@ -88,7 +88,7 @@ def step_peaks(
     state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
     sums = placed(jax.eval_shape(program.zero_sums, state.trainable))
     batch, index = placed(Batch.empty(rows, length)), placed(jax.ShapeDtypeStruct((), jnp.int32))
-    options = compiler_options("gpu", deterministic=False)
+    options = compiler_options("gpu", deterministic=False, merges=config.adapter is not None)
     with target.lowering():
         lowered = (
             jax.jit(program.accumulate, donate_argnums=0).lower(sums, state, placed(frozen), batch, index),
