@@ -168,9 +168,11 @@ class Engine:
     @property
     def options(self) -> dict[str, Any]:
         """XLA's options for all programs of the run, {name: value}, by mesh and config (see compiler_options), for its
-        record too. Products are merged but where all parameters train, which are updated tensor by tensor."""
+        record too. Products are not merged where all parameters train, which are updated tensor by tensor, unless the
+        run is `deterministic`: one that goes on from an older version's checkpoint keeps its bits."""
         platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).parts > 1
-        return compiler_options(platform, self._deterministic, divides, merges=not self.program.by_tensor)
+        merges = self._deterministic or not self.program.by_tensor
+        return compiler_options(platform, self._deterministic, divides, merges=merges)
 
     # ---- batches
 
