@@ -215,12 +215,13 @@ def test_a_forward_counts_the_parts_of_a_float32_head_on_hopper_only():
 
 # Compiled for an H200 without one (tests/gpu/aot): GB of temporaries at 4 layers and 8 x 2,048 tokens, unless said.
 COMPILED = [
-    ("keep", 4, 8, 2048, 8.216),
-    ("recompute", 4, 8, 2048, 2.702),
-    ("gate=offload, up=offload", 8, 8, 2048, 8.280),
-    ("recompute, layer_input=offload", 8, 8, 2048, 2.285),
+    ("keep", 4, 8, 2048, 8.039),
+    ("recompute", 4, 8, 2048, 2.695),
+    ("gate=offload, up=offload", 8, 8, 2048, 8.011),
+    ("recompute, layer_input=offload", 8, 8, 2048, 2.307),
+    # Compiled before the loss wrote the gradient of the hidden states over them; now 4.241.
     (", ".join(f"{name}=offload" for name in NAMES), 8, 8, 2048, 4.509),
-    ("keep", 4, 2, 2048, 3.295),
+    ("keep", 4, 2, 2048, 3.194),
 ]
 
 

@@ -127,7 +127,7 @@ def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **optio
     heads = filled_up(head.astype(hidden.dtype)), filled_up(teacher_head.astype(teacher_hidden.dtype))
     compute = functools.partial(_chunk, heads=heads, size=len(head), gradients=gradients, **options)
     filled = heads[0] if gradients and options["head_gradient"] else None
-    return in_chunks(compute, (hidden, teacher_hidden, weights), chunk_length, head, filled)
+    return in_chunks(compute, (hidden, teacher_hidden, weights), chunk_length, head, filled, gradients)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))

@@ -205,11 +205,17 @@ def forward(
         return _chunk(h, cast, *others, **options)
 
     arrays = (hidden, targets, weights, entropy_weights)
-    return in_chunks(one, arrays, chunk_length, head, cast if gradients and options["head_gradient"] else None)
+    filled = cast if gradients and options["head_gradient"] else None
+    return in_chunks(one, arrays, chunk_length, head, filled, gradients)
 
 
 def in_chunks(
-    compute: Callable[..., Results], arrays: tuple, chunk_length: int, head: jax.Array, filled: jax.Array | None
+    compute: Callable[..., Results],
+    arrays: tuple,
+    chunk_length: int,
+    head: jax.Array,
+    filled: jax.Array | None,
+    gradients: bool,
 ) -> Results:
     """Computes the results of all tokens, chunk by chunk, and puts those of the chunks into one `Results` for all
     tokens. A chunk is the same chunk_length neighbouring tokens of each of the B rows. `forward` and the functions
@@ -218,13 +224,15 @@ def in_chunks(
     Args:
       compute: the function of one chunk: it takes the chunk's slice [B, t, ...] of each of `arrays`, and returns its
         Results.
-      arrays: a tuple of arrays [B, T] or [B, T, n], or None in place of one but the first, which `compute` then gets
-        too. Zeros are appended to fill the last chunk; the results of these tokens are left out.
+      arrays: a tuple of arrays [B, T] or [B, T, n], the hidden states first, or None in place of another, which
+        `compute` then gets too. Zeros are appended to fill the last chunk; the results of these tokens are left out.
       chunk_length: t, the number of tokens of each row in a chunk. If it is T or more, `compute` is called once, with
         `arrays` as they are.
       head: [V, D], whose dtype and number of rows the head's gradient gets.
       filled: the head as `compute` uses it (`filled_up`), in whose shape the chunks' gradients of the head, float32,
         are added in order; None if `compute` returns none.
+      gradients: whether `compute` returns the hidden states' gradient. It takes their place chunk by chunk, so that it
+        needs no memory of its own.
     """
     rows, length = arrays[0].shape[:2]
     if chunk_length >= length:
@@ -234,20 +242,25 @@ def in_chunks(
     def padded(array):
         return jnp.pad(array, ((0, 0), (0, count * chunk_length - length), (0, 0))[: array.ndim])
 
-    arrays = jax.tree.map(padded, arrays)
+    hidden, *others = jax.tree.map(padded, arrays)
 
-    def one(dhead, index):
+    def one(carry, index):
+        dhead, hidden = carry
         at = index * chunk_length
-        results = compute(*jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, at, chunk_length, 1), arrays))
-        return None if dhead is None else dhead + results.dhead, results._replace(dhead=None)
+        cut = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, at, chunk_length, 1), [hidden, *others])
+        results = compute(*cut)
+        if gradients:  # over the chunk's hidden states, which nothing reads any more
+            hidden = jax.lax.dynamic_update_slice_in_dim(hidden, results.dhidden, at, 1)
+        dhead = None if dhead is None else dhead + results.dhead
+        return (dhead, hidden), results._replace(dhidden=None, dhead=None)
 
-    def whole(chunks):  # [count, B, t, ...] -> [B, T, ...]
-        chunks = jnp.moveaxis(chunks, 0, 1)
-        return chunks.reshape(rows, -1, *chunks.shape[3:])[:, :length]
+    def whole(chunks):  # [count, B, t] -> [B, T]
+        return jnp.moveaxis(chunks, 0, 1).reshape(rows, -1)[:, :length]
 
     dhead = None if filled is None else jnp.zeros(filled.shape, jnp.float32)
-    dhead, results = jax.lax.scan(one, dhead, jnp.arange(count))
-    return _cut(jax.tree.map(whole, results)._replace(dhead=dhead), head)
+    (dhead, hidden), results = jax.lax.scan(one, (dhead, hidden), jnp.arange(count))
+    dhidden = hidden[:, :length] if gradients else None
+    return _cut(jax.tree.map(whole, results)._replace(dhidden=dhidden, dhead=dhead), head)
 
 
 def _cut(results: Results, head: jax.Array) -> Results:

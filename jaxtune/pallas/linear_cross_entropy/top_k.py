@@ -134,7 +134,7 @@ def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **optio
     cast = filled_up(head.astype(hidden.dtype))
     compute = functools.partial(_chunk, head=cast, size=len(head), gradients=gradients, **options)
     filled = cast if gradients and options["head_gradient"] else None
-    return in_chunks(compute, (hidden, *teacher, weights), chunk_length, head, filled)
+    return in_chunks(compute, (hidden, *teacher, weights), chunk_length, head, filled, gradients)
 
 
 @on_any_mesh

@@ -389,7 +389,7 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
     if parts.head_trains:  # every chunk reads and writes the gradient's sum
         passes += tokens / chunk * parts.vocab_size * parts.hidden_size * fit.head_gradient_bytes / device.copy
     seconds = flops / (device.gemm * chunk / (chunk + product_time(device).half_tokens)) + passes
-    around = ALLOCATOR_BYTES.of("xla", device.name).loss * hidden
+    around = (ALLOCATOR_BYTES.of("xla", device.name).loss + (chunk >= tokens)) * hidden  # one chunk: a new gradient
     return logits + around + parts.head_bytes + head_parts, seconds
 
 

@@ -1,0 +1,93 @@
+"""What the allocator of a card loses when a model's weights are quantised on loading: its free bytes beyond the largest
+free block, which a step's temporary memory, one block, cannot have. The planner counts them by `Format.slack`.
+
+    python benchmarks/train/load_gaps.py [--shape llama-3.1-8b] [--formats nf4,fp8] [--card 12] [--seconds 240]
+        --output FILE.json
+
+A folder of the shape with random weights is written once, and loaded by a process for each format, whose allocator
+gives out no more than a card of --card GiB would. `lost_share` is what to compare with `slack`: `lost_bytes` by the
+bytes of the quantised weights. It is negative nowhere, and 0 where loading leaves all free memory in one piece.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+
+def child(folder: str, load_in: str) -> None:
+    """Loads the folder, and prints what the allocator then has."""
+    import jax
+
+    import jaxtune
+    from jaxtune.pallas.formats import Stored
+    from jaxtune.train.planning.sizes import nbytes
+
+    model, _ = jaxtune.from_pretrained(folder, load_in=load_in)
+    leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, Stored))
+    quantised = sum(nbytes(leaf) for leaf in leaves if isinstance(leaf, Stored))
+    stats = jax.local_devices()[0].memory_stats()
+    lost = stats["bytes_limit"] - stats["bytes_in_use"] - stats["largest_free_block_bytes"]
+    found = {"weight_bytes": nbytes(model), "quantised_bytes": quantised, "lost_bytes": lost, "stats": stats}
+    print(json.dumps(found | {"lost_share": lost / quantised}))
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--child"]:
+        child(*sys.argv[2:])
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--formats", default="nf4,fp8")
+    parser.add_argument("--card", type=float, default=12.0, help="GiB")
+    parser.add_argument("--seconds", type=float, default=240.0, help="for all")
+    parser.add_argument("--work", type=Path, help="keeps the model's folder for the next call")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    from benchmarks.record import commit_here, driver_bytes, write
+    from jaxtune.train.planning.devices import CONTEXT_BYTES
+
+    end, work = time.monotonic() + options.seconds, options.work or Path(tempfile.mkdtemp())
+    folder, total = work / "model", driver_bytes()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    record = {"benchmark": "train/load_gaps", "commit": commit_here(), "shape": options.shape, "formats": {}}
+    if options.output.is_file():
+        record = json.loads(options.output.read_text(encoding="utf-8"))
+    if not folder.is_dir():
+        script = (
+            "import sys, jax, jaxtune; from benchmarks.random_model import random_model;"
+            "from benchmarks.shapes import SHAPES;"
+            "jaxtune.save_pretrained(random_model(SHAPES[sys.argv[1]], jax.random.key(0), None), sys.argv[2])"
+        )
+        subprocess.run([sys.executable, "-c", script, options.shape, str(folder)], env=environment, check=True)
+    if total:
+        share = (options.card * 2**30 - CONTEXT_BYTES) / total
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.5f}"
+    for load_in in options.formats.split(","):
+        command = [sys.executable, __file__, "--child", str(folder), load_in]
+        left = max(end - time.monotonic(), 1.0)
+        try:
+            done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=left)
+        except subprocess.SubprocessError as error:
+            print(f"{load_in}: {error}; {getattr(error, 'stderr', '')}", flush=True)
+            continue
+        found = record["formats"][load_in] = json.loads(done.stdout.strip().splitlines()[-1])
+        write(options.output, record)
+        print(load_in, {name: value for name, value in found.items() if name != "stats"}, flush=True)
+    if options.work is None:
+        shutil.rmtree(work)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
