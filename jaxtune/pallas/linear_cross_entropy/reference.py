@@ -244,12 +244,12 @@ def in_chunks(
 
     hidden, *others = jax.tree.map(padded, arrays)
 
-    def one(carry, index):
-        dhead, hidden = carry
+    def one(so_far, index):
+        dhead, hidden = so_far
         at = index * chunk_length
         cut = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, at, chunk_length, 1), [hidden, *others])
         results = compute(*cut)
-        if gradients:  # over the chunk's hidden states, which nothing reads any more
+        if results.dhidden is not None:  # over the chunk's hidden states, which nothing reads any more
             hidden = jax.lax.dynamic_update_slice_in_dim(hidden, results.dhidden, at, 1)
         dhead = None if dhead is None else dhead + results.dhead
         return (dhead, hidden), results._replace(dhidden=None, dhead=None)
