@@ -1,12 +1,14 @@
-"""What the allocator of a card loses when a model's weights are quantised on loading: its free bytes beyond the largest
-free block, which a step's temporary memory, one block, cannot have. The planner counts them by `Format.slack`.
+"""What the allocator of a card loses when a model's weights are quantised on loading: what the weights and the largest
+free block leave of its memory. A step's temporary memory is one block, and cannot have the rest. The planner counts it
+by `Format.slack`.
 
     python benchmarks/train/load_gaps.py [--shape llama-3.1-8b] [--formats nf4,fp8] [--card 12] [--seconds 240]
         --output FILE.json
 
 A folder of the shape with random weights is written once, and loaded by a process for each format, whose allocator
-gives out no more than a card of --card GiB would. `lost_share` is what to compare with `slack`: `lost_bytes` by the
-bytes of the quantised weights. It is negative nowhere, and 0 where loading leaves all free memory in one piece.
+gives out no more than a card of --card GiB would. `lost_bytes` are in gaps between blocks in use (`in_gaps_bytes`) or
+in blocks that are larger than the arrays in them (`in_blocks_bytes`; other arrays than weights, if any, count there
+too). `lost_share`, of the quantised weights' bytes, is what to compare with `slack`.
 """
 
 from __future__ import annotations
@@ -37,9 +39,14 @@ def child(folder: str, load_in: str) -> None:
     leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, Stored))
     quantised = sum(nbytes(leaf) for leaf in leaves if isinstance(leaf, Stored))
     stats = jax.local_devices()[0].memory_stats()
-    lost = stats["bytes_limit"] - stats["bytes_in_use"] - stats["largest_free_block_bytes"]
-    found = {"weight_bytes": nbytes(model), "quantised_bytes": quantised, "lost_bytes": lost, "stats": stats}
-    print(json.dumps(found | {"lost_share": lost / quantised}))
+    found = {
+        "weight_bytes": nbytes(model),
+        "quantised_bytes": quantised,
+        "in_gaps_bytes": stats["bytes_limit"] - stats["bytes_in_use"] - stats["largest_free_block_bytes"],
+        "in_blocks_bytes": stats["bytes_in_use"] - nbytes(model),
+    }
+    lost = found["in_gaps_bytes"] + found["in_blocks_bytes"]
+    print(json.dumps(found | {"lost_bytes": lost, "lost_share": lost / quantised, "stats": stats}))
 
 
 def main() -> int:

@@ -167,12 +167,10 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        """XLA's options for all programs of the run, {name: value}, by mesh and config (see compiler_options), for its
-        record too. Products are not merged where all parameters train, which are updated tensor by tensor, unless the
-        run is `deterministic`: one that goes on from an older version's checkpoint keeps its bits."""
+        """XLA's options for all programs of the run, which its record has: {name: value} (see compiler_options)."""
         platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).parts > 1
-        merges = self._deterministic or not self.program.by_tensor
-        return compiler_options(platform, self._deterministic, divides, merges=merges)
+        merges = self._deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
+        return compiler_options(platform, self._deterministic, divides, merges)
 
     # ---- batches
 
