@@ -146,8 +146,8 @@ def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[t
 
 
 def _compile(program: jax.stages.Wrapped, *arguments: object) -> None:
-    """Compiles a jitted function before it is called. Arrays among `arguments` may be given as jax.ShapeDtypeStruct. A
-    later call with arguments of these shapes and dtypes does not compile again."""
+    """Compiles `program`, a jitted function, for arguments with the shapes and dtypes of `arguments`. A later call with
+    such arguments does not compile it again. An argument may be a jax.ShapeDtypeStruct in place of an array."""
     program.lower(*arguments).compile()
 
 

@@ -224,15 +224,16 @@ def in_chunks(
     Args:
       compute: the function of one chunk: it takes the chunk's slice [B, t, ...] of each of `arrays`, and returns its
         Results.
-      arrays: a tuple of arrays [B, T] or [B, T, n], the hidden states first, or None in place of another, which
-        `compute` then gets too. Zeros are appended to fill the last chunk; the results of these tokens are left out.
+      arrays: the arguments of `compute` for all tokens: arrays [B, T] or [B, T, n]. The first is the hidden states; any
+        other may be None, which `compute` gets as it is. Zeros are appended to fill the last chunk, and the results of
+        these tokens are left out.
       chunk_length: t, the number of tokens of each row in a chunk. If it is T or more, `compute` is called once, with
         `arrays` as they are.
       head: [V, D], whose dtype and number of rows the head's gradient gets.
-      filled: the head as `compute` uses it (`filled_up`), in whose shape the chunks' gradients of the head, float32,
-        are added in order; None if `compute` returns none.
-      gradients: whether `compute` returns the hidden states' gradient. It takes their place chunk by chunk, so that it
-        needs no memory of its own.
+      filled: the head as `compute` uses it (`filled_up`). The chunks' gradients of the head are added in this shape, in
+        float32 and in the order of the chunks. None if `compute` returns no gradient of the head.
+      gradients: whether `compute` returns the gradient of the hidden states. Each chunk's gradient is written over its
+        hidden states, so that the gradient needs no memory of its own.
     """
     rows, length = arrays[0].shape[:2]
     if chunk_length >= length:

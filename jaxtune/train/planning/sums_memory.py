@@ -34,9 +34,14 @@ class SumsMemory:
     head: float = 0.0  # of a head in float32: from the loss on, its gradient is added up where its sum is
 
     def bytes(self, values: _Values, layers: int, backward: bool) -> float:
-        """Bytes of those of `values` that are in the memory of sums: at the loss and in the forward (not backward), or
-        in the backward of the last of the first `layers` layers, whose own sums and those before it are still free.
-        The largest values are placed first, as XLA does."""
+        """How many bytes of `values` XLA places in the memory of sums. The largest values are placed first.
+
+        Args:
+          values: the sizes of the values, and how many there are of each.
+          layers: the number of first layers whose sums have no gradients yet.
+          backward: False: at the loss and in the forward. True: in the backward of the last of these layers; the sum of
+            the head has its gradient then.
+        """
         around = sorted(self.around)[: -1 if backward else None]  # the head's gradient is there in the backward
         free = np.sort([*around, *(size for layer in self.layers[:layers] for size in layer)])
         taken = found = 0.0
@@ -62,7 +67,7 @@ def sums_memory(model: Decoder, kept: nnx.State, config: TrainConfig, devices: i
         return NO_SUMS
 
     def sizes(tree) -> list[float]:
-        """Bytes of each matrix of `tree`."""
+        """The size in bytes of each matrix of `tree`, in the order of its leaves."""
         return [nbytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.ndim > 1]
 
     layers = tuple(tuple(sizes(layer)) for layer in kept.get("layers", {}).values())

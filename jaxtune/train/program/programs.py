@@ -167,7 +167,7 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        """XLA's options for all programs of the run, which its record has: {name: value} (see compiler_options)."""
+        """The XLA options {name: value} of all programs of the run (compiler_options). The run's record has them."""
         platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).parts > 1
         merges = self._deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
         return compiler_options(platform, self._deterministic, divides, merges)

@@ -1,7 +1,6 @@
-"""Functions over all the tensors of a step, with which step.py adds sums over devices (`of_all_devices`), makes the
-zeros with which the next step's sums start (`zeros_after`, or `with_zeros`), rounds new weights (`rounded_like`) and
-reduces each tensor to a number (`of_each`); and the trained tensors' names, for metrics and checkpoints
-(`trainable_names`)."""
+"""Functions over all the tensors of a step, for step.py. `of_all_devices` adds sums over devices. `zeros_after` and
+`with_zeros` make the zeros with which a step's sums start. `rounded_like` rounds new weights. `of_each` reduces each
+tensor to a number. `trainable_names` gives the names of the trained tensors for metrics and checkpoints."""
 
 from __future__ import annotations
 
