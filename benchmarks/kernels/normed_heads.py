@@ -8,6 +8,7 @@ second (GB/s) as a share of the fastest copy's. Several tiles of the kernels run
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,9 +52,9 @@ def measure(heads: int, dim: int, rotary: int, copy: float) -> dict:
             dx, dweight = jax.vjp(run, x, weight)[1](dout)
             return (dx, dweight) if both else dx
 
-        return lambda xs, weight, table, douts: [one(x, weight, table, dout) for x, dout in zip(xs, douts, strict=True)]
+        return lambda xs, weight, table, douts: [one(x, weight, table, d) for x, d in zip(xs, douts, strict=True)]
 
-    programs: dict[str, Callable] = {}
+    programs: dict[str, Callable[[], float]] = {}
     results = {}
     kinds: tuple[tuple[str, Callable, tuple], ...] = (
         ("forward", forward, (x, weight, table)),
@@ -68,14 +69,14 @@ def measure(heads: int, dim: int, rotary: int, copy: float) -> dict:
                     program = compiled(make(way), *given)
                 name = f"{what}, {'XLA' if tile is None else tile}"
                 results[name] = jax.tree.leaves(program(*given))[0]
-                programs[name] = lambda program=program, given=given: queued_ms(program, *given, count=10) / COPIES
+                programs[name] = functools.partial(queued_ms, program, *given, count=10)
     moved = 2 * x[0].size  # bytes of one array
     found = {}
     for name, took in in_turns(programs).items():
         arrays = 2 if name.startswith("forward") else 3
         apart = distance(results[name], results[f"{name.split(', ')[0]}, XLA"])
-        share = arrays * moved / took / 1e6 / copy
-        found[name] = {"ms": round(took, 4), "of_copy": round(share, 3), "from_xla": round(apart, 6)}
+        share = arrays * moved * COPIES / took / 1e6 / copy
+        found[name] = {"ms": round(took / COPIES, 4), "of_copy": round(share, 3), "from_xla": round(apart, 6)}
     return found
 
 

@@ -295,8 +295,8 @@ class Attention(nnx.Module):
         return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.config.norm_eps)).astype(x.dtype)
 
     def _rotated(self, norm: str, x: jax.Array, rotary) -> jax.Array:
-        """Norms queries or keys x [B, T, heads, D] by the norm in the attribute `norm`, over each head or over all heads
-        as one vector (qk_norm), and rotates them. rotary: the rotary table; None: they are not rotated."""
+        """Norms queries or keys x [B, T, heads, D] by the norm in the attribute `norm`, over each head or all heads as
+        one vector (qk_norm), and rotates them. rotary: the rotary table; None: they are not rotated."""
         interleaved = self.config.interleaved_rotary
         if self.config.qk_norm == "head":
             return rotate_normed(x, getattr(self, norm), rotary, interleaved)
