@@ -52,7 +52,7 @@ def measure(heads: int, dim: int, rotary: int, copy: float) -> dict:
             dx, dweight = jax.vjp(run, x, weight)[1](dout)
             return (dx, dweight) if both else dx
 
-        return lambda xs, weight, table, douts: [one(x, weight, table, d) for x, d in zip(xs, douts, strict=True)]
+        return lambda xs, weight, table, douts=(): [one(x, weight, table, d) for x, d in zip(xs, douts, strict=True)]
 
     programs: dict[str, Callable[[], float]] = {}
     results = {}
@@ -64,7 +64,7 @@ def measure(heads: int, dim: int, rotary: int, copy: float) -> dict:
     for what, make, given in kinds:
         for way, tiles in (("reference", [None]), ("triton", TILES)):
             for tile in tiles:
-                numbers, warps = tile or TILES[0]
+                numbers, warps = tile or (triton._NUMBERS, triton._WARPS)
                 with mock.patch.multiple(triton, _NUMBERS=numbers, _WARPS=warps):
                     program = compiled(make(way), *given)
                 name = f"{what}, {'XLA' if tile is None else tile}"
