@@ -24,27 +24,28 @@ from benchmarks.kernels.timing import arguments, compiled, distance, in_turns, n
 from jaxtune.pallas.normed_heads import normed_heads, triton
 
 ROWS, LENGTH = 8, 2048
-# {what: heads, their size, of which are rotated}
+# {what: heads, their size}
 SHAPES = {
-    "Qwen3-0.6B query": (16, 128, 128),
-    "Qwen3-0.6B key": (8, 128, 128),
-    "Qwen3-30B-A3B query": (32, 128, 128),
-    "Qwen3.5-9B query": (16, 256, 64),
+    "Qwen3-0.6B query": (16, 128),
+    "Qwen3-0.6B key": (8, 128),
+    "Qwen3-30B-A3B query": (32, 128),
+    "Gemma 3 4B query": (8, 256),
 }
-TILES = ((2048, 8), (2048, 4), (1024, 4), (4096, 8))  # numbers of a tile, warps
+# Numbers of a tile, warps, tiles of a program of the backward.
+TILES = ((2048, 4, 8), (2048, 4, 4), (2048, 4, 2), (1024, 4, 8), (2048, 8, 8), (1024, 2, 8), (4096, 4, 4))
 COPIES = 3  # of the arrays, so that none is in the L2
 
 
-def measure(heads: int, dim: int, rotary: int, copy: float) -> dict:
+def measure(heads: int, dim: int, copy: float) -> dict:
     x = [normal(i, ROWS, LENGTH, heads, dim) for i in range(COPIES)]
     douts = [normal(10 + i, ROWS, LENGTH, heads, dim) for i in range(COPIES)]
-    weight, angles = normal(20, dim), normal(21, ROWS, LENGTH, rotary // 2, dtype=jnp.float32)
+    weight, angles = normal(20, dim), normal(21, ROWS, LENGTH, dim // 2, dtype=jnp.float32)
     table = jnp.cos(angles), jnp.sin(angles)
 
-    def forward(way):
+    def forward(way) -> Callable:
         return lambda xs, weight, table: [normed_heads(x, weight, table, implementation=way) for x in xs]
 
-    def backward(way, both):
+    def backward(way, both) -> Callable:
         def one(x, weight, table, dout):
             def run(x, weight):
                 return normed_heads(x, weight, table, implementation=way)
@@ -52,7 +53,7 @@ def measure(heads: int, dim: int, rotary: int, copy: float) -> dict:
             dx, dweight = jax.vjp(run, x, weight)[1](dout)
             return (dx, dweight) if both else dx
 
-        return lambda xs, weight, table, douts=(): [one(x, weight, table, d) for x, d in zip(xs, douts, strict=True)]
+        return lambda xs, weight, table, douts: [one(x, weight, table, d) for x, d in zip(xs, douts, strict=True)]
 
     programs: dict[str, Callable[[], float]] = {}
     results = {}
@@ -64,8 +65,8 @@ def measure(heads: int, dim: int, rotary: int, copy: float) -> dict:
     for what, make, given in kinds:
         for way, tiles in (("reference", [None]), ("triton", TILES)):
             for tile in tiles:
-                numbers, warps = tile or (triton._NUMBERS, triton._WARPS)
-                with mock.patch.multiple(triton, _NUMBERS=numbers, _WARPS=warps):
+                numbers, warps, steps = tile or TILES[0]
+                with mock.patch.multiple(triton, _NUMBERS=numbers, _WARPS=warps, _STEPS=steps):
                     program = compiled(make(way), *given)
                 name = f"{what}, {'XLA' if tile is None else tile}"
                 results[name] = jax.tree.leaves(program(*given))[0]

@@ -13,17 +13,14 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.normed_heads import normed, normed_heads, rotated, triton
 
 
-# Heads of all tokens that are no multiple of a tile, of a program of the backward, or of either; heads that are rotated
-# whole, in part, and whose other dimensions are no power of two.
-@pytest.mark.parametrize(
-    ("tokens", "heads", "dim", "rotary"), [(9, 4, 128, 128), (41, 5, 64, 64), (20, 1, 256, 64), (70, 3, 96, 64)]
-)
+# The heads of all tokens are no multiple of a tile, nor of a program of the backward.
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(9, 4, 128), (41, 5, 64), (20, 1, 256), (300, 3, 32)])
 @pytest.mark.parametrize(("offset", "float32"), [(0.0, False), (0.0, True), (1.0, True)])
-def test_the_kernels_are_plain_jax(tokens, heads, dim, rotary, offset, float32):
+def test_the_kernels_are_plain_jax(tokens, heads, dim, offset, float32):
     keys = jax.random.split(jax.random.key(0), 4)
     x, dout = (jax.random.normal(key, (2, tokens, heads, dim)).astype(jnp.float16) for key in keys[:2])
     weight = (1.0 - offset + 0.3 * jax.random.normal(keys[2], (dim,))).astype(jnp.float16)
-    angles = 3 * jax.random.normal(keys[3], (2, tokens, rotary // 2))
+    angles = 3 * jax.random.normal(keys[3], (2, tokens, dim // 2))
     table = jnp.cos(angles), jnp.sin(angles)
 
     def plainly(x, weight):

@@ -37,9 +37,9 @@ def normed_heads(
       offset: the number that is added to the weight; it is ignored if float32 is False.
       float32: True: the normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and
         the weight are rounded to x's dtype first, and the product again.
-      implementation: "triton" (one kernel, and one for the gradients: 16 bits, a rotary_dim that is a power of two of
-        at least 32), "reference" (plain JAX), or None for "triton" if it supports the call and there are at least 4,096
-        heads over all tokens.
+      implementation: "triton" (one kernel, and one for the gradients: 16 bits, D a power of two of at least 32, and
+        rotary_dim D), "reference" (plain JAX), or None: "triton" if it supports the call and there are at least 4,096
+        heads over all tokens, else "reference".
     Returns:
       [B, T, heads, D] in x's dtype, rounded after the norm and after the rotation. The kernel's gradients are rounded
       once.
@@ -56,7 +56,8 @@ def normed_heads(
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"normed_heads: table rotates {2 * cos.shape[-1]} numbers of heads of {x.shape[-1]}")
     refusals: dispatch.Table = {"triton": lambda: triton.refusal(x, weight, table), "reference": lambda: None}
-    if implementation is None and x.size // x.shape[-1] < _LEAST:
+    partly = 2 * cos.shape[-1] < x.shape[-1]  # XLA's passes were faster than a kernel, which read too few bytes at once
+    if implementation is None and (partly or x.size // x.shape[-1] < _LEAST):
         implementation = "reference"
     if dispatch.choose("normed_heads", refusals, implementation) == "triton":
         return triton.normed_heads(x, weight, cos, sin, eps, offset, float32)

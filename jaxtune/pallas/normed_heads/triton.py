@@ -18,13 +18,13 @@ from jaxtune.pallas.normed_heads import reference
 
 _NUMBERS = 2048  # of x in a program's tile
 _STEPS = 8  # tiles of a program of the backward, whose part of the weight's gradient is one row
-_WARPS = 8
+_WARPS = 4
 
 
 def refusal(x, weight, table) -> str | None:
     """The reason why the kernels cannot compute a call, or None if they can. They need a GPU that runs Triton kernels,
-    jax-triton, bfloat16 or float16, and a number of rotated dimensions that is a power of two, at least 32. They are
-    also refused if the check at first use on this GPU found that their results differ from those of plain JAX.
+    jax-triton, bfloat16 or float16, and heads whose size is a power of two, at least 32, and which are rotated whole.
+    They are also refused if the check at first use on this GPU found that their results differ from those of plain JAX.
 
     Args:
       x: [B, T, heads, D]. weight: [D].
@@ -35,22 +35,23 @@ def refusal(x, weight, table) -> str | None:
         return reason
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype}"
-    half = table[0].shape[-1]
-    if half < 16 or half & (half - 1):
-        return f"{2 * half} rotated dimensions, no power of two of at least 32"
-    return _first_use(jnp.dtype(x.dtype), jnp.dtype(weight.dtype), x.shape[-1], half)
+    dim, rotary = x.shape[-1], 2 * table[0].shape[-1]
+    if dim < 32 or dim & (dim - 1):
+        return f"head dim {dim}, no power of two of at least 32"
+    if rotary < dim:
+        return f"{rotary} of {dim} dimensions are rotated"
+    return _first_use(jnp.dtype(x.dtype), jnp.dtype(weight.dtype), dim)
 
 
-def _first_use(dtype, weight_dtype, dim: int, half: int) -> str | None:
+def _first_use(dtype, weight_dtype, dim: int) -> str | None:
     """The reason why this GPU must not run the kernels for such calls, or None: it compares a small case with plain
-    JAX in float32, once for each kind of call (dispatch.first_use). dim, half: the sizes of a head and of half of its
-    rotated dimensions."""
+    JAX in float32, once for each kind of call (dispatch.first_use). dim: the size of a head."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
         x, dout = (jax.random.normal(key, (2, 37, 3, dim)).astype(dtype) for key in keys[:2])
         weight = (1 + 0.1 * jax.random.normal(keys[2], (dim,))).astype(weight_dtype)
-        angles = jax.random.normal(keys[3], (2, 37, half))
+        angles = jax.random.normal(keys[3], (2, 37, dim // 2))
 
         def run(function, x, weight, dout):
             out, pull = jax.vjp(lambda x, weight: function(x, weight, jnp.cos(angles), jnp.sin(angles)), x, weight)
@@ -66,14 +67,14 @@ def _first_use(dtype, weight_dtype, dim: int, half: int) -> str | None:
         wide = (array.astype(jnp.float32) for array in (x, weight, dout))
         return got, dispatch.exactly(functools.partial(run, exact))(*wide)
 
-    call = f"{dtype}, weight {weight_dtype}, head dim {dim}, {2 * half} rotated"
+    call = f"{dtype}, weight {weight_dtype}, head dim {dim}"
     return dispatch.first_use("normed_heads", "triton", call, compare)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
     """Norms each head of x [B, T, heads, D] and rotates it, by the kernel, with a derivative by another one.
-    cos, sin: float32[B, T, rotary_dim / 2]. The other arguments are those of reference.normed; `refusal` says which
+    cos, sin: float32[B, T, D / 2]. The other arguments are those of reference.normed; `refusal` says which
     calls are supported."""
     norm = eps, offset, float32
 
@@ -113,8 +114,8 @@ normed_heads.defvjp(_normed_heads_fwd, _normed_heads_bwd)
 
 
 def _block(dim: int) -> int:
-    """The number of heads of `dim` numbers in a program's tile, a power of two."""
-    return max(1, _NUMBERS // (1 << (dim - 1).bit_length()))
+    """The number of heads of `dim` numbers in a program's tile."""
+    return max(1, _NUMBERS // dim)
 
 
 def _call(kernel: str, x, weight, cos, sin, others, outputs, count: int, norm, **constants) -> list[jax.Array]:
@@ -131,8 +132,7 @@ def _call(kernel: str, x, weight, cos, sin, others, outputs, count: int, norm, *
     from jaxtune.pallas.normed_heads import kernels
 
     heads, dim = x.shape[2:]
-    half, block = cos.shape[-1], _block(dim)
-    rest = dim - 2 * half
+    block = _block(dim)
     eps, offset, float32 = norm
     return compat.triton_call(
         getattr(kernels, kernel),
@@ -143,9 +143,7 @@ def _call(kernel: str, x, weight, cos, sin, others, outputs, count: int, norm, *
         stages=1,
         COUNT=count,
         HEADS=heads,
-        HALF=half,
-        REST=rest,
-        REST_BLOCK=1 << max(rest - 1, 0).bit_length(),
+        HALF=dim // 2,
         EPS=float(eps),
         OFFSET=float(offset),
         FLOAT32=int(float32),
