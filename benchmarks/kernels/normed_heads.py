@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from benchmarks.kernels.quant_matmul import copy_gb_per_s
 from benchmarks.kernels.timing import arguments, compiled, distance, in_turns, normal, queued_ms, record_parts
 from jaxtune.pallas.normed_heads import normed_heads, triton
+from jaxtune.pallas.normed_heads.triton import Tile
 
 ROWS, LENGTH = 8, 2048
 # {what: heads, their size}
@@ -31,8 +32,7 @@ SHAPES = {
     "Qwen3-30B-A3B query": (32, 128),
     "Gemma 3 4B query": (8, 256),
 }
-# Numbers of a tile, warps, tiles of a program of the backward.
-TILES = ((2048, 4, 8), (2048, 4, 4), (2048, 4, 2), (1024, 4, 8), (2048, 8, 8), (1024, 2, 8), (4096, 4, 4))
+TILES = tuple(Tile(*each) for each in ((2048, 4, 8), (1024, 2, 8), (1024, 4, 8), (2048, 8, 8), (4096, 4, 4)))
 COPIES = 3  # of the arrays, so that none is in the L2
 
 
@@ -57,18 +57,18 @@ def measure(heads: int, dim: int, copy: float) -> dict:
 
     programs: dict[str, Callable[[], float]] = {}
     results = {}
-    kinds: tuple[tuple[str, Callable, tuple], ...] = (
+    kinds: list[tuple[str, Callable, tuple]] = [
         ("forward", forward, (x, weight, table)),
         ("gradient of x", lambda way: backward(way, False), (x, weight, table, douts)),
         ("both gradients", lambda way: backward(way, True), (x, weight, table, douts)),
-    )
+    ]
     for what, make, given in kinds:
         for way, tiles in (("reference", [None]), ("triton", TILES)):
             for tile in tiles:
-                numbers, warps, steps = tile or TILES[0]
-                with mock.patch.multiple(triton, _NUMBERS=numbers, _WARPS=warps, _STEPS=steps):
+                used = tile or TILES[0]
+                with mock.patch.multiple(triton, FORWARD=used._replace(steps=1), BACKWARD=used):
                     program = compiled(make(way), *given)
-                name = f"{what}, {'XLA' if tile is None else tile}"
+                name = f"{what}, {'XLA' if tile is None else tuple(tile)}"
                 results[name] = jax.tree.leaves(program(*given))[0]
                 programs[name] = functools.partial(queued_ms, program, *given, count=10)
     moved = 2 * x[0].size  # bytes of one array
@@ -85,7 +85,7 @@ def main() -> int:
     options = arguments(__doc__).parse_args()
     copy = copy_gb_per_s(2**29)
     parts: dict[str, Callable] = {"copy_gb_per_s": lambda: copy}
-    parts |= {name: lambda shape=shape: measure(*shape, copy) for name, shape in SHAPES.items()}
+    parts |= {name: functools.partial(measure, *sizes, copy) for name, sizes in SHAPES.items()}
     return record_parts("normed_heads", options, parts, lambda record: ())
 
 

@@ -55,10 +55,16 @@ def normed_heads(
     cos, sin = table
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"normed_heads: table rotates {2 * cos.shape[-1]} numbers of heads of {x.shape[-1]}")
-    refusals: dispatch.Table = {"triton": lambda: triton.refusal(x, weight, table), "reference": lambda: None}
     partly = 2 * cos.shape[-1] < x.shape[-1]  # XLA's passes were faster than a kernel, which read too few bytes at once
     if implementation is None and (partly or x.size // x.shape[-1] < _LEAST):
         implementation = "reference"
-    if dispatch.choose("normed_heads", refusals, implementation) == "triton":
+    if dispatch.choose("normed_heads", implementations(x, weight, table), implementation) == "triton":
         return triton.normed_heads(x, weight, cos, sin, eps, offset, float32)
     return reference.rotated(False, reference.normed(x, weight, eps, offset, float32), cos, sin)
+
+
+def implementations(x, weight, table) -> dispatch.Table:
+    """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
+    reason why the implementation refuses the call, or None}, in the order in which they are tried. `jaxtune info`
+    prints why implementations refuse. The arguments are those of `normed_heads`, as arrays or as shapes."""
+    return {"triton": lambda: triton.refusal(x, weight, table), "reference": lambda: None}

@@ -9,6 +9,7 @@ gradient of x, with that of the weight one more.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,16 @@ import jax.numpy as jnp
 from jaxtune.pallas import compat, dispatch, meshes
 from jaxtune.pallas.normed_heads import reference
 
-_NUMBERS = 2048  # of x in a program's tile
-_STEPS = 8  # tiles of a program of the backward, whose part of the weight's gradient is one row
-_WARPS = 4
+
+class Tile(NamedTuple):
+    """How a kernel divides its work; `normed_heads` has one for each direction."""
+
+    numbers: int  # of x in a tile
+    warps: int  # of a program
+    steps: int  # tiles of a program; the backward writes one row of gradients of the weight for them
+
+
+FORWARD, BACKWARD = Tile(2048, 4, 1), Tile(1024, 2, 8)
 
 
 def refusal(x, weight, table) -> str | None:
@@ -79,7 +87,7 @@ def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
     norm = eps, offset, float32
 
     def run(x, cos, sin, weight):
-        [out] = _call("normed_heads_kernel", x, weight, cos, sin, (), [x], x.size // x.shape[-1], norm)
+        [out] = _call("normed_heads_kernel", FORWARD, x, weight, cos, sin, (), (), norm)
         return out
 
     return meshes.on_each_device(run, rows=3)(x, cos, sin, weight)
@@ -98,12 +106,9 @@ def _normed_heads_bwd(eps, offset, float32, residuals, dout):
     norm = eps, offset, float32
 
     def run(x, cos, sin, dout, weight):
-        dim = x.shape[-1]
-        tiles = -(-x.size // dim // _block(dim))
-        sums = jax.ShapeDtypeStruct((-(-tiles // _STEPS), dim), jnp.float32)
-        dx, sums = _call(
-            "normed_heads_gradient_kernel", x, weight, cos, sin, (dout,), [x, sums], x.size // dim, norm, STEPS=_STEPS
-        )
+        sums = jax.ShapeDtypeStruct((_programs(x, BACKWARD), x.shape[-1]), jnp.float32)
+        others, steps = ((dout,), (sums,)), BACKWARD.steps
+        dx, sums = _call("normed_heads_gradient_kernel", BACKWARD, x, weight, cos, sin, *others, norm, STEPS=steps)
         return dx, sums.sum(0).astype(weight.dtype)
 
     dx, dweight = meshes.on_each_device(run, rows=4, results=1)(x, cos, sin, dout, weight)
@@ -113,40 +118,43 @@ def _normed_heads_bwd(eps, offset, float32, residuals, dout):
 normed_heads.defvjp(_normed_heads_fwd, _normed_heads_bwd)
 
 
-def _block(dim: int) -> int:
-    """The number of heads of `dim` numbers in a program's tile."""
-    return max(1, _NUMBERS // dim)
+def _block(x, tile: Tile) -> int:
+    """The number of heads of x [B, T, heads, D] in a tile."""
+    return max(1, tile.numbers // x.shape[-1])
 
 
-def _call(kernel: str, x, weight, cos, sin, others, outputs, count: int, norm, **constants) -> list[jax.Array]:
-    """Calls a kernel of kernels.py, and returns its outputs.
+def _programs(x, tile: Tile) -> int:
+    """The number of programs that the heads of x [B, T, heads, D] are divided over."""
+    return -(-x.size // x.shape[-1] // (_block(x, tile) * tile.steps))
+
+
+def _call(kernel: str, tile: Tile, x, weight, cos, sin, others, outputs, norm, **constants) -> list[jax.Array]:
+    """Calls a kernel of kernels.py, and returns its outputs, of which the first is like x.
 
     Args:
       kernel: its name.
       x, weight, cos, sin: as in `normed_heads`. others: further arrays that it takes.
-      outputs: arrays with the shapes and dtypes of the outputs.
-      count: the heads of all tokens.
+      outputs: the shapes and dtypes of further outputs.
       norm: (eps, offset, float32) of `normed_heads`.
       constants: further constants of the kernel.
     """
     from jaxtune.pallas.normed_heads import kernels
 
     heads, dim = x.shape[2:]
-    block = _block(dim)
     eps, offset, float32 = norm
     return compat.triton_call(
         getattr(kernels, kernel),
         (x, weight, cos, sin, *others),
-        [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outputs],
-        (-(-count // (block * constants.get("STEPS", 1))),),
-        warps=_WARPS,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype), *outputs],
+        (_programs(x, tile),),
+        warps=tile.warps,
         stages=1,
-        COUNT=count,
+        COUNT=x.size // dim,
         HEADS=heads,
         HALF=dim // 2,
         EPS=float(eps),
         OFFSET=float(offset),
         FLOAT32=int(float32),
-        BLOCK=block,
+        BLOCK=_block(x, tile),
         **constants,
     )

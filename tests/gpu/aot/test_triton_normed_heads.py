@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.normed_heads import normed_heads
@@ -57,3 +58,12 @@ def test_the_norm_the_rotation_and_their_gradients_are_a_kernel_each():
     assert dispatch.record["normed_heads"] == ("triton", {})
     assert text.count('custom_call_target="triton_kernel_call"') == 2
     assert not re.search(rf"= \(?(bf16|f32)\[{ROWS},{LENGTH},16,\d+\]\S* fusion", text)
+
+
+def test_every_array_is_divided_between_devices():
+    """A kernel counts heads from the first that its device has; the weight's gradient is added up over devices."""
+    jax.clear_caches()
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((ROWS,), ("data",))):
+        jax.eval_shape(gradients, *arguments(16, 128))
+    for _, types, _ in calls:
+        assert {array.shape[0] for array in types if len(array.shape) > 2} == {1}
