@@ -8,7 +8,6 @@ Hugging Face checkpoints), or neighbouring numbers if a family interleaves them.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -17,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models.config import DecoderConfig, RopeConfig
+from jaxtune.models.norm import LayerNorm, RMSNorm
+from jaxtune.pallas.normed_heads import normed_heads, rotated
 
 
 class RotaryFrequencies(NamedTuple):
@@ -139,7 +140,17 @@ def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
         unchanged.
       interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2.
     """
-    return x if table is None else _rotated(interleaved, x, *table[:2])
+    return x if table is None else rotated(interleaved, x, *table[:2])
+
+
+def rotate_normed(x: jax.Array, norm: RMSNorm | LayerNorm, table, interleaved: bool = False) -> jax.Array:
+    """Norms each head of queries or keys x [B, T, heads, D] by `norm`, and rotates it as `rotate` does, whose other
+    arguments it takes. An RMSNorm and the rotation of halves are one operation, which has kernels (normed_heads)."""
+    in_one = isinstance(norm, RMSNorm) and norm.compute in (None, "float32") and not interleaved
+    if table is None or not in_one:
+        return rotate(norm(x), table, interleaved)
+    assert isinstance(norm, RMSNorm)
+    return normed_heads(x, norm.weight[...], table[:2], eps=norm.eps, offset=norm.offset, float32=norm.float32)
 
 
 def scaled_by_position(query: jax.Array, table) -> jax.Array:
@@ -150,47 +161,6 @@ def scaled_by_position(query: jax.Array, table) -> jax.Array:
     if table is None or len(table) < 3:
         return query
     return query * table[2][:, :, None, :].astype(query.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rotated(interleaved, x, cos, sin):
-    """Rotates x [B, T, heads, D] by cos and sin, float32[B, T, rotary_dim / 2]: computed in float32, returned in x's
-    dtype, with dimensions beyond rotary_dim unchanged. It has a derivative of its own, one pass over memory, where
-    jax.vjp would pad and add the gradients of slices; cos and sin get no gradient.
-
-    interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2."""
-    half = cos.shape[-1]
-    cos, sin = (part[:, :, None, :] for part in (cos, sin))
-    if interleaved:
-        pairs = x[..., : 2 * half].reshape(*x.shape[:-1], half, 2)
-        first, second = pairs[..., 0], pairs[..., 1]
-    else:
-        first, second = x[..., :half], x[..., half : 2 * half]
-    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-    parts = [(first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)]
-    if interleaved:
-        parts = [jnp.stack(parts, axis=-1).reshape(*x.shape[:-1], 2 * half)]
-    if x.shape[-1] > 2 * half:
-        parts.append(x[..., 2 * half :])
-    return jnp.concatenate(parts, axis=-1)
-
-
-def _rotated_fwd(interleaved, x, cos, sin):
-    """The forward rule of `_rotated`, with its arguments (interleaved, which is static, x [B, T, heads, D], cos and sin
-    float32[B, T, rotary_dim / 2]): (x rotated by cos and sin, the residuals (cos, sin) for the backward rule)."""
-    return _rotated(interleaved, x, cos, sin), (cos, sin)
-
-
-def _rotated_bwd(interleaved, table, dout):
-    """The backward rule of `_rotated`. It returns (the gradient of x, None for cos, None for sin); the gradient is dout
-    rotated by the opposite angle, [B, T, heads, D] in dout's dtype. It is one pass over memory, where jax.vjp would pad
-    the gradients of slices and add them. interleaved: that of the forward. table: the residuals (cos, sin) of the
-    forward, float32[B, T, rotary_dim / 2]. dout: the gradient of the rotated x."""
-    cos, sin = table
-    return _rotated(interleaved, dout, cos, -sin), None, None
-
-
-_rotated.defvjp(_rotated_fwd, _rotated_bwd)
 
 
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):

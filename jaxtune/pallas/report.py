@@ -19,6 +19,7 @@ from jaxtune.pallas.gated import api as gated
 from jaxtune.pallas.grouped_matmul import api as grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
+from jaxtune.pallas.normed_heads import api as normed_heads
 from jaxtune.pallas.quant_matmul import api as quant_matmul
 from jaxtune.pallas.routing import api as routing
 
@@ -64,6 +65,8 @@ def kernel_choices() -> list[KernelChoice]:
     nf4 = jax.eval_shape(NF4.encode, array)
     experts = jax.eval_shape(NF4.encode, jax.ShapeDtypeStruct((_EXPERTS, 5760, 2880), jnp.bfloat16))
     sizes = jax.ShapeDtypeStruct((_EXPERTS,), jnp.int32)
+    weight: Any = jax.ShapeDtypeStruct((_HEAD_DIM,), jnp.bfloat16)
+    table = [jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEAD_DIM // 2), jnp.float32)] * 2
     groups = jax.eval_shape(lambda sizes: groups_of(sizes, _ROWS * _LENGTH), sizes)
     call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
     return [
@@ -98,6 +101,11 @@ def kernel_choices() -> list[KernelChoice]:
             routing.implementations(jnp.bfloat16, 2880, 4),
         ),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
+        _choice(
+            "normed_heads",
+            f"bfloat16, {_HEADS} heads of {_HEAD_DIM}",
+            normed_heads.implementations(query, weight, table),
+        ),
         _choice("gated_delta_rule", f"bfloat16, head dim {_HEAD_DIM}", delta_rule.implementations(query, query)),
     ]
 

@@ -31,6 +31,7 @@ from jaxtune.pallas.gated import gated_backward
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
+from jaxtune.pallas.normed_heads import normed_heads
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 from jaxtune.pallas.routing import (
     choose_experts,
@@ -299,6 +300,13 @@ OPS = {
     short_convolution_step: (
         dict(x=zeros(2, 1, 6), weight=zeros(6, 4), window=zeros(2, 3, 6)),
         ("window", zeros(2, 4, 6), ValueError, r"window is .*\[B, 3, C\]"),
+    ),
+    normed_heads: (
+        dict(x=zeros(2, 8, 3, 16), weight=zeros(16), table=(zeros(2, 8, 8), zeros(2, 8, 8))),
+        ("weight", zeros(8), ValueError, r"weight is float32\[8\].*D = 16"),
+        ("table", (zeros(2, 8, 8), zeros(2, 8, 4)), ValueError, r"table\[1\] is .*rotary_dim/2 = 8"),
+        ("table", (zeros(2, 7, 8), zeros(2, 7, 8)), ValueError, r"table\[0\] is .*T = 8"),
+        ("table", (zeros(2, 8, 9), zeros(2, 8, 9)), ValueError, "table rotates 18 numbers of heads of 16"),
     ),
     NF4.encode: (
         dict(array=zeros(3, 8)),

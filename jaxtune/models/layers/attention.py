@@ -20,7 +20,7 @@ from jaxtune.models.fitted import ATTENTION_BYTES, ATTENTION_STAGE, WIDE_ATTENTI
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import norm_of
-from jaxtune.models.rope import rotate, scaled_by_position
+from jaxtune.models.rope import rotate, rotate_normed, scaled_by_position
 from jaxtune.pallas.attention import attention_backward, attention_forward
 from jaxtune.pallas.decode_attention import (
     cache_capacity,
@@ -277,15 +277,13 @@ class Attention(nnx.Module):
         return *heads, *gates
 
     def _query(self, x: jax.Array, rotary) -> jax.Array:
-        """Norms a projected query x [B, T, heads, D] and rotates it, for `project`, `attended` and `step_giving`.
-        rotary: the rotary table; if it has a third array, that scales the query by its position. None: the query is not
-        rotated."""
-        return scaled_by_position(rotate(self._normed("q_norm", x), rotary, self.config.interleaved_rotary), rotary)
+        """Norms a projected query x [B, T, heads, D] and rotates it. rotary: the rotary table; if it has a third array,
+        that scales the query by its position. None: the query is not rotated."""
+        return scaled_by_position(self._rotated("q_norm", x, rotary), rotary)
 
     def _key(self, x: jax.Array, rotary) -> jax.Array:
-        """Norms a projected key x [B, T, kv_heads, D] and rotates it, for `project`, `attended` and `first_state`.
-        rotary: the rotary table; None: the key is not rotated."""
-        return rotate(self._normed("k_norm", x), rotary, self.config.interleaved_rotary)
+        """Norms a projected key x [B, T, kv_heads, D] and rotates it by the rotary table, if that is not None."""
+        return self._rotated("k_norm", x, rotary)
 
     def _value(self, x: jax.Array) -> jax.Array:
         """The values as attention reads them, [B, T, kv_heads, D], from projected values (or, where values are keys,
@@ -296,13 +294,15 @@ class Attention(nnx.Module):
         wide = x.astype(jnp.float32)
         return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.config.norm_eps)).astype(x.dtype)
 
-    def _normed(self, norm: str, x: jax.Array) -> jax.Array:
-        """Applies the norm of queries or keys to x [B, T, heads, D]; returns x unchanged if there is none. norm: the
-        attribute, "q_norm" or "k_norm". The norm is over each head, or over all heads as one vector (qk_norm)."""
-        if self.config.qk_norm is None:
-            return x
-        shape = x.shape if self.config.qk_norm == "head" else (*x.shape[:2], -1)
-        return getattr(self, norm)(x.reshape(shape)).reshape(x.shape)
+    def _rotated(self, norm: str, x: jax.Array, rotary) -> jax.Array:
+        """Norms queries or keys x [B, T, heads, D] by the norm in the attribute `norm`, over each head or all heads as
+        one vector (qk_norm), and rotates them. rotary: the rotary table; None: they are not rotated."""
+        interleaved = self.config.interleaved_rotary
+        if self.config.qk_norm == "head":
+            return rotate_normed(x, getattr(self, norm), rotary, interleaved)
+        if self.config.qk_norm == "projection":
+            x = getattr(self, norm)(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+        return rotate(x, rotary, interleaved)
 
     def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
         """Projects the heads' outputs `out` [B, T, heads, D] by o_proj: [B, T, hidden]. The segment `mix` calls it, and

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas.decode_attention.cache import written
 from jaxtune.pallas.gated import ACTIVATIONS
+from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.quant_matmul import quant_matmul
 
 
@@ -103,24 +104,6 @@ def _sum(parts, dtype):
     return total.astype(dtype)
 
 
-def _normed(x, weight, eps, offset, float32):
-    """The RMS norm of x over its last axis, in x's dtype and shape; for `added_norm` and `placed`.
-
-    Args:
-      x: [..., size].
-      weight: [size].
-      eps: the number that is added to the mean square.
-      offset: the number that is added to the weight; it is ignored if float32 is False.
-      float32: True: the normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and
-        the weight are rounded to x's dtype first, and the product again.
-    """
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    if float32:
-        return (wide * (offset + weight.astype(jnp.float32))).astype(x.dtype)
-    return wide.astype(x.dtype) * weight.astype(x.dtype)
-
-
 def added_norm(x, parts, weight, *, eps, offset, float32):
     """Adds a product, given as partial sums, to the residual stream. Returns (the sum, its RMS norm), both [N, hidden]
     in x's dtype. This plain implementation runs where the kernel refuses a call, and the kernel is compared with it.
@@ -135,7 +118,7 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
         weight are rounded first, and the product again.
     """
     added = x + _sum(parts, x.dtype)
-    return added, _normed(added, weight, eps, offset, float32)
+    return added, normed(added, weight, eps, offset, float32)
 
 
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
@@ -161,7 +144,7 @@ def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32
     query, key, value = jnp.split(each, (heads, heads + kv_heads), axis=1)
     if norms is not None:
         query, key = (
-            _normed(array, weight, eps, offset, float32) for array, weight in zip((query, key), norms, strict=True)
+            normed(array, weight, eps, offset, float32) for array, weight in zip((query, key), norms, strict=True)
         )
     if table is not None:
         cos, sin = (part[:, None, :] for part in table)
