@@ -42,6 +42,9 @@ HEARTBEAT_SECONDS = 30
 _START_SECONDS = 300
 _ENDED, _HEARD, _ASKED = "jaxtune/ended", "jaxtune/heard/", "jaxtune/asked/"
 _WORDS_SECONDS = 10.0  # how long a failing process and the first one wait for each other before they exit
+# What the first process leaves the others between their report that they have heard and their exit: JAX aborts a process
+# whose service ends, with another exit code.
+_EXIT_SECONDS = 1.0
 _POLL_MILLISECONDS = 1000  # a wait is interrupted after this time, so that Python can handle signals
 _KEPT_DECISIONS = 64  # how many past decisions the service keeps; no process is that far behind
 
@@ -417,7 +420,7 @@ def leave(code: int) -> None:
     With code 0 it waits until all others call it, and returns. With any other code it reports the last words to the
     others and exits at once, because in an orderly shutdown JAX and the others would wait for each other. Only the
     first process, in which the coordination service runs, waits up to 10 seconds before, until all have read the
-    report."""
+    report, and one second more, in which they exit."""
     if _Run.watcher is None:
         return
     client = _client()
@@ -443,6 +446,7 @@ def leave(code: int) -> None:
         with contextlib.suppress(Exception):
             while len(client.key_value_dir_get(_HEARD)) < count() and time.monotonic() < deadline:
                 time.sleep(0.05)
+        time.sleep(_EXIT_SECONDS)
     os._exit(code)
 
 
