@@ -1,14 +1,16 @@
-"""What the allocator of a card loses when a model's weights are quantised on loading: what the weights and the largest
+"""What the allocator of a card loses when a model with quantised weights is loaded: what the weights and the largest
 free block leave of its memory. A step's temporary memory is one block, and cannot have the rest. The planner counts it
 by `Format.slack`.
 
-    python benchmarks/train/load_gaps.py [--shape llama-3.1-8b] [--formats nf4,fp8] [--card 12] [--seconds 240]
-        --output FILE.json
+    python benchmarks/train/load_gaps.py [--shape llama-3.1-8b] [--saved nf4] [--formats nf4,fp8] [--card 12]
+        [--seconds 240] --output FILE.json
 
-A folder of the shape with random weights is written once, and loaded by a process for each format, whose allocator
-gives out no more than a card of --card GiB would. `lost_bytes` are in gaps between blocks in use (`in_gaps_bytes`) or
-in blocks that are larger than the arrays in them (`in_blocks_bytes`; other arrays than weights, if any, count there
-too). `lost_share`, of the quantised weights' bytes, is what to compare with `slack`.
+A folder of the shape with random weights, in 16 bits or in the format --saved, is written once, and loaded by a process
+for each format (a value of model.load_in; "stored": as the folder has it), whose allocator gives out no more than a
+card of --card GiB would. `lost_bytes` are in gaps between blocks in use (`in_gaps_bytes`) or in blocks that are larger
+than the arrays in them (`in_blocks_bytes`; other arrays than weights, if any, count there too). `lost_share`, of the
+quantised weights' bytes, is what to compare with `slack`. `adapted` has the same bytes once the model has an adapter of
+rank 16 on all linears.
 """
 
 from __future__ import annotations
@@ -27,6 +29,20 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 
+def lost(model) -> dict[str, float]:
+    """Bytes that the allocator has lost, while nothing but the model is on the device."""
+    import jax
+
+    from jaxtune.train.planning.sizes import nbytes
+
+    stats = jax.local_devices()[0].memory_stats()
+    return {
+        "weight_bytes": nbytes(model),
+        "in_gaps_bytes": stats["bytes_limit"] - stats["bytes_in_use"] - stats["largest_free_block_bytes"],
+        "in_blocks_bytes": stats["bytes_in_use"] - nbytes(model),
+    }
+
+
 def child(folder: str, load_in: str) -> None:
     """Loads the folder, and prints what the allocator then has."""
     import jax
@@ -35,18 +51,17 @@ def child(folder: str, load_in: str) -> None:
     from jaxtune.pallas.formats import Stored
     from jaxtune.train.planning.sizes import nbytes
 
+    begun = time.monotonic()
     model, _ = jaxtune.from_pretrained(folder, load_in=load_in)
+    seconds = time.monotonic() - begun
     leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, Stored))
     quantised = sum(nbytes(leaf) for leaf in leaves if isinstance(leaf, Stored))
     stats = jax.local_devices()[0].memory_stats()
-    found = {
-        "weight_bytes": nbytes(model),
-        "quantised_bytes": quantised,
-        "in_gaps_bytes": stats["bytes_limit"] - stats["bytes_in_use"] - stats["largest_free_block_bytes"],
-        "in_blocks_bytes": stats["bytes_in_use"] - nbytes(model),
-    }
-    lost = found["in_gaps_bytes"] + found["in_blocks_bytes"]
-    print(json.dumps(found | {"lost_bytes": lost, "lost_share": lost / quantised, "stats": stats}))
+    found = lost(model) | {"quantised_bytes": quantised, "load_seconds": seconds}
+    found["lost_bytes"] = found["in_gaps_bytes"] + found["in_blocks_bytes"]
+    found["lost_share"] = found["lost_bytes"] / quantised
+    adapted = jax.block_until_ready(jaxtune.get_peft_model(model, r=16))
+    print(json.dumps(found | {"adapted": lost(adapted), "stats": stats}))
 
 
 def main() -> int:
@@ -55,6 +70,7 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--saved", help="the format that the folder has the weights in")
     parser.add_argument("--formats", default="nf4,fp8")
     parser.add_argument("--card", type=float, default=12.0, help="GiB")
     parser.add_argument("--seconds", type=float, default=240.0, help="for all")
@@ -68,15 +84,18 @@ def main() -> int:
     folder, total = work / "model", driver_bytes()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     record = {"benchmark": "train/load_gaps", "commit": commit_here(), "shape": options.shape, "formats": {}}
+    record |= {"card_gib": options.card, "saved": options.saved}
     if options.output.is_file():
         record = json.loads(options.output.read_text(encoding="utf-8"))
     if not folder.is_dir():
         script = (
             "import sys, jax, jaxtune; from benchmarks.random_model import random_model;"
             "from benchmarks.shapes import SHAPES;"
-            "jaxtune.save_pretrained(random_model(SHAPES[sys.argv[1]], jax.random.key(0), None), sys.argv[2])"
+            "model = random_model(SHAPES[sys.argv[1]], jax.random.key(0), sys.argv[3] or None);"
+            "jaxtune.save_pretrained(model, sys.argv[2])"
         )
-        subprocess.run([sys.executable, "-c", script, options.shape, str(folder)], env=environment, check=True)
+        command = [sys.executable, "-c", script, options.shape, str(folder), options.saved or ""]
+        subprocess.run(command, env=environment, check=True)
     if total:
         share = (options.card * 2**30 - CONTEXT_BYTES) / total
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.5f}"
