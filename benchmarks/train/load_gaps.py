@@ -1,6 +1,6 @@
 """What the allocator of a card loses when a model with quantised weights is loaded: what the weights and the largest
-free block leave of its memory. A step's temporary memory is one block, and cannot have the rest. The planner counts it
-by `Format.slack`.
+free block leave of its memory. A step's temporary memory is one block, and cannot have the rest. Plans count nothing
+for it.
 
     python benchmarks/train/load_gaps.py [--shape llama-3.1-8b] [--saved nf4] [--formats nf4,fp8] [--card 12]
         [--train] [--seconds 240] --output FILE.json
@@ -8,11 +8,10 @@ by `Format.slack`.
 A folder of the shape with random weights, in 16 bits or in the format --saved, is written once, and loaded by a process
 for each format (a value of model.load_in; "stored": as the folder has it), whose allocator gives out no more than a
 card of --card GiB would. `lost_bytes` are in gaps between blocks in use (`in_gaps_bytes`) or in blocks that are larger
-than the arrays in them (`in_blocks_bytes`; other arrays than weights, if any, count there too). `lost_share`, of the
-quantised weights' bytes, is what to compare with `slack`. `adapted` has the same bytes once the model has an adapter of
-rank 16 on all linears. With --train, the model is then trained for two steps of 8 x 2,048 tokens by the plan that is
-chosen for the card: `begun` has what the allocator has before the first step, and what the step's programs ask for in
-one block each.
+than the arrays in them (`in_blocks_bytes`; other arrays than weights, if any, count there too). `lost_share` is their
+share of the quantised weights' bytes. `adapted` has the same bytes once the model has an adapter of rank 16. With
+--train, the model is then trained for two steps of 8 x 2,048 tokens by the plan that is chosen for the card: `begun`
+has what the allocator has before the first step, and what the step's programs ask for in one block each.
 """
 
 from __future__ import annotations

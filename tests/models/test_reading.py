@@ -9,7 +9,6 @@ from concurrent.futures import CancelledError
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from checks import shapes_of
@@ -25,6 +24,7 @@ from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored
 
 MOE = CONFIGS["qwen3_moe"]
+DTYPES = {name: np.dtype(name) for name in ("float32", "float16", "bfloat16")}
 
 
 @pytest.fixture
@@ -51,10 +51,10 @@ def weights(model) -> list:
     return jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, Stored))
 
 
-@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("load_in", [None, "nf4", "fp8", "int8"])
 def test_what_is_computed_lies_where_its_zeros_were(tmp_path, made, load_in, stored):
-    write_checkpoint(tmp_path, MOE, shapes_of(MOE), stored if stored != "bfloat16" else ml_dtypes.bfloat16)
+    write_checkpoint(tmp_path, MOE, shapes_of(MOE), DTYPES[stored])
     model = Pretrained(tmp_path, "bfloat16", load_in).load()
     found = [places(weight) for weight in weights(model) if isinstance(weight, Stored) or stored != "bfloat16"]
     assert sorted(found) == sorted(made)
@@ -63,12 +63,12 @@ def test_what_is_computed_lies_where_its_zeros_were(tmp_path, made, load_in, sto
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_the_numbers_are_those_of_the_file_cast_and_quantised(tmp_path, stored):
-    write_checkpoint(tmp_path, MOE, shapes_of(MOE), stored if stored != "bfloat16" else ml_dtypes.bfloat16)
+    write_checkpoint(tmp_path, MOE, shapes_of(MOE), DTYPES[stored])
     plain = dict(matrices(Pretrained(tmp_path, "float32").load()))
     for load_in in ("nf4", "fp8"):
         model = Pretrained(tmp_path, "bfloat16", load_in).load()
         for name, matrix in matrices(model):
-            cast = jnp.asarray(np.asarray(plain[name].stored_weight).astype(ml_dtypes.bfloat16))
+            cast = jnp.asarray(np.asarray(plain[name].stored_weight).astype(DTYPES["bfloat16"]))
             want = encode(cast, load_in) if matrix.quantizable else cast
             jax.tree.map(np.testing.assert_array_equal, matrix.stored_weight, want)
 
@@ -76,6 +76,7 @@ def test_the_numbers_are_those_of_the_file_cast_and_quantised(tmp_path, stored):
 def test_the_compiled_program_writes_over_the_zeros():
     shapes = jax.eval_shape(lambda: encode(jnp.zeros((96, 64), jnp.bfloat16), "nf4"))
     compiled = reading._moved_into.lower(shapes, shapes).compile().memory_analysis()
+    assert compiled is not None
     assert compiled.alias_size_in_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
@@ -97,7 +98,7 @@ def test_on_a_mesh_each_device_writes_its_part_over_its_zeros(tmp_path, made):
 
 
 def test_what_is_placed_as_it_is_stored_comes_before_anything_is_freed(tmp_path, monkeypatch):
-    write_checkpoint(tmp_path, MOE, shapes_of(MOE), ml_dtypes.bfloat16)
+    write_checkpoint(tmp_path, MOE, shapes_of(MOE), DTYPES["bfloat16"])
     order, put, zeros = [], partition.put, reading._zeros
 
     def noted(tensor, where):
