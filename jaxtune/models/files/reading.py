@@ -3,6 +3,7 @@ they are finite, and computes the digest of all: `read_tensors`, which models/hf
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import types
@@ -162,13 +163,14 @@ def read_tensors(
     stay: Collection[str] = (),
 ) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
     """Reads tensors of a checkpoint, not of an adapter; casts, encodes or decodes them, places them, and checks on the
-    devices that they are finite. Eight threads read, in the files' order, at most 1 GiB or a larger tensor at a time.
+    devices that they are finite. Eight threads read, at most 1 GiB or a larger tensor at a time, in the files' order:
+    first what is placed as it is stored, then what is computed on the devices.
 
     Args:
       entries: {name: entry in files}.
       dtype: of tensors that are not kept quantised; those that are encoded are cast to it first.
       encoded: {name: format} of tensors that are quantised on the device, one at a time.
-      kept: names of quantised tensors that stay as they are stored. Others are decoded to their dtype.
+      kept: names of quantised tensors that stay as they are stored. Others are decoded to their dtype, one at a time.
       cancelled: once another thread sets it, CancelledError is raised before the next tensor, if there is one, begins.
       where: (name, tensor) -> the sharding of its arrays, called in threads; None: the default device. `tensor` is the
         array or quantised weight, or only its shape. Of a divided plain tensor only this process's parts are kept; the
@@ -195,7 +197,7 @@ def read_tensors(
             return tensor.astype(own, copy=False), digest
         if name not in computed:
             return jax.block_until_ready(partition.put(tensor, where(name, tensor))), digest
-        with one_at_a_time:
+        with one_at_a_time if name in encoded or isinstance(tensor, Stored) else contextlib.nullcontext():
             if isinstance(tensor, Stored):
                 tensor = entry.layout.decoded(tensor, own)
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
