@@ -198,7 +198,7 @@ def test_what_is_always_there_is_what_the_trainer_holds(tmp_path):
 
 
 def test_four_bits_and_shape_of_8b(parts_8b):
-    assert parts_8b.fixed["frozen weights"] == pytest.approx(5.70e9 + 0.36e9, rel=0.02)
+    assert parts_8b.fixed["frozen weights"] == pytest.approx(5.7025e9, rel=1e-4)  # as loaded: load_gaps.json
     assert parts_8b.trained == 41_943_040  # LoRA r=16 on all linears of Llama-3.1-8B, as PEFT counts them
     assert parts_8b.residuals["gate"] == 2 * 14336
     assert parts_8b.residuals["lse"] == 4 * 32
@@ -369,7 +369,8 @@ def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():
     )
     assert keep.parts["kept residuals"] - in_fp8.parts["kept residuals"] == 2 * wide
     assert keep.step_seconds < in_fp8.step_seconds < 1.06 * keep.step_seconds
-    assert keep.peak_bytes == pytest.approx(62.17e9 - (2092 - 1024) * 128_256 * 6, rel=0.005)  # "8b_fp8" in steps.json
+    # "8b_fp8" in steps.json, as compiled, less the 0.84 GB that plans then counted as lost on loading.
+    assert keep.peak_bytes == pytest.approx(62.127e9 - 0.838e9 - (2092 - 1024) * 128_256 * 6, rel=0.005)
     # Beside a host that is fast enough, gate and up stay as they are and others go there.
     unified = dataclasses.replace(H200, link=0.0)
     best = choose(parts, config, unified, (keep.peak_bytes + in_fp8.peak_bytes) / 2)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.files import headers, quant
-from jaxtune.pallas.formats import FORMATS
+from jaxtune.pallas.formats import FORMATS, Stored
 
 _GB = 1e9
 
@@ -45,18 +45,19 @@ def load_bytes(
         if name in kept:
             total += entries[name].size_bytes
         elif name in encoded:
-            total += _encoded_bytes(shape, dtype, encoded[name])
+            stored = encoded_shapes(shape, dtype, encoded[name])
+            total += sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
         else:
             total += math.prod(shape) * jnp.dtype(dtypes.get(name, dtype)).itemsize
     return total
 
 
 @functools.cache
-def _encoded_bytes(shape: tuple[int, ...], dtype: str, load_in: str) -> int:
-    """Bytes of a weight of this shape [..., out, in] and dtype after quantisation to the format `load_in`, codes and
-    scales, for load_bytes; nothing is computed. The results are cached, because many layers have the same shapes."""
-    stored = jax.eval_shape(lambda array: quant.encode(array, load_in), jax.ShapeDtypeStruct(shape, dtype))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
+def encoded_shapes(shape: tuple[int, ...], dtype: str, load_in: str) -> Stored:
+    """A weight of this shape [..., out, in] and dtype after quantisation to the format `load_in`, with
+    jax.ShapeDtypeStruct in place of its codes and scales; nothing is computed. load_bytes counts its bytes, and the
+    loader makes room for it. The results are cached, because many layers have the same shapes."""
+    return jax.eval_shape(lambda array: quant.encode(array, load_in), jax.ShapeDtypeStruct(shape, dtype))
 
 
 def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtune.models.files import expert_files, headers, quant, shards, stored_weights
+from jaxtune.models.files import expert_files, headers, load_memory, quant, shards, stored_weights
 from jaxtune.models.files.digests import Digest, DigestCache
 from jaxtune.models.files.stored_weights import StoredEntry
 from jaxtune.models.files.tensor_entries import listed
@@ -65,6 +65,67 @@ def compile_are_finite(tensor: object, dtype: str | None = None) -> None:
     _all_finite.lower(tensor, dtype).compile()
 
 
+def _computed(
+    entries: Mapping[str, headers.TensorEntry], dtype: str, encoded: Mapping[str, str], dtypes: Mapping[str, str]
+) -> dict[str, jax.ShapeDtypeStruct | Stored]:
+    """{name: its shapes on devices} of the tensors that are computed there from other arrays, which are then freed:
+    those that are quantised, cast or decoded. Others are placed as they are stored. entries: as read_tensors gets them,
+    without those that stay in host memory or as they are stored; the other arguments are its own."""
+    found = {}
+    for name, entry in entries.items():
+        own = dtypes.get(name, dtype)
+        if name in encoded:
+            found[name] = load_memory.encoded_shapes(entry.shape, dtype, encoded[name])
+        elif isinstance(entry, StoredEntry) or headers.DTYPES[entry.dtype].name != own:
+            found[name] = jax.ShapeDtypeStruct(entry.shape, own)
+    return found
+
+
+@functools.cache
+def _zeros_on(place: jax.sharding.Sharding | None) -> Callable[..., jax.Array]:
+    """(shape, dtype) -> zeros that are placed by the sharding `place`; None: on the default device. It is cached,
+    because a new jitted function for each array takes ten times as long to call."""
+    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=place)
+
+
+def _zeros(shapes: jax.ShapeDtypeStruct | Stored, where: object) -> jax.Array | Stored:
+    """Zeros in the shapes of a tensor, an array or a quantised weight, placed by `where` as partition.put places it.
+
+    read_tensors makes the memory of all tensors that are computed so, before it reads any of them: they then lie side
+    by side. When each took memory that other tensors' 16-bit originals had left, the allocator lost 13 to 19 % of NF4's
+    bytes, in gaps and in blocks that are larger than what is in them (it cuts none that is less than twice as large).
+    """
+    leaves, structure = jax.tree.flatten(shapes)
+    places = [None] * len(leaves) if where is None else jax.tree.leaves(jax.tree.broadcast(where, shapes))
+    return structure.unflatten(
+        [_zeros_on(place)(leaf.shape, leaf.dtype) for leaf, place in zip(leaves, places, strict=True)]
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def _moved_into(zeros: jax.Array | Stored, tensor: jax.Array | Stored) -> jax.Array | Stored:
+    """`tensor`, an array or a quantised weight, cast to the dtypes of `zeros` (_zeros) and written into their memory.
+    The compiled program copies it within the device."""
+    return jax.tree.map(lambda own, leaf: leaf.astype(own.dtype), zeros, tensor)
+
+
+def _read_plain(
+    name: str, entry: headers.TensorEntry, sharding: jax.sharding.Sharding | None, digest_cache: DigestCache
+) -> tuple[np.ndarray | jax.Array, Digest]:
+    """Reads a tensor that is not stored quantised, for read_tensors: (its array in its stored dtype, its digest). The
+    array is in host memory, or divided over devices if `sharding` divides it. name: the model's name of the tensor,
+    which `digest_cache` and the digest know it by. Raises ValueError if a file ends early."""
+    stacked = isinstance(entry, expert_files.StackedEntry)
+    read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
+    if sharding is None or sharding.is_fully_replicated:
+        host = read(0, entry.size_bytes).view(headers.DTYPES[entry.dtype]).reshape(entry.shape)
+        return host, Digest.of(name, host)
+    divided = shards.over_devices(entry, sharding, read)
+    digest = shards.entry_digest(name, entry, read, digest_cache.get(name))
+    digest_cache.put(name, digest.whole)
+    return divided, digest
+
+
 def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
     """(tensor, its digest), as `load(name, entry)` returns them, and what are_finite returns of the tensor: that check
     is compiled for each shape, in the threads that read, while others read on. None in its place for a tensor on
@@ -102,13 +163,14 @@ def read_tensors(
     stay: Collection[str] = (),
 ) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
     """Reads tensors of a checkpoint, not of an adapter; casts, encodes or decodes them, places them, and checks on the
-    devices that they are finite. Eight threads read, in the files' order, at most 1 GiB or a larger tensor at a time.
+    devices that they are finite. Eight threads read, at most 1 GiB or a larger tensor at a time, in the files' order:
+    first what is placed as it is stored, then what is computed on the devices.
 
     Args:
       entries: {name: entry in files}.
       dtype: of tensors that are not kept quantised; those that are encoded are cast to it first.
       encoded: {name: format} of tensors that are quantised on the device, one at a time.
-      kept: names of quantised tensors that stay as they are stored. Others are decoded to their dtype.
+      kept: names of quantised tensors that stay as they are stored. Others are decoded to their dtype, one at a time.
       cancelled: once another thread sets it, CancelledError is raised before the next tensor, if there is one, begins.
       where: (name, tensor) -> the sharding of its arrays, called in threads; None: the default device. `tensor` is the
         array or quantised weight, or only its shape. Of a divided plain tensor only this process's parts are kept; the
@@ -119,33 +181,30 @@ def read_tensors(
     Raises CancelledError, and ValueError for files that end early, values that are not finite after the cast, or a
     quantised weight's scales or tables that cannot be right, such as negative scales (stored_weights.read)."""
     one_at_a_time, digest_cache = threading.Lock(), DigestCache(entry.file for entry in entries.values())
+    moved = {name: entry for name, entry in entries.items() if name not in kept and name not in stay}
+    computed = _computed(moved, dtype, encoded, dtypes)
+    zeros = {name: _zeros(shapes, where(name, shapes)) for name, shapes in computed.items()}
 
     def load(name, entry):
         own = dtypes.get(name, dtype)
         if isinstance(entry, StoredEntry):
-            packed, digest = stored_weights.read(entry, dtype)
-            if name in kept:
-                return jax.block_until_ready(partition.put(packed, where(name, packed))), digest
-            host = entry.layout.decoded(packed, own)
+            tensor, digest = stored_weights.read(entry, dtype)
         else:
-            stacked = isinstance(entry, expert_files.StackedEntry)
-            read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
             sharding = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, own))
-            if sharding is not None and not sharding.is_fully_replicated:
-                divided = shards.over_devices(entry, sharding, read)
-                digest = shards.entry_digest(name, entry, read, digest_cache.get(name))
-                digest_cache.put(name, digest.whole)
-                return jax.block_until_ready(divided.astype(own)), digest
-            host = read(0, entry.size_bytes).view(headers.DTYPES[entry.dtype]).reshape(entry.shape)
-            digest = Digest.of(name, host)
-        with one_at_a_time if name in encoded else contextlib.nullcontext():
-            if name in stay:
-                return host.astype(own, copy=False), digest
+            tensor, digest = _read_plain(name, entry, sharding, digest_cache)
+        if name in stay:
+            assert isinstance(tensor, np.ndarray)
+            return tensor.astype(own, copy=False), digest
+        if name not in computed:
+            return jax.block_until_ready(partition.put(tensor, where(name, tensor))), digest
+        with one_at_a_time if name in encoded or isinstance(tensor, Stored) else contextlib.nullcontext():
+            if isinstance(tensor, Stored):
+                tensor = entry.layout.decoded(tensor, own)
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
-            if name not in encoded:
-                return jax.block_until_ready(partition.put(host, where(name, host)).astype(own)), digest
-            stored = quant.encode(jax.device_put(host).astype(dtype), encoded[name])
-            return jax.block_until_ready(partition.put(stored, where(name, stored))), digest
+            if name in encoded:
+                tensor = quant.encode(jax.device_put(tensor).astype(dtype), encoded[name])
+            placed = partition.put(tensor, where(name, tensor))
+            return jax.block_until_ready(_moved_into(zeros.pop(name), placed)), digest
 
     arrays, digests, finite, waiting, in_flight = {}, {}, {}, deque(), 0
 
@@ -158,15 +217,17 @@ def read_tensors(
         in_flight -= entry.size_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
-            if cancelled is not None and cancelled.is_set():
-                raise CancelledError
-            while waiting and in_flight + entry.size_bytes > IN_FLIGHT_BYTES:
+        for batch in (entries.keys() - computed.keys(), computed):
+            for name in sorted(batch, key=lambda name: (entries[name].file, entries[name].offset, name)):
+                if cancelled is not None and cancelled.is_set():
+                    raise CancelledError
+                entry = entries[name]
+                while waiting and in_flight + entry.size_bytes > IN_FLIGHT_BYTES:
+                    collect()
+                waiting.append((name, entry, pool.submit(_checked, load, name, entry)))
+                in_flight += entry.size_bytes
+            while waiting:  # what the second batch frees would leave gaps between these
                 collect()
-            waiting.append((name, entry, pool.submit(_checked, load, name, entry)))
-            in_flight += entry.size_bytes
-        while waiting:
-            collect()
     _require_finite(entries, finite, dtype)
     digest_cache.save()
     return arrays, Digest.joined(digests[name] for name in sorted(digests))

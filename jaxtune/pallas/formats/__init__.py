@@ -57,8 +57,7 @@ def exports() -> dict[str, Format]:
 
 def format_of(weight: Stored | type[Stored] | Layout) -> Format:
     """Returns the format to which a quantised weight, a class of quantised weights, or a layout belongs, an entry of
-    FORMATS. Its callers read the format's name, choose the layout in which a weight is written, or take its `slack` for
-    the planner.
+    FORMATS. Its callers read the format's name, or choose the layout in which a weight is written.
 
     Raises:
       ValueError: a class, or the class of a weight, that belongs to no format.

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas.arguments import FLOATS, Arguments, describe
-from jaxtune.pallas.fitted import Fitted
 from jaxtune.pallas.formats import blockwise8
 from jaxtune.pallas.formats.blockwise8 import dynamic_map, nearest_codes
 from jaxtune.pallas.formats.division import divide
@@ -559,7 +558,6 @@ FORMAT = Format(
     kinds=(NF4, FP4),
     layouts=(BitsAndBytes(),),
     flag="load_in_4bit",
-    slack=Fitted({("H200", "xla"): (0.09, "weights of an 8B lose 0.36 GB")}),
     export=Export(
         "bnb-4bit",
         without_experts="transformers 5 has no experts in four bits, so it could not load the result",

@@ -464,6 +464,5 @@ FORMAT = Format(
     kinds=(FP8,),
     layouts=(FP8Files(),),
     flag="load_in_fp8",
-    slack=Fitted({("H200", "xla"): (0.12, "weights of an 8B lose 0.84 GB")}),
     export=Export("fp8", keeps=SERVED_IN_16_BITS),
 )

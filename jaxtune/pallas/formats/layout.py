@@ -20,7 +20,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxtune.pallas.fitted import Fitted
 from jaxtune.pallas.formats.stored import Stored
 
 FLOATS = ("BF16", "F16", "F32")  # dtypes of plain weights, by safetensors' names
@@ -356,9 +355,6 @@ class Export:
     without_experts: str | None = None
 
 
-_SLACK = Fitted({("H200", "xla"): (0.12, "FP8's, for formats that have not been measured")})
-
-
 @dataclasses.dataclass(frozen=True)
 class Format:
     """Everything that jaxtune knows about a format of quantised weights, except its kernels: its classes, its layouts
@@ -372,9 +368,6 @@ class Format:
     # the argument of Unsloth's from_pretrained that asks for it, such as "load_in_4bit", which jaxtune.compat accepts;
     # None: Unsloth has none
     flag: str | None = None
-    # the share of the weights' bytes that the device's allocator loses, because the 16-bit originals leave holes of
-    # other sizes; measured by loading an 8B model, by device. The planner adds it to the weights' memory
-    slack: Fitted[float] = _SLACK
     export: Export | None = None  # how `jaxtune export` writes it; None: it cannot be exported
 
     def encode(self, array: jax.Array) -> Stored:

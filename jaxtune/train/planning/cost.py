@@ -46,7 +46,7 @@ from jaxtune.train.planning.host_states import NO_STATES, States, states_of, upd
 from jaxtune.train.planning.host_table import NO_TABLE, Table, table_of
 from jaxtune.train.planning.layer_costs import LayerKind, Work, kind_of
 from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.planning.sizes import nbytes, weight_bytes
+from jaxtune.train.planning.sizes import nbytes
 from jaxtune.train.planning.sums_memory import NO_SUMS, SumsMemory, sums_memory
 from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
 
@@ -371,7 +371,8 @@ def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
     """{name: bytes on each device} of the weights that do not train, for StepCost.fixed: the model's own ("frozen
     weights") and those of its teacher (TEACHER), if it has one. frozen: the nnx.State of both. parts: the number of
     devices over which weights are divided."""
-    every, of_teacher = weight_bytes(frozen, parts), weight_bytes(frozen.get("teacher", {}), parts)
+    every = partition.bytes_per_device(frozen, parts)
+    of_teacher = partition.bytes_per_device(frozen.get("teacher", {}), parts)
     return {"frozen weights": every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
 
 

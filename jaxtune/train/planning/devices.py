@@ -31,7 +31,7 @@ from jaxtune.train.config import TrainConfig
 _CARD_GB = 2.0**30
 CONTEXT_BYTES = 0.6e9
 # The part of the allocator's memory that cannot be used: a share, and at least this many bytes. A program's temporaries
-# are one block, and loading leaves holes: 3.3 GB were refused where 3.5 were free.
+# are one block, which was refused 3.3 GB where 3.5 were free, when loading still left holes.
 _FRAGMENTS, _FRAGMENT_BYTES = 0.02, 0.5e9
 
 

@@ -25,7 +25,6 @@ from jaxtune.train.planning.choice import CHUNK_LOGITS, splits
 from jaxtune.train.planning.cost import StepCost, step_cost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.planning.sizes import packed_slack
 
 
 def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Device) -> float:
@@ -95,7 +94,6 @@ class ForwardPlanner:
         self.cost = parts = step_cost(model, config, length, optimizer=optax.identity())
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
         self.weight_bytes = partition.bytes_per_device((trainable, frozen), divided.parts)
-        self.weight_bytes += packed_slack(frozen) / divided.parts
         residuals = ResidualPlan.uniform(RECOMPUTE, parts.num_layers)
         # The fewest parts are tried first, and for each number of parts the most logits at a time.
         self._plans = [

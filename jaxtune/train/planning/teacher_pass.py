@@ -26,7 +26,6 @@ from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import Device, budget, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Phase, loading_bytes, phase_lines, phase_warnings
-from jaxtune.train.planning.sizes import weight_bytes
 
 _FROM_ELSEWHERE = "objective.teacher_logprobs, a file of its log-probabilities from a machine with more memory"
 _SHORTEST = 256  # tokens of the shortest rows that are proposed
@@ -75,7 +74,7 @@ class TeacherPass:
         """The planner of the pass of this `teacher`, whose arrays may be shapes; it counts the student's weights as
         well, which are on the devices meanwhile. Forecasts make one, also for other lengths, and the pass one of its
         own, with which its programs are compiled. length: tokens of a row; None: those of the run."""
-        beside = weight_bytes(self.student, self.shape.parts)
+        beside = partition.bytes_per_device(self.student, self.shape.parts)
         return ForwardPlanner(teacher, self.own_config, length or self.length, self.device, beside)
 
     @functools.cached_property
