@@ -19,14 +19,11 @@ import numpy as np
 import xxhash
 
 from jaxtune.models.placement.host_pieces import Piece
+from jaxtune.system.files import start_flush
 
 CHUNK_BYTES = 16 << 20  # how much one thread writes or reads at a time; each chunk has a checksum
 IN_FLIGHT_BYTES = 256 << 20  # host memory of tensors that wait to be written; a single larger tensor is allowed
 _THREADS = min(8, os.cpu_count() or 1)
-# The file is flushed to the disk each time that this many bytes were appended, while more are: the flush at its end,
-# which all callers need, then waits for the last ones only. For a file of 16 GB it took 7 s otherwise. An SSD takes 2.5
-# GB/s, less than the page cache, so that it should begin early.
-_FLUSHED_BYTES = 256 << 20
 
 
 class Sums:
@@ -52,9 +49,9 @@ class Sums:
 
 class Writer:
     """A new file to which threads append data, used as a context manager; safetensors and GGUF files are written by it.
-    Leaving the context waits for all writes, closes the file and raises the first error. If the block itself failed,
-    chunks that wait are not written, and only its error is raised. `size_bytes` is the number of bytes that were
-    appended so far.
+    Leaving the context waits until the disk has all, closes the file and raises the first error. If the block itself
+    failed, chunks that wait are not written, and only its error is raised. `size_bytes` is the number of bytes that
+    were appended so far.
 
     Args:
       file: is created or overwritten.
@@ -69,9 +66,6 @@ class Writer:
         self._waiting: deque[Future[int]] = deque()
         self._sizes: deque[int] = deque()
         self._failed = threading.Event()
-        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="jaxtune-flush")
-        self._flushes: list[Future[None]] = []
-        self._flushed_bytes = 0
         self.size_bytes = 0
 
     def __enter__(self) -> Writer:
@@ -79,19 +73,19 @@ class Writer:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Waits for the writes, ends the threads and closes the file. The first error of a write is raised if the block
-        succeeded (`kind` is None); otherwise the block's own error continues, and chunks that wait are not written."""
+        """Waits for the writes, ends the threads, flushes the file and closes it. The first error is raised if the
+        block succeeded (`kind` is None); otherwise the block's own error continues, and chunks that wait are not
+        written."""
         if kind is not None:
             self._failed.set()
         try:
             while self._waiting:
                 self._collect(raises=kind is None)
-            for flush in self._flushes if kind is None else ():
-                flush.result()
+            if kind is None and self._regular:
+                os.fdatasync(self._descriptor)  # little is left: each chunk is on its way to the disk already
         finally:
             self._failed.set()
             self._pool.shutdown()
-            self._flusher.shutdown(cancel_futures=True)
             os.close(self._descriptor)
 
     def append(self, data: bytes | np.ndarray) -> Sums:
@@ -137,14 +131,7 @@ class Writer:
             self._waiting.append(futures[-1])
             self._sizes.append(size)
             self.size_bytes += size
-        if self._regular and self.size_bytes - self._flushed_bytes > _FLUSHED_BYTES:
-            self._flushed_bytes = self.size_bytes
-            self._flushes.append(self._flusher.submit(self._flush))
         return Sums([size for size, _ in pieces], futures)
-
-    def _flush(self) -> None:
-        """Has the disk write what the file has so far, and waits for it, in a thread of its own."""
-        os.fdatasync(self._descriptor)
 
     def _collect(self, raises: bool = True) -> None:
         """Waits for the oldest write of a chunk that nobody has waited for yet, before more is appended and when the
@@ -157,9 +144,10 @@ class Writer:
             future.exception()
 
     def _write(self, make: list[Callable[[], np.ndarray]], at: int, made: threading.Semaphore | None) -> int:
-        """Makes one chunk of the data and writes it at the byte `at` of the file, in a thread, calls `advanced`, and
-        returns the chunk's checksum (XXH3-64). After the making or the write of any chunk, or the context's block, has
-        failed, it writes nothing and returns 0, because the file is useless then.
+        """Makes one chunk of the data and writes it at the byte `at` of the file, in a thread, has the kernel begin to
+        write it to the disk, calls `advanced`, and returns the chunk's checksum (XXH3-64). After the making or the
+        write of any chunk, or the context's block, has failed, it writes nothing and returns 0, because the file is
+        useless then.
 
         make: has the function that makes the chunk, which is taken out, so that it holds no tensor while the chunk is
         written. made: is released once the chunk is made; None: nobody waits. Raises OSError if the write fails, and
@@ -182,6 +170,7 @@ class Writer:
         except OSError:
             self._failed.set()
             raise
+        start_flush(self._descriptor, at, len(part))
         self._advanced(len(part))
         return xxhash.xxh3_64_intdigest(part)
 
