@@ -23,6 +23,7 @@ from jax import lax
 
 from jaxtune.export import gguf_codes, gguf_k_codes
 from jaxtune.models.placement.host_pieces import copied
+from jaxtune.models.stack_layers import UNTUNED
 
 Floats = jax.Array | np.ndarray
 
@@ -93,6 +94,12 @@ def block_size(kind: str) -> int:
     return BLOCK_TYPES[kind].numbers if kind in BLOCK_TYPES else _PLAIN_ROW
 
 
+def grid_of(grid: str | None, kind: str) -> str | None:
+    """The argument `grid` of `encode` for a tensor with this grid (Tensor.grid) that is stored in the type `kind`:
+    plain types hold numbers of any."""
+    return grid if kind in BLOCK_TYPES else None
+
+
 def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterator[Callable[[], np.ndarray]]:
     """Encodes an array [..., columns] of floats in a type of GGUF files, in runs of at most 2^24 consecutive numbers,
     in the order of the file.
@@ -113,6 +120,9 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
         finite, too large for f16 (in the type F16), or further off than the type's rounding explains; with `grid`,
         ValueError for values that the bytes do not stand for exactly.
     """
+    if isinstance(array, np.ndarray) and kind == "F32":  # rotary factors and adapters: the device would change nothing
+        yield functools.partial(_unchanged, name, array)
+        return
     array, block = jnp.asarray(array), block_size(kind)
     for part in _parts(array):
         for at, size, own in _runs(part.size):
@@ -125,8 +135,8 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
 
 def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[tuple, Callable[[], object]]:
     """The programs by which `encode` encodes an array with the shape, dtype and sharding of `array`: {key: a function
-    that compiles one}. Equal keys are the same program, and smaller ones belong to programs that take longer. A writer
-    compiles those of all its tensors in threads. kind, grid: as for `encode`."""
+    that compiles one}, in the order in which they are called. Equal keys are the same program. A writer compiles those
+    of all its tensors in threads (gguf_programs.py). kind, grid: as for `encode`."""
     found: dict[tuple, Callable[[], object]] = {}
     block, dtype, where = block_size(kind), array.dtype, array.sharding
     encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
@@ -134,14 +144,13 @@ def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[t
     for count in {min(rows, len(array)), len(array) % rows or rows}:
         part = jax.ShapeDtypeStruct((count, *array.shape[1:]), dtype, sharding=where)
         for _, size, own in _runs(part.size):
-            blocks = jax.ShapeDtypeStruct((size // block, block), dtype, sharding=where)
-            form = jax.eval_shape(encoder, blocks, *given)
-            coded = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=where)
-            found[0, kind, str(grid), str(dtype), size] = functools.partial(_compile, encoder, blocks, *given)
-            checked = functools.partial(_compile, _checked, blocks, coded, kind, grid is not None)
-            found[1, kind, str(grid), str(dtype), size] = checked
             cut = functools.partial(_compile, _cut, part, 0, size, own, block)
-            found[2, part.shape, str(dtype), size, own, block] = cut
+            found["cut", part.shape, str(dtype), size, own, block] = cut
+            blocks = jax.ShapeDtypeStruct((size // block, block), dtype, sharding=where)
+            encoded = functools.partial(_compile, encoder, blocks, *given)
+            found["encoded", kind, grid, str(dtype), size] = encoded
+            checked = functools.partial(_compile_checked, blocks, kind, grid)
+            found["checked", kind, grid, str(dtype), size] = checked
     return found
 
 
@@ -149,6 +158,14 @@ def _compile(program: jax.stages.Wrapped, *arguments: object) -> None:
     """Compiles `program`, a jitted function, for arguments with the shapes and dtypes of `arguments`. A later call with
     such arguments does not compile it again. An argument may be a jax.ShapeDtypeStruct in place of an array."""
     program.lower(*arguments).compile()
+
+
+def _compile_checked(blocks: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> None:
+    """Compiles `_checked` for blocks of this form in the type `kind`; grid: as for `encode`."""
+    encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
+    form = encoder.eval_shape(blocks, *given)
+    coded = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=blocks.sharding)
+    _compile(_checked, blocks, coded, kind, grid is not None)
 
 
 def _rows_of_parts(array: jax.Array | jax.ShapeDtypeStruct) -> int:
@@ -180,7 +197,7 @@ def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
         at += own
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), compiler_options=UNTUNED)
 def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> tuple[jax.Array, jax.Array]:
     """Cuts a run of consecutive numbers out of an array: [size / block, block], a block a row; and those of its blocks
     that the gguf package compares with what it decodes on the host, as a check of the encoders that does not use their
@@ -199,6 +216,7 @@ def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> tuple[ja
     return blocks, blocks[_places(len(blocks), block)]
 
 
+@functools.cache
 def _places(rows: int, block: int) -> np.ndarray:
     """The indices of the sampled blocks among the `rows` of a run: of 2^16 numbers, from its first to its last."""
     return np.linspace(0, rows - 1, min(_SAMPLED, rows * block) // block).astype(np.int32)
@@ -236,7 +254,7 @@ def _fetched(
     (finite, fits, near), wide = jax.device_get((answers, sample))
     whole, shape = copied(coded), (len(coded), block_size(kind))
     if not finite:
-        raise ArithmeticError(f"gguf: {name} has values that are not finite")
+        raise _not_finite(name)
     if not fits:
         raise ArithmeticError(f"gguf: {name} has values above {LARGEST_F16:g}, too large for f16: use bf16")
     if not near or not _reader_agrees(wide.astype(np.float32), whole[_places(*shape)], kind, exact):
@@ -250,7 +268,24 @@ def _fetched(
     return found[: found.size * own // (len(coded) * block_size(kind))]
 
 
-@functools.partial(jax.jit, static_argnums=1)
+def _unchanged(name: str, array: np.ndarray) -> np.ndarray:
+    """The bytes of an array of numpy as float32, uint8[n], for `encode`. Raises ArithmeticError if a number is not
+    finite. name: for the message."""
+    wide = np.ascontiguousarray(array, np.float32).reshape(-1)
+    if not np.isfinite(wide).all():
+        raise _not_finite(name)
+    return wide.view(np.uint8)
+
+
+def _not_finite(name: str) -> ArithmeticError:
+    """The error of a tensor of this name that has values that are not finite, as other exports say it."""
+    return ArithmeticError(
+        f"export: {name} has values that are not finite in float32, so the model is broken: take an earlier checkpoint "
+        "of its training, or load it anew; save_pretrained writes it as it is"
+    )
+
+
+@functools.partial(jax.jit, static_argnums=1, compiler_options=UNTUNED)
 def _encoded(array: jax.Array, kind: str) -> jax.Array:
     """Encodes an array of floats [rows, block], of which each row is one block, in the GGUF type `kind` (gguf's name of
     it), for `encode`. Returns [rows, block] in float32, float16 or bfloat16 for the plain types, and uint8[rows, bytes
@@ -265,7 +300,7 @@ def _encoded(array: jax.Array, kind: str) -> jax.Array:
     return BLOCK_TYPES[kind].encode(wide)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=UNTUNED)
 def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
     """Encodes an array of floats [rows, block] that QAT rounded to the GGUF type `kind`: uint8[rows, bytes of a block],
     which decode to the same numbers; that they do is checked by `_checked`, not here. Only Q8_0 and Q4_0 are types to
@@ -275,7 +310,7 @@ def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
     return encode(array.astype(jnp.float32), grid)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(2, 3), compiler_options=UNTUNED)
 def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> jax.Array:
     """Decodes `coded`, the encoded form of `array` in the GGUF type `kind`, and compares the two, on the device.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -49,9 +48,10 @@ class Sums:
 
 class Writer:
     """A new file to which threads append data, used as a context manager; safetensors and GGUF files are written by it.
-    Leaving the context waits until the disk has all, closes the file and raises the first error. If the block itself
-    failed, chunks that wait are not written, and only its error is raised. `size_bytes` is the number of bytes that
-    were appended so far.
+    Leaving the context waits for all writes, closes the file and raises the first error. If the block itself failed,
+    chunks that wait are not written, and only its error is raised. All is then on its way to the disk: callers may read
+    it back meanwhile, and flush the file (system.files.sync) before they give it its name. `size_bytes` is the number
+    of bytes that were appended so far.
 
     Args:
       file: is created or overwritten.
@@ -61,7 +61,6 @@ class Writer:
     def __init__(self, file: Path, advanced: Callable[[int], Any] = lambda _: None):
         self._advanced = advanced
         self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)  # and not /dev/null, which cannot be flushed
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-write")
         self._waiting: deque[Future[int]] = deque()
         self._sizes: deque[int] = deque()
@@ -73,16 +72,13 @@ class Writer:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Waits for the writes, ends the threads, flushes the file and closes it. The first error is raised if the
-        block succeeded (`kind` is None); otherwise the block's own error continues, and chunks that wait are not
-        written."""
+        """Waits for the writes, ends the threads and closes the file. The first error of a write is raised if the block
+        succeeded (`kind` is None); otherwise the block's own error continues, and chunks that wait are not written."""
         if kind is not None:
             self._failed.set()
         try:
             while self._waiting:
                 self._collect(raises=kind is None)
-            if kind is None and self._regular:
-                os.fdatasync(self._descriptor)  # little is left: each chunk is on its way to the disk already
         finally:
             self._failed.set()
             self._pool.shutdown()
@@ -187,7 +183,7 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
     GGUF file by one call for each part that was appended. advanced: called with the number of bytes that were read, for
     a progress bar."""
     at, found = offset, []
-    data = np.empty(max(sums.sizes, default=0), np.uint8)  # filling it with zeros would take as long as reading
+    data = _buffer(max(sums.sizes, default=0))
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for size in sums.sizes:
@@ -204,6 +200,17 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
     finally:
         os.close(descriptor)
     return found == sums.values()
+
+
+_own = threading.local()
+
+
+def _buffer(size_bytes: int) -> np.ndarray:
+    """Memory of at least this many bytes, into which this thread reads; it gets the same each time, as long as that is
+    large enough, because touching new memory takes as long as reading."""
+    if len(found := getattr(_own, "buffer", np.empty(0, np.uint8))) < size_bytes:
+        found = _own.buffer = np.empty(size_bytes, np.uint8)
+    return found
 
 
 def all_of[Item, Result](check: Callable[[Item], Result], items: list[Item]) -> list[Result]:

@@ -219,6 +219,13 @@ class Stored:
             raise TypeError(f"{op}: dtype is {jnp.dtype(dtype)}; it must be a float dtype")
         return self._decode(dtype)
 
+    def compile_decode(self, dtype=None) -> None:
+        """Compiles what `decode` calls with this dtype, where a format decodes by a program of its own. The arrays may
+        be shapes. An export compiles in threads what it will decode."""
+        program = type(self)._decode
+        if isinstance(program, jax.stages.Wrapped):
+            program.lower(self, dtype).compile()
+
     def _decode(self, dtype) -> jax.Array:
         """The decoded tensor in `dtype`, or in that of `dtype_name` if it is None. It is the computation of `decode`,
         which checks the arrays and the dtype before. Each format implements it."""

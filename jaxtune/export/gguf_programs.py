@@ -1,0 +1,88 @@
+"""Compiles the programs by which the tensors of a GGUF file are made and encoded, in threads, before they are needed:
+`Compiling`, which api.py begins before it makes the file's metadata, and for each of whose tensors gguf_file.py waits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import jax
+
+from jaxtune.export import gguf_blocks, gguf_tensors
+from jaxtune.export.gguf_tensors import Source, Tensor
+from jaxtune.pallas.formats import Stored
+
+_THREADS = min(16, os.cpu_count() or 1)
+
+
+class Compiling:
+    """Compiles, in threads, the programs of all tensors of a GGUF file, those of the first tensors first. As a context
+    manager it drops the programs that nobody has begun to compile when the context is left.
+
+    An error of the compiler is left to the call that needs the program, which then has it too.
+
+    Args:
+      sources: make the tensors, in the order of the file.
+      kinds: {tensor's name: gguf's name of the type in which it is stored}.
+      like: the dtype and sharding that most arrays of the sources have; None: nothing is compiled ahead, as arrays on
+        several devices must get their programs in one order.
+    """
+
+    def __init__(self, sources: Sequence[Source], kinds: Mapping[str, str], like: jax.ShapeDtypeStruct | None):
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-compile")
+        self._programs: dict[tuple, Future[object]] = {}  # by what tells programs apart
+        self._forms: dict[tuple, list[Future[object]]] = {}  # the programs of all tensors that are alike
+        self._of: dict[str, list[Future[object]]] = {}  # the same by the tensors' names
+        for source in sources if like is not None else ():
+            for tensor in source.tensors:
+                assert like is not None
+                form = (tensor.shape, kinds[tensor.name], tensor.grid, tensor.heads, _form(source.stored, like))
+                if form not in self._forms:
+                    found = _programs(source, tensor, kinds[tensor.name], like)
+                    self._forms[form] = [self._begun(key, compile) for key, compile in found.items()]
+                self._of[tensor.name] = self._forms[form]
+
+    def _begun(self, key: tuple, compile: Callable[[], object]) -> Future[object]:
+        """The future of the program `key`, which `compile` compiles, unless another tensor needs it too."""
+        if key not in self._programs:
+            self._programs[key] = self._pool.submit(compile)
+        return self._programs[key]
+
+    def __enter__(self) -> Compiling:
+        """Returns this object."""
+        return self
+
+    def __exit__(self, *error) -> None:
+        """Drops what has not begun, and does not wait for what has."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def wait(self, name: str) -> None:
+        """Waits until the programs of the tensor of this name are compiled. A thread that called one before would
+        compile it once more."""
+        wait(self._of.pop(name, ()))
+
+
+def _form(stored: Stored | None, like: jax.ShapeDtypeStruct) -> Stored | None:
+    """A quantised weight with shapes in place of its arrays, on the device of `like`; None of None."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding), stored)
+
+
+def _programs(
+    source: Source, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct
+) -> dict[tuple, Callable[[], object]]:
+    """The programs that make and encode one tensor of a Source, {what tells the program from others: a function that
+    compiles it}, in the order in which they are called. kind: the type in which it is stored. like: see Compiling."""
+    found: dict[tuple, Callable[[], object]] = {}
+    form = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=like.sharding)
+    if source.stored is not None:
+        stored = _form(source.stored, like)
+        leaves, tree = jax.tree.flatten(stored)
+        found["decode", tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)] = lambda: stored.compile_decode(
+            like.dtype.name
+        )
+    if tensor.heads is not None:
+        key = "interleaved", form.shape, tensor.heads
+        found[key] = lambda: gguf_tensors.interleaved_on_device.lower(form, tensor.heads).compile()
+    return found | gguf_blocks.programs(form, kind, gguf_blocks.grid_of(tensor.grid, kind))
