@@ -143,7 +143,8 @@ class _Job:
 def _merged(model: Decoder) -> Weights:
     """The weights of a model for an export: if it has an adapter, the adapter is merged into them (quantised weights
     are then decoded), else they are unchanged. A merged weight is made only when it is written, so that the merged
-    model is never in memory as a whole. Raises ArithmeticError as `_whole` does, but for what is not finite."""
+    model is never in memory as a whole. Raises what `_whole` does, except that no weight need be
+    finite."""
     return merged_weights(model) if has_adapter(model) else Weights(model)
 
 
@@ -246,7 +247,7 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
                 f"{', '.join(others)}: rounded now, to {', '.join(sorted({kinds[name] for name in others}))}, because "
                 "quantisation-aware training left them as they were; all other matrices are stored as it saw them"
             )
-        return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes, compiling)
+        return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes, compiling.wait)
 
 
 def _name(job: _Job, notes: list[str]) -> str:
@@ -295,7 +296,7 @@ def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
 
 
 def _write_gguf(
-    job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str], compiling=None
+    job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str], ready=lambda _: None
 ) -> Exported:
     """Writes the folder of an export to GGUF with its one file, which it verifies by reading it back, for `_gguf` and
     `_gguf_adapter`. Returns what export_model returns.
@@ -308,7 +309,7 @@ def _write_gguf(
       sources: the gguf_tensors.Sources that make the tensors, in the order of the file.
       outtype: the type of the weights, one of OUTTYPES.
       notes: sentences for the user, which the result contains.
-      compiling: compiles the programs of the tensors; None: they are compiled when they are needed.
+      ready: see gguf_file.write.
     Raises:
       ValueError: the disk has no room; the job's folder is in use; a value is not on the grid to which the model says
         that QAT rounded it.
@@ -318,7 +319,7 @@ def _write_gguf(
     size = gguf_file.size_bytes(tensors, stored_types(tensors, outtype, arch, fields))
     require_space(job.path.parent, size + _METADATA_BYTES)
     with new_folder(job.path, "export") as folder:
-        written = gguf_file.write(folder / file, arch, fields, sources, outtype, compiling)
+        written = gguf_file.write(folder / file, arch, fields, sources, outtype, ready)
         gguf_file.verify(folder / file, arch, fields, written)
     return Exported(job.path, (file,), tuple(notes))
 

@@ -144,17 +144,17 @@ def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[t
     for count in {min(rows, len(array)), len(array) % rows or rows}:
         part = jax.ShapeDtypeStruct((count, *array.shape[1:]), dtype, sharding=where)
         for _, size, own in _runs(part.size):
-            cut = functools.partial(_compile, _cut, part, 0, size, own, block)
+            cut = functools.partial(compiled, _cut, part, 0, size, own, block)
             found["cut", part.shape, str(dtype), size, own, block] = cut
             blocks = jax.ShapeDtypeStruct((size // block, block), dtype, sharding=where)
-            encoded = functools.partial(_compile, encoder, blocks, *given)
+            encoded = functools.partial(compiled, encoder, blocks, *given)
             found["encoded", kind, grid, str(dtype), size] = encoded
             checked = functools.partial(_compile_checked, blocks, kind, grid)
             found["checked", kind, grid, str(dtype), size] = checked
     return found
 
 
-def _compile(program: jax.stages.Wrapped, *arguments: object) -> None:
+def compiled(program: jax.stages.Wrapped, *arguments: object) -> None:
     """Compiles `program`, a jitted function, for arguments with the shapes and dtypes of `arguments`. A later call with
     such arguments does not compile it again. An argument may be a jax.ShapeDtypeStruct in place of an array."""
     program.lower(*arguments).compile()
@@ -165,7 +165,7 @@ def _compile_checked(blocks: jax.ShapeDtypeStruct, kind: str, grid: str | None) 
     encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
     form = encoder.eval_shape(blocks, *given)
     coded = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=blocks.sharding)
-    _compile(_checked, blocks, coded, kind, grid is not None)
+    compiled(_checked, blocks, coded, kind, grid is not None)
 
 
 def _rows_of_parts(array: jax.Array | jax.ShapeDtypeStruct) -> int:

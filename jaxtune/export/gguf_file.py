@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from jaxtune.export import gguf_blocks
-from jaxtune.export.gguf_programs import Compiling
 from jaxtune.export.gguf_tensors import Source, Tensor, all_tensors
 from jaxtune.export.gguf_types import stored_types
 from jaxtune.models.files import byte_files
@@ -71,7 +70,7 @@ def write(
     fields: Mapping[str, Any],
     sources: Sequence[Source],
     outtype: str,
-    compiling: Compiling | None = None,
+    ready: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Stored]:
     """Writes a GGUF file, whose bytes `verify` then compares with what is returned. The device has what one Source
     makes and a few encoded runs of at most 2^24 numbers at a time, and host memory only bytes that wait to be written.
@@ -83,8 +82,7 @@ def write(
         list as an array of such elements, but its ints as int32.
       sources: make the tensors, in the order of the file.
       outtype: the type of the weights, one of gguf_types.OUTTYPES.
-      compiling: compiles the programs of these tensors since the caller began; None: each is compiled when it is
-        needed.
+      ready: is called with the name of each tensor before it is made, and may wait until its programs are compiled.
     Returns:
       {tensor's name: what was written of it}.
     Raises:
@@ -97,7 +95,7 @@ def write(
     kinds = stored_types(tensors, outtype, architecture, fields)
     total = size_bytes(tensors, kinds)
     header = _header(file, architecture, fields, tensors, kinds)
-    return _written(file, header, sources, kinds, total, compiling)
+    return _written(file, header, sources, kinds, total, ready)
 
 
 def _written(
@@ -106,10 +104,10 @@ def _written(
     sources: Sequence[Source],
     kinds: Mapping[str, str],
     total: int,
-    compiling: Compiling | None,
+    ready: Callable[[str], object],
 ) -> dict[str, Stored]:
     """Writes the header and the tensors of a GGUF file for `write`, whose result it returns. kinds: {tensor's name: its
-    type}. total: an upper bound of the tensors' bytes. compiling: see `write`."""
+    type}. total: an upper bound of the tensors' bytes. ready: see `write`."""
     offsets: dict[str, int] = {}
     sums: dict[str, list[byte_files.Sums]] = {}
     waiting: deque[tuple[str, Future[np.ndarray]]] = deque()  # in the order of the file
@@ -130,8 +128,8 @@ def _written(
 
         out.append(header)
         for source in sources:
-            for tensor in source.tensors if compiling is not None else ():
-                compiling.wait(tensor.name)
+            for tensor in source.tensors:
+                ready(tensor.name)
             value = source.make()
             for tensor in source.tensors:
                 array, kind = _planned(tensor, tensor.of(value)), kinds[tensor.name]
@@ -184,7 +182,7 @@ def _header(
     class Writer(gguf.GGUFWriter):
         """gguf's writer, which packs the texts and numbers of a list one by one: 0.5 s for Llama 3's vocabulary."""
 
-        def _pack_val(self, val: Any, vtype: Any, add_vtype: bool, sub_type: Any = None) -> bytes:
+        def _pack_val(self, val, vtype, add_vtype, sub_type=None) -> bytes:
             kinds = set(map(type, val)) if isinstance(val, list) else set()
             if sub_type is not None or len(kinds) != 1 or not kinds <= {str, int, float}:
                 return super()._pack_val(val, vtype, add_vtype, sub_type)
@@ -211,12 +209,14 @@ def _header(
     return file.read_bytes()
 
 
-def _packed(values: list[Any]) -> bytes:
+def _packed(values: list[str] | list[int] | list[float]) -> bytes:
     """The bytes of a list of texts, of ints or of floats in a GGUF file, one after another: a text after its length, a
     uint64, an int as int32 and a float as float32."""
     if isinstance(values[0], str):
         length = struct.Struct("<Q").pack
-        return b"".join(part for text in map(str.encode, values) for part in (length(len(text)), text))
+        return b"".join(
+            part for value in values for text in [str(value).encode()] for part in (length(len(text)), text)
+        )
     return np.array(values, "<i4" if isinstance(values[0], int) else "<f4").tobytes()
 
 

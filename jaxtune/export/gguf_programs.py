@@ -1,9 +1,10 @@
 """Compiles the programs by which the tensors of a GGUF file are made and encoded, in threads, before they are needed:
-`Compiling`, which api.py begins before it makes the file's metadata, and for each of whose tensors gguf_file.py waits.
+`Compiling`, which api.py starts before it makes the file's metadata, and for each of whose tensors gguf_file.py waits.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,7 +20,7 @@ _THREADS = min(16, os.cpu_count() or 1)
 
 class Compiling:
     """Compiles, in threads, the programs of all tensors of a GGUF file, those of the first tensors first. As a context
-    manager it drops the programs that nobody has begun to compile when the context is left.
+    manager it drops the programs that no thread compiles yet when the context is left.
 
     An error of the compiler is left to the call that needs the program, which then has it too.
 
@@ -41,10 +42,10 @@ class Compiling:
                 form = (tensor.shape, kinds[tensor.name], tensor.grid, tensor.heads, _form(source.stored, like))
                 if form not in self._forms:
                     found = _programs(source, tensor, kinds[tensor.name], like)
-                    self._forms[form] = [self._begun(key, compile) for key, compile in found.items()]
+                    self._forms[form] = [self._program(key, compile) for key, compile in found.items()]
                 self._of[tensor.name] = self._forms[form]
 
-    def _begun(self, key: tuple, compile: Callable[[], object]) -> Future[object]:
+    def _program(self, key: tuple, compile: Callable[[], object]) -> Future[object]:
         """The future of the program `key`, which `compile` compiles, unless another tensor needs it too."""
         if key not in self._programs:
             self._programs[key] = self._pool.submit(compile)
@@ -55,7 +56,7 @@ class Compiling:
         return self
 
     def __exit__(self, *error) -> None:
-        """Drops what has not begun, and does not wait for what has."""
+        """Drops what waits, and does not wait for what has."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def wait(self, name: str) -> None:
@@ -76,13 +77,11 @@ def _programs(
     compiles it}, in the order in which they are called. kind: the type in which it is stored. like: see Compiling."""
     found: dict[tuple, Callable[[], object]] = {}
     form = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=like.sharding)
-    if source.stored is not None:
-        stored = _form(source.stored, like)
+    if (stored := _form(source.stored, like)) is not None:
         leaves, tree = jax.tree.flatten(stored)
-        found["decode", tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)] = lambda: stored.compile_decode(
-            like.dtype.name
-        )
+        key = "decode", tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        found[key] = functools.partial(stored.compile_decode, like.dtype.name)
     if tensor.heads is not None:
-        key = "interleaved", form.shape, tensor.heads
-        found[key] = lambda: gguf_tensors.interleaved_on_device.lower(form, tensor.heads).compile()
+        interleaved = functools.partial(gguf_blocks.compiled, gguf_tensors.interleaved_on_device, form, tensor.heads)
+        found["interleaved", form.shape, tensor.heads] = interleaved
     return found | gguf_blocks.programs(form, kind, gguf_blocks.grid_of(tensor.grid, kind))

@@ -309,7 +309,9 @@ def test_bfloat16_is_kept_bit_for_bit_and_f16_refuses_what_it_cannot_hold(tmp_pa
     )
     weight = model.layers[1].mlp.up_proj.weight
     weight.set_value(weight.get_value().at[3, 4].set(1e5))
-    with pytest.raises(ArithmeticError, match=r"layers\.1\.mlp\.up_proj\.weight has values above 65504, too large for f16"):
+    with pytest.raises(
+        ArithmeticError, match=r"layers\.1\.mlp\.up_proj\.weight has values above 65504, too large for f16"
+    ):
         written(model, tmp_path, "f16")
 
 
