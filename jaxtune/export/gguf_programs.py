@@ -39,7 +39,7 @@ class Compiling:
         for source in sources if like is not None else ():
             for tensor in source.tensors:
                 assert like is not None
-                form = (tensor.shape, kinds[tensor.name], tensor.grid, tensor.heads, _form(source.stored, like))
+                form = (tensor.shape, kinds[tensor.name], tensor.grid, tensor.heads, _described(source.stored))
                 if form not in self._forms:
                     found = _programs(source, tensor, kinds[tensor.name], like)
                     self._forms[form] = [self._program(key, compile) for key, compile in found.items()]
@@ -65,9 +65,10 @@ class Compiling:
         wait(self._of.pop(name, ()))
 
 
-def _form(stored: Stored | None, like: jax.ShapeDtypeStruct) -> Stored | None:
-    """A quantised weight with shapes in place of its arrays, on the device of `like`; None of None."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding), stored)
+def _described(stored: Stored | None) -> tuple:
+    """What tells the programs that decode quantised weights apart: the format with its options, shapes and dtypes."""
+    leaves, tree = jax.tree.flatten(stored)
+    return tree, *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _programs(
@@ -77,10 +78,11 @@ def _programs(
     compiles it}, in the order in which they are called. kind: the type in which it is stored. like: see Compiling."""
     found: dict[tuple, Callable[[], object]] = {}
     form = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=like.sharding)
-    if (stored := _form(source.stored, like)) is not None:
-        leaves, tree = jax.tree.flatten(stored)
-        key = "decode", tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        found[key] = functools.partial(stored.compile_decode, like.dtype.name)
+    if source.stored is not None:
+        stored: Stored = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding), source.stored
+        )
+        found["decode", *_described(stored)] = functools.partial(stored.compile_decode, like.dtype.name)
     if tensor.heads is not None:
         interleaved = functools.partial(gguf_blocks.compiled, gguf_tensors.interleaved_on_device, form, tensor.heads)
         found["interleaved", form.shape, tensor.heads] = interleaved
