@@ -80,6 +80,22 @@ def test_a_tensor_is_free_while_its_pieces_are_written(tmp_path, monkeypatch):
     assert (tmp_path / "file").read_bytes() == bytes_of(jnp.full((4, 8), 2.0))
 
 
+def test_each_chunk_is_on_its_way_to_the_disk_once_it_is_written(tmp_path, monkeypatch):
+    """So that the flush at the end waits for little."""
+    monkeypatch.setattr(byte_files, "CHUNK_BYTES", 40)
+    file, real, started = tmp_path / "file", byte_files.start_flush, []
+
+    def start(descriptor, at, size):
+        started.append((at, size, file.stat().st_size >= at + size))
+        return real(descriptor, at, size)
+
+    monkeypatch.setattr(byte_files, "start_flush", start)
+    with byte_files.Writer(file) as out:
+        out.append(bytes(100))
+        out.append_pieces([(30, lambda: np.zeros(30, np.uint8))])
+    assert sorted(started) == [(0, 40, True), (40, 40, True), (80, 20, True), (100, 30, True)]
+
+
 @pytest.mark.parametrize("error", [OSError(28, "no room"), ArithmeticError("not finite")])
 def test_a_piece_that_cannot_be_made_ends_the_write(error, tmp_path):
     def fails():
