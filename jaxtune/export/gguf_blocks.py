@@ -81,9 +81,10 @@ BLOCK_TYPES = {  # by gguf's names
 _PLAIN_ROW = 32  # numbers of a row in which the values of a plain type are handled
 LARGEST_F16 = 65504.0
 # Sizes of the runs that are encoded at a time. The encoders are compiled for these sizes only, whatever the tensors'
-# shapes.
-_RUNS = (1 << 24, 1 << 22, 1 << 16)
-_SAMPLED = 1 << 16  # numbers of a run that are also decoded with gguf's own reader
+# shapes. The first is for quantised types alone, of which as many numbers are fewer bytes: an encoder of Q4_K has a
+# hundred kernels, and the calls of so many take longer than 2^24 numbers do on an H200.
+_RUNS = (1 << 26, 1 << 24, 1 << 22, 1 << 20, 1 << 16)
+_SAMPLED = 1 << 16, 1 << 8  # at least so many numbers of a run, or one of so many, are also decoded with gguf's reader
 _PART = 1 << 30  # a larger tensor is divided into parts of this size, because positions are 32-bit integers
 
 
@@ -101,8 +102,8 @@ def grid_of(grid: str | None, kind: str) -> str | None:
 
 
 def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterator[Callable[[], np.ndarray]]:
-    """Encodes an array [..., columns] of floats in a type of GGUF files, in runs of at most 2^24 consecutive numbers,
-    in the order of the file.
+    """Encodes an array [..., columns] of floats in a type of GGUF files, in runs of at most 2^26 consecutive numbers
+    (2^24 in plain types), in the order of the file.
 
     Every value is compared with what its bytes decode to, by our decoder on the device; a sample of the blocks is also
     decoded by gguf's own reader on the host.
@@ -125,7 +126,7 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
         return
     array, block = jnp.asarray(array), block_size(kind)
     for part in _parts(array):
-        for at, size, own in _runs(part.size):
+        for at, size, own in _runs(part.size, kind):
             blocks, sample = _cut(part, at, size, own, block)
             coded = _encoded(blocks, kind) if grid is None else _exactly(blocks, kind, grid)
             answers = _checked(blocks, coded, kind, grid is not None)
@@ -133,39 +134,31 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
             del blocks, coded, sample
 
 
-def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[tuple, Callable[[], object]]:
+def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
     """The programs by which `encode` encodes an array with the shape, dtype and sharding of `array`: {key: a function
-    that compiles one}, in the order in which they are called. Equal keys are the same program. A writer compiles those
-    of all its tensors in threads (gguf_programs.py). kind, grid: as for `encode`."""
-    found: dict[tuple, Callable[[], object]] = {}
+    that traces one, for its compilation ahead}, in the order in which they are called. Equal keys are the same program.
+    kind, grid: as for `encode`."""
+    found: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
     block, dtype, where = block_size(kind), array.dtype, array.sharding
-    encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
     rows = _rows_of_parts(array)
     for count in {min(rows, len(array)), len(array) % rows or rows}:
         part = jax.ShapeDtypeStruct((count, *array.shape[1:]), dtype, sharding=where)
-        for _, size, own in _runs(part.size):
-            cut = functools.partial(compiled, _cut, part, 0, size, own, block)
+        for _, size, own in _runs(part.size, kind):
+            cut = functools.partial(_cut.lower, part, 0, size, own, block)
             found["cut", part.shape, str(dtype), size, own, block] = cut
             blocks = jax.ShapeDtypeStruct((size // block, block), dtype, sharding=where)
-            encoded = functools.partial(compiled, encoder, blocks, *given)
-            found["encoded", kind, grid, str(dtype), size] = encoded
-            checked = functools.partial(_compile_checked, blocks, kind, grid)
+            encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
+            found["encoded", kind, grid, str(dtype), size] = functools.partial(encoder.lower, blocks, *given)
+            checked = functools.partial(_lowered_check, blocks, kind, grid)
             found["checked", kind, grid, str(dtype), size] = checked
     return found
 
 
-def compiled(program: jax.stages.Wrapped, *arguments: object) -> None:
-    """Compiles `program`, a jitted function, for arguments with the shapes and dtypes of `arguments`. A later call with
-    such arguments does not compile it again. An argument may be a jax.ShapeDtypeStruct in place of an array."""
-    program.lower(*arguments).compile()
-
-
-def _compile_checked(blocks: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> None:
-    """Compiles `_checked` for blocks of this form in the type `kind`; grid: as for `encode`."""
-    encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
-    form = encoder.eval_shape(blocks, *given)
+def _lowered_check(blocks: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> jax.stages.Lowered:
+    """Traces `_checked` for blocks of this form in the type `kind`, for `programs`; grid: as for `encode`."""
+    form = _encoded.eval_shape(blocks, kind) if grid is None else _exactly.eval_shape(blocks, kind, grid)
     coded = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=blocks.sharding)
-    compiled(_checked, blocks, coded, kind, grid is not None)
+    return _checked.lower(blocks, coded, kind, grid is not None)
 
 
 def _rows_of_parts(array: jax.Array | jax.ShapeDtypeStruct) -> int:
@@ -181,17 +174,17 @@ def _parts(array: jax.Array) -> Iterator[jax.Array]:
         yield array if rows >= len(array) else array[at : at + rows]
 
 
-def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
-    """Divides the `numbers` values of a flat tensor into runs that are encoded one at a time, and yields (start, size,
-    how many of the values it contains) for each.
+def _runs(numbers: int, kind: str) -> Iterator[tuple[int, int, int]]:
+    """Divides the `numbers` values of a flat tensor into runs that are encoded one at a time in the type `kind`, and
+    yields (start, size, how many of the values it contains) for each.
 
-    Every size is one of _RUNS, so that the encoder is compiled for three sizes only; `_cut` pads a run that contains
-    fewer values than its size. Each run has the smallest size of which four have room for more than the values that are
-    left, or the largest size if there is none: 2^22 + 1 values are a run of 2^22 and one of 2^16.
+    Every size is one of _RUNS, so that the encoder is compiled for few sizes only; `_cut` pads a run that contains
+    fewer values than its size. Each run has the largest size of which the values that are left fill two thirds, or the
+    smallest if there is none: 3 * 2^24 values are a run of 2^26 in a quantised type, and three of 2^24 in a plain one.
     """
-    at = 0
+    sizes, at = _RUNS if kind in BLOCK_TYPES else _RUNS[1:], 0
     while at < numbers:
-        size = min((size for size in _RUNS if 4 * size > numbers - at), default=max(_RUNS))
+        size = max((size for size in sizes if 2 * size <= 3 * (numbers - at)), default=min(sizes))
         own = min(size, numbers - at)
         yield at, size, own
         at += own
@@ -218,8 +211,10 @@ def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> tuple[ja
 
 @functools.cache
 def _places(rows: int, block: int) -> np.ndarray:
-    """The indices of the sampled blocks among the `rows` of a run: of 2^16 numbers, from its first to its last."""
-    return np.linspace(0, rows - 1, min(_SAMPLED, rows * block) // block).astype(np.int32)
+    """The indices of the sampled blocks among the `rows` of a run, from its first to its last: of 2^16 numbers, or of
+    one in 2^8 of a larger run than 2^24."""
+    least, share = _SAMPLED
+    return np.linspace(0, rows - 1, min(max(least, rows * block // share), rows * block) // block).astype(np.int32)
 
 
 def _fetched(

@@ -1,5 +1,5 @@
-"""Compiles the programs by which the tensors of a GGUF file are made and encoded, in threads, before they are needed:
-`Compiling`, which api.py starts before it makes the file's metadata, and for each of whose tensors gguf_file.py waits.
+"""Compiles the programs by which the tensors of a GGUF file are made and encoded before they are needed: `Compiling`,
+which api.py makes before the file's metadata, and for each of whose tensors gguf_file.py waits.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from jaxtune.export import gguf_blocks, gguf_tensors
 from jaxtune.export.gguf_tensors import Source, Tensor
 from jaxtune.pallas.formats import Stored
 
-_THREADS = min(16, os.cpu_count() or 1)
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 class Compiling:
-    """Compiles, in threads, the programs of all tensors of a GGUF file, those of the first tensors first. As a context
-    manager it drops the programs that no thread compiles yet when the context is left.
+    """Traces the programs of all tensors of a GGUF file, and compiles them in threads, those of the first tensors
+    first. As a context manager it drops the programs that no thread compiles yet when the context is left.
 
-    An error of the compiler is left to the call that needs the program, which then has it too.
+    They are traced one after another, by the thread that makes this object: threads that do so at once wait for
+    Python's lock all the time. An error of the compiler is left to the call that needs the program, which then has it
+    too.
 
     Args:
       sources: make the tensors, in the order of the file.
@@ -42,13 +44,13 @@ class Compiling:
                 form = (tensor.shape, kinds[tensor.name], tensor.grid, tensor.heads, _described(source.stored))
                 if form not in self._forms:
                     found = _programs(source, tensor, kinds[tensor.name], like)
-                    self._forms[form] = [self._program(key, compile) for key, compile in found.items()]
+                    self._forms[form] = [self._program(key, lower) for key, lower in found.items()]
                 self._of[tensor.name] = self._forms[form]
 
-    def _program(self, key: tuple, compile: Callable[[], object]) -> Future[object]:
-        """The future of the program `key`, which `compile` compiles, unless another tensor needs it too."""
+    def _program(self, key: tuple, lower: Callable[[], jax.stages.Lowered]) -> Future[object]:
+        """The future of the program `key`, which is traced by `lower` here, unless another tensor needs it too."""
         if key not in self._programs:
-            self._programs[key] = self._pool.submit(compile)
+            self._programs[key] = self._pool.submit(lower().compile)
         return self._programs[key]
 
     def __enter__(self) -> Compiling:
@@ -73,17 +75,18 @@ def _described(stored: Stored | None) -> tuple:
 
 def _programs(
     source: Source, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct
-) -> dict[tuple, Callable[[], object]]:
+) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
     """The programs that make and encode one tensor of a Source, {what tells the program from others: a function that
-    compiles it}, in the order in which they are called. kind: the type in which it is stored. like: see Compiling."""
-    found: dict[tuple, Callable[[], object]] = {}
+    traces it}, in the order in which they are called. kind: the type in which it is stored. like: see Compiling."""
+    found: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
     form = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=like.sharding)
     if source.stored is not None:
         stored: Stored = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding), source.stored
         )
-        found["decode", *_described(stored)] = functools.partial(stored.compile_decode, like.dtype.name)
+        if (program := stored.decoding) is not None:
+            found["decode", *_described(stored)] = functools.partial(program.lower, stored, like.dtype.name)
     if tensor.heads is not None:
-        interleaved = functools.partial(gguf_blocks.compiled, gguf_tensors.interleaved_on_device, form, tensor.heads)
+        interleaved = functools.partial(gguf_tensors.interleaved_on_device.lower, form, tensor.heads)
         found["interleaved", form.shape, tensor.heads] = interleaved
     return found | gguf_blocks.programs(form, kind, gguf_blocks.grid_of(tensor.grid, kind))

@@ -65,6 +65,7 @@ class Writer:
         self._waiting: deque[Future[int]] = deque()
         self._sizes: deque[int] = deque()
         self._failed = threading.Event()
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="jaxtune-flush")
         self.size_bytes = 0
 
     def __enter__(self) -> Writer:
@@ -72,8 +73,9 @@ class Writer:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Waits for the writes, ends the threads and closes the file. The first error of a write is raised if the block
-        succeeded (`kind` is None); otherwise the block's own error continues, and chunks that wait are not written."""
+        """Waits for the writes and ends their threads. The first error of a write is raised if the block succeeded
+        (`kind` is None); otherwise the block's own error continues, and chunks that wait are not written. The file is
+        closed once all of it is on its way to the disk, which this method does not wait for."""
         if kind is not None:
             self._failed.set()
         try:
@@ -82,7 +84,8 @@ class Writer:
         finally:
             self._failed.set()
             self._pool.shutdown()
-            os.close(self._descriptor)
+            self._flusher.submit(os.close, self._descriptor)
+            self._flusher.shutdown(wait=False)
 
     def append(self, data: bytes | np.ndarray) -> Sums:
         """Writes the bytes (uint8[n]) at the end of the file, in the background, and returns their checksums, which are
@@ -166,7 +169,7 @@ class Writer:
         except OSError:
             self._failed.set()
             raise
-        start_flush(self._descriptor, at, len(part))
+        self._flusher.submit(start_flush, self._descriptor, at, len(part))  # it waits while the disk has much to do
         self._advanced(len(part))
         return xxhash.xxh3_64_intdigest(part)
 
