@@ -82,9 +82,10 @@ _PLAIN_ROW = 32  # numbers of a row in which the values of a plain type are hand
 LARGEST_F16 = 65504.0
 # Sizes of the runs that are encoded at a time. The encoders are compiled for these sizes only, whatever the tensors'
 # shapes. The first is for quantised types alone, of which as many numbers are fewer bytes: an encoder of Q4_K has a
-# hundred kernels, and the calls of so many take longer than 2^24 numbers do on an H200.
+# hundred kernels, and starting them takes longer than encoding 2^24 numbers on an H200.
 _RUNS = (1 << 26, 1 << 24, 1 << 22, 1 << 20, 1 << 16)
-_SAMPLED = 1 << 16, 1 << 8  # at least so many numbers of a run, or one of so many, are also decoded with gguf's reader
+# How many numbers of a run are also decoded with gguf's own reader: at least the first, or one in the second.
+_SAMPLED = 1 << 16, 1 << 8
 _PART = 1 << 30  # a larger tensor is divided into parts of this size, because positions are 32-bit integers
 
 
