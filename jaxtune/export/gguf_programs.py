@@ -19,12 +19,11 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Compiling:
-    """Traces the programs of all tensors of a GGUF file, and compiles them in threads, those of the first tensors
-    first. As a context manager it drops the programs that no thread compiles yet when the context is left.
+    """Traces the programs of all tensors of a GGUF file in one thread, those of the first tensors first, and compiles
+    them in others. As a context manager it drops what no thread has taken up when the context is left.
 
-    They are traced one after another, by the thread that makes this object: threads that do so at once wait for
-    Python's lock all the time. An error of the compiler is left to the call that needs the program, which then has it
-    too.
+    One thread traces, because several that do so at once wait for Python's lock all the time. An error is left to the
+    call that needs the program, which then has it too.
 
     Args:
       sources: make the tensors, in the order of the file.
@@ -34,37 +33,44 @@ class Compiling:
     """
 
     def __init__(self, sources: Sequence[Source], kinds: Mapping[str, str], like: jax.ShapeDtypeStruct | None):
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-compile")
-        self._programs: dict[tuple, Future[object]] = {}  # by what tells programs apart
-        self._forms: dict[tuple, list[Future[object]]] = {}  # the programs of all tensors that are alike
-        self._of: dict[str, list[Future[object]]] = {}  # the same by the tensors' names
-        for source in sources if like is not None else ():
+        self._compilers = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-compile")
+        self._tracer = ThreadPoolExecutor(1, thread_name_prefix="jaxtune-compile-trace")
+        self._programs: dict[tuple, Future[object]] = {}  # by what tells programs apart; for the tracing thread
+        forms: dict[tuple, Future[list[Future[object]]]] = {}  # the programs of all tensors that are alike
+        self._of: dict[str, Future[list[Future[object]]]] = {}  # the same by the tensors' names
+        if like is None:
+            return
+        for source in sources:
             for tensor in source.tensors:
-                assert like is not None
                 form = (tensor.shape, kinds[tensor.name], tensor.grid, tensor.heads, _described(source.stored))
-                if form not in self._forms:
-                    found = _programs(source, tensor, kinds[tensor.name], like)
-                    self._forms[form] = [self._program(key, lower) for key, lower in found.items()]
-                self._of[tensor.name] = self._forms[form]
+                if form not in forms:
+                    forms[form] = self._tracer.submit(self._traced, source, tensor, kinds[tensor.name], like)
+                self._of[tensor.name] = forms[form]
 
-    def _program(self, key: tuple, lower: Callable[[], jax.stages.Lowered]) -> Future[object]:
-        """The future of the program `key`, which is traced by `lower` here, unless another tensor needs it too."""
-        if key not in self._programs:
-            self._programs[key] = self._pool.submit(lower().compile)
-        return self._programs[key]
+    def _traced(self, source: Source, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct) -> list[Future[object]]:
+        """Traces the programs of a tensor, except those that it shares with earlier ones, and has them compiled.
+        Returns the futures of all, which are done when they are compiled."""
+        found = _programs(source, tensor, kind, like)
+        for key, lower in found.items():
+            if key not in self._programs:
+                self._programs[key] = self._compilers.submit(lower().compile)
+        return [self._programs[key] for key in found]
 
     def __enter__(self) -> Compiling:
         """Returns this object."""
         return self
 
     def __exit__(self, *error) -> None:
-        """Drops what waits, and does not wait for what has."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Drops what waits, and does not wait for what has been taken up."""
+        self._tracer.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def wait(self, name: str) -> None:
         """Waits until the programs of the tensor of this name are compiled. A thread that called one before would
         compile it once more."""
-        wait(self._of.pop(name, ()))
+        traced = self._of.pop(name, None)
+        if traced is not None and traced.exception() is None:
+            wait(traced.result())
 
 
 def _described(stored: Stored | None) -> tuple:
