@@ -25,6 +25,7 @@ from flax import nnx
 
 from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, grids, w4a16
 from jaxtune.export.architectures import architecture, hyperparameters
+from jaxtune.export.gguf_programs import Compiling
 from jaxtune.export.gguf_tokenizer import strips_as_phi3, tokenizer_fields
 from jaxtune.export.gguf_types import OUTTYPES, is_short, not_trained, stored_types
 from jaxtune.models.adapters.merge import merged_weights
@@ -139,26 +140,31 @@ class _Job:
     max_shard_bytes: int  # weights above this size are divided into several safetensors files
 
 
-def _whole(model: Decoder, dtype: str | None = None) -> Weights:
+def _merged(model: Decoder) -> Weights:
     """The weights of a model for an export: if it has an adapter, the adapter is merged into them (quantised weights
     are then decoded), else they are unchanged. A merged weight is made only when it is written, so that the merged
-    model is never in memory as a whole. All entries of FORMATS but the two of adapters call it.
+    model is never in memory as a whole. Raises what `_whole` does, except that no weight need be
+    finite."""
+    return merged_weights(model) if has_adapter(model) else Weights(model)
 
-    dtype: that in which numbers must be finite; None: the model's, to which folders cast what they do not quantise.
+
+def _whole(model: Decoder) -> Weights:
+    """The weights of a model for an export (`_merged`), of which each is looked over when it is made. All entries of
+    FORMATS call it but those of adapters and `_gguf`, whose encoder looks over what it encodes.
 
     Raises:
       ValueError: a model that is prepared for QAT and has no adapter.
       ArithmeticError: the merged logits, which are verified here, are not those of the model with its adapter. Each
         weight raises it when it is made, before it is encoded, if it is not finite (`_finite`) or merged wrongly.
     """
-    weights = merged_weights(model) if has_adapter(model) else Weights(model)
+    weights = _merged(model)
     variables, like = tensors_of(weights.model), _like(model)
     made = {
-        name: functools.partial(_finite, name, weights.maker(name, variable), dtype or model.dtype)
+        name: functools.partial(_finite, name, weights.maker(name, variable), model.dtype)
         for name, variable in variables.items()
     }
     if like is not None:
-        _compile_checks([variable.get_value() for variable in variables.values()], dtype or model.dtype, like.sharding)
+        _compile_checks([variable.get_value() for variable in variables.values()], model.dtype, like.sharding)
     return Weights(weights.model, made)
 
 
@@ -216,7 +222,36 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
     keys, notes = hyperparameters(model.config, arch)
-    tokens = tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends, arch.shown)
+    sizes = {f"{arch.name}.{key}": value for key, value in keys.items()}
+    sources = gguf_tensors.of_model(_merged(model), arch)
+    tensors = gguf_tensors.all_tensors(sources)
+    kinds = stored_types(tensors, outtype, arch.name, sizes)
+    with Compiling(sources, kinds, _like(model)) as compiling:  # it takes longer than what comes before the writing
+        tokens = tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends, arch.shown)
+        name = _name(job, notes)
+        fields = {
+            "general.type": "model",
+            "general.name": name,
+            "general.file_type": OUTTYPES[outtype][1],
+            "general.quantization_version": 2,
+            **sizes,
+            **tokens,
+        }
+        if short := [kinds[tensor.name] for tensor in tensors if is_short(tensor, outtype)]:
+            notes.append(
+                f"{len(short)} tensors have rows that are not whole blocks of {outtype}: they are stored in "
+                f"{', '.join(sorted(set(short)))}"
+            )
+        if others := not_trained(tensors, kinds):
+            notes.append(
+                f"{', '.join(others)}: rounded now, to {', '.join(sorted({kinds[name] for name in others}))}, because "
+                "quantisation-aware training left them as they were; all other matrices are stored as it saw them"
+            )
+        return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes, compiling.wait)
+
+
+def _name(job: _Job, notes: list[str]) -> str:
+    """general.name of a GGUF file: the job's name, changed as `_gguf` says, and then with a note in `notes`."""
     name = job.name
     named, strips = re.search("phi-?3", name, re.IGNORECASE), strips_as_phi3(job.tokenizer)
     if bool(named) != strips:
@@ -225,32 +260,12 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
             f"general.name is {name!r}: if it contains phi-3 or phi3, llama.cpp drops line breaks after special tokens "
             f"and needs Phi-3's tokens, and this tokenizer is {'' if strips else 'not '}of that kind"
         )
-    fields = {
-        "general.type": "model",
-        "general.name": name,
-        "general.file_type": OUTTYPES[outtype][1],
-        "general.quantization_version": 2,
-        **{f"{arch.name}.{key}": value for key, value in keys.items()},
-        **tokens,
-    }
-    sources = gguf_tensors.of_model(_whole(model, "float32"), arch)
-    tensors = gguf_tensors.all_tensors(sources)
-    kinds = stored_types(tensors, outtype, arch.name, fields)
-    if short := [kinds[tensor.name] for tensor in tensors if is_short(tensor, outtype)]:
-        notes.append(
-            f"{len(short)} tensors have rows that are not whole blocks of {outtype}: they are stored in "
-            f"{', '.join(sorted(set(short)))}"
-        )
-    if others := not_trained(tensors, kinds):
-        notes.append(
-            f"{', '.join(others)}: rounded now, to {', '.join(sorted({kinds[name] for name in others}))}, because "
-            "quantisation-aware training left them as they were; all other matrices are stored as it saw them"
-        )
-    return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes, _like(model))
+    return name
 
 
 def _like(model: Decoder) -> jax.ShapeDtypeStruct | None:
-    """The dtype of a model's weights, and where they are, for gguf_file.write; None if they are on several devices."""
+    """The dtype of a model's weights, and where they are, for programs that are compiled before the weights are there;
+    None if they are on several devices."""
     array = next(leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array))
     if len(array.sharding.device_set) > 1:
         return None
@@ -281,7 +296,7 @@ def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
 
 
 def _write_gguf(
-    job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str], like=None
+    job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str], ready=lambda _: None
 ) -> Exported:
     """Writes the folder of an export to GGUF with its one file, which it verifies by reading it back, for `_gguf` and
     `_gguf_adapter`. Returns what export_model returns.
@@ -294,7 +309,7 @@ def _write_gguf(
       sources: the gguf_tensors.Sources that make the tensors, in the order of the file.
       outtype: the type of the weights, one of OUTTYPES.
       notes: sentences for the user, which the result contains.
-      like: the dtype and sharding of most arrays of the sources; None: not known.
+      ready: see gguf_file.write.
     Raises:
       ValueError: the disk has no room; the job's folder is in use; a value is not on the grid to which the model says
         that QAT rounded it.
@@ -304,7 +319,7 @@ def _write_gguf(
     size = gguf_file.size_bytes(tensors, stored_types(tensors, outtype, arch, fields))
     require_space(job.path.parent, size + _METADATA_BYTES)
     with new_folder(job.path, "export") as folder:
-        written = gguf_file.write(folder / file, arch, fields, sources, outtype, like)
+        written = gguf_file.write(folder / file, arch, fields, sources, outtype, ready)
         gguf_file.verify(folder / file, arch, fields, written)
     return Exported(job.path, (file,), tuple(notes))
 

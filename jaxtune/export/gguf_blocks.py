@@ -23,6 +23,7 @@ from jax import lax
 
 from jaxtune.export import gguf_codes, gguf_k_codes
 from jaxtune.models.placement.host_pieces import copied
+from jaxtune.models.stack_layers import UNTUNED
 
 Floats = jax.Array | np.ndarray
 
@@ -80,9 +81,11 @@ BLOCK_TYPES = {  # by gguf's names
 _PLAIN_ROW = 32  # numbers of a row in which the values of a plain type are handled
 LARGEST_F16 = 65504.0
 # Sizes of the runs that are encoded at a time. The encoders are compiled for these sizes only, whatever the tensors'
-# shapes.
-_RUNS = (1 << 24, 1 << 22, 1 << 16)
-_SAMPLED = 1 << 16  # numbers of a run that are also decoded with gguf's own reader
+# shapes. The first is for quantised types alone, of which as many numbers are fewer bytes: an encoder of Q4_K has a
+# hundred kernels, and starting them takes longer than encoding 2^24 numbers on an H200.
+_RUNS = (1 << 26, 1 << 24, 1 << 22, 1 << 20, 1 << 16)
+# How many numbers of a run are also decoded with gguf's own reader: at least the first, or one in the second.
+_SAMPLED = 1 << 16, 1 << 8
 _PART = 1 << 30  # a larger tensor is divided into parts of this size, because positions are 32-bit integers
 
 
@@ -93,9 +96,15 @@ def block_size(kind: str) -> int:
     return BLOCK_TYPES[kind].numbers if kind in BLOCK_TYPES else _PLAIN_ROW
 
 
+def grid_of(grid: str | None, kind: str) -> str | None:
+    """The argument `grid` of `encode` for a tensor with this grid (Tensor.grid) that is stored in the type `kind`:
+    plain types hold numbers of any."""
+    return grid if kind in BLOCK_TYPES else None
+
+
 def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterator[Callable[[], np.ndarray]]:
-    """Encodes an array [..., columns] of floats in a type of GGUF files, in runs of at most 2^24 consecutive numbers,
-    in the order of the file.
+    """Encodes an array [..., columns] of floats in a type of GGUF files, in runs of at most 2^26 consecutive numbers
+    (2^24 in plain types), in the order of the file.
 
     Every value is compared with what its bytes decode to, by our decoder on the device; a sample of the blocks is also
     decoded by gguf's own reader on the host.
@@ -113,9 +122,12 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
         finite, too large for f16 (in the type F16), or further off than the type's rounding explains; with `grid`,
         ValueError for values that the bytes do not stand for exactly.
     """
+    if isinstance(array, np.ndarray) and kind == "F32":  # rotary factors and adapters: the device would change nothing
+        yield functools.partial(_unchanged, name, array)
+        return
     array, block = jnp.asarray(array), block_size(kind)
     for part in _parts(array):
-        for at, size, own in _runs(part.size):
+        for at, size, own in _runs(part.size, kind):
             blocks, sample = _cut(part, at, size, own, block)
             coded = _encoded(blocks, kind) if grid is None else _exactly(blocks, kind, grid)
             answers = _checked(blocks, coded, kind, grid is not None)
@@ -123,32 +135,31 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
             del blocks, coded, sample
 
 
-def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[tuple, Callable[[], object]]:
+def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
     """The programs by which `encode` encodes an array with the shape, dtype and sharding of `array`: {key: a function
-    that compiles one}. Equal keys are the same program, and smaller ones belong to programs that take longer. A writer
-    compiles those of all its tensors in threads. kind, grid: as for `encode`."""
-    found: dict[tuple, Callable[[], object]] = {}
+    that traces one, for its compilation ahead}, in the order in which they are called. Equal keys are the same program.
+    kind, grid: as for `encode`."""
+    found: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
     block, dtype, where = block_size(kind), array.dtype, array.sharding
-    encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
     rows = _rows_of_parts(array)
     for count in {min(rows, len(array)), len(array) % rows or rows}:
         part = jax.ShapeDtypeStruct((count, *array.shape[1:]), dtype, sharding=where)
-        for _, size, own in _runs(part.size):
+        for _, size, own in _runs(part.size, kind):
+            cut = functools.partial(_cut.lower, part, 0, size, own, block)
+            found["cut", part.shape, str(dtype), size, own, block] = cut
             blocks = jax.ShapeDtypeStruct((size // block, block), dtype, sharding=where)
-            form = jax.eval_shape(encoder, blocks, *given)
-            coded = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=where)
-            found[0, kind, str(grid), str(dtype), size] = functools.partial(_compile, encoder, blocks, *given)
-            checked = functools.partial(_compile, _checked, blocks, coded, kind, grid is not None)
-            found[1, kind, str(grid), str(dtype), size] = checked
-            cut = functools.partial(_compile, _cut, part, 0, size, own, block)
-            found[2, part.shape, str(dtype), size, own, block] = cut
+            encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
+            found["encoded", kind, grid, str(dtype), size] = functools.partial(encoder.lower, blocks, *given)
+            checked = functools.partial(_lowered_check, blocks, kind, grid)
+            found["checked", kind, grid, str(dtype), size] = checked
     return found
 
 
-def _compile(program: jax.stages.Wrapped, *arguments: object) -> None:
-    """Compiles `program`, a jitted function, for arguments with the shapes and dtypes of `arguments`. A later call with
-    such arguments does not compile it again. An argument may be a jax.ShapeDtypeStruct in place of an array."""
-    program.lower(*arguments).compile()
+def _lowered_check(blocks: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> jax.stages.Lowered:
+    """Traces `_checked` for blocks of this form in the type `kind`, for `programs`; grid: as for `encode`."""
+    form = _encoded.eval_shape(blocks, kind) if grid is None else _exactly.eval_shape(blocks, kind, grid)
+    coded = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=blocks.sharding)
+    return _checked.lower(blocks, coded, kind, grid is not None)
 
 
 def _rows_of_parts(array: jax.Array | jax.ShapeDtypeStruct) -> int:
@@ -164,23 +175,23 @@ def _parts(array: jax.Array) -> Iterator[jax.Array]:
         yield array if rows >= len(array) else array[at : at + rows]
 
 
-def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
-    """Divides the `numbers` values of a flat tensor into runs that are encoded one at a time, and yields (start, size,
-    how many of the values it contains) for each.
+def _runs(numbers: int, kind: str) -> Iterator[tuple[int, int, int]]:
+    """Divides the `numbers` values of a flat tensor into runs that are encoded one at a time in the type `kind`, and
+    yields (start, size, how many of the values it contains) for each.
 
-    Every size is one of _RUNS, so that the encoder is compiled for three sizes only; `_cut` pads a run that contains
-    fewer values than its size. Each run has the smallest size of which four have room for more than the values that are
-    left, or the largest size if there is none: 2^22 + 1 values are a run of 2^22 and one of 2^16.
+    Every size is one of _RUNS, so that the encoder is compiled for few sizes only; `_cut` pads a run that contains
+    fewer values than its size. Each run has the largest size of which the values that are left fill two thirds, or the
+    smallest if there is none: 3 * 2^24 values are a run of 2^26 in a quantised type, and three of 2^24 in a plain one.
     """
-    at = 0
+    sizes, at = _RUNS if kind in BLOCK_TYPES else _RUNS[1:], 0
     while at < numbers:
-        size = min((size for size in _RUNS if 4 * size > numbers - at), default=max(_RUNS))
+        size = max((size for size in sizes if 2 * size <= 3 * (numbers - at)), default=min(sizes))
         own = min(size, numbers - at)
         yield at, size, own
         at += own
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), compiler_options=UNTUNED)
 def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> tuple[jax.Array, jax.Array]:
     """Cuts a run of consecutive numbers out of an array: [size / block, block], a block a row; and those of its blocks
     that the gguf package compares with what it decodes on the host, as a check of the encoders that does not use their
@@ -199,9 +210,12 @@ def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> tuple[ja
     return blocks, blocks[_places(len(blocks), block)]
 
 
+@functools.cache
 def _places(rows: int, block: int) -> np.ndarray:
-    """The indices of the sampled blocks among the `rows` of a run: of 2^16 numbers, from its first to its last."""
-    return np.linspace(0, rows - 1, min(_SAMPLED, rows * block) // block).astype(np.int32)
+    """The indices of the sampled blocks among the `rows` of a run, from its first to its last: of 2^16 numbers, or of
+    one in 2^8 of a larger run than 2^24."""
+    least, share = _SAMPLED
+    return np.linspace(0, rows - 1, min(max(least, rows * block // share), rows * block) // block).astype(np.int32)
 
 
 def _fetched(
@@ -236,7 +250,7 @@ def _fetched(
     (finite, fits, near), wide = jax.device_get((answers, sample))
     whole, shape = copied(coded), (len(coded), block_size(kind))
     if not finite:
-        raise ArithmeticError(f"gguf: {name} has values that are not finite")
+        raise _not_finite(name)
     if not fits:
         raise ArithmeticError(f"gguf: {name} has values above {LARGEST_F16:g}, too large for f16: use bf16")
     if not near or not _reader_agrees(wide.astype(np.float32), whole[_places(*shape)], kind, exact):
@@ -250,7 +264,24 @@ def _fetched(
     return found[: found.size * own // (len(coded) * block_size(kind))]
 
 
-@functools.partial(jax.jit, static_argnums=1)
+def _unchanged(name: str, array: np.ndarray) -> np.ndarray:
+    """The bytes of an array of numpy as float32, uint8[n], for `encode`. Raises ArithmeticError if a number is not
+    finite. name: for the message."""
+    wide = np.ascontiguousarray(array, np.float32).reshape(-1)
+    if not np.isfinite(wide).all():
+        raise _not_finite(name)
+    return wide.view(np.uint8)
+
+
+def _not_finite(name: str) -> ArithmeticError:
+    """The error of a tensor of this name that has values that are not finite, as other exports say it."""
+    return ArithmeticError(
+        f"export: {name} has values that are not finite in float32, so the model is broken: take an earlier checkpoint "
+        "of its training, or load it anew; save_pretrained writes it as it is"
+    )
+
+
+@functools.partial(jax.jit, static_argnums=1, compiler_options=UNTUNED)
 def _encoded(array: jax.Array, kind: str) -> jax.Array:
     """Encodes an array of floats [rows, block], of which each row is one block, in the GGUF type `kind` (gguf's name of
     it), for `encode`. Returns [rows, block] in float32, float16 or bfloat16 for the plain types, and uint8[rows, bytes
@@ -265,7 +296,7 @@ def _encoded(array: jax.Array, kind: str) -> jax.Array:
     return BLOCK_TYPES[kind].encode(wide)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=UNTUNED)
 def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
     """Encodes an array of floats [rows, block] that QAT rounded to the GGUF type `kind`: uint8[rows, bytes of a block],
     which decode to the same numbers; that they do is checked by `_checked`, not here. Only Q8_0 and Q4_0 are types to
@@ -275,7 +306,7 @@ def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
     return encode(array.astype(jnp.float32), grid)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(2, 3), compiler_options=UNTUNED)
 def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> jax.Array:
     """Decodes `coded`, the encoded form of `array` in the GGUF type `kind`, and compares the two, on the device.
 

@@ -24,7 +24,8 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import experts, linears, matrices
-from jaxtune.pallas.formats import dense
+from jaxtune.models.stack_layers import UNTUNED
+from jaxtune.pallas.formats import Stored, dense
 
 _QUERY_OR_KEY = re.compile(r"\.self_attn\.([qk])_proj(\.|$)")
 # Matrices that llama.cpp keeps in float32: routers, and the projection to the embeddings of each layer.
@@ -58,6 +59,8 @@ class Tensor:
     # the name of the dtype of the numbers to which quantisation-aware training (QAT) rounded the tensor, so that a
     # quantised type stores it exactly; None: it did not
     grid: str | None = None
+    weight: str = ""  # Hugging Face's name of the weight that it is, for messages; "": those of its own name
+    heads: int | None = None  # how many heads there are whose rows `of` reorders on the device; None: it does not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Source:
 
     make: Callable[[], Any]  # returns the value; called when these tensors are written, and the value is then freed
     tensors: tuple[Tensor, ...]  # the tensors that are computed from it, in the order of the file
+    stored: Stored | None = None  # the quantised weight that `make` decodes, or the same with shapes; None: none
 
 
 def all_tensors(sources: Iterable[Source]) -> list[Tensor]:
@@ -117,7 +121,7 @@ def interleaved(array: Any, heads: int) -> Any:
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
-_interleaved = jax.jit(interleaved, static_argnums=1)
+interleaved_on_device = jax.jit(interleaved, static_argnums=1, compiler_options=UNTUNED)
 
 
 def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
@@ -156,8 +160,9 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
             tensors = _expert_tensors(name, shape, config, arch, names)
         else:
             tensors = [_dense_tensor(name, shape, config, arch, names)]
-        grid = rounded.get(name)
-        found.append(Source(make, tuple(dataclasses.replace(tensor, grid=grid) for tensor in tensors)))
+        tensors = [dataclasses.replace(tensor, grid=rounded.get(name), weight=name) for tensor in tensors]
+        value = variable.get_value()
+        found.append(Source(make, tuple(tensors), value if isinstance(value, Stored) else None))
     if arch.own_output and config.tie_embeddings:
         name = "model.embed_tokens.weight"
         make = functools.partial(_dense, weights.maker(name, variables[name]), model.dtype)
@@ -203,10 +208,10 @@ def _dense_tensor(
 
     def of(value: jax.Array) -> jax.Array:
         value = value.astype(jnp.float32) + offset if offset else value
-        return value if heads is None else _interleaved(value, heads)
+        return value if heads is None else interleaved_on_device(value, heads)
 
     plain = len(shape) == 1 or name.endswith(_PLAIN)
-    return Tensor(names(name), shape, of, plain)
+    return Tensor(names(name), shape, of, plain, heads=heads)
 
 
 def _expert_tensors(

@@ -3,15 +3,16 @@
 writes.
 
 `temporary_path` makes such names, `create_temporary` a locked file of such a name, and `remove_temporary`
-(`remove_left` for one path) removes what was left. There are also flushing to the disk (`sync`), errors of writing that
-name the file (`writing`), checksums of files (`fingerprints`), reading of regular files alone, where others may have
-put a pipe or a device in their place (`read_plain`), and the check that a run can write its folder
+(`remove_left` for one path) removes what was left. There are also flushing to the disk (`sync`, `start_flush`), errors
+of writing that name the file (`writing`), checksums of files (`fingerprints`), reading of regular files alone, where
+others may have put a pipe or a device in their place (`read_plain`), and the check that a run can write its folder
 (`require_makeable`). The module imports nothing of jaxtune, so every package may use it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -24,6 +25,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+# Linux's system call, which Python has no function for; None on other systems.
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _SYNC_FILE_RANGE is not None:
+    _SYNC_FILE_RANGE.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_START_ONLY = 2  # SYNC_FILE_RANGE_WRITE: writes what is not on its way yet, and waits for nothing
 
 
 def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, durable: bool = True) -> None:
@@ -188,6 +195,21 @@ def sync(path: str | os.PathLike) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def start_flush(descriptor: int, at: int, size_bytes: int) -> None:
+    """Has the kernel begin to write a part of an open file to the disk, without waiting for it, so that a flush at the
+    end waits for little. Threads that write a large file call it for each part that they wrote: it is then on the disk
+    up to eight times as soon as by a thread that flushes the file over and over, which holds up the writes. The flush
+    at the end is still needed, and raises the disk's errors; where the system has no such call, it does it all.
+
+    Args:
+      descriptor: of the file.
+      at: the part's first byte.
+      size_bytes: its bytes.
+    """
+    if _SYNC_FILE_RANGE is not None:
+        _SYNC_FILE_RANGE(descriptor, at, size_bytes, _START_ONLY)
 
 
 def fingerprints(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:

@@ -309,7 +309,9 @@ def test_bfloat16_is_kept_bit_for_bit_and_f16_refuses_what_it_cannot_hold(tmp_pa
     )
     weight = model.layers[1].mlp.up_proj.weight
     weight.set_value(weight.get_value().at[3, 4].set(1e5))
-    with pytest.raises(ArithmeticError, match=r"blk\.1\.ffn_up\.weight has values above 65504, too large for f16"):
+    with pytest.raises(
+        ArithmeticError, match=r"layers\.1\.mlp\.up_proj\.weight has values above 65504, too large for f16"
+    ):
         written(model, tmp_path, "f16")
 
 
@@ -371,7 +373,7 @@ def test_a_value_that_is_not_finite_ends_the_writing(tmp_path):
     model = made("qwen2")
     weight = model.layers[0].mlp.down_proj.weight
     weight.set_value(weight.get_value().at[-1, -1].set(jnp.nan))
-    with pytest.raises(ArithmeticError, match=r"blk\.0\.ffn_down\.weight has values that are not finite"):
+    with pytest.raises(ArithmeticError, match=r"layers\.0\.mlp\.down_proj\.weight has values that are not finite"):
         written(model, tmp_path, "q8_0")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 
@@ -78,6 +79,26 @@ def test_a_tensor_is_free_while_its_pieces_are_written(tmp_path, monkeypatch):
         go_on.set()
     assert freed
     assert (tmp_path / "file").read_bytes() == bytes_of(jnp.full((4, 8), 2.0))
+
+
+def test_each_chunk_is_on_its_way_to_the_disk_once_it_is_written(tmp_path, monkeypatch):
+    """So that the flush at the end waits for little."""
+    monkeypatch.setattr(byte_files, "CHUNK_BYTES", 40)
+    file, started, written, closed = tmp_path / "file", [], threading.Event(), threading.Event()
+    close = byte_files.os.close
+
+    def start(descriptor, at, size):
+        assert written.wait(20)  # nobody waits for it: the file may be read back meanwhile
+        started.append((at, size, os.fstat(descriptor).st_size >= at + size))
+
+    monkeypatch.setattr(byte_files, "start_flush", start)
+    monkeypatch.setattr(byte_files.os, "close", lambda descriptor: (close(descriptor), closed.set()))
+    with byte_files.Writer(file) as out:
+        out.append(bytes(100))
+        out.append_pieces([(30, lambda: np.zeros(30, np.uint8))])
+    written.set()
+    assert closed.wait(20)
+    assert sorted(started) == [(0, 40, True), (40, 40, True), (80, 20, True), (100, 30, True)]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "no room"), ArithmeticError("not finite")])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,14 +18,11 @@ import numpy as np
 import xxhash
 
 from jaxtune.models.placement.host_pieces import Piece
+from jaxtune.system.files import start_flush
 
 CHUNK_BYTES = 16 << 20  # how much one thread writes or reads at a time; each chunk has a checksum
 IN_FLIGHT_BYTES = 256 << 20  # host memory of tensors that wait to be written; a single larger tensor is allowed
 _THREADS = min(8, os.cpu_count() or 1)
-# The file is flushed to the disk each time that this many bytes were appended, while more are: the flush at its end,
-# which all callers need, then waits for the last ones only. For a file of 16 GB it took 7 s otherwise. An SSD takes 2.5
-# GB/s, less than the page cache, so that it should begin early.
-_FLUSHED_BYTES = 256 << 20
 
 
 class Sums:
@@ -53,8 +49,9 @@ class Sums:
 class Writer:
     """A new file to which threads append data, used as a context manager; safetensors and GGUF files are written by it.
     Leaving the context waits for all writes, closes the file and raises the first error. If the block itself failed,
-    chunks that wait are not written, and only its error is raised. `size_bytes` is the number of bytes that were
-    appended so far.
+    chunks that wait are not written, and only its error is raised. All is then on its way to the disk: callers may read
+    it back meanwhile, and flush the file (system.files.sync) before they give it its name. `size_bytes` is the number
+    of bytes that were appended so far.
 
     Args:
       file: is created or overwritten.
@@ -64,14 +61,11 @@ class Writer:
     def __init__(self, file: Path, advanced: Callable[[int], Any] = lambda _: None):
         self._advanced = advanced
         self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)  # and not /dev/null, which cannot be flushed
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-write")
         self._waiting: deque[Future[int]] = deque()
         self._sizes: deque[int] = deque()
         self._failed = threading.Event()
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="jaxtune-flush")
-        self._flushes: list[Future[None]] = []
-        self._flushed_bytes = 0
         self.size_bytes = 0
 
     def __enter__(self) -> Writer:
@@ -79,20 +73,19 @@ class Writer:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Waits for the writes, ends the threads and closes the file. The first error of a write is raised if the block
-        succeeded (`kind` is None); otherwise the block's own error continues, and chunks that wait are not written."""
+        """Waits for the writes and ends their threads. The first error of a write is raised if the block succeeded
+        (`kind` is None); otherwise the block's own error continues, and chunks that wait are not written. The file is
+        closed once all of it is on its way to the disk, which this method does not wait for."""
         if kind is not None:
             self._failed.set()
         try:
             while self._waiting:
                 self._collect(raises=kind is None)
-            for flush in self._flushes if kind is None else ():
-                flush.result()
         finally:
             self._failed.set()
             self._pool.shutdown()
-            self._flusher.shutdown(cancel_futures=True)
-            os.close(self._descriptor)
+            self._flusher.submit(os.close, self._descriptor)
+            self._flusher.shutdown(wait=False)
 
     def append(self, data: bytes | np.ndarray) -> Sums:
         """Writes the bytes (uint8[n]) at the end of the file, in the background, and returns their checksums, which are
@@ -137,14 +130,7 @@ class Writer:
             self._waiting.append(futures[-1])
             self._sizes.append(size)
             self.size_bytes += size
-        if self._regular and self.size_bytes - self._flushed_bytes > _FLUSHED_BYTES:
-            self._flushed_bytes = self.size_bytes
-            self._flushes.append(self._flusher.submit(self._flush))
         return Sums([size for size, _ in pieces], futures)
-
-    def _flush(self) -> None:
-        """Has the disk write what the file has so far, and waits for it, in a thread of its own."""
-        os.fdatasync(self._descriptor)
 
     def _collect(self, raises: bool = True) -> None:
         """Waits for the oldest write of a chunk that nobody has waited for yet, before more is appended and when the
@@ -157,9 +143,10 @@ class Writer:
             future.exception()
 
     def _write(self, make: list[Callable[[], np.ndarray]], at: int, made: threading.Semaphore | None) -> int:
-        """Makes one chunk of the data and writes it at the byte `at` of the file, in a thread, calls `advanced`, and
-        returns the chunk's checksum (XXH3-64). After the making or the write of any chunk, or the context's block, has
-        failed, it writes nothing and returns 0, because the file is useless then.
+        """Makes one chunk of the data and writes it at the byte `at` of the file, in a thread, has the kernel begin to
+        write it to the disk, calls `advanced`, and returns the chunk's checksum (XXH3-64). After the making or the
+        write of any chunk, or the context's block, has failed, it writes nothing and returns 0, because the file is
+        useless then.
 
         make: has the function that makes the chunk, which is taken out, so that it holds no tensor while the chunk is
         written. made: is released once the chunk is made; None: nobody waits. Raises OSError if the write fails, and
@@ -182,6 +169,7 @@ class Writer:
         except OSError:
             self._failed.set()
             raise
+        self._flusher.submit(start_flush, self._descriptor, at, len(part))  # it waits while the disk has much to do
         self._advanced(len(part))
         return xxhash.xxh3_64_intdigest(part)
 
@@ -198,7 +186,7 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
     GGUF file by one call for each part that was appended. advanced: called with the number of bytes that were read, for
     a progress bar."""
     at, found = offset, []
-    data = np.empty(max(sums.sizes, default=0), np.uint8)  # filling it with zeros would take as long as reading
+    data = _buffer(max(sums.sizes, default=0))
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for size in sums.sizes:
@@ -215,6 +203,17 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
     finally:
         os.close(descriptor)
     return found == sums.values()
+
+
+_own = threading.local()
+
+
+def _buffer(size_bytes: int) -> np.ndarray:
+    """Memory of at least this many bytes, into which this thread reads; it gets the same each time, as long as that is
+    large enough, because touching new memory takes as long as reading."""
+    if len(found := getattr(_own, "buffer", np.empty(0, np.uint8))) < size_bytes:
+        found = _own.buffer = np.empty(size_bytes, np.uint8)
+    return found
 
 
 def all_of[Item, Result](check: Callable[[Item], Result], items: list[Item]) -> list[Result]:

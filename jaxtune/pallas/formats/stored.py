@@ -219,6 +219,13 @@ class Stored:
             raise TypeError(f"{op}: dtype is {jnp.dtype(dtype)}; it must be a float dtype")
         return self._decode(dtype)
 
+    @property
+    def decoding(self) -> jax.stages.Wrapped | None:
+        """The program, a function of (this weight, dtype), that `decode` calls; None where a format has none of its
+        own. An export compiles it ahead, for weights with shapes in place of arrays."""
+        program = type(self)._decode
+        return program if isinstance(program, jax.stages.Wrapped) else None
+
     def _decode(self, dtype) -> jax.Array:
         """The decoded tensor in `dtype`, or in that of `dtype_name` if it is None. It is the computation of `decode`,
         which checks the arrays and the dtype before. Each format implements it."""

@@ -1,0 +1,98 @@
+"""Compiles the programs by which the tensors of a GGUF file are made and encoded before they are needed: `Compiling`,
+which api.py makes before the file's metadata, and for each of whose tensors gguf_file.py waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import jax
+
+from jaxtune.export import gguf_blocks, gguf_tensors
+from jaxtune.export.gguf_tensors import Source, Tensor
+from jaxtune.pallas.formats import Stored
+
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+class Compiling:
+    """Traces the programs of all tensors of a GGUF file in one thread, those of the first tensors first, and compiles
+    them in others. As a context manager it drops what no thread has taken up when the context is left.
+
+    One thread traces, because several that do so at once wait for Python's lock all the time. An error is left to the
+    call that needs the program, which then has it too.
+
+    Args:
+      sources: make the tensors, in the order of the file.
+      kinds: {tensor's name: gguf's name of the type in which it is stored}.
+      like: the dtype and sharding that most arrays of the sources have; None: nothing is compiled ahead, as arrays on
+        several devices must get their programs in one order.
+    """
+
+    def __init__(self, sources: Sequence[Source], kinds: Mapping[str, str], like: jax.ShapeDtypeStruct | None):
+        self._compilers = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-compile")
+        self._tracer = ThreadPoolExecutor(1, thread_name_prefix="jaxtune-compile-trace")
+        self._programs: dict[tuple, Future[object]] = {}  # by what tells programs apart; for the tracing thread
+        forms: dict[tuple, Future[list[Future[object]]]] = {}  # the programs of all tensors that are alike
+        self._of: dict[str, Future[list[Future[object]]]] = {}  # the same by the tensors' names
+        if like is None:
+            return
+        for source in sources:
+            for tensor in source.tensors:
+                form = (tensor.shape, kinds[tensor.name], tensor.grid, tensor.heads, _described(source.stored))
+                if form not in forms:
+                    forms[form] = self._tracer.submit(self._traced, source, tensor, kinds[tensor.name], like)
+                self._of[tensor.name] = forms[form]
+
+    def _traced(self, source: Source, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct) -> list[Future[object]]:
+        """Traces the programs of a tensor, except those that it shares with earlier ones, and has them compiled.
+        Returns the futures of all, which are done when they are compiled."""
+        found = _programs(source, tensor, kind, like)
+        for key, lower in found.items():
+            if key not in self._programs:
+                self._programs[key] = self._compilers.submit(lower().compile)
+        return [self._programs[key] for key in found]
+
+    def __enter__(self) -> Compiling:
+        """Returns this object."""
+        return self
+
+    def __exit__(self, *error) -> None:
+        """Drops what waits, and does not wait for what has been taken up."""
+        self._tracer.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def wait(self, name: str) -> None:
+        """Waits until the programs of the tensor of this name are compiled. A thread that called one before would
+        compile it once more."""
+        traced = self._of.pop(name, None)
+        if traced is not None and traced.exception() is None:
+            wait(traced.result())
+
+
+def _described(stored: Stored | None) -> tuple:
+    """What tells the programs that decode quantised weights apart: the format with its options, shapes and dtypes."""
+    leaves, tree = jax.tree.flatten(stored)
+    return tree, *((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _programs(
+    source: Source, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct
+) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
+    """The programs that make and encode one tensor of a Source, {what tells the program from others: a function that
+    traces it}, in the order in which they are called. kind: the type in which it is stored. like: see Compiling."""
+    found: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
+    form = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=like.sharding)
+    if source.stored is not None:
+        stored: Stored = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding), source.stored
+        )
+        if (program := stored.decoding) is not None:
+            found["decode", *_described(stored)] = functools.partial(program.lower, stored, like.dtype.name)
+    if tensor.heads is not None:
+        interleaved = functools.partial(gguf_tensors.interleaved_on_device.lower, form, tensor.heads)
+        found["interleaved", form.shape, tensor.heads] = interleaved
+    return found | gguf_blocks.programs(form, kind, gguf_blocks.grid_of(tensor.grid, kind))
