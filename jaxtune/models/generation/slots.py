@@ -41,7 +41,7 @@ from jaxtune.models.generation.sampling import (
     uniform_of,
 )
 from jaxtune.models.generation.structure import Structure
-from jaxtune.models.generation.xla_options import sampler_options
+from jaxtune.models.generation.xla_options import prompt_options, sampler_options
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
@@ -135,14 +135,15 @@ def programs(same_choices: bool, many_rows: bool) -> Programs:
     """The sampler's functions as jitted programs, each compiled when it is first called with new shapes or static
     arguments. Equal arguments give the same object, so that samplers share what is compiled.
 
-    same_choices, many_rows: as for sampler_options, which chooses XLA's options. With same_choices a row gets the same
-    bits beside any other rows, too.
+    same_choices, many_rows: as for sampler_options, by which and by prompt_options XLA's options are chosen. With
+    same_choices a row gets the same bits beside any other rows, too.
     """
     jit = functools.partial(jax.jit, compiler_options=sampler_options(same_choices, many_rows))
+    of_prompts = functools.partial(jax.jit, compiler_options=prompt_options(same_choices))
     return Programs(
-        jit(_prefill, static_argnums=(0, 1)),
-        jit(_pack, static_argnums=(0, 1)),
-        jit(_extend, static_argnums=0, donate_argnames="states"),
+        of_prompts(_prefill, static_argnums=(0, 1)),
+        of_prompts(_pack, static_argnums=(0, 1)),
+        of_prompts(_extend, static_argnums=0, donate_argnames="states"),
         jit(_insert, donate_argnames="states"),
         jit(
             functools.partial(_decode, same_choices),

@@ -139,6 +139,16 @@ def test_a_step_of_experts_sorts_no_tokens():
     assert "expert_slots" in extend and "expert_slots" not in decode
 
 
+def test_prompts_are_multiplied_as_in_training():
+    """By the vendor's library, which adds the residual stream too; no weights are put side by side. Of the last layer
+    only keys and values are computed."""
+    _, programs = lowered("llama-3.1-8b", 2)
+    text = programs["extend"].compile().as_text()
+    found = re.findall(r"= \(bf16\[128,(\d+)\].* custom-call\(([^)]*)\), custom_call_target=\"__cublas", text)
+    operands = [(int(width), given.count("%")) for width, given in found]
+    assert sorted(operands) == [(1024, 2)] * 4 + [(4096, 2), *[(4096, 3)] * 2, *[(14336, 2)] * 2]
+
+
 def test_an_adapter_adds_no_kernel_to_a_step():
     """Its products are part of the kernels that multiply by the weights."""
     kernels = []
