@@ -152,8 +152,9 @@ def main() -> int:
             "--child",
             str(folder),
             load_in,
-            options.shape * options.train,
-            options.saved or "",
+            options.shape,
+            options.saved or load_in,
+            "train" * options.train,
         ]
         left = max(end - time.monotonic(), 1.0)
         try:
