@@ -7,8 +7,8 @@ The third is the fastest that would fit if every forecast were as wrong as the w
 Plans that resemble a failed one (`choice._related` says which) are left out, because their forecasts are wrong in the
 same way. But after a plan that fits as compiled and ran out of memory in the first step, the next one is smaller by the
 bytes that the step lacked, and may resemble it. The last is the smallest plan there is; it is taken earlier if no other
-is left. `next_plan` chooses each; before the last one, a plan's predicted peak may be at most `goal`, which failures (`Failed`) lower. `Room` is the
-device memory, and decides whether a compiled step fits.
+is left. `next_plan` chooses each; before the last one, a plan's predicted peak may be at most `goal`, which failures
+(`Failed`) lower. `Room` is the device memory, and decides whether a compiled step fits.
 """
 
 from __future__ import annotations
