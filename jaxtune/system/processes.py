@@ -42,8 +42,8 @@ HEARTBEAT_SECONDS = 30
 _START_SECONDS = 300
 _ENDED, _HEARD, _ASKED = "jaxtune/ended", "jaxtune/heard/", "jaxtune/asked/"
 _WORDS_SECONDS = 10.0  # how long a failing process and the first one wait for each other before they exit
-# What the first process leaves the others between their report that they have heard and their exit: JAX aborts a process
-# whose service ends, with another exit code.
+# What the first process leaves the others between their report that they have heard and their exit: JAX aborts a
+# process whose service ends, with another exit code.
 _EXIT_SECONDS = 1.0
 _POLL_MILLISECONDS = 1000  # a wait is interrupted after this time, so that Python can handle signals
 _KEPT_DECISIONS = 64  # how many past decisions the service keeps; no process is that far behind

@@ -180,6 +180,26 @@ def test_whatever_the_ratios_some_plan_is_found_and_is_nearly_as_fast(parts, bud
         assert tried[-1].tokens_per_second > 0.93 * tried[0].tokens_per_second
 
 
+def test_one_failure_says_nothing_of_other_micro_batches(parts):
+    """Plans that run like the first may need as much more than their forecasts; others may take the whole budget. After
+    a second failure all forecasts are taken to be as wrong as the worst."""
+    gained = 0
+    for budget in (7.5e9, 8.3e9, 9.4e9, 11e9, 13e9, 15e9):
+        room = Room(budget, budget)
+        first, _ = next_plan(parts, CONFIG, H200, room)
+        failed = [Failed(first.plan, first.peak_bytes, 1.03 * budget)]
+        second, _ = next_plan(parts, CONFIG, H200, room, failed)
+        alike = second.plan.micro_batches == first.plan.micro_batches
+        assert second.peak_bytes <= (failed[0].goal(budget) if alike else budget)
+        cautious = choose(parts, CONFIG, H200, failed[0].goal(budget), unlike=[first.plan])
+        assert second.tokens_per_second >= cautious.tokens_per_second
+        gained += second.tokens_per_second > cautious.tokens_per_second
+        failed.append(Failed(second.plan, second.peak_bytes, 1.03 * budget))
+        third, _ = next_plan(parts, CONFIG, H200, room, failed)
+        assert third.peak_bytes <= min(one.goal(budget) for one in failed)
+    assert gained
+
+
 def test_near_relatives_of_what_failed_are_left_out(parts):
     budget, failed = 15e9, []
     for _ in range(2):

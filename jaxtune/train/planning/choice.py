@@ -62,6 +62,7 @@ def choose(
     chunk_logits: Sequence[int] = CHUNK_LOGITS,
     resident: int = 0,
     unlike: Sequence[StepPlan] = (),
+    alike_bytes: float = math.inf,
 ) -> Forecast:
     """The forecast of the fastest plan whose predicted peak is within `budget_bytes`; of equally fast plans (to 0.1 ms)
     one with the table of per-layer embeddings on the device, and of these the one with the lowest peak. A plan with the
@@ -80,6 +81,7 @@ def choose(
       resident: the least number of layers whose frozen weights are whole on each device, because they already are. It
         has no effect on config.memory.plan.
       unlike: plans that failed; plans that resemble them (`_related`) are left out.
+      alike_bytes: device memory, at most budget_bytes, for plans that run like one of these (`_run_alike`).
     Raises:
       PlanError: nothing fits, or all that fits resembles `unlike`.
       ValueError: the host's memory is too small for the optimizer's states; or config.memory.plan is not for this
@@ -100,8 +102,14 @@ def choose(
 
     for placed in places(parts, device):
         beside = beside_states(placed, device)
-        found += _candidates(placed, config, beside, budget, chunk_logits, resident, unlike, layers_of)
-    fitting = [one for one in found if one.peak_bytes <= budget and not _related(parts, one.plan, unlike)]
+        found += _candidates(placed, config, beside, budget, chunk_logits, resident, unlike, layers_of, alike_bytes)
+
+    def limit(plan: StepPlan) -> float:
+        """The device memory that a plan may take."""
+        run = plan.micro_batches, plan.residuals.tile_tokens, plan.places
+        return min(budget, alike_bytes) if any(_run_alike(one, *run) for one in unlike) else budget
+
+    fitting = [one for one in found if one.peak_bytes <= limit(one.plan) and not _related(parts, one.plan, unlike)]
     if not fitting:
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
 
@@ -122,6 +130,7 @@ def _candidates(
     resident: int,
     unlike: Sequence[StepPlan],
     layers_of: Callable[[int, int | None], tuple[LayerPlans, LayerForecast]],
+    alike_bytes: float,
 ) -> list[Forecast]:
     """The forecasts of the plans among which `choose` chooses; some may not fit.
 
@@ -135,6 +144,7 @@ def _candidates(
       unlike: plans that failed. The search leaves out plans that resemble them, but only if another fits, and never a
         plan that config.memory.plan sets; `choose` takes none of these.
       layers_of: returns what _best_layers does, for a number of micro-batches and the tokens of a tile.
+      alike_bytes: of memory, for plans that run like one of `unlike`.
     """
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
     found: list[Forecast] = []
@@ -152,8 +162,9 @@ def _candidates(
                 for whole in _residents(parts, resident):
                     alike = [one for one in unlike if _run_alike(one, micro, tile, parts.places)]
                     relatives = _Relatives(parts, alike, table[0])
-                    pairs = _best_pairs(parts, table, micro, chunks, device, budget, tile, whole, relatives)
-                    found += [_with_whole_weights(parts, pair, device, budget) for pair in pairs]
+                    limit = min(budget, alike_bytes) if alike else budget
+                    pairs = _best_pairs(parts, table, micro, chunks, device, limit, tile, whole, relatives)
+                    found += [_with_whole_weights(parts, pair, device, limit) for pair in pairs]
     return found
 
 

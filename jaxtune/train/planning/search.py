@@ -1,18 +1,20 @@
 """The search for a plan that fits: forecasts propose, the compiler's figure decides, and failures correct the
 forecasts.
 
-At most four plans are compiled. The first is the fastest by forecast. The second and third are the fastest that would
-fit if every forecast were as wrong as the worst one so far, with some to spare. Plans that resemble a failed one
-(`choice._related` says which) are left out, because their forecasts are wrong in the same way. But after a plan that
-fits as compiled and ran out of memory in the first step, the next one is smaller by the bytes that the step lacked, and
-may resemble it. The last is the smallest plan there is; it is taken earlier if no other is left. `next_plan` chooses
-each; before the last one, a plan's predicted peak may be at most `goal`, which failures (`Failed`) lower. `Room` is the
-device memory, and decides whether a compiled step fits.
+At most four plans are compiled. The first is the fastest by forecast. The second is the fastest that would fit if the
+forecasts of plans that run like the first (`choice._run_alike`) were as wrong as its own, and those of others right.
+The third is the fastest that would fit if every forecast were as wrong as the worst one so far, with some to spare.
+Plans that resemble a failed one (`choice._related` says which) are left out, because their forecasts are wrong in the
+same way. But after a plan that fits as compiled and ran out of memory in the first step, the next one is smaller by the
+bytes that the step lacked, and may resemble it. The last is the smallest plan there is; it is taken earlier if no other
+is left. `next_plan` chooses each; before the last one, a plan's predicted peak may be at most `goal`, which failures
+(`Failed`) lower. `Room` is the device memory, and decides whether a compiled step fits.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from jaxtune.train.config import TrainConfig
@@ -119,6 +121,7 @@ def next_plan(
 ) -> tuple[Forecast, bool]:
     """The plan to compile next for a step of which the plans `failed` were too large: after fewer than three failures
     the fastest one within `goal` that resembles none of them (`choice._related`), if there is one, else the smallest.
+    After one failure whose need is known, `goal` holds only for plans that run like it (`choice._run_alike`).
     Planner calls it for the first plan and after each failure; show_plan, the --plan without rows, which compiles
     nothing, calls it once.
 
@@ -138,7 +141,11 @@ def next_plan(
     if len(failed) < _BEFORE_SMALLEST:
         try:
             plans = [one.plan for one in failed if one.short_bytes is None]
-            found = choose(parts, config, device, goal(room.budget_bytes, failed), resident=resident, unlike=plans)
+            budget = least = goal(room.budget_bytes, failed)
+            if len(failed) == 1 and failed[0].need_bytes is not None:
+                budget = room.budget_bytes
+            alike = math.inf if least is None else least
+            found = choose(parts, config, device, budget, resident=resident, unlike=plans, alike_bytes=alike)
             return found, False
         except PlanError:
             pass  # forecasts may be too high, so the smallest plan is still tried
