@@ -168,8 +168,9 @@ def _header(
     file: Path, architecture: str, fields: Mapping[str, Any], tensors: Sequence[Tensor], kinds: Mapping[str, str]
 ) -> bytes:
     """The bytes of a GGUF file before its tensors: metadata, and the name, shape, type and position of each tensor.
-    gguf's writer makes them, which can only write to a file: `file` is used for it, and `write` overwrites it with the
-    bytes that are returned. They have no padding before the first tensor; `_fill` adds it.
+    gguf's writer makes them, which can only write to a file: `file` is used for it, and removed, because ext4 flushes a
+    file that was cut to nothing and written anew whenever a reader closes it. They have no padding before the first
+    tensor; `_fill` adds it.
 
     Args:
       architecture: general.architecture, such as "llama".
@@ -206,7 +207,9 @@ def _header(
         writer.write_ti_data_to_file()
     finally:
         writer.close()
-    return file.read_bytes()
+    found = file.read_bytes()
+    file.unlink()
+    return found
 
 
 def _packed(values: list[str] | list[int] | list[float]) -> bytes:

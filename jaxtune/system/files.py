@@ -198,10 +198,9 @@ def sync(path: str | os.PathLike) -> None:
 
 
 def start_flush(descriptor: int, at: int, size_bytes: int) -> None:
-    """Has the kernel begin to write a part of an open file to the disk, without waiting for it, so that a flush at the
-    end waits for little. Threads that write a large file call it for each part that they wrote: it is then on the disk
-    up to eight times as soon as by a thread that flushes the file over and over, which holds up the writes. The flush
-    at the end is still needed, and raises the disk's errors; where the system has no such call, it does it all.
+    """Has the kernel begin to write a part of an open file to the disk, so that a flush at the end waits for little. It
+    does not wait until the part is there, but while the disk has much to do, it waits until it takes the part on. The
+    flush at the end is still needed, and raises the disk's errors; where the system has no such call, it does it all.
 
     Args:
       descriptor: of the file.

@@ -466,6 +466,15 @@ def test_bytes_are_read_back_while_the_reader_goes_over_the_keys(tmp_path, monke
 # ---- adapters
 
 
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path):
+    model = adapted_model(made("qwen2"), r=2)
+    b = model.layers[1].mlp.up_proj.lora.b
+    b.set_value(b.get_value().at[-1, -1].set(jnp.inf))
+    with pytest.raises(ArithmeticError, match=r"blk\.1\.ffn_up\.weight\.lora_b has values that are not finite"):
+        api.export_model(model, tmp_path / "out", "gguf-adapter")
+    assert not any(tmp_path.iterdir())
+
+
 def added(reader, name: str) -> np.ndarray:
     """What llama.cpp adds to a tensor: alpha / rank times B A."""
     tensors = dequantised(reader)

@@ -25,7 +25,7 @@ def test_the_thread_that_writes_compiles_no_program(name, format, outtype, tmp_p
     jax.clear_caches()
     found = collections.Counter()
 
-    def heard(event: str, _: float, **said) -> None:
+    def heard(event: str, duration_secs: float, **said: str | int) -> None:
         if "backend_compile" in event:
             found[said["fun_name"], threading.current_thread().name.startswith("jaxtune-compile")] += 1
 

@@ -164,6 +164,20 @@ def test_with_room_logits_are_verified_while_tensors_are_written(tmp_path, monke
     assert not (tmp_path / "wrong").exists()
 
 
+def test_logits_are_verified_once_tensors_are_made_or_soon_after(monkeypatch):
+    """So that their tracing does not hold up the first writes; and nobody waits if a writer fails before."""
+    monkeypatch.setattr(merge, "_has_room", lambda model: True)
+    for seconds, makes in ((60.0, True), (0.1, False)):
+        verified = threading.Event()
+        monkeypatch.setattr(merge, "_HEAD_START_SECONDS", seconds)
+        monkeypatch.setattr(merge, "check_logits", lambda *_, verified=verified: verified.set())
+        weights = merged_weights(MODELS["lora"]())
+        assert not (makes and verified.wait(0.3))
+        if makes:
+            next(iter(weights.made.values()))()
+        assert verified.wait(20)
+
+
 @pytest.mark.parametrize("to", ["merged", "bnb-4bit", "fp8", "w4a16", "mxfp4", "gguf"])
 def test_an_export_has_one_matrix_on_the_device(to, tmp_path, monkeypatch):
     if to == "gguf":

@@ -44,6 +44,9 @@ from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 # The most float32 arrays of a matrix's size (one expert's) that _merge_and_check, compiled for a GPU, has at the same
 # time; XLA's programs for a CPU have up to 5.
 _WIDE_COPIES = 2
+# How long the verification of the logits waits for the first tensor to be made: its tracing holds Python's lock, for
+# which the writer would wait before the disk has anything to do.
+_HEAD_START_SECONDS = 1.0
 _PROBES = 8  # rows with which the products of a merged matrix and of its adapter are compared
 _ROUNDED_COPIES = 11  # where it also rounds to QAT's grid; the formats with scales of blocks in FP8 need most
 
@@ -233,15 +236,15 @@ def merged_weights(model: Decoder) -> Weights:
     if not _has_room(model):
         check(False)
         return weights
-    thread = ThreadPoolExecutor(1, "logits")
-    checked = thread.submit(check, True)
+    thread, making = ThreadPoolExecutor(1, "logits"), threading.Event()
+    checked = thread.submit(check, True, making)
     thread.shutdown(wait=False)
     left = set(weights.made)
-    made = {name: functools.partial(_made, name, make, left, checked) for name, make in weights.made.items()}
+    made = {name: functools.partial(_made, name, make, left, checked, making) for name, make in weights.made.items()}
     return Weights(weights.model, made)
 
 
-def _merge(model: Decoder) -> tuple[Weights, Callable[[bool], None]]:
+def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
     """(the weights of the merged model, whose logits are not verified yet; the function that verifies these, with True
     if the device has memory to spare), for merged_weights and merge_adapter, and with their errors."""
     if not has_adapter(model):
@@ -291,9 +294,12 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[[bool], None]]:
         raise ArithmeticError(f"merge_adapter: {len(makers)} tensors have no place in files; nothing was merged")
     weights = Weights(merged, made)
 
-    def check(at_once: bool) -> None:
-        """Verifies the logits, while the programs that merge the matrices are compiled."""
+    def check(at_once: bool, making: threading.Event | None = None) -> None:
+        """Verifies the logits, while the programs that merge the matrices are compiled. making: is set when the first
+        tensor is made, which this waits for, but not long, as a writer may fail before; None: it does not wait."""
         with dispatch.unsaid(), _compiling_merges(model):
+            if making is not None:
+                making.wait(_HEAD_START_SECONDS)
             check_logits(model, weights, views, changed, at_once)
 
     return weights, check
@@ -315,10 +321,13 @@ def _is_divided(model: Decoder) -> bool:
     return any(len(leaf.sharding.device_set) > 1 for leaf in leaves if isinstance(leaf, jax.Array))
 
 
-def _made(name: str, make: Callable[[], jax.Array], left: set[str], checked: Future[None]) -> jax.Array:
+def _made(
+    name: str, make: Callable[[], jax.Array], left: set[str], checked: Future[None], making: threading.Event
+) -> jax.Array:
     """Computes a changed tensor by `make`, for merged_weights, while the logits are verified in a thread. The last one
     waits for that, and each raises its error, if there is one by then. left: the names of those that were not computed
-    yet. checked: the verification."""
+    yet. checked: the verification. making: is set here, by which that begins."""
+    making.set()
     tensor = make()
     left.discard(name)
     if not left or checked.done():
