@@ -204,7 +204,7 @@ def kernels(capsys) -> list[str]:
 
 def test_info_on_kernels(capsys):
     whole, packed, wide, matmul, four_bits, gated, grouped, grouped_four_bits, *rest = kernels(capsys)
-    sort, spread, loss, rule = rest
+    sort, spread, loss, heads, rule = rest
     title, *lines = whole.splitlines()
     assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
     assert [line.split(maxsplit=1) for line in lines] == [
