@@ -1,7 +1,8 @@
 """Rotary position embedding: tables of cos and sin, which are computed once for a batch, and the rotation of queries
 and keys by them, which is computed in fp32. `rotary_tables` makes the tables of all of a decoder's rotary bases
-(RopeConfig), each by `rotary_table` from the angles of `rotary_frequencies`. Attention calls `rotate`, and
-`scaled_by_position` for queries that grow with their position.
+(RopeConfig), each by `rotary_table` from the angles of `rotary_frequencies`. Attention calls `rotate`, or
+`rotate_normed` for queries and keys whose heads are normed first, and `scaled_by_position` for queries that grow with
+their position.
 
 Number i of the first half of a head and number i of the second half are rotated as a pair (GPT-NeoX order, as in most
 Hugging Face checkpoints), or neighbouring numbers if a family interleaves them."""
