@@ -37,9 +37,10 @@ from jaxtune.train.planning import choice, devices, fitting
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
-from jaxtune.train.planning.forecasts import forecast, head_forecast, layer_forecast
+from jaxtune.train.planning.forecasts import forecast, head_forecast
 from jaxtune.train.planning.forward import forward_bytes
 from jaxtune.train.planning.host_room import beside_states, saved_bytes, trained_bytes
+from jaxtune.train.planning.layer_forecasts import layer_forecast
 from jaxtune.train.planning.layer_plans import layer_plans
 from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
 from jaxtune.train.planning.planner import Planner

@@ -37,7 +37,8 @@ from jaxtune.train.data.preview import MARKS, preview
 from jaxtune.train.display.metrics import duration
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
-from jaxtune.train.planning.forecasts import Forecast, product_time, state_seconds
+from jaxtune.train.planning.forecasts import Forecast, state_seconds
+from jaxtune.train.planning.layer_forecasts import product_time
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.program.loss import AuxLosses
 from jaxtune.train.program.tensors import trainable_names

@@ -21,16 +21,9 @@ from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan, ResidualPlan
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
-from jaxtune.train.planning.forecasts import (
-    Forecast,
-    LayerForecast,
-    bytes_with_gaps,
-    forecast,
-    gathered_bytes,
-    head_forecast,
-    layer_forecasts,
-)
+from jaxtune.train.planning.forecasts import Forecast, forecast, gathered_bytes, head_forecast
 from jaxtune.train.planning.host_room import beside_states, places
+from jaxtune.train.planning.layer_forecasts import LayerForecast, bytes_with_gaps, layer_forecasts
 from jaxtune.train.planning.layer_plans import LayerPlans, layer_plans
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
 

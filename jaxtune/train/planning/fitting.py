@@ -22,8 +22,9 @@ from jaxtune.train.planning.choice import (
 )
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import Device, card_gb
-from jaxtune.train.planning.forecasts import bytes_with_gaps, forecast, gathered_bytes, head_forecast, layer_forecasts
+from jaxtune.train.planning.forecasts import forecast, gathered_bytes, head_forecast
 from jaxtune.train.planning.host_room import beside_states, places
+from jaxtune.train.planning.layer_forecasts import bytes_with_gaps, layer_forecasts
 from jaxtune.train.planning.layer_plans import layer_plans
 from jaxtune.train.planning.plan import StepPlan
 
