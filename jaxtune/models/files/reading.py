@@ -104,17 +104,19 @@ def _zeros(shapes: jax.ShapeDtypeStruct | Stored, where: object) -> jax.Array | 
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def _moved_into(zeros: jax.Array | Stored, tensor: jax.Array | Stored) -> jax.Array | Stored:
-    """`tensor`, an array or a quantised weight, cast to the dtypes of `zeros` (_zeros) and written into their memory.
-    The compiled program copies it within the device."""
+    """Casts `tensor`, an array or a quantised weight, to the dtypes of `zeros` (_zeros), and returns it in the memory
+    of `zeros`, which are donated. The copy is made within the device."""
     return jax.tree.map(lambda own, leaf: leaf.astype(own.dtype), zeros, tensor)
 
 
 def _read_plain(
     name: str, entry: headers.TensorEntry, sharding: jax.sharding.Sharding | None, digest_cache: DigestCache
 ) -> tuple[np.ndarray | jax.Array, Digest]:
-    """Reads a tensor that is not stored quantised, for read_tensors: (its array in its stored dtype, its digest). The
-    array is in host memory, or divided over devices if `sharding` divides it. name: the model's name of the tensor,
-    which `digest_cache` and the digest know it by. Raises ValueError if a file ends early."""
+    """Reads a tensor that is not stored quantised, for read_tensors. Returns (its array in its stored dtype, its
+    digest). The array is in host memory, or is divided over devices if `sharding` divides it.
+
+    name: the model's name for the tensor, which is the tensor's key in `digest_cache` and enters the digest.
+    Raises ValueError if a file ends early."""
     stacked = isinstance(entry, expert_files.StackedEntry)
     read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
     if sharding is None or sharding.is_fully_replicated:
@@ -162,9 +164,10 @@ def read_tensors(
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
     stay: Collection[str] = (),
 ) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
-    """Reads tensors of a checkpoint, not of an adapter; casts, encodes or decodes them, places them, and checks on the
-    devices that they are finite. Eight threads read, at most 1 GiB or a larger tensor at a time, in the files' order:
-    first what is placed as it is stored, then what is computed on the devices.
+    """Reads the tensors of a checkpoint, not of an adapter. Each tensor is cast, quantised or decoded if it must be, is
+    placed on the devices, and is checked there for numbers that are not finite. Eight threads read; at most 1 GiB, or
+    one larger tensor, is on its way at a time. Tensors that are placed as they are stored are read first, and those
+    that are computed on the devices after them, both in the order in which they lie in the files.
 
     Args:
       entries: {name: entry in files}.

@@ -7,6 +7,15 @@ import triton.language as tl
 
 
 @triton.jit
+def _halves(array, places, real, HALF: tl.constexpr):
+    """Loads both halves of heads, float32, 0 where the mask `real` is False. places: where the numbers of the first
+    half lie in `array`; those of the second lie HALF behind them."""
+    low = tl.load(array + places, mask=real, other=0.0).to(tl.float32)
+    high = tl.load(array + HALF + places, mask=real, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
 def _factors(weight, OFFSET: tl.constexpr, FLOAT32: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
     """The factors of a norm for both halves of a head, float32[1, HALF] each. They are the weight, [2 HALF], with
     OFFSET added if FLOAT32 is 1, and otherwise rounded to DTYPE."""
@@ -55,8 +64,7 @@ def normed_heads_kernel(
     half = tl.arange(0, HALF)[None, :]
     heads = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     real, places = heads < COUNT, heads * (2 * HALF) + half
-    low = tl.load(x + places, mask=real, other=0.0).to(tl.float32)
-    high = tl.load(x + HALF + places, mask=real, other=0.0).to(tl.float32)
+    low, high = _halves(x, places, real, HALF)
     angles = heads // HEADS * HALF + half
     c = tl.load(cos + angles, mask=real, other=0.0)
     s = tl.load(sin + angles, mask=real, other=0.0)
@@ -86,14 +94,15 @@ def normed_heads_gradient_kernel(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """The gradients of normed_heads_kernel with respect to x, and of STEPS times BLOCK heads with respect to the
-    weight. All is computed in float32. Grid: (COUNT / (STEPS BLOCK), rounded up,).
+    """Computes, for STEPS tiles of BLOCK heads, the gradient of x, and the share of the weight's gradient that comes
+    from these heads. It computes in float32. Grid: (COUNT / (STEPS BLOCK), rounded up,).
 
     Args:
-      x, weight, cos, sin: as for normed_heads_kernel, and all constants but STEPS.
+      x, weight, cos, sin, and the constants that are not described here: as for normed_heads_kernel.
       dout: [COUNT, 2 HALF], the gradient of its output.
       dx: like x.
-      dweight: float32[programs, 2 HALF], each program's part of the weight's gradient.
+      dweight: float32[programs, 2 HALF], one share of the weight's gradient for each program.
+      STEPS: the number of tiles that a program computes, one after another.
     """
     DTYPE: tl.constexpr = dx.dtype.element_ty
     by_low, by_high = _factors(weight, OFFSET, FLOAT32, HALF, DTYPE)
@@ -104,10 +113,8 @@ def normed_heads_gradient_kernel(
     for step in range(STEPS):
         heads = (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)[:, None]
         real, places = heads < COUNT, heads * (2 * HALF) + half[None, :]
-        low = tl.load(x + places, mask=real, other=0.0).to(tl.float32)
-        high = tl.load(x + HALF + places, mask=real, other=0.0).to(tl.float32)
-        first = tl.load(dout + places, mask=real, other=0.0).to(tl.float32)
-        second = tl.load(dout + HALF + places, mask=real, other=0.0).to(tl.float32)
+        low, high = _halves(x, places, real, HALF)
+        first, second = _halves(dout, places, real, HALF)
         angles = heads // HEADS * HALF + half[None, :]
         c = tl.load(cos + angles, mask=real, other=0.0)
         s = tl.load(sin + angles, mask=real, other=0.0)

@@ -73,8 +73,10 @@ def _decode_seconds(work: Work, device: Device) -> float:
 
 
 def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> tuple[float, float]:
-    """(forward, backward) seconds on `device` of the `work` of one segment, a part of a layer such as the attention,
-    over `tokens` tokens in documents of `length` tokens, for layer_forecasts. The backward does not recompute."""
+    """Returns (seconds of the forward, seconds of the backward) of one segment, which is a part of a layer such as the
+    attention, for layer_forecasts. The backward's seconds contain no recomputation.
+
+    work: the segment's. tokens: those of a micro-batch on `device`. length: the tokens of a document."""
     fit, attend = product_time(device), ATTENTION_TIME.of("cudnn", device.name)
     rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy

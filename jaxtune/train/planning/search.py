@@ -1,14 +1,15 @@
-"""The search for a plan that fits: forecasts propose, the compiler's figure decides, and failures correct the
-forecasts.
+"""The search for a plan that fits. Forecasts propose plans, the compiler's figure decides whether one fits, and
+failures correct the forecasts.
 
-At most four plans are compiled. The first is the fastest by forecast. The second is the fastest that would fit if the
-forecasts of plans that run like the first (`choice._run_alike`) were as wrong as its own, and those of others right.
-The third is the fastest that would fit if every forecast were as wrong as the worst one so far, with some to spare.
-Plans that resemble a failed one (`choice._related` says which) are left out, because their forecasts are wrong in the
-same way. But after a plan that fits as compiled and ran out of memory in the first step, the next one is smaller by the
-bytes that the step lacked, and may resemble it. The last is the smallest plan there is; it is taken earlier if no other
-is left. `next_plan` chooses each; before the last one, a plan's predicted peak may be at most `goal`, which failures
-(`Failed`) lower. `Room` is the device memory, and decides whether a compiled step fits.
+At most four plans are compiled. The first plan is the fastest by forecast. The second is the fastest that fits under
+two assumptions: the forecasts of plans that run like the first one (`choice._run_alike`) are as wrong as its own
+forecast, and all other forecasts are right. The third is the fastest that fits if every forecast is as wrong as the
+worst one so far, with some memory to spare. Plans that resemble a failed one (`choice._related` says which) are left
+out, because their forecasts are wrong in the same way. But after a plan that fits as compiled and ran out of memory in
+the first step, the next one is smaller by the bytes that the step lacked, and may resemble it. The last is the smallest
+plan there is; it is taken earlier if no other is left. `next_plan` chooses each; before the last one, a plan's
+predicted peak may be at most `goal`, which failures (`Failed`) lower. `Room` is the device memory, and decides whether
+a compiled step fits.
 """
 
 from __future__ import annotations
