@@ -240,9 +240,9 @@ class ExpertLinear(nnx.Module):
         return _merged_and_rounded(self.fake_quant, self.transposed, weight, lora, x)
 
     def adapter(self) -> GroupedLora | None:
-        """The adapters as the argument of grouped_matmul (a, b and the scale); None if there are none. `of_tokens` and
-        `rounded_weight` call it here, and MoE.down, which passes them to `to_tokens`; so does generation's faster step
-        (plain_layer.py), which has kernels of its own."""
+        """The adapters as the argument of grouped_matmul (a, b and the scale); None if there are none. `of_tokens`,
+        `to_tokens` and `rounded_weight` call it, and generation's faster step (plain_layer.py), which has kernels of
+        its own."""
         return None if self.lora is None else self.lora.weights()
 
     def adapter_bytes(self, itemsize: int) -> float:
@@ -292,25 +292,19 @@ class ExpertLinear(nnx.Module):
             out = grouped_bias(out, bias, routing.groups)
         return out.astype(given)
 
-    def to_tokens(
-        self, rows: jax.Array, lora: GroupedLora | None, routing: Routing, choice: jax.Array, weights: jax.Array
-    ) -> jax.Array:
+    def to_tokens(self, rows: jax.Array, routing: Routing, choice: jax.Array, weights: jax.Array) -> jax.Array:
         """Multiplies rows [rows, in], one for each pair of token and expert and sorted by expert, by the experts'
         matrices, and sums the results of each token: [T, out] in the rows' dtype, adapters and biases included. Under
         `fake_quant` the weights are rounded, and the rows if it rounds inputs. MoE.down calls it.
 
         Args:
           rows: they have been multiplied by the router's weights already.
-          lora: the adapters, from `adapter()`, which the caller may have passed through an identity that orders their
-            gradients; None: there are none. Under `fake_quant`, `self.lora` is merged into the weights before they are
-            rounded, and `lora` only gets the gradients (gradients_of); if `fake_quant` clips gradients, the adapters
-            get their gradients through the merged weights, and `lora` is not used.
           routing: which expert and token each row belongs to, from `route`.
           choice: int32[T, k], each token's experts; E for none.
           weights: float32[T, k], the router's weights of these experts, by which the biases are multiplied if there are
             any.
         """
-        given = rows.dtype
+        lora, given = self.adapter(), rows.dtype
         rows = rows.astype(self.compute or given)
         product = functools.partial(
             matmul_to_tokens, transposed=self.transposed, weight_trains=self.product_has_weight_gradient

@@ -2,12 +2,13 @@
 expert, so that each expert's matrix multiplies consecutive rows.
 
 `MoE` is the module, `Experts` has the experts' matrices, and ExpertsShape the settings of experts beside an MLP.
-`_gradients_at_once` saves memory in the backward. A token's weight for an expert is applied before the down projection,
+`_down` is the part of it whose derivative is written by hand. A token's weight for an expert is applied before the down projection,
 where the rows are narrow. The router's gradient then does not need the experts' outputs."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -34,9 +35,10 @@ from jaxtune.models.layers.segment import (
 )
 from jaxtune.models.linear import Linear
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.gated import ACTIVATIONS
+from jaxtune.pallas.gated import RowGate, gated_rows, gated_rows_backward
 from jaxtune.pallas.routing import (
     RouterSums,
+    Routing,
     choose_experts,
     route,
     router_sums,
@@ -65,18 +67,58 @@ class Experts(nnx.Module):
         self.down_proj = ExpertLinear(moe.num_experts, inner, hidden, key=keys[1], **options)
 
 
-@jax.custom_vjp
-def _gradients_at_once(values):
-    """Returns `values`, any pytree of arrays, unchanged. In the backward, whatever reads the gradient of one of its
-    arrays waits until the gradients of all have been computed.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _down(gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, routing: Routing, choice):
+    """The output of experts' down projection, [T, hidden], from gate and up. MoE.down calls it.
 
-    MoE.down passes gate_up and the adapters of down_proj through it: when gate_up's gradient is read, the large
-    operands of the adapters' gradients can be freed already, which lowers the peak memory.
+    Its backward multiplies the gradient by the weights first, and then computes the inner rows again, with the gradients
+    of gate, up and the rows' weights, in one pass over memory (gated_rows_backward). The inner rows are needed for the
+    gradients of adapters, and of weights that train.
+
+    Args:
+      gate: how an inner row is computed from gate and up.
+      graph, trainable, frozen: the down projection, from nnx.split(linear, nnx.Param, ...).
+      gate_up: [rows, 2 * expert_size], rows sorted by expert.
+      by_row: float32[rows], the router's weight of each row.
+      by_token: float32[T, k], the router's weights, by which biases are multiplied.
+      routing: which expert and token each row belongs to.
+      choice: int32[T, k], each token's experts; E for none.
     """
-    return values
+    rows = gated_rows(gate_up, by_row, gate)
+    return nnx.merge(graph, trainable, frozen).to_tokens(rows, routing, choice, by_token)
 
 
-_gradients_at_once.defvjp(lambda values: (values, None), lambda _, gradients: (optimization_barrier(gradients),))
+def _down_fwd(gate, graph, trainable, frozen, gate_up, by_row, by_token, routing, choice):
+    """The forward rule of `_down`, with its arguments: (its output [T, hidden], the residuals for `_down_bwd`, which are
+    all arguments that are arrays)."""
+    arrays = trainable, frozen, gate_up, by_row, by_token, routing, choice
+    return _down(gate, graph, *arrays), arrays
+
+
+def _down_bwd(gate, graph, residuals, dout):
+    """The backward rule of `_down`: the gradients of trainable, gate_up, by_row and by_token, and None for the other
+    arguments. gate, graph: as for `_down`. residuals: from `_down_fwd`. dout: [T, hidden], the gradient of the output.
+
+    What reads the gradient of gate_up waits until those of the adapters have been computed, whose large operands can be
+    freed then: that lowers the peak memory."""
+    trainable, frozen, gate_up, by_row, by_token, routing, choice = residuals
+
+    def product(trainable, by_token, rows):
+        """The down projection of inner rows [rows, expert_size]."""
+        return nnx.merge(graph, trainable, frozen).to_tokens(rows, routing, choice, by_token)
+
+    # A linear map's gradient to its input doesn't depend on the input, so gate can stand for the inner rows, which
+    # aren't computed until the next lines.
+    _, to_rows = jax.vjp(functools.partial(product, trainable, by_token), gate_up[:, : gate_up.shape[1] // 2])
+    rows, dgate_up, dby_row = gated_rows_backward(gate_up, by_row, *to_rows(dout), gate)
+    _, to_weights = jax.vjp(lambda trainable, by_token: product(trainable, by_token, rows), trainable, by_token)
+    dtrainable, dby_token = to_weights(dout)
+    if nnx.merge(graph, trainable, frozen).lora is not None:
+        dgate_up, dtrainable = optimization_barrier((dgate_up, dtrainable))
+    return dtrainable, None, dgate_up, dby_row, dby_token, None, None
+
+
+_down.defvjp(_down_fwd, _down_bwd)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,28 +224,16 @@ class MoE(nnx.Module):
         """
         weights = self.router.weights(self._logits(x), choice)
         routing = route(choice, self.moe.num_experts)
-        linear = self.experts.down_proj
-        gate_up, lora = _gradients_at_once((gate_up, linear.adapter()))
-        inner = (self._activated(gate_up) * row_weights(weights, routing)[:, None]).astype(x.dtype)
-        return linear.to_tokens(inner, lora, routing, choice, weights).reshape(*x.shape[:-1], -1)
+        parts = nnx.split(self.experts.down_proj, nnx.Param, ...)
+        by_row = row_weights(weights, routing)
+        out = _down(self._gate, *parts, gate_up, by_row, weights, routing, choice)
+        return out.reshape(*x.shape[:-1], -1)
 
-    def _activated(self, gate_up: jax.Array) -> jax.Array:
-        """The input of the down projection, float32[rows, expert_size], from gate_up [rows, 2 * expert_size], for the
-        method `down`: activation(gate) * up, or with swiglu_limit gpt-oss's clipped form (MoEConfig.swiglu_limit). Gate
-        is the first half of the columns and up the second, or gate the even and up the odd columns if the config says
-        `interleaved`."""
-        if self.moe.interleaved:
-            gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
-        else:
-            # The gradient of a split concatenates two parts, each computed once. The gradient of two slices adds two
-            # padded arrays, for which XLA computes both parts for every element.
-            gate, up = jnp.split(gate_up, 2, axis=1)
-        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        if self.moe.swiglu_limit is None:
-            return ACTIVATIONS[self.config.activation](gate) * up
-        limit = self.moe.swiglu_limit
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return (up + 1) * gate * jax.nn.sigmoid(self.moe.swiglu_alpha * gate)
+    @property
+    def _gate(self) -> RowGate:
+        """How an expert's inner row is computed from gate and up; `down` computes it so."""
+        moe = self.moe
+        return RowGate(self.config.activation, moe.swiglu_limit, moe.swiglu_alpha, moe.interleaved)
 
     def segments(self) -> tuple[Segment, ...]:
         """Its segments, in the order in which they run: `score` (a scaled router's logits), `route` (computes

@@ -1,8 +1,9 @@
-"""The backward of an MLP's gated activation, activation(gate) * up: `gated_backward`, for which a kernel writes the
-results over the memory of its arguments if it supports the call; and ACTIVATIONS, {name: the activation as a JAX
-function}. The backward of a layer's MLP calls `gated_backward`, at the peak of a training step's memory."""
+"""The backward of gated activations. `gated_backward` is that of an MLP's activation(gate) * up, for which a kernel writes
+the results over the memory of its arguments if it supports the call; the backward of a layer's MLP calls it, at the peak
+of a training step's memory. `gated_rows_backward` is that of experts, whose rows have weights and whose form a RowGate
+says; `gated_rows` is their forward. ACTIVATIONS: {name: the activation as a JAX function}."""
 
-from jaxtune.pallas.gated.api import gated_backward
-from jaxtune.pallas.gated.reference import ACTIVATIONS
+from jaxtune.pallas.gated.api import gated_backward, gated_rows_backward
+from jaxtune.pallas.gated.reference import ACTIVATIONS, RowGate, gated_rows
 
-__all__ = ["ACTIVATIONS", "gated_backward"]
+__all__ = ["ACTIVATIONS", "RowGate", "gated_backward", "gated_rows", "gated_rows_backward"]

@@ -1,5 +1,6 @@
-"""The backward of an MLP's gated activation, activation(gate) * up: the public function `gated_backward`, and the
-choice of its implementation (`implementations`). `_first_use` checks the kernel before a GPU uses it."""
+"""The backward of gated activations: the public functions `gated_backward`, of an MLP, and `gated_rows_backward`, of
+experts, and the choice of their implementations (`implementations` and `row_implementations`). `_first_use` checks the
+MLP's kernel before a GPU uses it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.gated import mosaic, reference
+from jaxtune.pallas.gated import mosaic, reference, triton
+from jaxtune.pallas.gated.reference import RowGate
 
 IMPLEMENTATIONS = {"mosaic": mosaic, "reference": reference}
 
@@ -82,3 +84,40 @@ def _first_use(activation: str) -> str | None:
         return got, reference.gated_backward(gate, up, dgated, activation)
 
     return dispatch.first_use("gated_backward", "mosaic", activation, compare)
+
+
+@meshes.on_any_mesh
+def gated_rows_backward(
+    gate_up: jax.Array, weights: jax.Array, dgated: jax.Array, gate: RowGate, *, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The backward of experts' gated activation (gated_rows). Returns (the inner rows times their weights, computed
+    again [rows, I]; the gradient of gate_up [rows, 2 I]; the gradient of weights, float32[rows]). The kernel computes
+    the three in one pass over memory, and writes the first two over its arguments if nothing else reads these. The
+    backward of a layer of experts (models/layers/experts.py) calls it.
+
+    Args:
+      gate_up: [rows, 2 I] bfloat16, float16 or float32, gate and up of each row.
+      weights: float32[rows], the router's weight of each row.
+      dgated: [rows, I] in gate_up's dtype, the gradient of the inner rows times their weights.
+      gate: how an inner row is computed from gate and up.
+      implementation: "triton" (the kernel: 16 bits, and an activation that is "silu" or "gelu_tanh", or clipped),
+        "reference" (plain JAX), or None for the first that supports the call.
+    Raises:
+      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
+        call.
+    """
+    check = Arguments("gated_rows_backward")
+    check.array("dgated", dgated, "rows I", FLOATS)
+    rows, size = dgated.shape
+    check.array("gate_up", gate_up, f"{rows} {2 * size}", dgated.dtype)
+    check.array("weights", weights, "rows", jnp.float32)
+    check.is_a("gate", gate, RowGate, "a RowGate")
+    check.choice("gate.activation", gate.activation, tuple(reference.ACTIVATIONS))
+    name = dispatch.choose("gated_rows_backward", row_implementations(gate_up, gate), implementation)
+    return (triton if name == "triton" else reference).gated_rows_backward(gate_up, weights, dgated, gate)
+
+
+def row_implementations(gate_up, gate: RowGate) -> dispatch.Table:
+    """The table from which dispatch.choose takes the implementation of a call of `gated_rows_backward`, as
+    `implementations` has it for `gated_backward`. gate_up: [rows, 2 I], an array or its shape."""
+    return {"triton": lambda: triton.refusal(gate_up, gate), "reference": lambda: None}

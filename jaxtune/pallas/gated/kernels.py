@@ -1,0 +1,99 @@
+"""The body of the Triton kernel of `gated_rows_backward` (triton.py)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _share(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+    """(s(x), its derivative s'(x)) of x, float32; the activation is x s(x). ACTIVATION 0: s is the sigmoid of ALPHA x
+    (silu, if ALPHA is 1). 1: s is the tanh approximation of the normal distribution function (gelu_tanh)."""
+    if ACTIVATION == 0:
+        share = tl.sigmoid(ALPHA * x)
+        slope = ALPHA * share * (1.0 - share)
+    else:
+        square = x * x  # (1 + tanh(z / 2)) / 2 is the sigmoid of z
+        share = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282052938 * square))
+        slope = share * (1.0 - share) * (1.5957691216057308 + 0.21406443846158813 * square)
+    return share, slope
+
+
+@triton.jit
+def _within(x, LIMIT: tl.constexpr):
+    """The derivative of min(x, LIMIT): 1 below the limit, half at it, as JAX has it, and 0 above."""
+    return tl.where(x < LIMIT, 1.0, tl.where(x == LIMIT, 0.5, 0.0))
+
+
+@triton.jit
+def gated_rows_gradient_kernel(
+    gate_up,
+    weights,
+    dgated,
+    dgate_up,
+    gated,
+    dweights,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Computes, for BLOCK_ROWS rows, the inner rows of experts again, and the gradients of gate, up and the rows'
+    weights, in float32. Grid: (ROWS / BLOCK_ROWS, rounded up,). Outputs may have the memory of inputs: a program writes
+    only what it alone has read.
+
+    Args:
+      gate_up: [ROWS, 2 SIZE], whose columns are gate and then up, or in turns if INTERLEAVED is 1.
+      weights: float32[ROWS].
+      dgated: [ROWS, SIZE], the gradient of the inner rows.
+      dgate_up: the gradient of gate_up. gated: the inner rows times the weights, [ROWS, SIZE].
+      dweights: float32[ROWS], the gradient of the weights.
+      BLOCK: the number of columns of gate, and of up, that are computed at once.
+      ACTIVATION, ALPHA: of the activation (_share).
+      CLIPPED, LIMIT: 1: gate and up are clipped at LIMIT, and 1 is added to up.
+    """
+    DTYPE: tl.constexpr = gated.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    there = rows < ROWS
+    weight = tl.load(weights + rows, mask=there, other=0.0)[:, None]
+    # Added up over the columns at the end only, as threads must wait for each other to do so.
+    sums = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        real = there[:, None] & (columns < SIZE)[None, :]
+        inner = rows[:, None] * SIZE + columns[None, :]
+        pairs = 2 * start + tl.arange(0, 2 * BLOCK)
+        paired = rows[:, None] * (2 * SIZE) + pairs[None, :]
+        real_pairs = there[:, None] & (pairs < 2 * SIZE)[None, :]
+        first = rows[:, None] * (2 * SIZE) + columns[None, :]
+        if INTERLEAVED:
+            both = tl.load(gate_up + paired, mask=real_pairs, other=0.0)
+            x, y = tl.split(tl.reshape(both, [BLOCK_ROWS, BLOCK, 2]))
+        else:
+            x = tl.load(gate_up + first, mask=real, other=0.0)
+            y = tl.load(gate_up + SIZE + first, mask=real, other=0.0)
+        dout = tl.load(dgated + inner, mask=real, other=0.0).to(tl.float32)
+        x, y = x.to(tl.float32), y.to(tl.float32)
+        dx_within, dy_within = 1.0, 1.0
+        if CLIPPED:
+            dx_within = _within(x, LIMIT)
+            dy_within = _within(y, LIMIT) * _within(-y, LIMIT)
+            x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
+        share, slope = _share(x, ACTIVATION, ALPHA)
+        active = x * share
+        product = active * y
+        sums += dout * product
+        dout *= weight
+        dx = dout * y * (share + x * slope) * dx_within
+        dy = dout * active * dy_within
+        tl.store(gated + inner, (product * weight).to(DTYPE), mask=real)
+        if INTERLEAVED:
+            tl.store(dgate_up + paired, tl.interleave(dx.to(DTYPE), dy.to(DTYPE)), mask=real_pairs)
+        else:
+            tl.store(dgate_up + first, dx.to(DTYPE), mask=real)
+            tl.store(dgate_up + SIZE + first, dy.to(DTYPE), mask=real)
+    tl.store(dweights + rows, tl.sum(sums, 1), mask=there)

@@ -1,0 +1,94 @@
+"""The backward of experts' gated activation by a Triton kernel: `gated_rows_backward`. `refusal` says which calls it
+cannot compute on this GPU.
+
+Its time is that of reading and writing memory. XLA reads gate, up and the gradient twice, because it computes the inner
+rows with the gradient of the weights, which is a sum over columns, in one pass, and the gradients of gate and up, which
+it writes side by side, in another.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat, dispatch, meshes
+from jaxtune.pallas.gated import reference
+from jaxtune.pallas.gated.reference import RowGate
+
+
+class Tile(NamedTuple):
+    """How the kernel divides its work."""
+
+    rows: int  # of a program
+    columns: int  # of gate, and of up, that are computed at once
+    warps: int  # of a program
+
+
+TILE = Tile(8, 256, 4)
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+def refusal(gate_up, gate: RowGate) -> str | None:
+    """The reason why the kernel cannot compute a call, or None if it can. It needs a GPU that runs Triton kernels,
+    jax-triton, bfloat16 or float16, and "silu" or "gelu_tanh" where nothing is clipped. It is also refused if the check
+    at first use on this GPU found that its results differ from those of plain JAX. gate_up: [rows, 2 I]."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if gate_up.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {gate_up.dtype}"
+    if gate.limit is None and gate.activation not in _ACTIVATIONS:
+        return f"activation {gate.activation}"
+    return _first_use(jnp.dtype(gate_up.dtype), gate)
+
+
+def _first_use(dtype, gate: RowGate) -> str | None:
+    """The reason why this GPU must not run the kernel for such rows, or None: it compares a small case with plain JAX in
+    float32, once for each kind of call (dispatch.first_use)."""
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 3)
+        gate_up, dgated = (3 * jax.random.normal(key, (37, size)) for key, size in zip(keys, (832, 416)))
+        weights = jax.random.uniform(keys[2], (37,))
+        arrays = gate_up.astype(dtype), weights, dgated.astype(dtype)
+        got = jax.jit(functools.partial(gated_rows_backward, gate=gate))(*arrays)
+        wide = (array.astype(jnp.float32) for array in arrays)
+        return got, dispatch.exactly(functools.partial(reference.gated_rows_backward, gate=gate))(*wide)
+
+    return dispatch.first_use("gated_rows_backward", "triton", f"{dtype}, {gate}", compare)
+
+
+def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
+    """Computes what reference.gated_rows_backward does, by the kernel, in float32 and rounded once. The first two
+    results take the memory of dgated and gate_up if nothing else reads them; otherwise XLA copies these first. `refusal`
+    says which calls are supported."""
+    from jaxtune.pallas.gated import kernels
+
+    clipped = gate.limit is not None
+
+    def run(gate_up, weights, dgated):
+        like = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (gate_up, dgated, weights)]
+        dgate_up, gated, dweights = compat.triton_call(
+            kernels.gated_rows_gradient_kernel,
+            (gate_up, weights, dgated),
+            like,
+            (-(-len(gate_up) // TILE.rows),),
+            warps=TILE.warps,
+            stages=1,
+            aliases={0: 0, 2: 1},
+            ROWS=len(gate_up),
+            SIZE=dgated.shape[1],
+            BLOCK_ROWS=TILE.rows,
+            BLOCK=TILE.columns,
+            ACTIVATION=0 if clipped else _ACTIVATIONS[gate.activation],
+            CLIPPED=int(clipped),
+            LIMIT=float(gate.limit or 0.0),
+            ALPHA=float(gate.alpha if clipped else 1.0),
+            INTERLEAVED=int(gate.interleaved),
+        )
+        return gated, dgate_up, dweights
+
+    return meshes.on_each_device(run, rows=3)(gate_up, weights, dgated)
