@@ -89,7 +89,7 @@ def full(model, slots: int) -> dict:
         return [sampler.submit(prompt, 512, 1.0, index=i, eos_token_ids=()) for i, prompt in enumerate(prompts)]
 
     def first() -> None:
-        while not sampler.step():
+        while not any(piece.ids for piece in sampler.step()):  # rows that were cancelled have last pieces without ids
             pass
 
     def rounds() -> None:

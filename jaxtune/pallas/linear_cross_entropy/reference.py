@@ -93,6 +93,27 @@ def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Arr
     return logits, slope
 
 
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """The logarithm of the sum of exp(logits) over the last axis, float32[B, t] of logits float32[B, t, V]. `_chunk`
+    calls it.
+
+    On a GPU the logits are read once, and not once for their maximum and again for the sum: a partial result is the
+    largest logit so far with the sum relative to it, and when two are joined, the sum of the smaller one is scaled."""
+    if dispatch.compute_capability() is None:
+        return jax.nn.logsumexp(logits, axis=-1)
+
+    def joined(one, other):
+        (largest, total), (theirs, more) = one, other
+        scale = jnp.exp(-jnp.abs(largest - theirs))
+        joint = jnp.where(largest >= theirs, total + more * scale, total * scale + more)
+        return jnp.maximum(largest, theirs), joint
+
+    # A finite number, because the difference of two infinite ones is none; logits of padding are -inf.
+    start = jnp.float32(jnp.finfo(jnp.float32).min), jnp.float32(0)
+    largest, total = jax.lax.reduce((logits, jnp.ones_like(logits)), start, joined, (logits.ndim - 1,))
+    return largest + jnp.log(total)
+
+
 def through_head(dlogits: jax.Array, hidden: jax.Array, head: jax.Array, head_gradient: bool):
     """The gradients of one chunk with respect to its hidden states and to the head, from those with respect to the
     products of the two. The functions `_chunk` of this file, of divergence.py and of top_k.py end with it.
@@ -153,7 +174,7 @@ def _chunk(
     real = None if len(head) == size else jnp.arange(len(head)) < size
     if real is not None:
         logits = jnp.where(real, logits, -jnp.inf)
-    lse = jax.nn.logsumexp(logits, axis=-1)
+    lse = log_sum_exp(logits)
     hit = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     if label_smoothing:
         hit = (1.0 - label_smoothing) * hit + label_smoothing * logits.mean(-1, where=real)
