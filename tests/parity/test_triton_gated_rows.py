@@ -1,5 +1,5 @@
-"""The Triton kernel of `gated_rows_backward` in Triton's interpreter, against plain JAX. In float16: the interpreter does
-not round to bfloat16 as a GPU does."""
+"""The Triton kernel of `gated_rows_backward` in Triton's interpreter, against plain JAX. In float16: the interpreter
+does not round to bfloat16 as a GPU does."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 expert, so that each expert's matrix multiplies consecutive rows.
 
 `MoE` is the module, `Experts` has the experts' matrices, and ExpertsShape the settings of experts beside an MLP.
-`_down` is the part of it whose derivative is written by hand. A token's weight for an expert is applied before the down projection,
-where the rows are narrow. The router's gradient then does not need the experts' outputs."""
+`_down` is the part of it whose derivative is written by hand. A token's weight for an expert is applied before the down
+projection, where the rows are narrow. The router's gradient then does not need the experts' outputs."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Experts(nnx.Module):
 def _down(gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, routing: Routing, choice):
     """The output of experts' down projection, [T, hidden], from gate and up. MoE.down calls it.
 
-    Its backward multiplies the gradient by the weights first, and then computes the inner rows again, with the gradients
-    of gate, up and the rows' weights, in one pass over memory (gated_rows_backward). The inner rows are needed for the
-    gradients of adapters, and of weights that train.
+    Its backward multiplies the gradient by the weights first, and then computes the inner rows again, with the
+    gradients of gate, up and the rows' weights, in one pass over memory (gated_rows_backward). The inner rows are
+    needed for the gradients of adapters, and of weights that train.
 
     Args:
       gate: how an inner row is computed from gate and up.
@@ -89,8 +89,8 @@ def _down(gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, ro
 
 
 def _down_fwd(gate, graph, trainable, frozen, gate_up, by_row, by_token, routing, choice):
-    """The forward rule of `_down`, with its arguments: (its output [T, hidden], the residuals for `_down_bwd`, which are
-    all arguments that are arrays)."""
+    """The forward rule of `_down`, with its arguments: (its output [T, hidden], the residuals for `_down_bwd`, which
+    are all arguments that are arrays)."""
     arrays = trainable, frozen, gate_up, by_row, by_token, routing, choice
     return _down(gate, graph, *arrays), arrays
 
@@ -110,7 +110,8 @@ def _down_bwd(gate, graph, residuals, dout):
     # A linear map's gradient to its input doesn't depend on the input, so gate can stand for the inner rows, which
     # aren't computed until the next lines.
     _, to_rows = jax.vjp(functools.partial(product, trainable, by_token), gate_up[:, : gate_up.shape[1] // 2])
-    rows, dgate_up, dby_row = gated_rows_backward(gate_up, by_row, *to_rows(dout), gate)
+    [drows] = to_rows(dout)
+    rows, dgate_up, dby_row = gated_rows_backward(gate_up, by_row, drows, gate)
     _, to_weights = jax.vjp(lambda trainable, by_token: product(trainable, by_token, rows), trainable, by_token)
     dtrainable, dby_token = to_weights(dout)
     if nnx.merge(graph, trainable, frozen).lora is not None:
@@ -226,7 +227,7 @@ class MoE(nnx.Module):
         routing = route(choice, self.moe.num_experts)
         parts = nnx.split(self.experts.down_proj, nnx.Param, ...)
         by_row = row_weights(weights, routing)
-        out = _down(self._gate, *parts, gate_up, by_row, weights, routing, choice)
+        out: jax.Array = _down(self._gate, *parts, gate_up, by_row, weights, routing, choice)
         return out.reshape(*x.shape[:-1], -1)
 
     @property

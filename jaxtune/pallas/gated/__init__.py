@@ -1,7 +1,7 @@
-"""The backward of gated activations. `gated_backward` is that of an MLP's activation(gate) * up, for which a kernel writes
-the results over the memory of its arguments if it supports the call; the backward of a layer's MLP calls it, at the peak
-of a training step's memory. `gated_rows_backward` is that of experts, whose rows have weights and whose form a RowGate
-says; `gated_rows` is their forward. ACTIVATIONS: {name: the activation as a JAX function}."""
+"""The backward of gated activations. `gated_backward` is that of an MLP's activation(gate) * up, for which a kernel
+writes the results over the memory of its arguments if it supports the call; the backward of a layer's MLP calls it, at
+the peak of a training step's memory. `gated_rows_backward` is that of experts, whose rows have weights and whose form a
+RowGate says; `gated_rows` is their forward. ACTIVATIONS: {name: the activation as a JAX function}."""
 
 from jaxtune.pallas.gated.api import gated_backward, gated_rows_backward
 from jaxtune.pallas.gated.reference import ACTIVATIONS, RowGate, gated_rows

@@ -59,7 +59,7 @@ def gated_rows(gate_up: jax.Array, weights: jax.Array, gate: RowGate) -> jax.Arr
 
 
 def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
-    """Computes (gated_rows(gate_up, weights, gate), the gradient of gate_up, the gradient of weights) in plain JAX, from
-    dgated [rows, I], the gradient of the first."""
+    """Computes (gated_rows(gate_up, weights, gate), the gradient of gate_up, the gradient of weights) in plain JAX,
+    from dgated [rows, I], the gradient of the first."""
     gated, pullback = jax.vjp(lambda gate_up, weights: gated_rows(gate_up, weights, gate), gate_up, weights)
     return gated, *pullback(dgated)

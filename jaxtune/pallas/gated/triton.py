@@ -8,7 +8,6 @@ it writes side by side, in another.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -46,25 +45,26 @@ def refusal(gate_up, gate: RowGate) -> str | None:
 
 
 def _first_use(dtype, gate: RowGate) -> str | None:
-    """The reason why this GPU must not run the kernel for such rows, or None: it compares a small case with plain JAX in
-    float32, once for each kind of call (dispatch.first_use)."""
+    """The reason why this GPU must not run the kernel for such rows, or None: it compares a small case with plain JAX
+    in float32, once for each kind of call (dispatch.first_use)."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)
         gate_up, dgated = (3 * jax.random.normal(key, (37, size)) for key, size in zip(keys, (832, 416)))
         weights = jax.random.uniform(keys[2], (37,))
         arrays = gate_up.astype(dtype), weights, dgated.astype(dtype)
-        got = jax.jit(functools.partial(gated_rows_backward, gate=gate))(*arrays)
+        got = jax.jit(gated_rows_backward, static_argnums=3)(*arrays, gate)
         wide = (array.astype(jnp.float32) for array in arrays)
-        return got, dispatch.exactly(functools.partial(reference.gated_rows_backward, gate=gate))(*wide)
+        exact = dispatch.exactly(lambda gate_up, by, dout: reference.gated_rows_backward(gate_up, by, dout, gate))
+        return got, exact(*wide)
 
     return dispatch.first_use("gated_rows_backward", "triton", f"{dtype}, {gate}", compare)
 
 
 def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
     """Computes what reference.gated_rows_backward does, by the kernel, in float32 and rounded once. The first two
-    results take the memory of dgated and gate_up if nothing else reads them; otherwise XLA copies these first. `refusal`
-    says which calls are supported."""
+    results take the memory of dgated and gate_up if nothing else reads them; otherwise XLA copies these first.
+    `refusal` says which calls are supported."""
     from jaxtune.pallas.gated import kernels
 
     clipped = gate.limit is not None
