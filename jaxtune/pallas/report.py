@@ -84,6 +84,7 @@ def kernel_choices() -> list[KernelChoice]:
         _choice("quant_matmul", "bfloat16", quant_matmul.implementations([array], jnp.bfloat16)),
         _choice("quant_matmul", "bfloat16, weights in NF4", quant_matmul.implementations([nf4], jnp.bfloat16)),
         _choice("gated_backward", "bfloat16, silu", gated.implementations(jnp.bfloat16, array.size, "silu")),
+        _choice("gated_rows_backward", "bfloat16, silu", gated.row_implementations(array, gated.RowGate("silu"))),
         _choice(
             "grouped_matmul",
             f"bfloat16, {_EXPERTS} experts, 2880 x 5760",

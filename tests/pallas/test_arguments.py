@@ -27,7 +27,7 @@ from jaxtune.pallas.delta_rule import (
 )
 from jaxtune.pallas.few_rows import placed
 from jaxtune.pallas.formats import MXFP4, NF4, blockwise8
-from jaxtune.pallas.gated import gated_backward
+from jaxtune.pallas.gated import RowGate, gated_backward, gated_rows_backward
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
@@ -260,6 +260,15 @@ OPS = {
         ("up", zeros(3, 7), ValueError, r"up is float32\[3, 7\]; its shape must be \[3, 8\]"),
         ("dgated", zeros(3, 8, dtype=jnp.bfloat16), TypeError, "dgated is bfloat16.*must be float32"),
         ("activation", "swish", ValueError, "activation = 'swish': must be .*silu"),
+    ),
+    gated_rows_backward: (
+        dict(gate_up=zeros(3, 8), weights=zeros(3), dgated=zeros(3, 4), gate=RowGate("silu")),
+        ("gate_up", zeros(3, 4), ValueError, r"gate_up is float32\[3, 4\]; its shape must be \[3, 8\]"),
+        ("gate_up", zeros(3, 8, dtype=jnp.bfloat16), TypeError, "gate_up is bfloat16.*must be float32"),
+        ("weights", zeros(4), ValueError, "weights is .*rows = 3"),
+        ("gate", "silu", TypeError, r"gate is a str \(silu\); it must be a RowGate"),
+        ("gate", RowGate("swish"), ValueError, "gate.activation = 'swish': must be .*silu"),
+        ("implementation", "fast", ValueError, "no implementation 'fast'"),
     ),
     gated_delta_rule: (
         dict(query=zeros(2, 8, 2, 16), **WRITES, layout=packed_layout((2, 8))),

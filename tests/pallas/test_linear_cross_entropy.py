@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.linear_cross_entropy import (
     chunk_length,
     fills_up,
     linear_cross_entropy,
     linear_log_probs,
     linear_token_losses,
+    reference,
 )
 
 ROWS, LENGTH, DIM, VOCAB = 2, 13, 16, 50
@@ -306,3 +308,13 @@ def test_a_temperature_must_be_above_zero():
     hidden, head, targets, _ = operands()
     with pytest.raises(ValueError, match="temperature"):
         linear_log_probs(hidden, head, targets, temperature=0.0)
+
+
+def test_the_log_sum_exp_of_one_pass():
+    """As GPUs compute it, of large and small logits, with rows that begin with, end with or have only -inf but one."""
+    logits = 20 * jax.random.normal(jax.random.key(0), (2, 4, 1000))
+    logits = logits.at[..., 990:].set(-jnp.inf).at[0, 0, :300].set(-jnp.inf).at[1, 2, 1:].set(-jnp.inf)
+    logits = logits.at[1, 3].add(1e4).at[0, 1].add(-1e4)
+    with dispatch.compile_for((9, 0)):
+        got = jax.jit(reference.log_sum_exp)(logits)
+    np.testing.assert_allclose(got, jax.nn.logsumexp(logits, axis=-1), rtol=2e-7)
