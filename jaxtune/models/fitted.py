@@ -322,29 +322,29 @@ class ExpertsBytes:
     """Memory of a mixture of experts in addition to the residuals, for the planner, in multiples of the bytes of the
     array that each field's comment names first. The sorted rows are each token's hidden state once for each of its
     experts; gate_up is the output of the experts' gate and up products. The backward's peak is at one of two moments,
-    of which the planner takes the larger. At the first moment the backward has two arrays of gate_up's size. At the
-    second moment it has one of these and the gradients of the rows.
+    of which the planner takes the larger: at the first moment the activation's gradients are computed, over the memory
+    of gate_up and of the inner rows' gradient; at the second moment the gradients of the sorted rows. Where no kernel
+    computes the former (pallas/gated), the planner adds an array of gate_up's size to either.
 
-    In the table "mosaic" is for products that gather rows themselves, of which the planner reads only `forward`, `own`
-    and `rows`."""
+    In the table "mosaic" is for products that gather rows themselves, of which the planner does not read `rows_beside`,
+    `rows_again` and `decoded`."""
 
     forward: float  # of the layer's input: temporary values at the end of the layer's forward
     own: float  # of the layer's input: further values of the backward, at both moments
-    rows: float  # of the sorted rows: values at the second moment in addition to one array of gate_up's size
-    rows_beside: float  # of the sorted rows: values at the first moment in addition to two arrays of gate_up's size
-    # of the sorted rows: if the backward recomputes gate_up, all values at the second moment, in place of the array of
-    # gate_up's size and of `rows`
-    rows_again: float
+    gate_up: float  # of gate_up: values at the first moment
+    rows: float  # of the sorted rows: values at the second moment
+    rows_beside: float  # of the sorted rows: further values at the first moment
+    rows_again: float  # of the sorted rows: values at the second moment if the backward recomputes gate_up
     # of the experts' largest quantised weight in the compute dtype: that weight, decoded, at the second moment
     decoded: float
 
 
-_EXPERTS = ExpertsBytes(forward=2.9, own=0.6, rows=1.3, rows_beside=0.0, rows_again=0.0, decoded=0.0)
+_EXPERTS = ExpertsBytes(forward=2.9, own=0.6, gate_up=0.95, rows=1.15, rows_beside=0.0, rows_again=0.0, decoded=0.0)
 EXPERTS_BYTES = Fitted(
     {
         ("H200", "mosaic"): (_EXPERTS, "compiled steps of Qwen3-30B-A3B and gpt-oss-20b: products gather rows"),
         ("H200", "reference"): (
-            dataclasses.replace(_EXPERTS, rows=1.0, rows_beside=1.25, rows_again=2.7, decoded=1.1),
+            dataclasses.replace(_EXPERTS, rows=0.85, rows_beside=1.25, rows_again=1.5, decoded=1.0),
             "compiled steps of the same with decoded weights: rows are sorted before products",
         ),
     }

@@ -35,7 +35,7 @@ from jaxtune.models.layers.segment import (
 )
 from jaxtune.models.linear import Linear
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.gated import RowGate, gated_rows, gated_rows_backward
+from jaxtune.pallas.gated import RowGate, gated_rows, gated_rows_backward, in_place
 from jaxtune.pallas.routing import (
     RouterSums,
     Routing,
@@ -354,13 +354,13 @@ class MoE(nnx.Module):
         forecast of the peak. It was fitted to the whole layer, so it covers the mixer too (covers_mixer is True).
 
         `own` of the result is a multiple of the layer's input plus twice the bytes of a shared expert's gate and up.
-        `around` is the larger need of two moments (ExpertsBytes in models/fitted.py): in the first there are two arrays
-        of gate_up's size, in the second one of them and the gradients of the experts' rows (a copy of each token's
-        hidden state for each of its experts), for which a multiple of the rows' bytes stands. If the matrix product
-        does not gather rows itself (it does on Hopper, unless a quantised weight must be decoded), sorted rows are
-        added at the first moment and the largest decoded weight at the second; and if gate_up is recomputed, another
-        multiple of the rows' bytes is all else of the second moment. If rows are gathered and FP8 codes multiplied, the
-        rows' codes and the weight's transposed codes are added to the larger need, at whichever moment. sizes: the
+        `around` is the larger need of two moments (ExpertsBytes in models/fitted.py), as multiples of the bytes of
+        gate_up at the first, and at the second of the experts' rows (a copy of each token's hidden state for each of
+        its experts), of which there is another multiple if gate_up is recomputed. If the matrix product does not gather
+        rows itself (it does on Hopper, unless a quantised weight must be decoded), sorted rows are added at the first
+        moment and the largest decoded weight at the second. If rows are gathered and FP8 codes multiplied, the rows'
+        codes and the weight's transposed codes are added to the larger need, at whichever moment. An array of gate_up's
+        size is added to it if no kernel writes the activation's gradients over gate_up (in_place). sizes: the
         bytes of the layer's residuals by name, the names of the recomputed ones, the compute dtype, the device's name
         and whether it is a Hopper GPU.
         """
@@ -373,11 +373,9 @@ class MoE(nnx.Module):
         decoded = max(packed, default=0) * sizes.dtype.itemsize
         gathers = sizes.hopper and not decoded  # as grouped_matmul's `gathers`
         fit = EXPERTS_BYTES.of("mosaic" if gathers else "reference", sizes.device)
-        if gathers:
-            work = max(2 * gate_up, gate_up + fit.rows * rows)
-            work += codes + max(gate_up, rows) / sizes.dtype.itemsize if codes else 0.0
-        else:
-            again = fit.rows_again * rows if "gate_up" in sizes.recomputed else gate_up + fit.rows * rows
-            work = max(2 * gate_up + fit.rows_beside * rows, again + fit.decoded * decoded)
+        again = fit.rows_again if "gate_up" in sizes.recomputed and not gathers else fit.rows
+        work = max(fit.gate_up * gate_up + fit.rows_beside * rows, again * rows + fit.decoded * decoded)
+        work += codes + max(gate_up, rows) / sizes.dtype.itemsize if codes else 0.0
+        work += 0.0 if in_place(sizes.dtype, self._gate) else gate_up
         shared = 2.0 * (sizes["shared_gate"] + sizes["shared_up"])
         return Scratch(fit.own * sizes["layer_input"] + shared, work, covers_mixer=True)

@@ -3,7 +3,7 @@ writes the results over the memory of its arguments if it supports the call; the
 the peak of a training step's memory. `gated_rows_backward` is that of experts, whose rows have weights and whose form a
 RowGate says; `gated_rows` is their forward. ACTIVATIONS: {name: the activation as a JAX function}."""
 
-from jaxtune.pallas.gated.api import gated_backward, gated_rows_backward
+from jaxtune.pallas.gated.api import gated_backward, gated_rows_backward, in_place
 from jaxtune.pallas.gated.reference import ACTIVATIONS, RowGate, gated_rows
 
-__all__ = ["ACTIVATIONS", "RowGate", "gated_backward", "gated_rows", "gated_rows_backward"]
+__all__ = ["ACTIVATIONS", "RowGate", "gated_backward", "gated_rows", "gated_rows_backward", "in_place"]

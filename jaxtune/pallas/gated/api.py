@@ -121,3 +121,9 @@ def row_implementations(gate_up, gate: RowGate) -> dispatch.Table:
     """The table from which dispatch.choose takes the implementation of a call of `gated_rows_backward`, as
     `implementations` has it for `gated_backward`. gate_up: [rows, 2 I], an array or its shape."""
     return {"triton": lambda: triton.refusal(gate_up, gate), "reference": lambda: None}
+
+
+def in_place(dtype, gate: RowGate) -> bool:
+    """Whether a kernel of gated_rows_backward, which writes over its arguments, supports rows of this dtype and gate on
+    the GPUs for which there is one. The planner asks it."""
+    return triton.unsupported(dtype, gate) is None

@@ -34,14 +34,18 @@ def refusal(gate_up, gate: RowGate) -> str | None:
     """The reason why the kernel cannot compute a call, or None if it can. It needs a GPU that runs Triton kernels,
     jax-triton, bfloat16 or float16, and "silu" or "gelu_tanh" where nothing is clipped. It is also refused if the check
     at first use on this GPU found that its results differ from those of plain JAX. gate_up: [rows, 2 I]."""
-    reason = compat.triton_refusal()
-    if reason is not None:
-        return reason
-    if gate_up.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {gate_up.dtype}"
+    reason = compat.triton_refusal() or unsupported(gate_up.dtype, gate)
+    return reason or _first_use(jnp.dtype(gate_up.dtype), gate)
+
+
+def unsupported(dtype, gate: RowGate) -> str | None:
+    """The reason why the kernel cannot compute rows of this dtype on any GPU, or None. The planner asks it through
+    api.in_place, for GPUs that this machine does not have."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {jnp.dtype(dtype)}"
     if gate.limit is None and gate.activation not in _ACTIVATIONS:
         return f"activation {gate.activation}"
-    return _first_use(jnp.dtype(gate_up.dtype), gate)
+    return None
 
 
 def _first_use(dtype, gate: RowGate) -> str | None:
