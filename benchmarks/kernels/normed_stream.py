@@ -26,12 +26,12 @@ from jaxtune.pallas.normed_stream.triton import Tile
 
 ROWS, LENGTH = 8, 2048
 SIZES = (1024, 2048, 2880, 4096, 5120)
-# By the numbers of a row, rounded up to a power of two.
+# By the numbers of a row, rounded up to a power of two: rows of a tile, warps, programs.
 TILES = {
-    1024: ((1, 2, 32), (1, 4, 32), (2, 4, 16), (4, 4, 8), (4, 8, 8)),
-    2048: ((1, 2, 32), (1, 4, 32), (2, 4, 16), (2, 8, 16)),
-    4096: ((1, 4, 32), (1, 8, 32), (2, 8, 16), (1, 16, 32)),
-    8192: ((1, 8, 32), (1, 16, 32), (1, 16, 64)),
+    1024: ((1, 2, 512), (1, 4, 512), (2, 4, 512), (4, 4, 512), (4, 8, 512)),
+    2048: ((1, 2, 512), (1, 4, 512), (2, 4, 512), (2, 8, 512)),
+    4096: ((1, 4, 512), (1, 8, 512), (1, 8, 1024), (2, 8, 512)),
+    8192: ((1, 8, 512), (1, 16, 512), (1, 16, 256)),
 }
 COPIES = 2  # of the arrays, so that none is in the L2
 

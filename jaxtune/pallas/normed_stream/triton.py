@@ -22,16 +22,18 @@ _WIDEST = 8192  # numbers of a row that the registers of 8 warps hold
 class Tile(NamedTuple):
     """How the kernel divides its work."""
 
-    rows: int  # at once, of a program
+    rows: int  # of a tile
     warps: int  # of a program
-    steps: int  # tiles of a program if the weight is trained, which get one row of its gradient; otherwise 1
+    # between how many programs the rows are divided, if there are enough, where the weight is trained: each writes its
+    # share of the weight's gradient. Otherwise each tile has its own program.
+    programs: int
 
 
 def tile(width: int) -> Tile:
     """The Tile of the kernel for rows whose size, rounded up to a power of two, is `width`."""
     if width <= 1024:
-        return Tile(2, 4, 16)
-    return Tile(1, 4 if width <= 2048 else 8, 32)
+        return Tile(2, 4, 512)
+    return Tile(1, 4 if width <= 2048 else 8, 512)
 
 
 def refusal(x, weight) -> str | None:
@@ -124,8 +126,8 @@ def gradient(x, dnormed, passed, weight, eps, offset, float32, trained: bool) ->
 
     size = x.shape[-1]
     count, width = x.size // size, 1 << (size - 1).bit_length()
-    rows, warps, steps = tile(width)
-    steps = steps if trained else 1
+    rows, warps, programs = tile(width)
+    steps = max(1, count // (rows * programs)) if trained else 1
     programs = -(-count // (rows * steps))
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     # Without a gradient of the weight the kernel gets an array that it leaves as it is, for it has no fewer parameters.
