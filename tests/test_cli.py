@@ -204,7 +204,7 @@ def kernels(capsys) -> list[str]:
 
 def test_info_on_kernels(capsys):
     whole, packed, wide, matmul, four_bits, gated, gated_rows, grouped, grouped_four_bits, *rest = kernels(capsys)
-    sort, spread, loss, normed, rule = rest
+    sort, spread, loss, normed, stream, rule = rest
     title, *lines = whole.splitlines()
     assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
     assert [line.split(maxsplit=1) for line in lines] == [
@@ -228,6 +228,7 @@ def test_info_on_kernels(capsys):
         assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]
     assert gated_rows.startswith("gated_rows_backward: ") and gated_rows.endswith("reference       chosen")
     assert normed.startswith("normed_heads: bfloat16") and normed.endswith("reference       chosen")
+    assert stream.startswith("normed_stream: bfloat16") and stream.endswith("reference       chosen")
     assert rule.startswith("gated_delta_rule: ")
     assert "triton refuses: no NVIDIA GPU chunked chosen" in " ".join(rule.split())
 

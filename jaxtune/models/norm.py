@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
+from jaxtune.pallas.normed_stream import has_kernel, normed_stream
 
 
 class RMSNorm(nnx.Module):
@@ -48,14 +49,22 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norms x [..., size] over its last axis, with the mean square in float32, and multiplies it by the weight
         (plus the offset): [..., size] in x's dtype."""
+        return self.beside(x)[1]
+
+    def by_kernel(self, x: jax.Array) -> bool:
+        """Whether a kernel computes the gradient of this norm of x [..., size], so that `beside` saves a pass."""
+        return (self.float32 or self.compute is None) and has_kernel(x, self.weight[...])
+
+    def beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(x [..., size], the normed x). Whoever takes x from here, and not from before the norm, has its gradient
+        added where that of the norm is computed (normed_stream)."""
+        weight = self.weight[...]
+        if self.float32 or self.compute is None:
+            return normed_stream(x, weight, eps=self.eps, offset=self.offset, float32=self.float32)
+        dtype = jnp.dtype(self.compute)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...]
-        if self.float32:
-            weight = weight.astype(jnp.float32)
-            return (wide * (self.offset + weight if self.offset else weight)).astype(x.dtype)
-        dtype = x.dtype if self.compute is None else jnp.dtype(self.compute)
-        return (wide.astype(dtype) * weight.astype(dtype)).astype(x.dtype)
+        return x, (wide.astype(dtype) * weight.astype(dtype)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

@@ -36,8 +36,8 @@ from jaxtune.models.placement.partition import Shard, with_whole
 from jaxtune.models.placement.transfers import TransferSchedule, copies_start_at_once, cut, join
 from jaxtune.models.residual_plan import KEEP, ResidualPlan, residuals_of, unknown_residual
 from jaxtune.models.stack_layers import UNTUNED, StackProgram, described, require_given, total_over_layers
+from jaxtune.models.stack_norms import NormsApart
 from jaxtune.pallas.attention import PackedLayout
-from jaxtune.pallas.formats import dense
 from jaxtune.pallas.quant_matmul import in_e4m3
 
 
@@ -213,16 +213,15 @@ def layer_backward(
     Returns:
       (gradients of trainable; of layer_input; {value taken: gradient}; to_device copied; gathers whole; Shards of sums)
     """
-    values, block = dict(saved), nnx.merge(graph, trainable, frozen)
-    segments = block.segments(tile, aux=tuple(dothers or {}))
+    values, pullbacks, block = dict(saved), {}, nnx.merge(graph, trainable, frozen)
+    norms = NormsApart(block, doutput, tile, tuple(dothers or {}))
+    segments, order = norms.segments, block.order
     context_of = _contexts(block, spec, layout, key)
-    order = block.order
     again = [s for s in segments[:-1] if not s.aux and any(name not in values for name in s.outputs)]
     back = [s for s in reversed(segments) if s.differentiable]
     work = [*_work(again, block, doutput), *_work(back, block, doutput, backward=True)]
     copies = TransferSchedule(to_device, work, jax.memory.Space.Device, last_is_thin=True)
     collectives = CollectiveSchedule(gathers, scatters, work)
-    pullbacks = {}
 
     def start(stage, values):
         return collectives.start(stage, copies.start(stage, values))
@@ -235,7 +234,7 @@ def layer_backward(
     with jax.named_scope("layer"), copies_start_at_once():
         with jax.named_scope("recompute"):
             for stage, segment in enumerate(again):
-                inputs = start(stage, [dense(values[name]) for name in segment.reads])
+                inputs = start(stage, norms.values(segment, values))
                 context, inputs = context_of(segment, inputs)
                 at_once = order.derivatives_at_once or segment.derivative_bytes is not None
                 if at_once and segment.differentiable and segment.backward is None:
@@ -249,9 +248,9 @@ def layer_backward(
             total = None
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(gradients[name] for name in segment.outputs if name in gradients)
-                saved_inputs = {name: values[name] for name in segment.reads if name not in order.shared}
+                saved_inputs = {name: values[name] for name in norms.saved(segment) if name not in order.shared}
                 saved_inputs, doutputs, total = _barrier(order, saved_inputs, doutputs, total)
-                inputs = start(stage, [dense(saved_inputs.get(name, values[name])) for name in segment.reads])
+                inputs = start(stage, norms.values(segment, values | saved_inputs))
                 context, doutputs = context_of(segment, doutputs)
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
@@ -265,6 +264,7 @@ def layer_backward(
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
                 for name, value in finish(stage, _differentiable(segment.reads, dinputs)).items():
                     gradients[name] = gradients[name] + value if name in gradients else value
+                total = norms.added(segment, block_of, trainable, values | saved_inputs, gradients, total)
         dtaken = {name: gradients[name] for name in block.takes}
         return total, gradients[LAYER_INPUT], dtaken, copies.arrays, collectives.gathered, collectives.scattered
 

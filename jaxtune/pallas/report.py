@@ -20,6 +20,7 @@ from jaxtune.pallas.grouped_matmul import api as grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
 from jaxtune.pallas.normed_heads import api as normed_heads
+from jaxtune.pallas.normed_stream import api as normed_stream
 from jaxtune.pallas.quant_matmul import api as quant_matmul
 from jaxtune.pallas.routing import api as routing
 
@@ -66,6 +67,7 @@ def kernel_choices() -> list[KernelChoice]:
     experts = jax.eval_shape(NF4.encode, jax.ShapeDtypeStruct((_EXPERTS, 5760, 2880), jnp.bfloat16))
     sizes = jax.ShapeDtypeStruct((_EXPERTS,), jnp.int32)
     weight: Any = jax.ShapeDtypeStruct((_HEAD_DIM,), jnp.bfloat16)
+    row = jax.ShapeDtypeStruct((_HIDDEN,), jnp.bfloat16)
     table = [jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEAD_DIM // 2), jnp.float32)] * 2
     groups = jax.eval_shape(lambda sizes: groups_of(sizes, _ROWS * _LENGTH), sizes)
     call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
@@ -107,6 +109,7 @@ def kernel_choices() -> list[KernelChoice]:
             f"bfloat16, {_HEADS} heads of {_HEAD_DIM}",
             normed_heads.implementations(query, weight, table),
         ),
+        _choice("normed_stream", f"bfloat16, rows of {_HIDDEN:,}", normed_stream.implementations(array, row)),
         _choice("gated_delta_rule", f"bfloat16, head dim {_HEAD_DIM}", delta_rule.implementations(query, query)),
     ]
 

@@ -32,6 +32,7 @@ from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_mat
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
 from jaxtune.pallas.normed_heads import normed_heads
+from jaxtune.pallas.normed_stream import normed_stream
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 from jaxtune.pallas.routing import (
     choose_experts,
@@ -316,6 +317,11 @@ OPS = {
         ("table", (zeros(2, 8, 8), zeros(2, 8, 4)), ValueError, r"table\[1\] is .*rotary_dim/2 = 8"),
         ("table", (zeros(2, 7, 8), zeros(2, 7, 8)), ValueError, r"table\[0\] is .*T = 8"),
         ("table", (zeros(2, 8, 9), zeros(2, 8, 9)), ValueError, "table rotates 18 numbers of heads of 16"),
+    ),
+    normed_stream: (
+        dict(x=zeros(2, 8, 16), weight=zeros(16)),
+        ("x", ints(2, 8, 16), TypeError, "x is int32"),
+        ("weight", zeros(8), ValueError, r"weight is float32\[8\].*size = 16"),
     ),
     NF4.encode: (
         dict(array=zeros(3, 8)),

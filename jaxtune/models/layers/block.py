@@ -9,8 +9,8 @@ A layer can also have a single part, parts in parallel on one norm (Command R), 
 (Gemma 4's experts beside the dense MLP); see Part, Stage and LayerSpec in models/config.py.
 
 A Block runs as a chain of segments (layers/segment.py): functions that read named values and compute named values, the
-residuals, which a plan keeps, offloads or recomputes for the backward. A part brings its own segments. `_layout` says
-how parts are connected to the residual stream, as _Places and _SumNorms. `_in_block` makes a part's segments those of
+residuals, which a plan keeps, offloads or recomputes for the backward. A part brings its own segments. `places_of` says
+how parts are connected to the residual stream, as Places and SumNorms. `_in_block` makes a part's segments those of
 the block: it renames values to names that are unique in the layer, and adds norms and additions to the stream."""
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models.config import DecoderConfig, LayerSpec, Stage
+from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.experts import MoE
 from jaxtune.models.layers.mlp import MLP
+from jaxtune.models.layers.places import LAYER_INPUT, LAYER_OUTPUT, Place, SumNorm, places_of
 from jaxtune.models.layers.segment import (
     INPUT,
     OUTPUT,
@@ -44,33 +45,6 @@ from jaxtune.models.layers.segment import (
 from jaxtune.models.layers.tiles import in_tiles
 from jaxtune.models.linear import NeverTrained
 from jaxtune.models.norm import norm_of
-
-LAYER_INPUT, MID, LAYER_OUTPUT = "layer_input", "mid", "layer_output"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """How one part (a mixer or feed-forward) is connected to the residual stream of its layer, as names of values and
-    of norms. _layout computes it from the layer's stages; the Block runs the part by it, in training and generation."""
-
-    reads: str  # name of the value of the residual stream that the part reads, the same for all parts of its stage
-    norm: str | None  # the block's attribute with the norm of the part's INPUT; None: INPUT is the stream as it is
-    post_norm: str | None  # the block's attribute with the norm of the part's output; None: there is none
-    adds_to: str | None  # name of the value that the part's output is added to; None for the first part of a normed sum
-    makes: str  # name of the result of that addition, or of the output itself where adds_to is None
-    # True: `makes` is the sum of its stage's outputs so far, which is normed later; False: it is the residual stream
-    in_sum: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _SumNorm:
-    """The norm of the sum of a stage's outputs (Stage.post_norm), and how it is connected to the residual stream;
-    `_layout` computes it, and `_sum_norm_segment` makes of it a segment, which generation runs too."""
-
-    name: str  # the block's attribute that has the norm
-    total: str  # name of the sum that it norms
-    adds_to: str  # name of the value of the residual stream that the normed sum is added to
-    makes: str  # name of the result of that addition
 
 
 class PartMatrix(NamedTuple):
@@ -150,7 +124,7 @@ class Block(nnx.Module):
     def normed(self, part: str, x: jax.Array) -> jax.Array:
         """Applies the norm before the part named `part` to x [B, T, hidden], a value of the residual stream; returns x
         unchanged if the part reads the stream without a norm. `step` and the segments of `_in_block` call it."""
-        norm = _layout(self.stages)[0][part].norm
+        norm = places_of(self.stages)[0][part].norm
         return x if norm is None else getattr(self, norm)(x)
 
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
@@ -159,7 +133,7 @@ class Block(nnx.Module):
         part: the part's name. x: the value [B, T, hidden] that the output is added to: the residual stream, or in a
         stage whose sum is normed the sum of the outputs so far; None for the first part of such a stage. out: [B, T,
         hidden]. `step` and the segments of `_in_block` call it."""
-        place = _layout(self.stages)[0][part]
+        place = places_of(self.stages)[0][part]
         out = out if place.post_norm is None else getattr(self, place.post_norm)(out)
         if x is None:
             return out
@@ -181,7 +155,9 @@ class Block(nnx.Module):
 
     # ---- the chain
 
-    def segments(self, tile: int | None = None, aux: Collection[str] = ()) -> tuple[Segment, ...]:
+    def segments(
+        self, tile: int | None = None, aux: Collection[str] = (), apart: Collection[str] = ()
+    ) -> tuple[Segment, ...]:
         """The chain of segments from layer_input to layer_output, in the order in which the stack runs them. Their
         `run` takes this block as its module, and their `backward` a function that builds the block.
 
@@ -190,8 +166,10 @@ class Block(nnx.Module):
             a time; None: every segment processes whole rows.
           aux: names of the auxiliary values (such as router_sums, for a router's losses) that are wanted beside the
             layer's output; segments that compute others are left out, and other names are ignored.
+          apart: names of norms, attributes of the block. The segments that read the stream through such a norm read the
+            normed stream, as a value with the norm's name, which their caller computes.
         """
-        chain = tuple(s for name in self.parts for s in self.part_segments(name))
+        chain = tuple(s for name in self.parts for s in self.part_segments(name, apart))
         chain = tuple(s for s in chain if not s.aux or s.outputs[0] in aux)
         return chain if tile is None else in_tiles(self, chain, tile)
 
@@ -201,14 +179,15 @@ class Block(nnx.Module):
         such as router_sums, for a router's losses; {} for a layer without experts. Training finds losses by it."""
         return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
-    def part_segments(self, part: str) -> tuple[Segment, ...]:
+    def part_segments(self, part: str, apart: Collection[str] = ()) -> tuple[Segment, ...]:
         """The segments of the part named `part`, also those of auxiliary values (such as router_sums, for losses), as
         segments of the block: they include the norms around the part and the addition to the residual stream, and their
         `run` takes the block. Those of the last part of a stage whose sum is normed end with that norm's segment.
-        `segments` and `aux` collect them, `step` runs a feed-forward's in generation, and the planner reads outputs."""
-        (segments, names), (places, norms) = self._own_segments()[part], _layout(self.stages)
+        `segments` (whose argument `apart` is) and `aux` collect them, `step` runs a feed-forward's in generation, and
+        the planner reads outputs."""
+        (segments, names), (places, norms) = self._own_segments()[part], places_of(self.stages)
         place = places[part]
-        made = tuple(new for s in segments for new in _in_block(s, part, place, names))
+        made = tuple(new for s in segments for new in _in_block(s, part, place, names, place.norm in apart))
         return made + (() if part not in norms else (_sum_norm_segment(norms[part], made[-1].tokenwise),))
 
     def _own_segments(self) -> dict[str, tuple[tuple[Segment, ...], dict[str, str]]]:
@@ -255,7 +234,7 @@ class Block(nnx.Module):
         for part, module in self.parts.items():
             if part not in self.mixers:
                 orders.append(module.order)
-                names = self._own_segments()[part][1] | {INPUT: _layout(self.stages)[0][part].reads}
+                names = self._own_segments()[part][1] | {INPUT: places_of(self.stages)[0][part].reads}
                 shared += [names[name] for name in module.order.shared]
                 free += [names[name] for name in module.order.free]
         return BackwardOrder(
@@ -364,7 +343,7 @@ class Block(nnx.Module):
         """
         values, after, given = {LAYER_INPUT: layer_input, **(taken or {})}, {}, {}
         context = dataclasses.replace(context, taken=taken or {})
-        places, norms = _layout(self.stages)
+        places, norms = places_of(self.stages)
         for part, module in self.parts.items():
             segments = self.part_segments(part)
             if part in state:
@@ -384,30 +363,7 @@ class Block(nnx.Module):
         return values[LAYER_OUTPUT], after, given
 
 
-@functools.lru_cache(64)
-def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _SumNorm]]:
-    """Computes from a layer's stages how its parts are connected to the residual stream: ({part's name: its _Place},
-    {name of the last part of a stage whose sum is normed: the _SumNorm of that sum}). Block runs parts by it."""
-    places, norms = {}, {}
-    count, made, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
-    for stage in stages:
-        given, total = stream, None
-        first = stage.parts[0].name
-        for part in stage.parts:
-            made += 1
-            after = LAYER_OUTPUT if made == count else MID if made == 1 else f"{MID}_{made}"
-            adds_to, makes = (total, f"{part.name}_sum") if stage.post_norm else (stream, after)
-            norm = f"{part.name if part.norm is True else part.norm}_norm" if part.norm else None
-            post_norm = f"{part.name}_post_norm" if part.post_norm else None
-            places[part.name] = _Place(given, norm, post_norm, adds_to, makes, stage.post_norm)
-            total, stream = makes, makes
-        if stage.post_norm:
-            norms[stage.parts[-1].name] = _SumNorm(f"{first}_sum_norm", stream, given, after)
-            stream = after
-    return places, norms
-
-
-def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, str]) -> tuple[Segment, ...]:
+def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str], apart: bool) -> tuple[Segment, ...]:
     """Converts one segment of a part into one or two segments of the block, whose `run` takes the block as its module.
 
     Values are renamed to the block's names, names of matrices get the part's name in front, each segment that reads
@@ -416,17 +372,20 @@ def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, st
     otherwise be computed again by a matrix product. A segment with its own backward may not read INPUT or make OUTPUT
     (AssertionError).
 
-    part: its name. names: {the part's name of a residual: the block's name of it}.
+    part: its name. names: {the part's name of a residual: the block's name of it}. apart: whether the segment reads
+    INPUT as a value of its own, with the name of the norm before the part, and does not norm it.
     """
     ending = segment.outputs == (OUTPUT,)
-    reads = tuple(place.reads if name in (INPUT, STREAM) else names.get(name, name) for name in segment.reads)
+    stream = {STREAM: place.reads, INPUT: place.norm if apart else place.reads}
+    reads = tuple(stream.get(name) or names.get(name, name) for name in segment.reads)
     adds = ending and place.post_norm is None
     added = adds and place.adds_to is not None and place.adds_to not in reads
 
     def run(block: Block, context: Context, *values):
         """The `run` of the block's segment: the part's own, with the norm before it, and its output added if `adds`."""
         own = values[:-1] if added else values
-        own = [block.normed(part, v) if name == INPUT else v for name, v in zip(segment.reads, own, strict=True)]
+        if not apart:
+            own = [block.normed(part, v) if name == INPUT else v for name, v in zip(segment.reads, own, strict=True)]
         outputs = segment.run(getattr(block, part), context, *own)
         if not adds:
             return tuple(outputs)
@@ -471,7 +430,7 @@ def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple
     return tuple(map(one, residuals))
 
 
-def _sum_norm_segment(norm: _SumNorm, tokenwise: bool) -> Segment:
+def _sum_norm_segment(norm: SumNorm, tokenwise: bool) -> Segment:
     """The segment of the block that norms the sum of a stage's outputs and adds it to the residual stream
     (Block._on_stream). It is the last of Block.part_segments of the stage's last part.
 

@@ -23,7 +23,8 @@ def normed(x, weight, eps, offset, float32):
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     if float32:
-        return (wide * (offset + weight.astype(jnp.float32))).astype(x.dtype)
+        weight = weight.astype(jnp.float32)
+        return (wide * (offset + weight if offset else weight)).astype(x.dtype)
     return wide.astype(x.dtype) * weight.astype(x.dtype)
 
 
