@@ -35,8 +35,9 @@ def test_adapters_on_experts_over_eight_devices(resident):
     else:  # but the first layer's, which nothing runs before: two more for the forward, two for the backward
         first, *others = found["all-gather"]
         assert first == 0 and len(others) == 2 * (LAYERS - 1)
-        # The backward's first ends before the last layer's attention, where its experts' gradients are added up.
-        assert sum(under >= 14 for under in others) == len(others) - 1 and min(others) >= 3
+        # The backward's first ends before the last layer's attention, where its experts' gradients are added up: at the
+        # kernel of a norm's gradient, after two large products.
+        assert sum(under >= 14 for under in others) == len(others) - 1 and min(others) >= 2
     sums = [under for kind, _, under in programs.collectives(compiled["accumulate"].as_text()) if kind == "all-reduce"]
     assert sums and sum(under > 5 for under in sums) >= len(sums) / 2
     assert not programs.collectives(compiled["update"].as_text())
