@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     warps: int  # of a program
 
 
-TILE = Tile(8, 256, 4)
+TILE = Tile(2, 512, 4)
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
