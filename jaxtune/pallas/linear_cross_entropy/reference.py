@@ -103,10 +103,10 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
         return jax.nn.logsumexp(logits, axis=-1)
 
     def joined(one, other):
-        (largest, total), (theirs, more) = one, other
-        scale = jnp.exp(-jnp.abs(largest - theirs))
-        joint = jnp.where(largest >= theirs, total + more * scale, total * scale + more)
-        return jnp.maximum(largest, theirs), joint
+        (largest, total), (second, more) = one, other
+        scale = jnp.exp(-jnp.abs(largest - second))
+        joint = jnp.where(largest >= second, total + more * scale, total * scale + more)
+        return jnp.maximum(largest, second), joint
 
     # A finite number, because the difference of two infinite ones is none; logits of padding are -inf.
     start = jnp.float32(jnp.finfo(jnp.float32).min), jnp.float32(0)
