@@ -13,10 +13,11 @@ from jaxtune.pallas import gpu_kernel, meshes
 from jaxtune.pallas.attention import attention, packed_layout
 from jaxtune.pallas.delta_rule import gated_delta_rule, short_convolution
 from jaxtune.pallas.formats import NF4
-from jaxtune.pallas.gated import gated_backward
+from jaxtune.pallas.gated import RowGate, gated_backward, gated_rows_backward
 from jaxtune.pallas.gated.mosaic import CHUNK
 from jaxtune.pallas.grouped_matmul import grouped_matmul
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
+from jaxtune.pallas.normed_stream import normed_stream
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, router_sums, row_weights, unpermute
 
@@ -61,6 +62,10 @@ def gate(x, up):
     return gated_backward(x, up, x, "silu")
 
 
+def gate_rows(x, weights):
+    return gated_rows_backward(jnp.concatenate([x, x + 1], 1), weights, x, RowGate("silu"))
+
+
 def delta_rule(x, ids):
     layout = packed_layout(ids.shape, ids)
     x = short_convolution(x, draw(HIDDEN, 4), layout).reshape(ROWS, LENGTH, 2, 32)
@@ -77,6 +82,8 @@ OPS = {
     experts: ([draw(ROWS, LENGTH, HIDDEN)], [draw(EXPERTS, HIDDEN)]),
     delta_rule: ([draw(ROWS, LENGTH, HIDDEN), IDS], []),
     gate: ([draw(ROWS, LENGTH), draw(ROWS, LENGTH) + 1], []),
+    gate_rows: ([draw(ROWS, LENGTH), draw(ROWS)], []),
+    normed_stream: ([draw(ROWS, LENGTH, HIDDEN)], [draw(HIDDEN)]),
 }
 
 
