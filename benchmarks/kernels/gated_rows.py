@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.quant_matmul import copy_gb_per_s
-from benchmarks.kernels.timing import arguments, compiled, distance, in_turns, normal, queued_ms, record_parts
+from benchmarks.kernels.timing import arguments, beside_xla, compiled, normal, queued_ms, record_parts
 from jaxtune.pallas.gated import RowGate, gated_rows_backward, triton
 from jaxtune.pallas.gated.triton import Tile
 
@@ -55,20 +55,13 @@ def measure(rows: int, size: int, gate: RowGate, copy: float) -> dict:
         def once(gate_up, weights, dgated, way=way):
             return gated_rows_backward(gate_up, weights, dgated, gate, implementation=way)
 
+        name = "XLA" if tile is None else str(tuple(tile))
         with mock.patch.object(triton, "TILE", tile or triton.TILE):
             program = compiled(often, *given)
-            results[str(tile)] = compiled(once, *given)(*given)
-        name = "XLA" if tile is None else str(tuple(tile))
-        results[name] = results.pop(str(tile))
+            results[name] = compiled(once, *given)(*given)
         programs[name] = functools.partial(queued_ms, program, *given, count=4)
-    found = {}
     moved = 6 * rows * size * 2  # bytes
-    for name, took in in_turns(programs).items():
-        apart = max(distance(one, other) for one, other in zip(results[name], results["XLA"], strict=True))
-        took /= TIMES
-        share = moved / took / 1e6 / copy
-        found[name] = {"ms": round(took, 4), "of_copy": round(share, 3), "from_xla": round(apart, 6)}
-    return found
+    return beside_xla(programs, results, TIMES, lambda name: moved, copy)
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.quant_matmul import copy_gb_per_s
-from benchmarks.kernels.timing import arguments, compiled, distance, in_turns, normal, queued_ms, record_parts
+from benchmarks.kernels.timing import arguments, beside_xla, compiled, normal, queued_ms, record_parts
 from jaxtune.pallas.normed_heads import normed_heads, triton
 from jaxtune.pallas.normed_heads.triton import Tile
 
@@ -72,13 +72,7 @@ def measure(heads: int, dim: int, copy: float) -> dict:
                 results[name] = jax.tree.leaves(program(*given))[0]
                 programs[name] = functools.partial(queued_ms, program, *given, count=10)
     moved = 2 * x[0].size  # bytes of one array
-    found = {}
-    for name, took in in_turns(programs).items():
-        arrays = 2 if name.startswith("forward") else 3
-        apart = distance(results[name], results[f"{name.split(', ')[0]}, XLA"])
-        share = arrays * moved * COPIES / took / 1e6 / copy
-        found[name] = {"ms": round(took / COPIES, 4), "of_copy": round(share, 3), "from_xla": round(apart, 6)}
-    return found
+    return beside_xla(programs, results, COPIES, lambda name: moved * (2 if name.startswith("forward") else 3), copy)
 
 
 def main() -> int:

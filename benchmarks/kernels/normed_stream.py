@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 
 from benchmarks.kernels.quant_matmul import copy_gb_per_s
-from benchmarks.kernels.timing import arguments, compiled, distance, in_turns, normal, queued_ms, record_parts
+from benchmarks.kernels.timing import arguments, beside_xla, compiled, normal, queued_ms, record_parts
 from jaxtune.pallas.normed_stream import normed_stream, triton
 from jaxtune.pallas.normed_stream.triton import Tile
 
@@ -67,15 +67,7 @@ def measure(size: int, copy: float) -> dict:
             results[name] = jax.tree.leaves(program(*given))[0]
             programs[name] = functools.partial(queued_ms, program, *given, count=10)
     moved = 2 * x[0].size  # bytes of one array
-    found = {}
-    for name, took in in_turns(programs).items():
-        arrays = 2 if name.startswith("norm") else 4
-        share = arrays * moved * COPIES / took / 1e6 / copy
-        found[name] = {"ms": round(took / COPIES, 4), "of_copy": round(share, 3)}
-        if name in results:
-            apart = distance(results[name], results[f"{name.split(', ')[0]}, XLA"])
-            found[name]["from_xla"] = round(apart, 6)
-    return found
+    return beside_xla(programs, results, COPIES, lambda name: moved * (2 if name.startswith("norm") else 4), copy)
 
 
 def main() -> int:

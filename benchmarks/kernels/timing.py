@@ -42,6 +42,36 @@ def in_turns(ways: Mapping[str, Callable[[], float]], rounds: int = 5) -> dict[s
     return {name: statistics.median(took) for name, took in times.items()}
 
 
+def beside_xla(
+    programs: Mapping[str, Callable[[], float]],
+    results: Mapping[str, Any],
+    calls: int,
+    moved: Callable[[str], float],
+    copy: float,
+) -> dict[str, dict[str, float]]:
+    """Runs programs in turns. {name: `ms` of one call; `of_copy`, the bytes that must move per second as a share of a
+    copy's; `from_xla`, the distance of its results from those of XLA's program, where there are results}.
+
+    A name ends with "XLA" or with a tile, after what is computed and a comma, if there is more than one such thing.
+
+    Args:
+      programs: {name: function that returns the milliseconds of a program}.
+      results: {name: the arrays that one call gives}.
+      calls: how many calls a program makes.
+      moved: from a name to the bytes that a call must read and write.
+      copy: GB/s of the fastest copy.
+    """
+    found = {}
+    for name, took in in_turns(programs).items():
+        ms = took / calls
+        found[name] = {"ms": round(ms, 4), "of_copy": round(moved(name) / ms / 1e6 / copy, 3)}
+        if name in results:
+            what, _, _ = name.rpartition("XLA" if name.endswith("XLA") else "(")
+            pairs = zip(jax.tree.leaves(results[name]), jax.tree.leaves(results[what + "XLA"]), strict=True)
+            found[name]["from_xla"] = round(max(distance(one, other) for one, other in pairs), 6)
+    return found
+
+
 def normal(seed: int, *shape: int, size: float = 1.0, dtype=jnp.bfloat16) -> jax.Array:
     return (size * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
 

@@ -118,8 +118,14 @@ def gated_rows_backward(
 
 
 def row_implementations(gate_up, gate: RowGate) -> dispatch.Table:
-    """The table from which dispatch.choose takes the implementation of a call of `gated_rows_backward`, as
-    `implementations` has it for `gated_backward`. gate_up: [rows, 2 I], an array or its shape."""
+    """The table from which dispatch.choose takes the implementation of a call of `gated_rows_backward`: {name: a
+    function that returns the reason why the implementation refuses the call, or None}, in the order in which they are
+    tried. `gated_rows_backward` chooses from the table, and `jaxtune info --kernels` prints it.
+
+    Args:
+      gate_up: [rows, 2 I], gate and up of each row, as an array or as a jax.ShapeDtypeStruct.
+      gate: how an inner row is computed from gate and up.
+    """
     return {"triton": lambda: triton.refusal(gate_up, gate), "reference": lambda: None}
 
 

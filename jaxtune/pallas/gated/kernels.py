@@ -1,4 +1,4 @@
-"""The body of the Triton kernel of `gated_rows_backward` (triton.py)."""
+"""The body of the Triton kernel that `gated_rows_backward` of triton.py calls: gated_rows_gradient_kernel."""
 
 import triton
 import triton.language as tl
@@ -42,12 +42,16 @@ def gated_rows_gradient_kernel(
     ALPHA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Computes, for BLOCK_ROWS rows, the inner rows of experts again, and the gradients of gate, up and the rows'
-    weights, in float32. Grid: (ROWS / BLOCK_ROWS, rounded up,). Outputs may have the memory of inputs: a program writes
-    only what it alone has read.
+    """Computes the backward of experts' gated activation for BLOCK_ROWS rows, in float32. The results are the inner
+    rows, which the forward did not keep, and the gradients of gate, up and the rows' weights. Grid: (ROWS / BLOCK_ROWS,
+    rounded up,).
+
+    dgate_up may be the same memory as gate_up, and gated the same as dgated: each program reads a block of columns
+    before it writes it, and no other program reads these rows.
 
     Args:
-      gate_up: [ROWS, 2 SIZE], whose columns are gate and then up, or in turns if INTERLEAVED is 1.
+      gate_up: [ROWS, 2 SIZE]. The first SIZE columns are gate, and the others up. If INTERLEAVED is 1, the even columns
+        are gate, and the odd ones up.
       weights: float32[ROWS].
       dgated: [ROWS, SIZE], the gradient of the inner rows.
       dgate_up: the gradient of gate_up. gated: the inner rows times the weights, [ROWS, SIZE].

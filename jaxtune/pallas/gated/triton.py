@@ -39,8 +39,10 @@ def refusal(gate_up, gate: RowGate) -> str | None:
 
 
 def unsupported(dtype, gate: RowGate) -> str | None:
-    """The reason why the kernel cannot compute rows of this dtype on any GPU, or None. The planner asks it through
-    api.in_place, for GPUs that this machine does not have."""
+    """The reason why no GPU can run the kernel for such a call, or None. It does not look at this machine, so that the
+    planner can ask it (api.in_place) when it plans for another GPU.
+
+    dtype: of the rows. gate: how an inner row is computed from gate and up."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if gate.limit is None and gate.activation not in _ACTIVATIONS:

@@ -94,11 +94,11 @@ def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Arr
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
-    """The logarithm of the sum of exp(logits) over the last axis, float32[B, t] of logits float32[B, t, V]. `_chunk`
-    calls it.
+    """Computes log(sum(exp(logits))) over the last axis: logits float32[B, t, V] -> float32[B, t]. `_chunk` calls it.
 
-    On a GPU the logits are read once, and not once for their maximum and again for the sum: a partial result is the
-    largest logit so far with the sum relative to it, and when two are joined, the sum of the smaller one is scaled."""
+    On a GPU it reads the logits once, where jax.nn.logsumexp reads them twice, for the maximum and for the sum. The
+    reduction has two numbers for each part of a row: m, the largest logit, and the sum of exp(logit - m). Two parts are
+    joined by multiplying the sum of the part with the smaller m by exp(smaller m - larger m), and adding the sums."""
     if dispatch.compute_capability() is None:
         return jax.nn.logsumexp(logits, axis=-1)
 

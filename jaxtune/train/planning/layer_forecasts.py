@@ -185,9 +185,12 @@ def layer_forecasts(
 
 
 def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device, tiles) -> tuple[float, ...]:
-    """Costs of a layer's recomputed residuals, from the step's costs `parts`, on `device`, for `layer_forecasts`.
+    """Forecasts what the recomputation of residuals costs in an average layer: time and memory. `layer_forecasts` calls
+    it.
 
     Args:
+      parts: the costs of the whole step, by segment.
+      device: the device that runs the step.
       dropped, rounded: names of residuals that are recomputed, and of those that are kept in FP8.
       whole: {residual: its bytes in a micro-batch, as the mean of all layers}.
       of_kinds: for each kind of layer, {residual: its bytes in a micro-batch}.
