@@ -35,10 +35,17 @@ from jaxtune.models.placement.gathers import first_gathered, scatter, shards_of_
 from jaxtune.models.placement.partition import Shard, with_whole
 from jaxtune.models.placement.transfers import TransferSchedule, copies_start_at_once, cut, join
 from jaxtune.models.residual_plan import KEEP, ResidualPlan, residuals_of, unknown_residual
-from jaxtune.models.stack_layers import UNTUNED, StackProgram, described, require_given, total_over_layers
+from jaxtune.models.stack_layers import (
+    UNTUNED,
+    StackProgram,
+    described,
+    low_rank_inputs,
+    require_given,
+    total_over_layers,
+)
 from jaxtune.models.stack_norms import NormsApart
 from jaxtune.pallas.attention import PackedLayout
-from jaxtune.pallas.quant_matmul import in_e4m3
+from jaxtune.pallas.quant_matmul import in_e4m3, low_rank
 
 
 def _scope(segment: Segment) -> contextlib.AbstractContextManager:
@@ -47,14 +54,22 @@ def _scope(segment: Segment) -> contextlib.AbstractContextManager:
     return jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext()
 
 
-def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
-    """Runs a segment of the block in its profiling scope: one result for each of the segment's outputs. values: one for
-    each of the segment's reads. context: the layer's spec, the batch's layout and the segment's dropout key."""
-    with _scope(segment):
-        return segment.run(block, context, *values)
+def _run(segment: Segment, block: Block, context: Context, values, given=None) -> tuple[tuple, dict[str, Any]]:
+    """Runs a segment of the block in its profiling scope: (one result for each of the segment's outputs, {the name of
+    its low-rank inputs: these}, which is empty if it has none).
+
+    Args:
+      segment, block: the segment, and the block that it is of.
+      context: the layer's spec, the batch's layout and the segment's dropout key.
+      values: one for each of the segment's reads.
+      given: its low-rank inputs if an earlier run computed them; None: they are computed.
+    """
+    with _scope(segment), low_rank.kept(given) as made:
+        outputs = segment.run(block, context, *values)
+    return outputs, {low_rank_inputs(segment): tuple(made)} if jax.tree.leaves(made) else {}
 
 
-def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -> tuple[tuple, Callable]:
+def _pullback(block_of, trainable, segment: Segment, context: Context, inputs, given=None) -> tuple[tuple, Callable]:
     """Runs a segment for its derivative: (outputs, the function from the outputs' gradients to the tuple of the
     gradients of the trainable tensors and of each input), where the segment has no Backward of its own.
 
@@ -62,11 +77,12 @@ def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -
       block_of: builds the block from trainable tensors.
       trainable: the block's trainable tensors.
       segment, context, inputs: the segment, what its `run` receives beside values, and the values that it reads.
+      given: its low-rank inputs if an earlier run computed them; None: they are computed.
     """
 
     def run(trainable, *values):
         """The segment as a function of the trainable tensors and its inputs."""
-        return tuple(_run(segment, block_of(trainable), context, values))
+        return tuple(_run(segment, block_of(trainable), context, values, given)[0])
 
     return jax.vjp(run, trainable, *inputs)
 
@@ -175,9 +191,9 @@ def layer_forward(
         for stage, segment in enumerate(segments):
             inputs = collectives.start(stage, copies.start(stage, [values[name] for name in segment.reads]))
             context, inputs = context_of(segment, inputs)
-            outputs = _run(segment, block, context, inputs)
+            outputs, low_rank_values = _run(segment, block, context, inputs)
             outputs = collectives.finish(stage, copies.finish(stage, outputs))
-            values.update(zip(segment.outputs, outputs, strict=True))
+            values |= {**dict(zip(segment.outputs, outputs, strict=True)), **low_rank_values}
         found = {name: values[name] for name in wanted if name in values}
         output = values[LAYER_OUTPUT]
         rounded = {name: in_e4m3(found[name]) for name in in_fp8 if name in found}
@@ -240,7 +256,8 @@ def layer_backward(
                 if at_once and segment.differentiable and segment.backward is None:
                     outputs, pullbacks[segment.name] = pullback_of(segment, context, inputs)
                 else:
-                    outputs = _run(segment, block, context, inputs)
+                    outputs, low_rank_values = _run(segment, block, context, inputs)
+                    values |= low_rank_values
                 outputs = finish(stage, outputs)
                 values = {**dict(zip(segment.outputs, outputs, strict=True)), **values}
         with jax.named_scope("backward"):
@@ -258,7 +275,10 @@ def layer_backward(
                         found = segment.backward(block_of, trainable, context, tuple(inputs), outputs, doutputs)
                     dtrainable, dinputs = found
                 else:
-                    pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs)[1]
+                    pullback = pullbacks.get(segment.name)
+                    if pullback is None:
+                        given = values.get(low_rank_inputs(segment))
+                        pullback = pullback_of(segment, context, inputs, given)[1]
                     dtrainable, *dinputs = pullback(doutputs)
                 if dtrainable is not None:
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.layers.block import Block
+from jaxtune.models.layers.segment import Segment
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.residual_plan import LayerPlan
 
@@ -34,7 +35,9 @@ class StackLayer:
 
     graph: nnx.GraphDef  # the structure of the layer's Block
     spec: LayerSpec  # the layer's kind: its parts, window and rotary base
-    kept: tuple[str, ...]  # names of the residuals that are kept in device memory
+    # names of the residuals that are kept in device memory, and of segments' low-rank inputs, of which a segment without
+    # adapters has none
+    kept: tuple[str, ...]
     in_fp8: tuple[str, ...]  # names of the residuals that are kept in device memory in FP8, which `kept` lacks
     offloaded: tuple[str, ...]  # names of the residuals that are copied to the host and back
     aux: tuple[str, ...]  # names of the auxiliary values that it can return beside its output
@@ -118,6 +121,8 @@ def described(
     placed = {how: plan.named(how, residuals) for how in ("keep", "fp8", "offload")}
     in_fp8, offloaded = (tuple(name for name in placed[how] if name not in gives) for how in ("fp8", "offload"))
     kept = (*placed["keep"], *(name for name in gives if name not in placed["keep"]))
+    if not tiled:
+        kept += tuple(map(low_rank_inputs, keep_low_rank(block.segments(), dropped)))
     return StackLayer(
         graph,
         spec,
@@ -130,6 +135,20 @@ def described(
         tuple(name for name in block.takes if name not in given),
         tuple(gives.items()),
     )
+
+
+def low_rank_inputs(segment: Segment) -> str:
+    """The name under which the stack keeps a segment's low-rank inputs, those of its linears' adapters
+    (pallas/quant_matmul/low_rank.py), among the values of a layer."""
+    return f"{segment.name}_low_rank"
+
+
+def keep_low_rank(segments: Sequence[Segment], dropped: Collection[str]) -> list[Segment]:
+    """The segments whose low-rank inputs are kept from the forward to the backward, in device memory: those whose
+    outputs a plan does not recompute. A segment that is recomputed makes its own anew, and one with a Backward of its
+    own does not use them. dropped: the names of the layer's residuals that are recomputed. `described` and the
+    planner's forecasts ask it."""
+    return [s for s in segments if s.matrices and s.backward is None and not set(dropped).intersection(s.outputs)]
 
 
 def total_over_layers(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

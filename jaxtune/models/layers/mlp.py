@@ -16,6 +16,7 @@ from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
+from jaxtune.pallas.quant_matmul import low_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,8 @@ class MLP(nnx.Module):
         and a MoE for its shared expert.
 
         key: draws the dropout mask of down_proj's adapter; None: no dropout."""
-        return _down(self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
+        run = functools.partial(_down, self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
+        return low_rank.of_function(run)
 
     def segments(self) -> tuple[Segment, ...]:
         """Its two segments in the order in which they run: `expand` (gate and up) and `contract` (activation and down
@@ -180,9 +182,9 @@ class MLP(nnx.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _down(activation: str, graph, trainable, frozen, gate, up, key):
+def _down(activation: str, graph, trainable, frozen, gate, up, key, given):
     """activation(gate) * up, multiplied by the linear (down_proj) that nnx.merge builds from graph, trainable and
-    frozen: [B, T, hidden]. MLP.down calls it.
+    frozen: ([B, T, hidden], the adapter's low-rank inputs). MLP.down calls it.
 
     Its backward needs three arrays of gate's size, if the kernel of pallas/gated runs (MLP._in_place): gate, up and the
     gradient of activation(gate) * up. Over these three the kernel writes its three results: the gradients of gate and
@@ -194,28 +196,35 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key):
       graph, trainable, frozen: the linear, from nnx.split(linear, nnx.Param, ...).
       gate, up: [B, T, intermediate].
       key: draws the adapter's dropout mask; None: no dropout.
+      given: the low-rank inputs that an earlier run made (pallas/quant_matmul/low_rank.py); None: they are computed.
     """
-    return nnx.merge(graph, trainable, frozen)(ACTIVATIONS[activation](gate) * up, key)
+    with low_rank.kept(given) as made:
+        out = nnx.merge(graph, trainable, frozen)(ACTIVATIONS[activation](gate) * up, key)
+    return out, tuple(made)
 
 
-def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
-    """The forward rule of `_down`: (its output [B, T, hidden], the residuals (trainable, frozen, gate, up, key) for
+def _down_fwd(activation, graph, trainable, frozen, gate, up, key, given):
+    """The forward rule of `_down`: (its results, the residuals (trainable, frozen, gate, up, key, low-rank inputs) for
     `_down_bwd`). activation: a key of ACTIVATIONS. graph, trainable, frozen: the linear down_proj, from nnx.split.
-    gate, up: [B, T, intermediate]. key: draws the adapter's dropout mask, or None."""
-    return _down(activation, graph, trainable, frozen, gate, up, key), (trainable, frozen, gate, up, key)
+    gate, up: [B, T, intermediate]. key: draws the adapter's dropout mask, or None. given: low-rank inputs, or None."""
+    out, made = _down(activation, graph, trainable, frozen, gate, up, key, given)
+    return (out, made), (trainable, frozen, gate, up, key, made)
 
 
-def _down_bwd(activation, graph, residuals, dout):
-    """The backward rule of `_down`: (gradients of trainable, None for frozen, gradients of gate and up, None for key).
+def _down_bwd(activation, graph, residuals, gradients):
+    """The backward rule of `_down`: (gradients of trainable, None for frozen, gradients of gate and up, None for key
+    and for the low-rank inputs).
 
     It computes activation(gate) * up again, because the forward does not keep it. activation, graph: the static
-    arguments of `_down`, a key of ACTIVATIONS and the linear's structure. residuals: from `_down_fwd`. dout: [B, T,
-    hidden], the gradient of the output."""
-    trainable, frozen, gate, up, key = residuals
+    arguments of `_down`, a key of ACTIVATIONS and the linear's structure. residuals: from `_down_fwd`. gradients: of both
+    results, of which that of the output [B, T, hidden] is used."""
+    trainable, frozen, gate, up, key, made = residuals
+    dout, _ = gradients
 
     def linear(trainable, x):
-        """The linear with these trainable tensors, applied to x."""
-        return nnx.merge(graph, trainable, frozen)(x, key)
+        """The linear with these trainable tensors, applied to x, whose low-rank inputs are there already."""
+        with low_rank.kept(made):
+            return nnx.merge(graph, trainable, frozen)(x, key)
 
     # A linear map's gradient to its input doesn't depend on the input, so gate can stand for the input, which isn't
     # computed until the next lines.
@@ -223,7 +232,7 @@ def _down_bwd(activation, graph, residuals, dout):
     (dgated,) = to_input(dout)
     gated, dgate, dup = gated_backward(gate, up, dgated, activation)
     _, to_weights = jax.vjp(lambda trainable: linear(trainable, gated), trainable)
-    return *to_weights(dout), None, dgate, dup, None
+    return *to_weights(dout), None, dgate, dup, None, None
 
 
 _down.defvjp(_down_fwd, _down_bwd)

@@ -24,6 +24,7 @@ from jax.lax import optimization_barrier
 
 from jaxtune.pallas import dispatch, draws
 from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.quant_matmul import low_rank
 from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 
@@ -165,8 +166,18 @@ def _join(loras, dtype):
     return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _products(x, source, weights, loras, biases, static):
+def _low_rank_input(x, loras):
+    """The product of the adapters' input x [tokens, in] with all A's, [tokens, sum of ranks] in x's dtype, or that of an
+    earlier run (low_rank.kept); None without adapters. loras: a pair (a [r, in], b [out_i, r]) for each adapter. No
+    gradient flows through it, because `_products` returns the whole gradient."""
+    if not loras:
+        return None
+    x, loras = jax.lax.stop_gradient((x, loras))
+    return low_rank.one(lambda given: _product(x, _join(loras, x.dtype), (1, 1)) if given is None else given)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _products(x, source, weights, loras, biases, inner, static):
     """The outputs of all weights, a tuple of [tokens, out_i], from x [tokens, in], with adapters and biases: x W^T +
     scale (x A^T) B^T + bias for each weight, in x's dtype. Its custom derivative decodes quantised weights again in the
     backward instead of keeping decoded ones. `matmul` calls it, applies row scales to the outputs, and adds the bias of
@@ -178,17 +189,18 @@ def _products(x, source, weights, loras, biases, static):
       weights: all that share x, each [out_i, in].
       loras: a pair (a [r, in], b [out_i, r]) for each adapter; weights without one have no entry.
       biases: for each weight [out_i] or None.
+      inner: the product of the adapters' input with all A's (_low_rank_input), [tokens, sum of ranks]; None without
+        adapters. It gets no gradient of its own: those of x, source and the A's include it.
       static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights
         and multiplies few tokens, as_stored). as_stored is () if all quantised weights are decoded, else a tuple of
         one: the requested implementation of products with weights as they are stored, or None.
     """
-    return _products_fwd(x, source, weights, loras, biases, static)[0]
+    return _products_fwd(x, source, weights, loras, biases, inner, static)[0]
 
 
-def _products_fwd(x, source, weights, loras, biases, static):
+def _products_fwd(x, source, weights, loras, biases, inner, static):
     """The forward rule of `_products`: (outputs, residuals). The outputs are a tuple of [tokens, out_i], one for each
-    weight. The residuals are the arguments except `static`, and after them the product of the adapters' input with all
-    A's, [tokens, sum of ranks], or None without adapters.
+    weight. The residuals are the arguments except `static`.
 
     Args:
       x: [tokens, in].
@@ -196,15 +208,14 @@ def _products_fwd(x, source, weights, loras, biases, static):
       weights: all that share x, each [out_i, in].
       loras: a pair (a [r, in], b [out_i, r]) for each adapter; weights without one have no entry.
       biases: for each weight [out_i] or None.
+      inner: the product of the adapters' input with all A's, [tokens, sum of ranks]; None without adapters.
       static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights
         and multiplies few tokens, as_stored). as_stored is () if all quantised weights are decoded, else a tuple of
         one: the requested implementation of products with weights as they are stored, or None.
     """
     owners, scales, kernels, as_stored = static
     more: list = [None] * len(weights)
-    inner = None
     if loras:
-        inner = _product(x if source is None else source, _join(loras, x.dtype), (1, 1))
         for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
             more[owner] = (scaled(part, scale), b)
     coded: dict[tuple, tuple] = {}  # x in the form of products with one kind of weights
@@ -223,8 +234,8 @@ def _products_fwd(x, source, weights, loras, biases, static):
 
 
 def _products_bwd(static, residuals, doutputs):
-    """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases), in this structure. An
-    entry is None where the argument is None, and for a quantised weight, which gets no gradient. That of an array is
+    """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases, inner), in this structure.
+    An entry is None where the argument is None, for `inner`, and for a quantised weight, which gets no gradient. That of an array is
     always computed; XLA removes it if the weight is frozen. Weights that are multiplied as they are stored get one
     product for all of the same kind. The gradient of x does not include that of `source`, through which the caller's
     dropout leads back to x.
@@ -278,7 +289,7 @@ def _products_bwd(static, residuals, doutputs):
         None if bias is None else dout.astype(jnp.float32).sum(0).astype(bias.dtype)
         for dout, bias in zip(doutputs, biases, strict=True)
     )
-    return dx, dsource, dweights, tuple(dloras), dbiases
+    return dx, dsource, dweights, tuple(dloras), dbiases, None
 
 
 _products.defvjp(_products_fwd, _products_bwd)
@@ -331,7 +342,8 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     row_scales = [None if lora is None else lora.row_scale for lora in loras]
     added = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
     static = (owners, scales, kernels, as_stored)
-    outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, static)
+    inner = _low_rank_input(flat if source is None else source, pairs)
+    outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, inner, static)
     finished = []
     for out, row_scale, bias in zip(outputs, row_scales, biases, strict=True):
         out = out.reshape(*x.shape[:-1], out.shape[-1])

@@ -1,0 +1,77 @@
+"""Lets one run of a function use what another run computed of adapters' low-rank inputs: x A^T [tokens, r], the product
+of a linear's input and its adapter's A, which the forward adds to the output as scale * (x A^T) B^T and which the
+gradient of B needs. A backward that runs a part of a model again, to differentiate it, would otherwise read the whole
+input once more for each adapter.
+
+`kept` collects the low-rank inputs that a function computes, and gives them to a later run of the same function:
+
+    with kept() as made:
+        out = linear(x)
+    with kept(tuple(made)):
+        again = linear(x)  # its low-rank input is that of the first run, also where it is differentiated
+
+`one` is called where a low-rank input is computed (reference.matmul). A function that JAX traces on its own, such as a
+custom_vjp, must return what it made and is called by `of_function`; otherwise its low-rank inputs are left out, because
+they exist only within its trace."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import get_opaque_trace_state
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The run of a function whose low-rank inputs are collected."""
+
+    made: list[Any]  # what was computed or given so far
+    given: Iterator[Any] | None  # what an earlier run made and this one has not used yet; None: there was none
+    trace: object  # JAX's trace in which the function runs
+
+
+_current: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("low_rank", default=None)
+
+
+@contextlib.contextmanager
+def kept(given: Sequence[Any] | None = None) -> Iterator[list[Any]]:
+    """A context in which the low-rank inputs of linears are collected: a list, to which each call of `one` appends what
+    it returns. given: that list of an earlier run of the same calls, whose values they then return; None: they compute
+    them."""
+    run = _Run([], None if given is None else iter(given), get_opaque_trace_state())
+    token = _current.set(run)
+    try:
+        yield run.made
+    finally:
+        _current.reset(token)
+
+
+def one(make: Callable[[Any], Any]) -> Any:
+    """Returns what `make` makes of what an earlier run made here, or of None if there was none: a low-rank input [tokens,
+    r], or any pytree of them. It is called in the same order in both runs. Outside of `kept`, and in a trace within
+    that of `kept`, nothing is collected, and make(None) is returned."""
+    run = _current.get()
+    if run is None or run.trace != get_opaque_trace_state():
+        return make(None)
+    value = make(None if run.given is None else next(run.given))
+    run.made.append(value)
+    return value
+
+
+def of_function[Result](run: Callable[[Any], tuple[Result, Any]]) -> Result:
+    """Calls a function that is traced on its own, and returns its result. run: from the low-rank inputs that an earlier
+    run made, or None, to (the result, the low-rank inputs)."""
+    results: list[Result] = []
+
+    def make(given: Any) -> Any:
+        """Calls `run`, keeps its result, and returns its low-rank inputs."""
+        result, made = run(given)
+        results.append(result)
+        return made
+
+    one(make)
+    return results[0]
