@@ -270,6 +270,11 @@ class Linear(nnx.Module):
         cannot be indexed as others are. Products, savers and merges read it."""
         return self.weight.get_value()
 
+    def low_rank_bytes(self, itemsize: int) -> float:
+        """Bytes of one token's low-rank input, its product with the adapter's A; 0.0 without an adapter. The planner
+        counts it. itemsize: bytes of one number in the compute dtype."""
+        return 0.0 if self.lora is None else float(self.lora.rank * itemsize)
+
     def rounded_weight(self, x: jax.Array) -> jax.Array:
         """For quantisation-aware training: the weight [out, in] rounded to the grid of `fake_quant`, with the adapter
         merged in first if there is one. It has the weight's dtype if the weight is trained, otherwise the grid's.

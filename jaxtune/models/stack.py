@@ -14,7 +14,6 @@ module-level and jitted, so layers of one kind are traced once; XLA still compil
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -44,47 +43,9 @@ from jaxtune.models.stack_layers import (
     total_over_layers,
 )
 from jaxtune.models.stack_norms import NormsApart
+from jaxtune.models.stack_segments import pullback_of_segment, run_segment, scope_of
 from jaxtune.pallas.attention import PackedLayout
-from jaxtune.pallas.quant_matmul import in_e4m3, low_rank
-
-
-def _scope(segment: Segment) -> contextlib.AbstractContextManager:
-    """The context in which `_run` and layer_backward trace a segment and its own backward: its kernels get the
-    segment's name in profiles, or none if the segment is not `scoped`."""
-    return jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext()
-
-
-def _run(segment: Segment, block: Block, context: Context, values, given=None) -> tuple[tuple, dict[str, Any]]:
-    """Runs a segment of the block in its profiling scope: (one result for each of the segment's outputs, {the name of
-    its low-rank inputs: these}, which is empty if it has none).
-
-    Args:
-      segment, block: the segment, and the block that it is of.
-      context: the layer's spec, the batch's layout and the segment's dropout key.
-      values: one for each of the segment's reads.
-      given: its low-rank inputs if an earlier run computed them; None: they are computed.
-    """
-    with _scope(segment), low_rank.kept(given) as made:
-        outputs = segment.run(block, context, *values)
-    return outputs, {low_rank_inputs(segment): tuple(made)} if jax.tree.leaves(made) else {}
-
-
-def _pullback(block_of, trainable, segment: Segment, context: Context, inputs, given=None) -> tuple[tuple, Callable]:
-    """Runs a segment for its derivative: (outputs, the function from the outputs' gradients to the tuple of the
-    gradients of the trainable tensors and of each input), where the segment has no Backward of its own.
-
-    Args:
-      block_of: builds the block from trainable tensors.
-      trainable: the block's trainable tensors.
-      segment, context, inputs: the segment, what its `run` receives beside values, and the values that it reads.
-      given: its low-rank inputs if an earlier run computed them; None: they are computed.
-    """
-
-    def run(trainable, *values):
-        """The segment as a function of the trainable tensors and its inputs."""
-        return tuple(_run(segment, block_of(trainable), context, values, given)[0])
-
-    return jax.vjp(run, trainable, *inputs)
+from jaxtune.pallas.quant_matmul import in_e4m3
 
 
 def _barrier(order, saved_inputs, doutputs, total):
@@ -191,7 +152,7 @@ def layer_forward(
         for stage, segment in enumerate(segments):
             inputs = collectives.start(stage, copies.start(stage, [values[name] for name in segment.reads]))
             context, inputs = context_of(segment, inputs)
-            outputs, low_rank_values = _run(segment, block, context, inputs)
+            outputs, low_rank_values = run_segment(segment, block, context, inputs)
             outputs = collectives.finish(stage, copies.finish(stage, outputs))
             values |= {**dict(zip(segment.outputs, outputs, strict=True)), **low_rank_values}
         found = {name: values[name] for name in wanted if name in values}
@@ -246,7 +207,7 @@ def layer_backward(
         return collectives.finish(stage, copies.finish(stage, values))
 
     block_of = functools.partial(_block_of, graph, frozen)
-    pullback_of = functools.partial(_pullback, block_of, trainable)
+    pullback_of = functools.partial(pullback_of_segment, block_of, trainable)
     with jax.named_scope("layer"), copies_start_at_once():
         with jax.named_scope("recompute"):
             for stage, segment in enumerate(again):
@@ -256,7 +217,7 @@ def layer_backward(
                 if at_once and segment.differentiable and segment.backward is None:
                     outputs, pullbacks[segment.name] = pullback_of(segment, context, inputs)
                 else:
-                    outputs, low_rank_values = _run(segment, block, context, inputs)
+                    outputs, low_rank_values = run_segment(segment, block, context, inputs)
                     values |= low_rank_values
                 outputs = finish(stage, outputs)
                 values = {**dict(zip(segment.outputs, outputs, strict=True)), **values}
@@ -271,7 +232,7 @@ def layer_backward(
                 context, doutputs = context_of(segment, doutputs)
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
-                    with _scope(segment):
+                    with scope_of(segment):
                         found = segment.backward(block_of, trainable, context, tuple(inputs), outputs, doutputs)
                     dtrainable, dinputs = found
                 else:
@@ -506,15 +467,15 @@ def run_stack(
             raise ValueError("a tiled MLP has no dropout: leave tile_tokens out of the residual plan")
     splits = [nnx.split(layer, nnx.Param, ...) for layer in layers]
     given = tuple(map(dict, given or [{}] * len(layers)))
+    short = any(layer != KEEP for layer in plan.layers)
     layers_of_program = tuple(
-        described(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(own))
+        described(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(own), short)
         for layer, split, spec, layer_plan, own in zip(layers, splits, specs, plan.layers, given, strict=True)
     )
     require_given(layers_of_program)
     keys = None if dropout_key is None else jax.random.split(dropout_key, len(layers))
     if gradient_sums is not None:  # it has no entry for a layer without trained tensors
         gradient_sums = tuple(gradient_sums.get(index, nnx.State({})) for index in range(len(layers)))
-    short = any(layer != KEEP for layer in plan.layers)
     static = StackProgram(layers_of_program, aux, short, max(plan.whole_weights, 1))
     frozens = not_differentiated(tuple(s[2] for s in splits))
     return _stack(static, tuple(s[1] for s in splits), frozens, x, layout, keys, gradient_sums, given)

@@ -35,8 +35,8 @@ class StackLayer:
 
     graph: nnx.GraphDef  # the structure of the layer's Block
     spec: LayerSpec  # the layer's kind: its parts, window and rotary base
-    # names of the residuals that are kept in device memory, and of segments' low-rank inputs, of which a segment without
-    # adapters has none
+    # names of the residuals that are kept in device memory, and of segments' low-rank inputs, which a segment without
+    # adapters does not have
     kept: tuple[str, ...]
     in_fp8: tuple[str, ...]  # names of the residuals that are kept in device memory in FP8, which `kept` lacks
     offloaded: tuple[str, ...]  # names of the residuals that are copied to the host and back
@@ -98,7 +98,7 @@ def require_given(layers: Sequence[StackLayer]) -> None:
 
 
 def described(
-    block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None, given: tuple[str, ...]
+    block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None, given: tuple[str, ...], short: bool
 ) -> StackLayer:
     """Makes the static description of a layer under a plan, by which its program is compiled. run_stack calls it.
 
@@ -111,6 +111,7 @@ def described(
       tile: tokens of each row in a tile of tokenwise segments, such as those of an MLP (ResidualPlan.tile_tokens);
         ignored, so that these run whole, unless the plan recomputes every value inside them. None: they run whole.
       given: names of what the decoder gives it; the others that it takes come from earlier layers.
+      short: whether the plan of some layer is another than KEEP.
     Raises:
       ValueError: the plan names a residual for a placement that it cannot have (LayerPlan.of).
     """
@@ -122,7 +123,7 @@ def described(
     in_fp8, offloaded = (tuple(name for name in placed[how] if name not in gives) for how in ("fp8", "offload"))
     kept = (*placed["keep"], *(name for name in gives if name not in placed["keep"]))
     if not tiled:
-        kept += tuple(map(low_rank_inputs, keep_low_rank(block.segments(), dropped)))
+        kept += tuple(map(low_rank_inputs, with_low_rank_kept(block.segments(), dropped, short)))
     return StackLayer(
         graph,
         spec,
@@ -143,12 +144,20 @@ def low_rank_inputs(segment: Segment) -> str:
     return f"{segment.name}_low_rank"
 
 
-def keep_low_rank(segments: Sequence[Segment], dropped: Collection[str]) -> list[Segment]:
+def with_low_rank_kept(segments: Sequence[Segment], dropped: Collection[str], short: bool) -> list[Segment]:
     """The segments whose low-rank inputs are kept from the forward to the backward, in device memory: those whose
-    outputs a plan does not recompute. A segment that is recomputed makes its own anew, and one with a Backward of its
-    own does not use them. dropped: the names of the layer's residuals that are recomputed. `described` and the
-    planner's forecasts ask it."""
-    return [s for s in segments if s.matrices and s.backward is None and not set(dropped).intersection(s.outputs)]
+    outputs a plan does not recompute, of experts only if every layer keeps everything. Experts have a row for each pair
+    of token and expert, padded to 64 numbers, so that theirs are worth their memory only where there is enough. A
+    segment that is recomputed makes its own anew, and one with a Backward of its own does not use them. `described`
+    and the planner ask it.
+
+    Args:
+      segments: of a layer.
+      dropped: the names of the layer's residuals that are recomputed.
+      short: whether some layer's plan is another than KEEP (StackProgram.short).
+    """
+    linears = [s for s in segments if s.matrices and s.backward is None and not (short and s.experts_per_token)]
+    return [segment for segment in linears if not set(dropped).intersection(segment.outputs)]
 
 
 def total_over_layers(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from jaxtune.models.layers.segment import (
 from jaxtune.models.linear import Linear
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import RowGate, gated_rows, gated_rows_backward, in_place
+from jaxtune.pallas.quant_matmul import low_rank
 from jaxtune.pallas.routing import (
     RouterSums,
     Routing,
@@ -68,8 +69,9 @@ class Experts(nnx.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _down(gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, routing: Routing, choice):
-    """The output of experts' down projection, [T, hidden], from gate and up. MoE.down calls it.
+def _down(gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, routing: Routing, choice, given):
+    """The output of experts' down projection from gate and up: ([T, hidden], the adapters' low-rank inputs). MoE.down
+    calls it.
 
     Its backward multiplies the gradient by the weights first, and then computes the inner rows again, with the
     gradients of gate, up and the rows' weights, in one pass over memory (gated_rows_backward). The inner rows are
@@ -83,29 +85,35 @@ def _down(gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, ro
       by_token: float32[T, k], the router's weights, by which biases are multiplied.
       routing: which expert and token each row belongs to.
       choice: int32[T, k], each token's experts; E for none.
+      given: the low-rank inputs that an earlier run made (pallas/quant_matmul/low_rank.py); None: they are computed.
     """
     rows = gated_rows(gate_up, by_row, gate)
-    return nnx.merge(graph, trainable, frozen).to_tokens(rows, routing, choice, by_token)
+    with low_rank.kept(given) as made:
+        out = nnx.merge(graph, trainable, frozen).to_tokens(rows, routing, choice, by_token)
+    return out, tuple(made)
 
 
-def _down_fwd(gate, graph, trainable, frozen, gate_up, by_row, by_token, routing, choice):
-    """The forward rule of `_down`, with its arguments: (its output [T, hidden], the residuals for `_down_bwd`, which
-    are all arguments that are arrays)."""
+def _down_fwd(gate, graph, trainable, frozen, gate_up, by_row, by_token, routing, choice, given):
+    """The forward rule of `_down`, with its arguments: (its results, the residuals for `_down_bwd`, which are all
+    arguments that are arrays, but the low-rank inputs that were made in place of the given ones)."""
     arrays = trainable, frozen, gate_up, by_row, by_token, routing, choice
-    return _down(gate, graph, *arrays), arrays
+    results: tuple[jax.Array, tuple] = _down(gate, graph, *arrays, given)
+    return results, (*arrays, results[1])
 
 
-def _down_bwd(gate, graph, residuals, dout):
+def _down_bwd(gate, graph, residuals, gradients):
     """The backward rule of `_down`: the gradients of trainable, gate_up, by_row and by_token, and None for the other
-    arguments. gate, graph: as for `_down`. residuals: from `_down_fwd`. dout: [T, hidden], the gradient of the output.
+    arguments. gate, graph: as for `_down`. residuals: from `_down_fwd`. gradients: of the results, of which that of the
+    output, [T, hidden], is used.
 
     What reads the gradient of gate_up waits until those of the adapters have been computed, whose large operands can be
     freed then: that lowers the peak memory."""
-    trainable, frozen, gate_up, by_row, by_token, routing, choice = residuals
+    (trainable, frozen, gate_up, by_row, by_token, routing, choice, made), (dout, _) = residuals, gradients
 
     def product(trainable, by_token, rows):
-        """The down projection of inner rows [rows, expert_size]."""
-        return nnx.merge(graph, trainable, frozen).to_tokens(rows, routing, choice, by_token)
+        """The down projection of inner rows [rows, expert_size], whose low-rank inputs are there already."""
+        with low_rank.kept(made):
+            return nnx.merge(graph, trainable, frozen).to_tokens(rows, routing, choice, by_token)
 
     # A linear map's gradient to its input doesn't depend on the input, so gate can stand for the inner rows, which
     # aren't computed until the next lines.
@@ -116,7 +124,7 @@ def _down_bwd(gate, graph, residuals, dout):
     dtrainable, dby_token = to_weights(dout)
     if nnx.merge(graph, trainable, frozen).lora is not None:
         dgate_up, dtrainable = optimization_barrier((dgate_up, dtrainable))
-    return dtrainable, None, dgate_up, dby_row, dby_token, None, None
+    return dtrainable, None, dgate_up, dby_row, dby_token, None, None, None
 
 
 _down.defvjp(_down_fwd, _down_bwd)
@@ -227,7 +235,8 @@ class MoE(nnx.Module):
         routing = route(choice, self.moe.num_experts)
         parts = nnx.split(self.experts.down_proj, nnx.Param, ...)
         by_row = row_weights(weights, routing)
-        out: jax.Array = _down(self._gate, *parts, gate_up, by_row, weights, routing, choice)
+        run = functools.partial(_down, self._gate, *parts, gate_up, by_row, weights, routing, choice)
+        out: jax.Array = low_rank.of_function(run)
         return out.reshape(*x.shape[:-1], -1)
 
     @property

@@ -85,7 +85,8 @@ class MLP(nnx.Module):
         and a MoE for its shared expert.
 
         key: draws the dropout mask of down_proj's adapter; None: no dropout."""
-        run = functools.partial(_down, self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
+        parts = nnx.split(self.down_proj, nnx.Param, ...)
+        run = functools.partial(_down, self.config.activation, *parts, gate, up, key)
         return low_rank.of_function(run)
 
     def segments(self) -> tuple[Segment, ...]:
@@ -207,8 +208,8 @@ def _down_fwd(activation, graph, trainable, frozen, gate, up, key, given):
     """The forward rule of `_down`: (its results, the residuals (trainable, frozen, gate, up, key, low-rank inputs) for
     `_down_bwd`). activation: a key of ACTIVATIONS. graph, trainable, frozen: the linear down_proj, from nnx.split.
     gate, up: [B, T, intermediate]. key: draws the adapter's dropout mask, or None. given: low-rank inputs, or None."""
-    out, made = _down(activation, graph, trainable, frozen, gate, up, key, given)
-    return (out, made), (trainable, frozen, gate, up, key, made)
+    results: tuple[jax.Array, tuple] = _down(activation, graph, trainable, frozen, gate, up, key, given)
+    return results, (trainable, frozen, gate, up, key, results[1])
 
 
 def _down_bwd(activation, graph, residuals, gradients):
@@ -216,8 +217,8 @@ def _down_bwd(activation, graph, residuals, gradients):
     and for the low-rank inputs).
 
     It computes activation(gate) * up again, because the forward does not keep it. activation, graph: the static
-    arguments of `_down`, a key of ACTIVATIONS and the linear's structure. residuals: from `_down_fwd`. gradients: of both
-    results, of which that of the output [B, T, hidden] is used."""
+    arguments of `_down`, a key of ACTIVATIONS and the linear's structure. residuals: from `_down_fwd`. gradients: of
+    both results, of which that of the output [B, T, hidden] is used."""
     trainable, frozen, gate, up, key, made = residuals
     dout, _ = gradients
 

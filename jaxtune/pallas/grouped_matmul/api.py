@@ -270,7 +270,7 @@ def _with_bias(u, b, bias):
     return jnp.where(last, jnp.ones((), u.dtype), u), jnp.where(last, bias[:, :, None], b)
 
 
-def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None):
+def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inner=None):
     """Computes the grouped product and the residuals of its derivative. jaxtune.pallas.routing also calls it, for rows
     that are gathered from tokens, and with biases.
 
@@ -281,16 +281,17 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None):
         `gathers`. None: x is sorted, [rows, in].
       bias: [E, out], which is added to the rows of each expert, as by grouped_bias; the adapter's product does it where
         its rank is padded. Empty rows get it or not. None: there is none.
+      inner: the residual of that name of an earlier call with the same rows and adapter; None: it is computed.
     Returns:
       (the product [rows, out], residuals for `backward`). The residuals are (x, weight, lora, groups, inner), inner
       being x times the adapter's A, [rows, r] (r padded to a multiple of 64 by a Mosaic implementation), or None
       without an adapter.
     """
     contract = 1 if static.transposed else 2
-    inner = extra = None
+    extra = None
     if lora is not None:
         a, b = lora
-        inner = _thin(x, a, groups, 2, static.implementation, tokens)
+        inner = _thin(x, a, groups, 2, static.implementation, tokens) if inner is None else inner
         u = scaled(inner, static.scale)
         if bias is not None and u.shape[1] > b.shape[2] and bias.dtype == u.dtype:
             (u, b), bias = _with_bias(u, b, bias), None

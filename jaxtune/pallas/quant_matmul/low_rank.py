@@ -51,9 +51,9 @@ def kept(given: Sequence[Any] | None = None) -> Iterator[list[Any]]:
 
 
 def one(make: Callable[[Any], Any]) -> Any:
-    """Returns what `make` makes of what an earlier run made here, or of None if there was none: a low-rank input [tokens,
-    r], or any pytree of them. It is called in the same order in both runs. Outside of `kept`, and in a trace within
-    that of `kept`, nothing is collected, and make(None) is returned."""
+    """Returns what `make` makes of what an earlier run made here, or of None if there was none: a low-rank input
+    [tokens, r], or any pytree of them. It is called in the same order in both runs. Outside of `kept`, and in a trace
+    within that of `kept`, nothing is collected, and make(None) is returned."""
     run = _current.get()
     if run is None or run.trace != get_opaque_trace_state():
         return make(None)

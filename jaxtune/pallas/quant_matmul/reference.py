@@ -167,8 +167,8 @@ def _join(loras, dtype):
 
 
 def _low_rank_input(x, loras):
-    """The product of the adapters' input x [tokens, in] with all A's, [tokens, sum of ranks] in x's dtype, or that of an
-    earlier run (low_rank.kept); None without adapters. loras: a pair (a [r, in], b [out_i, r]) for each adapter. No
+    """The product of the adapters' input x [tokens, in] with all A's, [tokens, sum of ranks] in x's dtype, or that of
+    an earlier run (low_rank.kept); None without adapters. loras: a pair (a [r, in], b [out_i, r]) for each adapter. No
     gradient flows through it, because `_products` returns the whole gradient."""
     if not loras:
         return None
@@ -235,10 +235,10 @@ def _products_fwd(x, source, weights, loras, biases, inner, static):
 
 def _products_bwd(static, residuals, doutputs):
     """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases, inner), in this structure.
-    An entry is None where the argument is None, for `inner`, and for a quantised weight, which gets no gradient. That of an array is
-    always computed; XLA removes it if the weight is frozen. Weights that are multiplied as they are stored get one
-    product for all of the same kind. The gradient of x does not include that of `source`, through which the caller's
-    dropout leads back to x.
+    An entry is None where the argument is None, for `inner`, and for a quantised weight, which gets no gradient. That
+    of an array is always computed; XLA removes it if the weight is frozen. Weights that are multiplied as they are
+    stored get one product for all of the same kind. The gradient of x does not include that of `source`, through which
+    the caller's dropout leads back to x.
 
     Args:
       static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights

@@ -27,6 +27,7 @@ from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.grouped_matmul import api as grouped
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, divided
+from jaxtune.pallas.quant_matmul import low_rank
 from jaxtune.pallas.routing import first_use, mosaic, mosaic_sort, reference
 
 # Implementations of `spread`. The sum over a token's rows is always computed by the reference.
@@ -308,34 +309,36 @@ def _as_rows(x, routing, static):
     return _spread(x, routing, None), None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _of_tokens(x, weight, lora, bias, routing, static):
-    """Multiplies each token of x [T, in] by the weights of its experts, [rows, out], as `matmul_of_tokens` does, with a
-    custom derivative. weight: in the form that grouped_matmul.api.prepared returns; lora: the adapter's (a, b), or
-    None; bias: [E, out], or None; routing: which rows each token has; static: the settings of the product
-    (grouped_matmul.api.Static)."""
-    return _of_tokens_fwd(x, weight, lora, bias, routing, static)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _of_tokens(x, weight, lora, bias, routing, given, static):
+    """Multiplies each token of x [T, in] by the weights of its experts, as `matmul_of_tokens` does, with a custom
+    derivative: (out [rows, out], the adapter's low-rank input [rows, at least r], None without an adapter). weight: in
+    the form that grouped_matmul.api.prepared returns; lora: the adapter's (a, b), or None; bias: [E, out], or None;
+    routing: which rows each token has; given: the low-rank input of an earlier run (quant_matmul/low_rank.py), or None;
+    static: the settings of the product (grouped_matmul.api.Static)."""
+    return _of_tokens_fwd(x, weight, lora, bias, routing, given, static)[0]
 
 
-def _of_tokens_fwd(x, weight, lora, bias, routing, static):
-    """The forward rule of `_of_tokens`, with its arguments x, weight, lora, bias, routing and static: (out [rows, out],
-    residuals). The residuals are those of grouped_matmul.api.forward, the bias and the routing. In place of the sorted
-    rows, which are more than k times as large, they contain x [T, in]."""
+def _of_tokens_fwd(x, weight, lora, bias, routing, given, static):
+    """The forward rule of `_of_tokens`, with its arguments: (its results, residuals). The residuals are those of
+    grouped_matmul.api.forward, the bias and the routing. In place of the sorted rows, which are more than k times as
+    large, they contain x [T, in]."""
     rows, tokens = _as_rows(x, routing, static)
-    out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens, bias)
-    return out, ((x, *residuals), bias, routing)
+    out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens, bias, given)
+    return (out, residuals[-1]), ((x, *residuals), bias, routing)
 
 
-def _of_tokens_bwd(static, residuals, dout):
+def _of_tokens_bwd(static, residuals, gradients):
     """The backward rule of `_of_tokens`: (the gradient of x [T, in], in which each token has the sum of its rows'
     gradients; that of the weight, None if it is quantised or does not train; those of the adapter's (a, b), or None
-    without one; that of the bias, or None without one; None for the routing). static: the settings of the product;
-    residuals: from `_of_tokens_fwd`; dout: [rows, out], the gradient of the result."""
-    residuals, bias, routing = residuals
+    without one; that of the bias, or None without one; None for the routing and the low-rank input). static: the
+    settings of the product; residuals: from `_of_tokens_fwd`; gradients: of the results, of which that of the first,
+    [rows, out], is used."""
+    (residuals, bias, routing), (dout, _) = residuals, gradients
     # XLA removes this if the bias is frozen.
     dbias = None if bias is None else grouped.bias_gradient(dout, bias, routing.groups)
     drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
-    return reference.summed(drows, routing.slots), *others, dbias, None
+    return reference.summed(drows, routing.slots), *others, dbias, None, None
 
 
 _of_tokens.defvjp(_of_tokens_fwd, _of_tokens_bwd)
@@ -389,33 +392,34 @@ def matmul_of_tokens(
     x, weight, sides, static = grouped.prepared(
         x, weight, routing.groups, lora, transposed, derivative_follows, fp8, weight_trains, implementation
     )
-    return _of_tokens(x, weight, sides, bias, routing, static)
+    return low_rank.of_function(lambda given: _of_tokens(x, weight, sides, bias, routing, given, static))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _to_tokens(rows, weight, lora, routing, static):
-    """Multiplies each of rows [rows, in] by the weight of its expert and sums the rows of each token, [T, out], as
-    `matmul_to_tokens` does, with a custom derivative. weight: in the form that grouped_matmul.api.prepared returns;
-    lora: the adapter's (a, b), or None; routing: which rows each token has; static: the settings of the product
-    (grouped_matmul.api.Static)."""
-    return _to_tokens_fwd(rows, weight, lora, routing, static)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _to_tokens(rows, weight, lora, routing, given, static):
+    """Multiplies each of rows [rows, in] by the weight of its expert and sums the rows of each token, as
+    `matmul_to_tokens` does, with a custom derivative: (out [T, out], the adapter's low-rank input [rows, at least r],
+    None without an adapter). weight: in the form that grouped_matmul.api.prepared returns; lora: the adapter's (a, b),
+    or None; routing: which rows each token has; given: the low-rank input of an earlier run (quant_matmul/low_rank.py),
+    or None; static: the settings of the product (grouped_matmul.api.Static)."""
+    return _to_tokens_fwd(rows, weight, lora, routing, given, static)[0]
 
 
-def _to_tokens_fwd(rows, weight, lora, routing, static):
-    """The forward rule of `_to_tokens`, with its arguments rows, weight, lora, routing and static: (out [T, out],
-    residuals). The residuals are those of grouped_matmul.api.forward and the routing; the product before the sum,
-    [rows, out], is not among them."""
-    out, residuals = grouped.forward(rows, weight, lora, routing.groups, static)
-    return reference.summed(out, routing.slots), (residuals, routing)
+def _to_tokens_fwd(rows, weight, lora, routing, given, static):
+    """The forward rule of `_to_tokens`, with its arguments: (its results, residuals). The residuals are those of
+    grouped_matmul.api.forward and the routing; the product before the sum, [rows, out], is not among them."""
+    out, residuals = grouped.forward(rows, weight, lora, routing.groups, static, inner=given)
+    return (reference.summed(out, routing.slots), residuals[-1]), (residuals, routing)
 
 
-def _to_tokens_bwd(static, residuals, dout):
+def _to_tokens_bwd(static, residuals, gradients):
     """The backward rule of `_to_tokens`: (the gradient of the rows [rows, in]; that of the weight, None if it is
-    quantised or does not train; those of the adapter's (a, b), or None without one; None for the routing). static: the
-    settings of the product; residuals: from `_to_tokens_fwd`; dout: [T, out], the gradient of the result."""
-    residuals, routing = residuals
+    quantised or does not train; those of the adapter's (a, b), or None without one; None for the routing and the
+    low-rank input). static: the settings of the product; residuals: from `_to_tokens_fwd`; gradients: of the results,
+    of which that of the first, [T, out], is used."""
+    (residuals, routing), (dout, _) = residuals, gradients
     dout, tokens = _as_rows(dout, routing, static)
-    return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None
+    return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None, None
 
 
 _to_tokens.defvjp(_to_tokens_fwd, _to_tokens_bwd)
@@ -461,7 +465,7 @@ def matmul_to_tokens(
     rows, weight, sides, static = grouped.prepared(
         rows, weight, routing.groups, lora, transposed, False, fp8, weight_trains, implementation
     )
-    return _to_tokens(rows, weight, sides, routing, static)
+    return low_rank.of_function(lambda given: _to_tokens(rows, weight, sides, routing, given, static))
 
 
 @meshes.on_any_mesh

@@ -7,8 +7,8 @@ A layer's residuals and work follow from its shapes and from what its segments d
 `_segment_costs` averages the segments over the layers. The other functions give the shapes, dtypes or bytes of one
 thing: stored trained weights (`_stored`), frozen ones (`_frozen_parts`), the head (`_head_costs`), what devices send
 each other (`_exchange`, `_sync_bytes`), gathered weights and gradients of a layer (`_whole_layer_bytes`,
-`_whole_gradient_bytes`), copies in the compute dtype (`_trained_matrix_bytes`, `_adapter_bytes`), values from outside
-of a layer (`_given_bytes`), and dropout's masks (`_masked_sizes`). What the update takes is in host_states.py."""
+`_whole_gradient_bytes`), copies in the compute dtype (`_trained_matrix_bytes`), values from outside
+of a layer (`_given_bytes`). What adapters add is in adapter_costs.py, and what the update takes in host_states.py."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ from jaxtune.train.objectives.teachers import teacher_shapes, with_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
+from jaxtune.train.planning.adapter_costs import (
+    experts_adapter_bytes,
+    experts_low_rank_bytes,
+    low_rank_bytes,
+    masked_sizes,
+)
 from jaxtune.train.planning.devices import Device, float32_time
 from jaxtune.train.planning.host_states import NO_STATES, States, states_of, update_bytes
 from jaxtune.train.planning.host_table import NO_TABLE, Table, table_of
@@ -74,6 +80,7 @@ class SegmentCost:
     decodes_once: bool
     # True: its backward always runs its forward once more, which also recomputes its outputs; False: it does not
     runs_again: bool = False
+    low_rank: float = 0.0  # bytes per token of its low-rank inputs, which are kept if none of its outputs is recomputed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +141,7 @@ class StepCost:
     exchange: Exchange = Exchange()  # bytes that this device receives from other devices
     # experts' adapters in the kernels' layout, which XLA makes once for forward and backward if every residual is kept
     shared_bytes: float = 0.0
+    shared_token_bytes: float = 0.0  # per token: the experts' low-rank inputs, kept if every residual is
     given_bytes: float = 0.0  # per token: values that layers take from outside, with their gradients
     dropout_bytes: float = 0.0  # per token: the largest adapter input with dropout, masked, and its mask
     whole_layer_bytes: float = 0.0  # weights of the largest layer that are divided over devices, gathered
@@ -177,6 +185,10 @@ class StepCost:
         rows = 2 * self.rows * self.length / self.devices * self.table.row_bytes
         fixed = {**self.fixed, "frozen weights": self.fixed["frozen weights"] - self.table.bytes, TABLE_ROWS: rows}
         return dataclasses.replace(self, fixed=fixed, table_on_host=True)
+
+    def shared_in(self, tokens: float) -> float:
+        """Bytes that experts' adapters take if every residual is kept; tokens: of a micro-batch on a device."""
+        return self.shared_bytes + self.shared_token_bytes * tokens
 
     def head_time(self, device: Device) -> float:
         """How many times as long a product with the head takes on `device` as one in the compute dtype, by which
@@ -280,7 +292,7 @@ def step_cost(
         known=known,
         residuals=residuals,
         padding=padding,
-        segments=_segment_costs(kinds),
+        segments=_segment_costs(kinds, dtype),
         kinds=tuple({id(kind): kind for kind in kinds}.values()),
         kind_counts=tuple(collections.Counter(map(id, kinds)).values()),
         fixed=fixed,
@@ -299,9 +311,10 @@ def step_cost(
         reference_runs=reference_runs,
         teacher=None if model.teacher is None else step_cost(model.teacher, config, length, optimizer=optax.identity()),
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
-        shared_bytes=sum(_adapter_bytes(layer, dtype) for layer in model.layers),
+        shared_bytes=sum(experts_adapter_bytes(layer, dtype) for layer in model.layers),
+        shared_token_bytes=sum(experts_low_rank_bytes(layer, dtype) for layer in model.layers),
         given_bytes=_given_bytes(model, dtype),
-        dropout_bytes=max(_masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
+        dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
         sync_bytes=sync_bytes,
         exchange=_exchange(kept, frozen, divided, gradient_sync_of(config.mesh)),
         whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), parts),
@@ -414,20 +427,6 @@ def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)
 
 
-def _adapter_bytes(layer: Block, dtype) -> float:
-    """Bytes of the adapters of a layer's experts, copied to the layout and compute dtype (`dtype`) of the kernels; 0 if
-    that is float32, because adapters are stored in it and are not copied. StepCost.shared_bytes is their sum."""
-    experts = (matrix for *_, matrix in layer.matrices() if matrix.num_experts and dtype.itemsize < 4)
-    return sum(matrix.adapter_bytes(dtype.itemsize) for matrix in experts)
-
-
-def _masked_sizes(model: Decoder) -> list[int]:
-    """The number of input features of each adapter in the layers of `model` that has dropout; [] without dropout. By
-    the largest of these the planner reserves one adapter's masked input and its mask (StepCost.dropout_bytes), because
-    only one of each is there at a time."""
-    return [m.sizes[1] for layer in model.layers for *_, m in layer.matrices() if m.lora is not None and m.lora.rate]
-
-
 def _given_bytes(model: Decoder, dtype) -> float:
     """Bytes per token of the values that layers of `model` read but do not compute, in the compute dtype `dtype`. A
     value that the decoder computes for one layer counts three times: itself, what it is computed from, and its
@@ -450,10 +449,10 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
+def _segment_costs(kinds: list[LayerKind], dtype) -> tuple[SegmentCost, ...]:
     """Returns the SegmentCosts of a model's segments, one for each pair of a segment's name and outputs that any layer
     has. A plan keeps, recomputes or offloads what segments return. The work of a segment is its mean over all layers,
-    and a layer without the segment counts as zero. kinds: the LayerKind of each layer, in order."""
+    and a layer without the segment counts as zero. kinds: of each layer, in order. dtype: the compute dtype."""
     found: dict[tuple, tuple[Segment, bool, bool]] = {}
     made: dict[int, set[tuple]] = {}
     for kind in {id(kind): kind for kind in kinds}.values():
@@ -467,7 +466,8 @@ def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
         of_layers = [kind.work.get(name, Work()) if (name, outputs) in made[id(kind)] else Work() for kind in kinds]
         work = Work(*(_mean(list(column)) for column in zip(*map(dataclasses.astuple, of_layers))))
         flags = (segment.separable, segment.tokenwise, segment.decodes_once, segment.derivative_bytes is not None)
-        costs.append(SegmentCost(name, outputs, work, in_mixer, first, LAYER_OUTPUT in outputs, *flags))
+        low_rank = _mean([low_rank_bytes(kind.block, (name, outputs), dtype) for kind in kinds])
+        costs.append(SegmentCost(name, outputs, work, in_mixer, first, LAYER_OUTPUT in outputs, *flags, low_rank))
     return tuple(costs)
 
 

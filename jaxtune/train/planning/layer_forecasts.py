@@ -143,6 +143,11 @@ def layer_forecasts(
         """Bytes of the residuals of a set in a micro-batch, without those larger than `most`."""
         return sum(whole[name] for name in names(mask) if whole[name] <= most)
 
+    def low_rank(mask: int) -> float:
+        """Bytes of the low-rank inputs that are kept if a set of residuals is recomputed."""
+        dropped = set(names(mask))
+        return tokens * sum(one.low_rank for one in parts.segments if dropped.isdisjoint(one.outputs))
+
     def remade(mask: int) -> tuple[float, ...]:
         """What `_remade` returns for a set of recomputed residuals, and the number of tiles; bits of `mask` from
         `count` up are residuals kept in FP8."""
@@ -170,7 +175,8 @@ def layer_forecasts(
     link = hosted / (device.link or device.copy)
     waits = [np.maximum(link - fit.hidden * seconds, 0.0) for seconds in (forward, backward)]
     return LayerForecast(
-        kept=of_sets(kept, size) + in_fp8 / parts.dtype.itemsize,  # one scale per token is negligible
+        # one scale per token is negligible
+        kept=of_sets(kept, size) + in_fp8 / parts.dtype.itemsize + of_sets(dropped, low_rank),
         hosted=hosted,
         leaving=leaving,
         arriving=arriving,
