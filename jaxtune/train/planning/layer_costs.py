@@ -26,6 +26,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.fitted import device_name
 from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.grouped_matmul import mosaic_ahead
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.train.planning.devices import Device, float32_time
 from jaxtune.train.planning.sizes import nbytes
@@ -56,7 +57,16 @@ class Work:
     expert_weight_flops: float = 0.0  # of those that compute the gradients of experts' weights
     weight_bytes: float = 0.0  # bytes of weights that are read once a pass, whatever the number of tokens
     decoded: float = 0.0  # number of weights that are decoded (from a quantised format) once a pass
+    decoded_beside: float = 0.0  # number of experts' weights that Hopper's kernel decodes while it multiplies
     empty_flops: float = 0.0  # once a pass: products with the rows that pad experts' last tiles
+
+    def decoded_numbers(self, tokens: float, beside_rows: float) -> float:
+        """The number of weights whose decoding takes time of its own in a pass of `tokens` tokens. beside_rows:
+        ProductTime's, where a kernel decodes experts' weights while it multiplies; math.inf where none does."""
+        if not self.decoded_beside:
+            return self.decoded
+        rows = TILE_ROWS / 2 * tokens * self.flops / self.empty_flops  # of an expert, on average
+        return self.decoded + self.decoded_beside * min(1.0, beside_rows / rows)
 
     def expert_gradient_seconds(self, tokens: float, rate: float, device: Device) -> float:
         """Seconds on `device` to compute the gradients of experts' weights from the rows of `tokens` tokens, with those
@@ -203,7 +213,9 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
         sums["flops"] += 2.0 * used * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else plain)
         sums["moved_bytes"] += 4.0 * sum(matrix.sizes[-2:]) if wide else 0.0
         sums["weight_bytes"] += nbytes(weight)
-        sums["decoded"] += weight.decoded_share(matrix.fp8) * size if isinstance(weight, Stored) else 0.0
+        if isinstance(weight, Stored):
+            beside = matrix.num_experts and not matrix.fp8 and mosaic_ahead.refusal(weight) is None
+            sums["decoded_beside" if beside else "decoded"] += weight.decoded_share(matrix.fp8) * size
         trained = "expert_weight_flops" if matrix.num_experts else "weight_flops"
         sums[trained] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
     sums["flops"] += segment.token_flops

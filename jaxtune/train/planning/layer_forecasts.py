@@ -65,30 +65,35 @@ def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
     return ALLOCATOR_BYTES.of("xla", device.name).leaving * leaving
 
 
-def _decode_seconds(work: Work, device: Device) -> float:
+def _decode_seconds(work: Work, tokens: float, device: Device, devices: int) -> float:
     """Seconds to decode the quantised weights of a segment's `work` once on `device`; 0 if none is quantised. Forward
-    and backward each count them once; a recomputation does too, except of segments with SegmentCost.decodes_once."""
+    and backward each count them once; a recomputation does too, except of segments with SegmentCost.decodes_once.
+    tokens: those of a micro-batch on `device`. devices: of the run; on several, no kernel decodes experts' weights
+    while it multiplies (grouped_matmul)."""
     fit = product_time(device)
-    return work.decoded * fit.decoded_bytes / (device.copy * fit.decoded_share)
+    numbers = work.decoded_numbers(tokens, fit.beside_rows if device.hopper and devices == 1 else math.inf)
+    return numbers * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
-def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> tuple[float, float]:
+def _segment_seconds(work: Work, tokens: float, length: int, device: Device, devices: int) -> tuple[float, float]:
     """Returns (seconds of the forward, seconds of the backward) of one segment, which is a part of a layer such as the
     attention, for layer_forecasts. The backward's seconds contain no recomputation.
 
-    work: the segment's. tokens: those of a micro-batch on `device`. length: the tokens of a document."""
+    work: the segment's. tokens: those of a micro-batch on `device`. length: the tokens of a document. devices: of the
+    run."""
     fit, attend = product_time(device), ATTENTION_TIME.of("cudnn", device.name)
     rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy
     product = max(work.flops * tokens / rate, weights) + work.empty_flops / device.gemm
-    product = product / (fit.experts if work.empty_flops else 1.0) + _decode_seconds(work, device)
+    shares = (fit.experts_forward, fit.experts_backward) if work.empty_flops else (1.0, 1.0)
+    decoding = _decode_seconds(work, tokens, device, devices)
     attention = work.attention_flops * tokens / (device.gemm * attend.share)
     passes = work.moved_bytes * tokens / device.copy
-    forward = product + attention * (1 + attend.half_tokens / length) + fit.passes_forward * passes
-    forward += work.kernel_forward * tokens / device.copy
+    forward = product / shares[0] + decoding + attention * (1 + attend.half_tokens / length)
+    forward += fit.passes_forward * passes + work.kernel_forward * tokens / device.copy
     attention = work.attention_flops_backward * tokens / (device.gemm * attend.share) * attend.backward
-    backward = product + attention * (1 + attend.half_tokens_backward / length) + fit.passes_backward * passes
-    backward += work.kernel_backward * tokens / device.copy
+    backward = product / shares[1] + decoding + attention * (1 + attend.half_tokens_backward / length)
+    backward += fit.passes_backward * passes + work.kernel_backward * tokens / device.copy
     return forward, backward + work.weight_flops * tokens / rate + work.expert_gradient_seconds(tokens, rate, device)
 
 
@@ -120,7 +125,7 @@ def layer_forecasts(
             work = segment.work
             if segment.tokenwise:  # its weights are read and decoded for every tile
                 work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
-            forward, backward = _segment_seconds(work, tokens, parts.length, device)
+            forward, backward = _segment_seconds(work, tokens, parts.length, device, parts.devices)
             seconds.append((forward, backward + (forward if segment.runs_again else 0.0)))
         return seconds
 
@@ -153,7 +158,7 @@ def layer_forecasts(
         `count` up are residuals kept in FP8."""
         dropped, rounded = names(mask), names(mask >> count)
         tiles = most_tiles if set(dropped).issuperset(parts.tiled) else 1
-        return *_remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], device, tiles), tiles
+        return *_remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], tokens, device, tiles), tiles
 
     def travelling(mask: int) -> tuple[float, float]:
         """(forward, backward) bytes of an offloaded set that are being copied while the next layer's feed-forward
@@ -190,13 +195,13 @@ def layer_forecasts(
     )
 
 
-def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device, tiles) -> tuple[float, ...]:
+def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens, device, tiles) -> tuple[float, ...]:
     """Forecasts what the recomputation of residuals costs in an average layer: time and memory. `layer_forecasts` calls
     it.
 
     Args:
       parts: the costs of the whole step, by segment.
-      device: the device that runs the step.
+      tokens, device: of a micro-batch on the device that runs the step, and that device.
       dropped, rounded: names of residuals that are recomputed, and of those that are kept in FP8.
       whole: {residual: its bytes in a micro-batch, as the mean of all layers}.
       of_kinds: for each kind of layer, {residual: its bytes in a micro-batch}.
@@ -218,7 +223,7 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
             share = missing / sum(size[name] for name in segment.outputs) if segment.separable else 1.0
             recompute += share * once
             if segment.decodes_once:
-                recompute -= _decode_seconds(segment.work, device)
+                recompute -= _decode_seconds(segment.work, tokens, device, parts.devices)
     at_feed_forward, at_mixer, work_forward = -math.inf, -math.inf, 0.0
     for kind, sizes in zip(parts.kinds, of_kinds, strict=True):
         facts = Sizes(
