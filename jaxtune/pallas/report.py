@@ -23,9 +23,10 @@ from jaxtune.pallas.normed_heads import api as normed_heads
 from jaxtune.pallas.normed_stream import api as normed_stream
 from jaxtune.pallas.quant_matmul import api as quant_matmul
 from jaxtune.pallas.routing import api as routing
+from jaxtune.pallas.thin_pair import api as thin_pair
 
 _ROWS, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM, _WIDE_HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 8, 128, 256, 16
-_HIDDEN, _EXPERTS = 4096, 32
+_HIDDEN, _EXPERTS, _RANK = 4096, 32, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,7 @@ def kernel_choices() -> list[KernelChoice]:
     sizes = jax.ShapeDtypeStruct((_EXPERTS,), jnp.int32)
     weight: Any = jax.ShapeDtypeStruct((_HEAD_DIM,), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((_HIDDEN,), jnp.bfloat16)
+    adapter = jax.ShapeDtypeStruct((_HIDDEN, _RANK), jnp.float32)
     table = [jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEAD_DIM // 2), jnp.float32)] * 2
     groups = jax.eval_shape(lambda sizes: groups_of(sizes, _ROWS * _LENGTH), sizes)
     call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
@@ -85,6 +87,7 @@ def kernel_choices() -> list[KernelChoice]:
         ),
         _choice("quant_matmul", "bfloat16", quant_matmul.implementations([array], jnp.bfloat16)),
         _choice("quant_matmul", "bfloat16, weights in NF4", quant_matmul.implementations([nf4], jnp.bfloat16)),
+        _choice("thin_pair", f"bfloat16, rank {_RANK}", thin_pair.implementations(array, adapter)),
         _choice("gated_backward", "bfloat16, silu", gated.implementations(jnp.bfloat16, array.size, "silu")),
         _choice("gated_rows_backward", "bfloat16, silu", gated.row_implementations(array, gated.RowGate("silu"))),
         _choice(

@@ -113,6 +113,7 @@ def described(program) -> dict:
 
 # Instructions that start no kernel.
 _NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "copy-start", "copy-done", "iota")
+_LARGE = re.compile(r'custom_call_target="(__cublas\$lt\$matmul|mosaic_gpu|triton_kernel_call)')
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(")
 
 
@@ -181,7 +182,7 @@ def _windows(text: str, kinds: tuple[str, ...]) -> list[tuple[str, str, int]]:
         if match is None:
             continue
         name, shape, opcode = match.groups()
-        count += "__cublas$lt$matmul" in line or "mosaic_gpu" in line
+        count += _LARGE.search(line) is not None
         kind = opcode.removesuffix("-start").removesuffix("-done")
         if kind not in kinds or opcode == "copy":
             continue

@@ -46,6 +46,7 @@ from jaxtune.pallas.routing import (
     token_bias,
     unpermute,
 )
+from jaxtune.pallas.thin_pair import thin_pair
 
 
 def zeros(*shape, dtype=jnp.float32):
@@ -317,6 +318,13 @@ OPS = {
         ("table", (zeros(2, 8, 8), zeros(2, 8, 4)), ValueError, r"table\[1\] is .*rotary_dim/2 = 8"),
         ("table", (zeros(2, 7, 8), zeros(2, 7, 8)), ValueError, r"table\[0\] is .*T = 8"),
         ("table", (zeros(2, 8, 9), zeros(2, 8, 9)), ValueError, "table rotates 18 numbers of heads of 16"),
+    ),
+    thin_pair: (
+        dict(dout=zeros(6, 24), b=zeros(24, 4), inner=zeros(6, 4)),
+        ("dout", ints(6, 24), TypeError, "dout is int32"),
+        ("b", zeros(23, 4), ValueError, r"b is float32\[23, 4\].*out = 24"),
+        ("inner", zeros(6, 5), ValueError, r"inner is float32\[6, 5\].*r = 4"),
+        ("inner", zeros(6, 4, dtype=jnp.bfloat16), TypeError, "inner is bfloat16.*; its dtype must be float32"),
     ),
     normed_stream: (
         dict(x=zeros(2, 8, 16), weight=zeros(16)),

@@ -20,6 +20,7 @@ from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
 from jaxtune.pallas.normed_stream import normed_stream
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, router_sums, row_weights, unpermute
+from jaxtune.pallas.thin_pair import thin_pair
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,10 @@ def gate_rows(x, weights):
     return gated_rows_backward(jnp.concatenate([x, x + 1], 1), weights, x, RowGate("silu"))
 
 
+def adapter(dout, inner, b):
+    return thin_pair(dout, b, inner)
+
+
 def delta_rule(x, ids):
     layout = packed_layout(ids.shape, ids)
     x = short_convolution(x, draw(HIDDEN, 4), layout).reshape(ROWS, LENGTH, 2, 32)
@@ -83,6 +88,7 @@ OPS = {
     delta_rule: ([draw(ROWS, LENGTH, HIDDEN), IDS], []),
     gate: ([draw(ROWS, LENGTH), draw(ROWS, LENGTH) + 1], []),
     gate_rows: ([draw(ROWS, LENGTH), draw(ROWS)], []),
+    adapter: ([draw(ROWS, LENGTH), draw(ROWS, 4)], [draw(LENGTH, 4)]),
     normed_stream: ([draw(ROWS, LENGTH, HIDDEN)], [draw(HIDDEN)]),
 }
 

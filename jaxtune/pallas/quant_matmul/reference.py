@@ -26,6 +26,7 @@ from jaxtune.pallas import dispatch, draws
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul import low_rank
 from jaxtune.pallas.quant_matmul.as_stored import product_of
+from jaxtune.pallas.thin_pair import thin_pair
 
 
 def refusal(weight: Stored, dtype) -> str | None:
@@ -254,9 +255,9 @@ def _products_bwd(static, residuals, doutputs):
     if loras:
         dinner = []
         for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
-            dout = doutputs[owner]
-            dinner.append(scaled(_product(dout, b, (1, 0)), scale))
-            dloras.append(_product(dout, scaled(part, scale), (0, 0), b.dtype))
+            thin, db = thin_pair(doutputs[owner], b, scaled(part, scale))
+            dinner.append(scaled(thin, scale))
+            dloras.append(db)
         dinner = jnp.concatenate(dinner, axis=1)
         da = _product(dinner, x if source is None else source, (0, 0), loras[0][0].dtype)
         dloras = [(part.T, db) for part, db in zip(_parts(da.T, loras), dloras, strict=True)]

@@ -1,0 +1,53 @@
+"""The two thin products of an adapter's backward: the public operation `thin_pair`, and the choice of its
+implementation."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.thin_pair import reference, triton
+
+# Fewer tokens, smaller outputs and larger ranks are left to the vendor's GEMMs.
+_TOKENS, _OUT, _RANK = 2048, 512, 32
+
+
+@meshes.on_any_mesh
+def thin_pair(
+    dout: jax.Array, b: jax.Array, inner: jax.Array, *, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the two products of an adapter's backward that read the gradient of its output: (dout b, dout^T inner).
+    The kernel reads dout once for both, and its results have the same bits in each run. The backward of quant_matmul
+    calls it.
+
+    Args:
+      dout: [tokens, out] bfloat16, float16 or float32, the gradient of the output.
+      b: float[out, r], the adapter's B; it is rounded to dout's dtype.
+      inner: [tokens, r] in dout's dtype, the product of the tokens and the adapter's A.
+      implementation: "triton" (the kernel: 16 bits, a rank of at most 64), "reference" (plain JAX), or None: "triton"
+        if it supports the call and there are at least 2,048 tokens, an output of at least 512 numbers and a rank of at
+        most 32, else "reference".
+    Returns:
+      (dout b [tokens, r] in dout's dtype, dout^T inner [out, r] in b's dtype), each rounded once from float32 sums.
+    Raises:
+      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
+        call.
+    """
+    check = Arguments("thin_pair")
+    check.array("dout", dout, "tokens out", FLOATS)
+    check.array("b", b, "out r", FLOATS)
+    check.array("inner", inner, "tokens r", dout.dtype)
+    if implementation is None and (len(dout) < _TOKENS or len(b) < _OUT or b.shape[1] > _RANK):
+        implementation = "reference"
+    if dispatch.choose("thin_pair", implementations(dout, b), implementation) == "reference":
+        return reference.thin_pair(dout, b, inner)  # XLA divides it by itself
+    dinner, db = meshes.on_each_device(triton.thin_pair, rows=2, results=1)(dout, inner, b)
+    return dinner, db.astype(b.dtype)
+
+
+def implementations(dout, b) -> dispatch.Table:
+    """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
+    reason why the implementation refuses the call, or None}, in the order in which they are tried. `jaxtune info`
+    prints why implementations refuse. dout, b: those of `thin_pair`, as arrays or as shapes."""
+    return {"triton": lambda: triton.refusal(dout, b), "reference": lambda: None}

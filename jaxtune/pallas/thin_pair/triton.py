@@ -1,0 +1,103 @@
+"""The two thin products of an adapter's backward by a Triton kernel: `thin_pair`. `refusal` says which calls it cannot
+compute on this GPU.
+
+Their time is that of reading the gradient of the output. A program multiplies one block of columns by a range of rows,
+tile after tile. It keeps the sums over these rows, of one product, in registers. Of the other it writes, for each tile,
+the sum over its columns. XLA adds up what the programs wrote, in one order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.thin_pair import reference
+
+_LARGEST_RANK = 64
+
+
+class Tile(NamedTuple):
+    """How the kernel divides its work."""
+
+    rows: int  # of a tile
+    columns: int  # of a program
+    warps: int  # of a program
+    stages: int  # tiles in shared memory: those that are read while one is multiplied, and that one
+    programs: int  # for each multiprocessor, at most, if a program has more than one tile
+
+
+def tile(width: int) -> Tile:
+    """The Tile of the kernel for thin arrays of `width` columns, on the GPU that is compiled for."""
+    if dispatch.compute_capability() != (9, 0):
+        return Tile(64, 4096 // max(width, 16), 4, 2, 4)  # tiles are read to registers, by several programs at a time
+    return {16: Tile(64, 512, 4, 3, 1), 32: Tile(64, 512, 8, 2, 1), 64: Tile(64, 512, 8, 2, 1)}[width]
+
+
+def refusal(dout, b) -> str | None:
+    """The reason why the kernel cannot compute a call, or None if it can. It needs a GPU that runs Triton kernels,
+    jax-triton, bfloat16 or float16, an output of a multiple of 8 numbers, and a rank of at most 64. It is also refused
+    if the check at first use on this GPU found that its results differ from those of plain JAX.
+
+    dout: [tokens, out]. b: [out, r]."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if dout.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dout.dtype}"
+    out, rank = b.shape
+    if out % 8:
+        return f"an output of {out} numbers, no multiple of 8"
+    if rank > _LARGEST_RANK:
+        return f"rank {rank}, more than {_LARGEST_RANK}"
+    return _first_use(jnp.dtype(dout.dtype), jnp.dtype(b.dtype), rank)
+
+
+def _first_use(dtype, b_dtype, rank: int) -> str | None:
+    """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with plain JAX
+    in float32, once for each kind of call (dispatch.first_use)."""
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 3)
+        dout, inner = (jax.random.normal(key, (333, size)).astype(dtype) for key, size in zip(keys, (1352, rank)))
+        b = jax.random.normal(keys[2], (1352, rank)).astype(b_dtype)
+        got = jax.jit(thin_pair)(dout, inner, b)
+        wide = (dout.astype(jnp.float32), b.astype(dtype).astype(jnp.float32), inner.astype(jnp.float32))
+        return got, dispatch.exactly(reference.thin_pair)(*wide)
+
+    return dispatch.first_use("thin_pair", "triton", f"{dtype}, {b_dtype}, rank {rank}", compare)
+
+
+def thin_pair(dout, inner, b) -> tuple[jax.Array, jax.Array]:
+    """(dout b [tokens, r] in dout's dtype, dout^T inner float32[out, r]), by the kernel. The arguments are those of
+    api.thin_pair; `refusal` says which calls are supported."""
+    from jaxtune.pallas.thin_pair import kernels
+
+    (tokens, out), rank = dout.shape, b.shape[1]
+    width = max(16, 1 << (rank - 1).bit_length())
+    shape = tile(width)
+    tiles, blocks = -(-tokens // shape.rows), -(-out // shape.columns)
+    ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // blocks))
+    steps = -(-tiles // ranges)
+    ranges = -(-tiles // steps)
+    dinner, db = compat.triton_call(
+        kernels.thin_pair_kernel,
+        (dout, b, inner),
+        [
+            jax.ShapeDtypeStruct((blocks, tokens, rank), jnp.float32),
+            jax.ShapeDtypeStruct((ranges, out, rank), jnp.float32),
+        ],
+        (blocks, ranges),
+        warps=shape.warps,
+        stages=shape.stages,
+        ROWS=tokens,
+        OUT=out,
+        RANK=rank,
+        WIDTH=width,
+        BLOCK=shape.rows,
+        COLUMNS=shape.columns,
+        STEPS=steps,
+    )
+    return dinner.sum(0).astype(dout.dtype), db.sum(0)
