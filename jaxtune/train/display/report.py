@@ -334,8 +334,8 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
     if parts.has_experts:
         fit = product_time(device)
         lines.append(
-            f"  experts are taken to run at {fit.experts_forward:.0%} of the speed of dense products in the forward, and "
-            f"at {fit.experts_backward:.0%} in the backward, as measured on an H200"
+            f"  experts are taken to run at {fit.experts_forward:.0%} (forward) and {fit.experts_backward:.0%} "
+            "(backward) of the speed of dense products, as measured on an H200"
         )
     if device.host_note:
         lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")
