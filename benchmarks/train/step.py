@@ -140,9 +140,9 @@ def make_trainer(options, model) -> Trainer:
 def build(options) -> Trainer:
     """The trainer of a random model."""
     mesh = None if options.fsdp == 1 else partition.make_mesh(options.data, options.fsdp)
-    words, table_on_host = precision_map(options), bool(options.rank) and mesh is None
+    words, tables_on_host = precision_map(options), bool(options.rank) and mesh is None
     load_in, in_budget = None if words else options.load_in, bool(options.budget_gb) and mesh is None
-    model = random_model(SHAPES[options.shape], jax.random.key(0), load_in, mesh, table_on_host, in_budget)
+    model = random_model(SHAPES[options.shape], jax.random.key(0), load_in, mesh, tables_on_host, in_budget)
     if words:
         model = stored_as(model, words, options.load_in)
     if options.scales == "blocks":
@@ -150,7 +150,7 @@ def build(options) -> Trainer:
     if options.compute == "fp8":
         model = compute_in_fp8(model)
     if in_budget:
-        model = in_one_piece(model, table_on_host)
+        model = in_one_piece(model, tables_on_host)
     adapter = adapter_config(options)
     if adapter is not None:
         model = jaxtune.get_peft_model(model, **adapter.settings)
