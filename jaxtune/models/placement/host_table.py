@@ -79,7 +79,7 @@ def with_tables(state: nnx.State, tables: Mapping[str, Array]) -> nnx.State:
     same. A run moves tables to the host or to the device so."""
 
     def one(path, variable):
-        name, *rest = (getattr(key, "key", None) for key in path)
+        name, *rest = (str(getattr(key, "key", None)) for key in path)
         return variable.replace(tables[name]) if name in tables and rest == ["weight"] else variable
 
     return jax.tree_util.tree_map_with_path(one, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

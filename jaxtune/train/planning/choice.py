@@ -100,7 +100,7 @@ def choose(
 
     def limit(plan: StepPlan) -> float:
         """The device memory that a plan may take."""
-        run = plan.micro_batches, plan.residuals.tile_tokens, plan.places
+        run = plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host
         return min(budget, alike_bytes) if any(_run_alike(one, *run) for one in unlike) else budget
 
     fitting = [one for one in found if one.peak_bytes <= limit(one.plan) and not _related(parts, one.plan, unlike)]
@@ -155,8 +155,8 @@ def _candidates(
             for tile in dict.fromkeys((None, tile_tokens_of(parts, config))):
                 table = layers_of(micro, tile)
                 for whole in _residents(parts, resident):
-                    alike = [one for one in unlike if _run_alike(one, micro, tile, parts.places)]
-                    relatives = _Relatives(parts, alike, table[0])
+                    alike = [one for one in unlike if _run_alike(one, micro, tile, parts.states_on_host)]
+                    relatives = _Relatives(parts, [one for one in alike if one.places == parts.places], table[0])
                     limit = min(budget, alike_bytes) if alike else budget
                     pairs = _best_pairs(parts, table, micro, chunks, device, limit, tile, whole, relatives)
                     found += [_with_whole_weights(parts, pair, device, limit) for pair in pairs]
@@ -226,11 +226,11 @@ def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
     return (placed != there) @ sizes <= _NEAR * sizes.sum()
 
 
-def _run_alike(plan: StepPlan, micro: int, tile: int | None, places: tuple[bool, bool]) -> bool:
+def _run_alike(plan: StepPlan, micro: int, tile: int | None, states_on_host: bool) -> bool:
     """Whether `plan`, one that failed, has `micro` micro-batches, `tile` tokens in a tile (None: no tiles), and the
-    tables and the optimizer's states where `places` (StepCost.places) says, so that the forecast of a plan with these
-    may be wrong in the same way."""
-    return (plan.micro_batches, plan.residuals.tile_tokens, plan.places) == (micro, tile, places)
+    optimizer's states on the host or not, as `states_on_host` says, so that the forecast of a plan with these may be
+    wrong in the same way. Where tables of embeddings are changes nothing in what a step needs beside them."""
+    return (plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host) == (micro, tile, states_on_host)
 
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
@@ -241,7 +241,8 @@ def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> boo
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
     return any(
-        _run_alike(other, plan.micro_batches, plan.residuals.tile_tokens, plan.places)
+        plan.places == other.places
+        and _run_alike(other, plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host)
         and all(_near(parts, placed[[at]], other.residuals.layers[at])[0] for at in (0, -1))
         for other in others
     )
