@@ -101,6 +101,17 @@ def test_a_random_model_made_by_layers_is_the_one_made_at_once(load_in, on_host)
     jax.tree.map(np.testing.assert_array_equal, made_state, wanted_state)
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_random_model_may_have_its_embedding_on_the_host(on_host):
+    """As loading for a run with an adapter leaves it: the same numbers, which in_one_piece does not move either."""
+    made = random_model(SMALL, jax.random.key(3), "nf4", tables_on_host=True, on_host=on_host)
+    made = in_one_piece(made, tables_on_host=True)
+    kept = [leaf for leaf in jax.tree.leaves(nnx.state(made)) if isinstance(leaf, np.ndarray)]
+    assert len(kept) == 1 and kept[0] is made.embedding.weight.get_value()
+    wanted = random_model(SMALL, jax.random.key(3), "nf4")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(made), nnx.state(wanted))
+
+
 def test_a_start_says_where_its_time_went(tmp_path):
     model = model_from_config(CONFIGS["mistral"] | {"vocab_size": 512}, jax.random.key(0), "bfloat16")
     save_pretrained(model, tmp_path / "model")

@@ -46,7 +46,7 @@ class Batch:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further arrays `[rows, ...]` by name, which the objective needs, such as the labels of pairs; {} if it needs
     none."""
-    table_rows: dict[str, Any] = dataclasses.field(default_factory=dict)
+    table_rows: dict[str, np.ndarray | jax.Array | jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     """`[rows, length, size]` by name: the tokens' rows of the model's tables of embeddings (Decoder.tables) that the
     run's plan has on the host; else {}. `Engine.place` fills it in, and sources leave it empty."""
 

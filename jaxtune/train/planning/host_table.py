@@ -63,7 +63,7 @@ class Table:
 
     bytes: float = 0.0  # of the tables that may be on the host; 0: there are none
     row_bytes: float = 0.0  # of a row of each of them
-    names: tuple[str, ...] = ()  # theirs, as in Decoder.tables
+    names: tuple[str, ...] = ()  # of the tables, as in Decoder.tables
     trains: bool = False  # whether there is a table of per-layer embeddings, and it trains
 
 
