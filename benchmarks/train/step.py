@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
@@ -184,6 +185,32 @@ def rate(arrivals: list[float]) -> float:
     return statistics.median((late - early) / (j - i) for (i, early), (j, late) in pairs)
 
 
+class Rows:
+    """The rows of the steps that are timed: those of two steps, loaded before them; or, with tables of embeddings on
+    the host, each step's own, which a thread loads while the step before is computed, as in a run."""
+
+    def __init__(self, engine):
+        loaded = [engine.load_step(step) for step in range(2)]
+        self.counts = [counts for _, counts in loaded]
+        self._engine, self._pool = engine, ThreadPoolExecutor(1)
+        self._loaded = None if engine.tables else [parts for parts, _ in loaded]
+        self._next: Future | None = None
+
+    def of(self, number: int):
+        if self._loaded is not None:
+            return self._loaded[number % 2]
+        if self._next is None:
+            self.begun(number - 1)
+        assert self._next is not None
+        (parts, _), self._next = self._next.result(), None
+        return parts
+
+    def begun(self, number: int) -> None:
+        """The device computes this step, and has finished the one before."""
+        if self._loaded is None:
+            self._next = self._pool.submit(self._engine.load_step, (number + 1) % 2)
+
+
 def profiled(folder: str, step, state, sums) -> None:
     """A trace of some steps: (number, state, sums) -> (state, sums, metrics), which are the last ones of theirs."""
     with jax.profiler.trace(folder):
@@ -222,10 +249,11 @@ def measure(options) -> dict:
     parts, _ = trainer.engine.load_step(0)
     programs, sums = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
     sums = trainer.engine.zero_sums(state)  # the step itself is timed with the others
-    loaded = [trainer.engine.load_step(step) for step in range(2)]
+    del parts
+    rows = Rows(trainer.engine)
 
     def step(number, state, sums):
-        return programs.update(state, trainer.engine.accumulate(programs, sums, state, frozen, loaded[number % 2][0]))
+        return programs.update(state, trainer.engine.accumulate(programs, sums, state, frozen, rows.of(number)))
 
     losses, norms, arrivals = [], [], []
     for number in range(3):
@@ -241,12 +269,12 @@ def measure(options) -> dict:
                 float(waiting)
                 arrivals.append(time.perf_counter() - begun)
             waiting = latest["loss"]
+            rows.begun(number)
     float(waiting)
     if options.profile:  # which slows a step
         profiled(options.profile, step, state, sums)
     step_seconds = rate(arrivals)
-    counts = [c for _, c in loaded]
-    flops = statistics.mean(trainer.flops(c["lengths"]) for c in counts)
+    flops = statistics.mean(trainer.flops(counts["lengths"]) for counts in rows.counts)
     peak_flops = device_peak_flops(jax.devices()[0].device_kind)  # of one device
     slots = options.rows * options.length
     planner = trainer.planner

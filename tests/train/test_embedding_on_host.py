@@ -79,6 +79,21 @@ def test_a_run_with_the_embedding_on_the_host_is_the_same_run(tmp_path, hf):
     np.testing.assert_array_equal(*(model(jnp.asarray([[1, 5, 9]])) for model in models))
 
 
+def test_the_device_has_the_rows_of_two_steps(tmp_path, monkeypatch):
+    """Those of a step are loaded once the step two before is done."""
+    load_step, loaded = Engine.load_step, []
+    trainer = trainer_of(tmp_path, True, model=hosted_model("bfloat16", UNTIED), steps=6)
+
+    def loading_step(engine, step, *arguments):
+        loaded.append((step, len(trainer.history)))
+        return load_step(engine, step, *arguments)
+
+    monkeypatch.setattr(Engine, "load_step", loading_step)
+    trainer.train()
+    assert [step for step, _ in loaded] == list(range(6))
+    assert all(done >= step - 1 for step, done in loaded)
+
+
 def test_a_checkpoint_may_be_gone_on_with_on_either_side(tmp_path):
     changes = dict(checkpoint=CheckpointConfig(every_steps=2, every_minutes=None, keep=3), micro_batches=1)
     whole = trainer_of(tmp_path / "run", True, model=hosted_model("bfloat16", UNTIED), **changes)

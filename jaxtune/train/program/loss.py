@@ -196,7 +196,8 @@ class Forward:
         the dropout key and the noise: a call gives them, and `frozen` gives none."""
         arrays = (batch.tokens, batch.segment_ids, batch.positions)
         # The batch's rows are those of the run's model; a teacher has tables of its own on the device.
-        rows = batch.table_rows if model.needs_rows else None
+        rows = {name: rows for name, rows in batch.table_rows.items() if isinstance(rows, jax.Array)}
+        rows = rows if model.needs_rows else None
         return model.run(*arrays, max_documents=self._max_documents, table_rows=rows, **options)
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
