@@ -200,12 +200,12 @@ class Rows:
         if self._loaded is not None:
             return self._loaded[number % 2]
         if self._next is None:
-            self.begun(number - 1)
+            self.dispatched(number - 1)
         assert self._next is not None
         (parts, _), self._next = self._next.result(), None
         return parts
 
-    def begun(self, number: int) -> None:
+    def dispatched(self, number: int) -> None:
         """The device computes this step, and has finished the one before."""
         if self._loaded is None:
             self._next = self._pool.submit(self._engine.load_step, (number + 1) % 2)
@@ -246,11 +246,10 @@ def measure(options) -> dict:
     state, sums, frozen = trainer.model.first_state(trainer.engine)
     trainer.fill_references((trainer.train_data,), state, frozen)
     trainer.model.release()  # as the command does
-    parts, _ = trainer.engine.load_step(0)
+    parts = trainer.engine.load_step(0)[0]
     programs, sums = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
     sums = trainer.engine.zero_sums(state)  # the step itself is timed with the others
-    del parts
-    rows = Rows(trainer.engine)
+    parts, rows = None, Rows(trainer.engine)
 
     def step(number, state, sums):
         return programs.update(state, trainer.engine.accumulate(programs, sums, state, frozen, rows.of(number)))
@@ -269,7 +268,7 @@ def measure(options) -> dict:
                 float(waiting)
                 arrivals.append(time.perf_counter() - begun)
             waiting = latest["loss"]
-            rows.begun(number)
+            rows.dispatched(number)
     float(waiting)
     if options.profile:  # which slows a step
         profiled(options.profile, step, state, sums)

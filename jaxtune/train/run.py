@@ -124,9 +124,9 @@ class _StepRows:
     def of(self, step: int, state: TrainState) -> LoadedStep:
         """Returns (the micro-batches of a step on the devices, facts about them such as the number of tokens), as
         Engine.load_step does. The thread then begins to load the next step, except for a source that samples answers
-        from the model (`sees_model`), whose rows are made here, and with tables of embeddings on the host (`begun`).
-        step: from 0; one that is not the next is loaded in the call. state: the state before the step, from which such
-        a source gets its model."""
+        from the model (`sees_model`), whose rows are made here, and with tables of embeddings on the host
+        (`dispatched`). step: from 0; one that is not the next is loaded in the call. state: the state before the step,
+        from which such a source gets its model."""
         if self._engine.batches.sees_model:
             return self._engine.load_step(step, lambda: self._model(state))
         if self._loading is None or self._loading[0] != step:
@@ -137,7 +137,7 @@ class _StepRows:
             self.load(step + 1)
         return loaded
 
-    def begun(self, step: int) -> None:
+    def dispatched(self, step: int) -> None:
         """Begins to load the step after `step` if rows of tables of embeddings are copied with it: called when the
         device has finished the step before and computes `step`, it then has the rows of two steps. Other rows are few,
         and are loaded a step earlier."""
@@ -238,7 +238,7 @@ class Run:
                     state, sums, latest = programs.update(state, sums)
                 done = step + 1
                 monitor.step_dispatched(step, latest, counts)
-                rows.begun(step)
+                rows.dispatched(step)
                 for text in engine.batches.news():
                     progress.print(text)
                 stopped = self._between(done, evaluate, saver, state)
