@@ -70,6 +70,13 @@ def _differentiable(names, gradients) -> dict[str, jax.Array]:
     return {name: value for name, value in named if value.dtype != jax.dtypes.float0}
 
 
+def _differentiated_at_once(segment: Segment, order) -> bool:
+    """Whether a segment that layer_backward runs again is differentiated when it runs, and not when its gradient
+    arrives. order: the layer's BackwardOrder."""
+    at_once = order.derivatives_at_once or segment.derivative_bytes is not None
+    return at_once and segment.differentiable and segment.backward is None
+
+
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
     """The durations of the segments, by which the schedules distribute copies and collectives and `cut` sizes slices,
     each as the number of multiplications that large products do in that time.
@@ -152,9 +159,9 @@ def layer_forward(
         for stage, segment in enumerate(segments):
             inputs = collectives.start(stage, copies.start(stage, [values[name] for name in segment.reads]))
             context, inputs = context_of(segment, inputs)
-            outputs, low_rank_values = run_segment(segment, block, context, inputs)
+            outputs, low_rank = run_segment(segment, block, context, inputs)
             outputs = collectives.finish(stage, copies.finish(stage, outputs))
-            values |= {**dict(zip(segment.outputs, outputs, strict=True)), **low_rank_values}
+            values |= {**dict(zip(segment.outputs, outputs, strict=True)), **low_rank}
         found = {name: values[name] for name in wanted if name in values}
         output = values[LAYER_OUTPUT]
         rounded = {name: in_e4m3(found[name]) for name in in_fp8 if name in found}
@@ -213,14 +220,12 @@ def layer_backward(
             for stage, segment in enumerate(again):
                 inputs = start(stage, norms.values(segment, values))
                 context, inputs = context_of(segment, inputs)
-                at_once = order.derivatives_at_once or segment.derivative_bytes is not None
-                if at_once and segment.differentiable and segment.backward is None:
+                if _differentiated_at_once(segment, order):
                     outputs, pullbacks[segment.name] = pullback_of(segment, context, inputs)
                 else:
-                    outputs, low_rank_values = run_segment(segment, block, context, inputs)
-                    values |= low_rank_values
-                outputs = finish(stage, outputs)
-                values = {**dict(zip(segment.outputs, outputs, strict=True)), **values}
+                    outputs, low_rank = run_segment(segment, block, context, inputs)
+                    values |= low_rank
+                values = {**dict(zip(segment.outputs, finish(stage, outputs), strict=True)), **values}
         with jax.named_scope("backward"):
             gradients = {LAYER_OUTPUT: doutput, **(dothers or {})}
             total = None
@@ -236,10 +241,8 @@ def layer_backward(
                         found = segment.backward(block_of, trainable, context, tuple(inputs), outputs, doutputs)
                     dtrainable, dinputs = found
                 else:
-                    pullback = pullbacks.get(segment.name)
-                    if pullback is None:
-                        given = values.get(low_rank_inputs(segment))
-                        pullback = pullback_of(segment, context, inputs, given)[1]
+                    given = values.get(low_rank_inputs(segment))
+                    pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs, given)[1]
                     dtrainable, *dinputs = pullback(doutputs)
                 if dtrainable is not None:
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)

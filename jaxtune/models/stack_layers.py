@@ -147,7 +147,7 @@ def low_rank_inputs(segment: Segment) -> str:
 def with_low_rank_kept(segments: Sequence[Segment], dropped: Collection[str], short: bool) -> list[Segment]:
     """The segments whose low-rank inputs are kept from the forward to the backward, in device memory: those whose
     outputs a plan does not recompute, of experts only if every layer keeps everything. Experts have a row for each pair
-    of token and expert, padded to 64 numbers, so that theirs are worth their memory only where there is enough. A
+    of token and expert, padded to 64 numbers, which is worth its memory only where there is enough. A
     segment that is recomputed makes its own anew, and one with a Backward of its own does not use them. `described`
     and the planner ask it.
 

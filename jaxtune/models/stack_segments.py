@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -22,7 +21,9 @@ def scope_of(segment: Segment) -> contextlib.AbstractContextManager:
     return jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext()
 
 
-def run_segment(segment: Segment, block: Block, context: Context, values, given=None) -> tuple[tuple, dict[str, Any]]:
+def run_segment(
+    segment: Segment, block: Block, context: Context, values, given=None
+) -> tuple[tuple, dict[str, low_rank.Made]]:
     """Runs a segment of the block in its profiling scope: (one result for each of the segment's outputs, {the name of
     its low-rank inputs: these}, which is empty if it has none).
 

@@ -17,7 +17,7 @@ from jaxtune.models.stack import layer_forward, run_stack
 from jaxtune.models.stack_layers import low_rank_inputs, with_low_rank_kept
 from jaxtune.pallas.grouped_matmul import api as grouped
 from jaxtune.pallas.quant_matmul import low_rank, reference
-from jaxtune.train.planning.adapter_costs import experts_low_rank_bytes, low_rank_bytes
+from jaxtune.train.planning.adapter_costs import experts_adapters, low_rank_bytes
 
 SHAPE = (2, 12)
 RANK = 3
@@ -115,7 +115,7 @@ def test_the_planner_counts_what_the_forward_keeps(name):
             counted = low_rank_bytes(layer, (segment.name, segment.outputs), x.dtype) * tokens
             assert counted == (0 if segment.experts_per_token else size), segment.name
         experts = [segment for segment in segments if segment.experts_per_token]
-        assert (experts_low_rank_bytes(layer, x.dtype) > 0) == bool(experts)
+        assert (experts_adapters([layer], x.dtype)[1] > 0) == bool(experts)
 
 
 def test_what_is_traced_on_its_own_is_left_out():

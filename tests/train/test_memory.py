@@ -153,8 +153,8 @@ def test_experts_count_as_a_token_meets_them():
     assert parts.trained == attention + 128 * rank * ((2048 + 1536) + (768 + 2048))
     # In 16 bits, with 16 ranks in the room of 64, once for both directions where every residual is kept; then also the
     # low-rank inputs of both matrices' rows, of which as good as a tile an expert may be empty.
-    assert parts.shared_bytes == 2 * 48 * 128 * 64 * ((2048 + 1536) + (768 + 2048) + 2 * 127)
-    assert parts.shared_token_bytes == 2 * 48 * 64 * 2 * 8
+    rows = 2 * 48 * 128 * 64 * ((2048 + 1536) + (768 + 2048) + 2 * 127)
+    assert parts.shared == (rows, 2 * 48 * 64 * 2 * 8)
     shared = parts.shared_in(8 * 2048)
     one = dataclasses.replace(config, micro_batches=1)
     keeps = choose(parts, one, H200, 140e9)

@@ -20,17 +20,20 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
+import jax
 from jax.extend.core import get_opaque_trace_state
+
+# a low-rank input [tokens, r], several of them, or None without an adapter
+type Made = jax.Array | Sequence[Made] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
     """The run of a function whose low-rank inputs are collected."""
 
-    made: list[Any]  # what was computed or given so far
-    given: Iterator[Any] | None  # what an earlier run made and this one has not used yet; None: there was none
+    made: list[Made]  # what was computed or given so far
+    given: Iterator[Made] | None  # what an earlier run made and this one has not used yet; None: there was none
     trace: object  # JAX's trace in which the function runs
 
 
@@ -38,7 +41,7 @@ _current: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("low_rank
 
 
 @contextlib.contextmanager
-def kept(given: Sequence[Any] | None = None) -> Iterator[list[Any]]:
+def kept(given: Sequence[Made] | None = None) -> Iterator[list[Made]]:
     """A context in which the low-rank inputs of linears are collected: a list, to which each call of `one` appends what
     it returns. given: that list of an earlier run of the same calls, whose values they then return; None: they compute
     them."""
@@ -50,7 +53,7 @@ def kept(given: Sequence[Any] | None = None) -> Iterator[list[Any]]:
         _current.reset(token)
 
 
-def one(make: Callable[[Any], Any]) -> Any:
+def one(make: Callable[[Made], Made]) -> Made:
     """Returns what `make` makes of what an earlier run made here, or of None if there was none: a low-rank input
     [tokens, r], or any pytree of them. It is called in the same order in both runs. Outside of `kept`, and in a trace
     within that of `kept`, nothing is collected, and make(None) is returned."""
@@ -62,12 +65,12 @@ def one(make: Callable[[Any], Any]) -> Any:
     return value
 
 
-def of_function[Result](run: Callable[[Any], tuple[Result, Any]]) -> Result:
+def of_function[Result](run: Callable[[Made], tuple[Result, Made]]) -> Result:
     """Calls a function that is traced on its own, and returns its result. run: from the low-rank inputs that an earlier
     run made, or None, to (the result, the low-rank inputs)."""
     results: list[Result] = []
 
-    def make(given: Any) -> Any:
+    def make(given: Made) -> Made:
         """Calls `run`, keeps its result, and returns its low-rank inputs."""
         result, made = run(given)
         results.append(result)

@@ -61,8 +61,8 @@ def refusal(dout, b) -> str | None:
 
 def _first_use(dtype, b_dtype, rank: int, wide: bool) -> str | None:
     """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with plain JAX
-    in float32, once for each kind of call (dispatch.first_use). wide: whether the output has so many numbers that its
-    tile is another."""
+    in float32, once for each kind of call (dispatch.first_use). wide: whether the output has at least _WIDE numbers,
+    for which the tile is another."""
     size = _WIDE + 8 if wide else 1352
 
     def compare():

@@ -42,8 +42,7 @@ from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.adapter_costs import (
-    experts_adapter_bytes,
-    experts_low_rank_bytes,
+    experts_adapters,
     low_rank_bytes,
     masked_sizes,
 )
@@ -139,9 +138,9 @@ class StepCost:
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
     teacher: StepCost | None = None  # of the forward passes of the teacher, if the frozen model is one
     exchange: Exchange = Exchange()  # bytes that this device receives from other devices
-    # experts' adapters in the kernels' layout, which XLA makes once for forward and backward if every residual is kept
-    shared_bytes: float = 0.0
-    shared_token_bytes: float = 0.0  # per token: the experts' low-rank inputs, kept if every residual is
+    # what experts' adapters take if every residual is kept, and that per token: copies in the kernels' layout, which XLA
+    # makes once for forward and backward, and low-rank inputs
+    shared: tuple[float, float] = (0.0, 0.0)
     given_bytes: float = 0.0  # per token: values that layers take from outside, with their gradients
     dropout_bytes: float = 0.0  # per token: the largest adapter input with dropout, masked, and its mask
     whole_layer_bytes: float = 0.0  # weights of the largest layer that are divided over devices, gathered
@@ -188,7 +187,7 @@ class StepCost:
 
     def shared_in(self, tokens: float) -> float:
         """Bytes that experts' adapters take if every residual is kept; tokens: of a micro-batch on a device."""
-        return self.shared_bytes + self.shared_token_bytes * tokens
+        return self.shared[0] + self.shared[1] * tokens
 
     def head_time(self, device: Device) -> float:
         """How many times as long a product with the head takes on `device` as one in the compute dtype, by which
@@ -311,8 +310,7 @@ def step_cost(
         reference_runs=reference_runs,
         teacher=None if model.teacher is None else step_cost(model.teacher, config, length, optimizer=optax.identity()),
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
-        shared_bytes=sum(experts_adapter_bytes(layer, dtype) for layer in model.layers),
-        shared_token_bytes=sum(experts_low_rank_bytes(layer, dtype) for layer in model.layers),
+        shared=experts_adapters(model.layers, dtype),
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
         sync_bytes=sync_bytes,

@@ -110,10 +110,9 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """The forecasts of the mean layer under many plans, for the choice of a plan: a LayerForecast of arrays [plans], in
-    whose `work_forward` and `work` the largest kind of layer decides. placed: int[plans, len(parts.known)], the
-    placement of each of parts.known, an index into PLACEMENTS. tokens: of a micro-batch on `device`. tile_tokens: of an
-    MLP's tile under plans that recompute all of parts.tiled; otherwise MLPs run whole, as with None."""
+    """The forecasts of the mean layer under many plans: a LayerForecast of arrays [plans], in whose `work_forward` and
+    `work` the largest kind of layer decides. placed: int[plans, len(parts.known)], indices into PLACEMENTS. tokens: of
+    a micro-batch on `device`. tile_tokens: of an MLP's tile if a plan recomputes all of parts.tiled; None: no tiles."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
@@ -148,11 +147,6 @@ def layer_forecasts(
         """Bytes of the residuals of a set in a micro-batch, without those larger than `most`."""
         return sum(whole[name] for name in names(mask) if whole[name] <= most)
 
-    def low_rank(mask: int) -> float:
-        """Bytes of the low-rank inputs that are kept if a set of residuals is recomputed."""
-        dropped = set(names(mask))
-        return tokens * sum(one.low_rank for one in parts.segments if dropped.isdisjoint(one.outputs))
-
     def remade(mask: int) -> tuple[float, ...]:
         """What `_remade` returns for a set of recomputed residuals, and the number of tiles; bits of `mask` from
         `count` up are residuals kept in FP8."""
@@ -169,6 +163,7 @@ def layer_forecasts(
     again, at_feed_forward, at_mixer, work_forward, tiles = of_sets(dropped | rounded << count, remade).T
     leaving, arriving = of_sets(offloaded | (tiles > 1).astype(int) << count, travelling).T
     hosted, in_fp8 = of_sets(offloaded, size), of_sets(rounded, size)
+    low_rank = of_sets(dropped, lambda mask: _low_rank_bytes(parts, names(mask), tokens))
     gaps = of_sets(offloaded, lambda mask: size(mask, tokens * parts.hidden_size * parts.dtype.itemsize))
     rounding = in_fp8 * (1 + 1 / parts.dtype.itemsize)
     rounding = rounding / (device.copy * product_time(device).decoded_share)  # the same for reading it
@@ -180,8 +175,7 @@ def layer_forecasts(
     link = hosted / (device.link or device.copy)
     waits = [np.maximum(link - fit.hidden * seconds, 0.0) for seconds in (forward, backward)]
     return LayerForecast(
-        # one scale per token is negligible
-        kept=of_sets(kept, size) + in_fp8 / parts.dtype.itemsize + of_sets(dropped, low_rank),
+        kept=of_sets(kept, size) + in_fp8 / parts.dtype.itemsize + low_rank,  # one scale per token is negligible
         hosted=hosted,
         leaving=leaving,
         arriving=arriving,
@@ -193,6 +187,12 @@ def layer_forecasts(
         recompute=again,
         wait=waits[0] + waits[1],
     )
+
+
+def _low_rank_bytes(parts: StepCost, dropped, tokens: float) -> float:
+    """Bytes of the low-rank inputs of `tokens` tokens that an average layer keeps if it recomputes the residuals whose
+    names are in `dropped`: those of the segments that are not recomputed. Experts have none here (shared_in)."""
+    return tokens * sum(one.low_rank for one in parts.segments if set(dropped).isdisjoint(one.outputs))
 
 
 def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens, device, tiles) -> tuple[float, ...]:
