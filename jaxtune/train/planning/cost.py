@@ -138,8 +138,8 @@ class StepCost:
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
     teacher: StepCost | None = None  # of the forward passes of the teacher, if the frozen model is one
     exchange: Exchange = Exchange()  # bytes that this device receives from other devices
-    # what experts' adapters take if every residual is kept, and that per token: copies in the kernels' layout, which XLA
-    # makes once for forward and backward, and low-rank inputs
+    # what experts' adapters take if every residual is kept, and that per token: copies in the kernels' layout, which
+    # XLA makes once for forward and backward, and low-rank inputs
     shared: tuple[float, float] = (0.0, 0.0)
     given_bytes: float = 0.0  # per token: values that layers take from outside, with their gradients
     dropout_bytes: float = 0.0  # per token: the largest adapter input with dropout, masked, and its mask
