@@ -17,6 +17,7 @@ from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.thin_pair import reference
 
 _LARGEST_RANK = 64
+_WIDE = 8192  # numbers of an output from which on a program takes more columns
 
 
 class Tile(NamedTuple):
@@ -29,11 +30,14 @@ class Tile(NamedTuple):
     programs: int  # for each multiprocessor, at most, if a program has more than one tile
 
 
-def tile(width: int) -> Tile:
-    """The Tile of the kernel for thin arrays of `width` columns, on the GPU that is compiled for."""
+def tile(width: int, out: int) -> Tile:
+    """The Tile of the kernel for thin arrays of `width` columns and outputs of `out` numbers, on the GPU that is
+    compiled for."""
     if dispatch.compute_capability() != (9, 0):
         return Tile(64, 4096 // max(width, 16), 4, 2, 4)  # tiles are read to registers, by several programs at a time
-    return {16: Tile(64, 512, 4, 3, 1), 32: Tile(64, 512, 8, 2, 1), 64: Tile(64, 512, 8, 2, 1)}[width]
+    if width == 16:
+        return Tile(64, 256 if out < _WIDE else 512, 4, 3, 1)
+    return Tile(64, 256, 8, 3, 1)
 
 
 def refusal(dout, b) -> str | None:
@@ -52,22 +56,25 @@ def refusal(dout, b) -> str | None:
         return f"an output of {out} numbers, no multiple of 8"
     if rank > _LARGEST_RANK:
         return f"rank {rank}, more than {_LARGEST_RANK}"
-    return _first_use(jnp.dtype(dout.dtype), jnp.dtype(b.dtype), rank)
+    return _first_use(jnp.dtype(dout.dtype), jnp.dtype(b.dtype), rank, out >= _WIDE)
 
 
-def _first_use(dtype, b_dtype, rank: int) -> str | None:
+def _first_use(dtype, b_dtype, rank: int, wide: bool) -> str | None:
     """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with plain JAX
-    in float32, once for each kind of call (dispatch.first_use)."""
+    in float32, once for each kind of call (dispatch.first_use). wide: whether the output has so many numbers that its
+    tile is another."""
+    size = _WIDE + 8 if wide else 1352
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)
-        dout, inner = (jax.random.normal(key, (333, size)).astype(dtype) for key, size in zip(keys, (1352, rank)))
-        b = jax.random.normal(keys[2], (1352, rank)).astype(b_dtype)
+        dout, inner = (jax.random.normal(key, (333, n)).astype(dtype) for key, n in zip(keys, (size, rank)))
+        b = jax.random.normal(keys[2], (size, rank)).astype(b_dtype)
         got = jax.jit(thin_pair)(dout, inner, b)
-        wide = (dout.astype(jnp.float32), b.astype(dtype).astype(jnp.float32), inner.astype(jnp.float32))
-        return got, dispatch.exactly(reference.thin_pair)(*wide)
+        exact = (dout.astype(jnp.float32), b.astype(dtype).astype(jnp.float32), inner.astype(jnp.float32))
+        return got, dispatch.exactly(reference.thin_pair)(*exact)
 
-    return dispatch.first_use("thin_pair", "triton", f"{dtype}, {b_dtype}, rank {rank}", compare)
+    kind = f"{dtype}, {b_dtype}, rank {rank}{', wide' if wide else ''}"
+    return dispatch.first_use("thin_pair", "triton", kind, compare)
 
 
 def thin_pair(dout, inner, b) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +84,7 @@ def thin_pair(dout, inner, b) -> tuple[jax.Array, jax.Array]:
 
     (tokens, out), rank = dout.shape, b.shape[1]
     width = max(16, 1 << (rank - 1).bit_length())
-    shape = tile(width)
+    shape = tile(width, out)
     tiles, blocks = -(-tokens // shape.rows), -(-out // shape.columns)
     ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // blocks))
     steps = -(-tiles // ranges)

@@ -332,9 +332,10 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
             "  it is the smallest plan, over what is left when the allocator loses as much as it may: it may fit"
         )
     if parts.has_experts:
-        share = product_time(device).experts
+        fit = product_time(device)
         lines.append(
-            f"  experts are taken to run at {share:.0%} of the speed of dense products, as measured on an H200"
+            f"  experts are taken to run at {fit.experts_forward:.0%} (forward) and {fit.experts_backward:.0%} "
+            "(backward) of the speed of dense products, as measured on an H200"
         )
     if device.host_note:
         lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")
