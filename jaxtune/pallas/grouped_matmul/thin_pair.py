@@ -15,15 +15,16 @@ import jax.numpy as jnp
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.grouped_matmul import mosaic, reference
 from jaxtune.pallas.grouped_matmul.layout import Groups, groups_of
-from jaxtune.pallas.thin_pair import triton
+from jaxtune.pallas.thin_pair.triton import Tile
 
-_LARGEST_RANK = 32  # larger ranks are not measured, and their sums write a share of the gradient that grows with them
-_PROGRAMS = 2  # for each multiprocessor, at least, where experts are divided: so many turns even out unequal experts
+# Its programs for each multiprocessor are the fewest to which the rows of few experts are divided.
+TILE = Tile(rows=64, columns=512, warps=4, stages=3, programs=2)
+_LARGEST_RANK = _WIDTH = 16  # larger ranks write more than an eighth of the gradient's bytes, and gain little
 
 
 def refusal(dout, b) -> str | None:
     """The reason why the kernel cannot compute a call, or None if it can. It needs a GPU that runs Triton kernels,
-    jax-triton, bfloat16 or float16, an output of a multiple of 8 numbers, and a rank of at most 32. It is also refused
+    jax-triton, bfloat16 or float16, an output of a multiple of 8 numbers, and a rank of at most 16. It is also refused
     if the check at first use on this GPU found that its results differ from those of plain JAX. dout: [rows, out]. b:
     [E, out, r]."""
     reason = compat.triton_refusal()
@@ -80,10 +81,8 @@ def thin_pair(dout, b, inner, groups: Groups) -> tuple[jax.Array, jax.Array]:
     from jaxtune.pallas.grouped_matmul import triton_kernels
 
     rows, (experts, out, rank) = len(dout), b.shape
-    width = max(16, 1 << (rank - 1).bit_length())
-    shape = triton.tile(width)
-    blocks = -(-out // shape.columns)
-    ranges = -(-dispatch.multiprocessors() * _PROGRAMS * shape.programs // (blocks * experts))
+    blocks = -(-out // TILE.columns)
+    ranges = -(-dispatch.multiprocessors() * TILE.programs // (blocks * experts))
     dinner, db = compat.triton_call(
         triton_kernels.thin_pair_kernel,
         (dout, b, inner, jnp.argsort(-groups.sizes), groups.starts(), groups.sizes),
@@ -92,16 +91,16 @@ def thin_pair(dout, b, inner, groups: Groups) -> tuple[jax.Array, jax.Array]:
             jax.ShapeDtypeStruct((ranges, experts, out, rank), jnp.float32),
         ],
         (blocks, experts * ranges),
-        warps=shape.warps,
-        stages=shape.stages,
+        warps=TILE.warps,
+        stages=TILE.stages,
         ROWS=rows,
         EXPERTS=experts,
         OUT=out,
         RANK=rank,
         INNER=inner.shape[1],
-        WIDTH=width,
-        BLOCK=shape.rows,
-        COLUMNS=shape.columns,
+        WIDTH=_WIDTH,
+        BLOCK=TILE.rows,
+        COLUMNS=TILE.columns,
         RANGES=ranges,
     )
     # Rows without a token were not written: what is in them could be anything, also NaN.
