@@ -35,13 +35,13 @@ def random_model(
     key: jax.Array,
     load_in: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    table_on_host: bool = False,
+    tables_on_host: bool = False,
     on_host: bool = False,
 ) -> Decoder:
     """A bfloat16 model of the shape that a config.json states; load_in as in from_pretrained, or "mxfp4": the experts
-    alone are in MXFP4, with random codes, as gpt-oss is published. table_on_host: a table of per-layer embeddings is a
-    numpy array, as loading for a run with an adapter leaves it. on_host: all arrays are (for `in_one_piece`), so that
-    the device never has more than a layer, or the embedding and the head.
+    alone are in MXFP4, with random codes, as gpt-oss is published. tables_on_host: the tables of embeddings are numpy
+    arrays, as loading for a run with an adapter leaves them. on_host: all arrays are (for `in_one_piece`), so that the
+    device never has more than a layer, or the embedding and the head.
 
     One layer at a time is made and, where asked, encoded and divided over a mesh: its 16-bit weights are gone before
     the next one's exist. So a model fits whose 16-bit weights do not, and one that no device can hold alone. Embedding
@@ -60,7 +60,7 @@ def random_model(
     model.layers = nnx.List([])
     model.norm = norm_of(config, config.hidden_size, "bfloat16")
     if config.per_layer_size is not None:  # of all layers, and not of the one that the decoder was made with
-        model.per_layer = per_layer_inputs(config, jax.random.fold_in(key, 0), table_on_host)
+        model.per_layer = per_layer_inputs(config, jax.random.fold_in(key, 0), tables_on_host)
     if load_in:
         model = freeze(model)
 
@@ -90,6 +90,8 @@ def random_model(
         if module is not None:
             with jax.enable_x64(False):
                 module.weight.set_value(_drawn(own, module.weight.shape, config.initializer_range))
+    if tables_on_host and model.head is not None:
+        model.embedding.weight.set_value(np.asarray(model.embedding.weight.get_value()))
     model = nnx.merge(*placed(model))
     model.layers = nnx.List([nnx.merge(*layer) for layer in layers])
     if load_in and load_in != "mxfp4":
@@ -104,18 +106,19 @@ def _drawn(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
     return (jax.random.normal(key, shape, jnp.float32) * std).astype(jnp.bfloat16)
 
 
-def in_one_piece(model: Decoder, table_on_host: bool = False) -> Decoder:
-    """The model with its arrays put on the device one after the other, but for the table of per-layer embeddings with
-    table_on_host. Making them there left gaps between them, which loading does not leave, and a step's temporary
+def in_one_piece(model: Decoder, tables_on_host: bool = False) -> Decoder:
+    """The model with its arrays put on the device one after the other, but for the tables of embeddings with
+    tables_on_host. Making them there left gaps between them, which loading does not leave, and a step's temporary
     memory, one block, needs what they hold. Arrays that are on the device already are deleted."""
     graph, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
-    table = host_table.table_of(state) if table_on_host else None
+    tables = host_table.tables_of(state, model.tables if tables_on_host else ())
     numbers = [np.asarray(leaf) for leaf in leaves]
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
             leaf.delete()
-    placed = [leaf if leaf is table else jax.block_until_ready(jax.device_put(leaf)) for leaf in numbers]
+    stay = {id(table) for table in tables.values()}
+    placed = [leaf if id(leaf) in stay else jax.block_until_ready(jax.device_put(leaf)) for leaf in numbers]
     return nnx.merge(graph, jax.tree.unflatten(structure, placed))
 
 

@@ -58,6 +58,7 @@ def _residuals(record: dict) -> str:
     chosen = record["residuals"] if record["residuals"] in ("keep", "recompute", "fp8") else "mixed"
     what = f"planned for {budget:g} GB: {chosen}" if budget else chosen
     what += ", per-layer embeddings on the host" if record.get("per_layer_embeddings") == "host" else ""
+    what += ", embeddings on the host" if record.get("embeddings") == "host" else ""
     return what if parts == 1 else f"{what}, {parts} micro-batches"
 
 

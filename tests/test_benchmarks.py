@@ -1,5 +1,6 @@
 """The table maker refuses records that prove nothing; what the README and docs/measured.md show is what is stored."""
 
+import dataclasses
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from benchmarks.train import budgets, cards, compile_ahead, files, memory, mesh,
 from benchmarks.waits import Part
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import model_from_config, save_pretrained
+from jaxtune.models.placement import partition
 from jaxtune.train.config.file import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,6 +101,17 @@ def test_a_random_model_made_by_layers_is_the_one_made_at_once(load_in, on_host)
     made_state, wanted_state = nnx.state(made), nnx.state(wanted)
     assert jax.tree.structure(made_state) == jax.tree.structure(wanted_state)
     jax.tree.map(np.testing.assert_array_equal, made_state, wanted_state)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_random_model_may_have_its_embedding_on_the_host(on_host):
+    """As loading for a run with an adapter leaves it: the same numbers, which in_one_piece does not move either."""
+    made = random_model(SMALL, jax.random.key(3), "nf4", tables_on_host=True, on_host=on_host)
+    made = in_one_piece(made, tables_on_host=True)
+    kept = [leaf for leaf in jax.tree.leaves(nnx.state(made)) if isinstance(leaf, np.ndarray)]
+    assert len(kept) == 1 and kept[0] is made.embedding.weight.get_value()
+    wanted = random_model(SMALL, jax.random.key(3), "nf4")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(made), nnx.state(wanted))
 
 
 def test_a_start_says_where_its_time_went(tmp_path):
@@ -356,3 +369,24 @@ def test_a_copy_of_files_is_measured_and_removed(tmp_path):
     assert copied["bytes"] == 1 << 20 and copied["flushed_seconds"] >= copied["seconds"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert files.read_by_threads(tmp_path / "model", new_memory=True) > 0
+
+
+def test_a_step_is_timed_with_the_embedding_on_either_side(monkeypatch, tmp_path):
+    """On the host, each step's rows are looked up while the step before is computed. The losses are the same bits."""
+    monkeypatch.setitem(SHAPES, "small", SMALL | {"vocab_size": 512})
+    text = f"--shape small --load-in nf4 --rows 2 --length 32 --plan keep --steps 4 --cache {tmp_path}"
+    trainer_of, losses = step.make_trainer, []
+    for on_host in (True, False):
+
+        def make_trainer(options, model, on_host=on_host):
+            trainer = trainer_of(options, model)
+            plan = dataclasses.replace(trainer.planner.plan, table_on_host=on_host)
+            trainer.planner.adopt(plan.to_record() | partition.MeshShape.of(trainer.mesh).to_record())
+            trainer.engine.follow_plan()
+            return trainer
+
+        monkeypatch.setattr(step, "make_trainer", make_trainer)
+        record = step.measure(step.arguments().parse_args(text.split()))
+        assert honest(record) is None and record.get("embeddings") == ("host" if on_host else None)
+        losses.append(record["losses"])
+    assert losses[0] == losses[1]

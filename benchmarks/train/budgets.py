@@ -173,6 +173,7 @@ class Ahead:
                 {
                     "residuals": residuals_text(found.plan.residuals),
                     "micro_batches": found.plan.micro_batches,
+                    "embeddings": "host" if found.plan.table_on_host else "device",
                     "optimizer_states": "host" if found.plan.states_on_host else "device",
                     "predicted_gb": found.peak_bytes / 1e9,
                     "compiled_gb": need / 1e9,

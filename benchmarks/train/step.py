@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
@@ -140,9 +141,9 @@ def make_trainer(options, model) -> Trainer:
 def build(options) -> Trainer:
     """The trainer of a random model."""
     mesh = None if options.fsdp == 1 else partition.make_mesh(options.data, options.fsdp)
-    words, table_on_host = precision_map(options), bool(options.rank) and mesh is None
+    words, tables_on_host = precision_map(options), bool(options.rank) and mesh is None
     load_in, in_budget = None if words else options.load_in, bool(options.budget_gb) and mesh is None
-    model = random_model(SHAPES[options.shape], jax.random.key(0), load_in, mesh, table_on_host, in_budget)
+    model = random_model(SHAPES[options.shape], jax.random.key(0), load_in, mesh, tables_on_host, in_budget)
     if words:
         model = stored_as(model, words, options.load_in)
     if options.scales == "blocks":
@@ -150,7 +151,7 @@ def build(options) -> Trainer:
     if options.compute == "fp8":
         model = compute_in_fp8(model)
     if in_budget:
-        model = in_one_piece(model, table_on_host)
+        model = in_one_piece(model, tables_on_host)
     adapter = adapter_config(options)
     if adapter is not None:
         model = jaxtune.get_peft_model(model, **adapter.settings)
@@ -182,6 +183,32 @@ def rate(arrivals: list[float]) -> float:
     """Seconds between losses, the median slope of all pairs (Theil-Sen): the host sees single ones early or late."""
     pairs = itertools.combinations(enumerate(arrivals), 2)
     return statistics.median((late - early) / (j - i) for (i, early), (j, late) in pairs)
+
+
+class Rows:
+    """The rows of the steps that are timed: those of two steps, loaded before them; or, with tables of embeddings on
+    the host, each step's own, which a thread loads while the step before is computed, as in a run."""
+
+    def __init__(self, engine):
+        loaded = [engine.load_step(step) for step in range(2)]
+        self.counts = [counts for _, counts in loaded]
+        self._engine, self._pool = engine, ThreadPoolExecutor(1)
+        self._loaded = None if engine.tables else [parts for parts, _ in loaded]
+        self._next: Future | None = None
+
+    def of(self, number: int):
+        if self._loaded is not None:
+            return self._loaded[number % 2]
+        if self._next is None:
+            self.dispatched(number - 1)
+        assert self._next is not None
+        (parts, _), self._next = self._next.result(), None
+        return parts
+
+    def dispatched(self, number: int) -> None:
+        """The device computes this step, and has finished the one before."""
+        if self._loaded is None:
+            self._next = self._pool.submit(self._engine.load_step, (number + 1) % 2)
 
 
 def profiled(folder: str, step, state, sums) -> None:
@@ -219,13 +246,13 @@ def measure(options) -> dict:
     state, sums, frozen = trainer.model.first_state(trainer.engine)
     trainer.fill_references((trainer.train_data,), state, frozen)
     trainer.model.release()  # as the command does
-    parts, _ = trainer.engine.load_step(0)
+    parts = trainer.engine.load_step(0)[0]
     programs, sums = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
     sums = trainer.engine.zero_sums(state)  # the step itself is timed with the others
-    loaded = [trainer.engine.load_step(step) for step in range(2)]
+    parts, rows = None, Rows(trainer.engine)
 
     def step(number, state, sums):
-        return programs.update(state, trainer.engine.accumulate(programs, sums, state, frozen, loaded[number % 2][0]))
+        return programs.update(state, trainer.engine.accumulate(programs, sums, state, frozen, rows.of(number)))
 
     losses, norms, arrivals = [], [], []
     for number in range(3):
@@ -241,12 +268,12 @@ def measure(options) -> dict:
                 float(waiting)
                 arrivals.append(time.perf_counter() - begun)
             waiting = latest["loss"]
+            rows.dispatched(number)
     float(waiting)
     if options.profile:  # which slows a step
         profiled(options.profile, step, state, sums)
     step_seconds = rate(arrivals)
-    counts = [c for _, c in loaded]
-    flops = statistics.mean(trainer.flops(c["lengths"]) for c in counts)
+    flops = statistics.mean(trainer.flops(counts["lengths"]) for counts in rows.counts)
     peak_flops = device_peak_flops(jax.devices()[0].device_kind)  # of one device
     slots = options.rows * options.length
     planner = trainer.planner

@@ -6,7 +6,7 @@ training, and `_on_any_mesh` lets Decoder's methods run on a mesh of several dev
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.per_layer import PER_LAYER, PerLayerInputs
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import norm_of
-from jaxtune.models.placement import gathers, partition
+from jaxtune.models.placement import gathers, host_table, partition
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import run_stack
@@ -216,13 +216,28 @@ class Decoder(nnx.Module):
         teacher by it."""
         return None if self.source is None else self.source.path
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
+    @property
+    def tables(self) -> dict[str, nnx.Variable]:
+        """{"embedding", "per_layer": weight [vocabulary, size]} of the tables of which a pass reads the rows of its
+        tokens and nothing else: the token embedding, unless the head is tied to it, and the table of per-layer
+        embeddings, if there is one. A run may have them on the host (placement/host_table.py)."""
+        found = {} if self.head is None else {"embedding": self.embedding.weight}
+        return found if self.per_layer is None else {**found, "per_layer": self.per_layer.weight}
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether any of `tables` has no rows, because a run has it on the host, so that `run` must be given the rows
+        of its tokens. A run asks it before each forward pass, and passes the batch's rows only then."""
+        return any(map(host_table.has_no_rows, self.tables.values()))
+
+    def embed(self, tokens: jax.Array, rows: jax.Array | None = None) -> jax.Array:
         """tokens int32[B, T] -> their embeddings [B, T, hidden] in the compute dtype (`dtype`), multiplied by
         config.embedding_scale. `run` and generation call it. Ids outside the vocabulary raise no error here; they are
-        refused where data is prepared."""
+        refused where data is prepared. rows: [B, T, hidden], the tokens' rows of the embedding's weight, for a model
+        whose embedding is on the host; None: they are looked up, and ValueError is raised if it is there."""
         with jax.named_scope("embed"):
             # Ids outside the vocabulary are refused where data is prepared; XLA would clamp them without an error.
-            x = gathers.rows_of(self.embedding.weight, tokens, _rows).astype(self.dtype)
+            x = host_table.rows_of("embedding", self.embedding.weight, tokens, _rows, rows).astype(self.dtype)
             if self.config.embedding_scale != 1.0:
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
             return x
@@ -295,7 +310,7 @@ class Decoder(nnx.Module):
         gradient_sums: Any = None,
         aux: tuple[str, ...] = (),
         noise: tuple[jax.Array, float] | None = None,
-        per_layer_rows: jax.Array | None = None,
+        table_rows: Mapping[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Runs the model without its head: tokens int32[B, T] -> (hidden states, auxiliary values). Training calls it,
         and computes the loss from the hidden states.
@@ -313,8 +328,8 @@ class Decoder(nnx.Module):
           aux: names of values that layers compute beside their outputs and that are returned too, such as
             "router_sums", the sums for the experts' load-balancing loss.
           noise: (key, alpha) of NEFTune's noise on the embeddings in training (noised); None: no noise.
-          per_layer_rows: [B, T, layers * size], the tokens' rows of the table of per-layer embeddings, where a run has
-            the table on the host; None: they are looked up in the model's table.
+          table_rows: {name in `tables`: [B, T, size], the tokens' rows} of the tables that a run has on the host; None:
+            all rows are looked up in the model's tables.
 
         Returns:
           ([B, T, hidden] after the final norm, in the compute dtype; {name: sum over the layers} of the values `aux`
@@ -322,16 +337,17 @@ class Decoder(nnx.Module):
 
         Raises:
           ValueError: a plan that does not fit the layers or the rows, or a name in `aux` that no layer has (run_stack);
-            a table on the host without per_layer_rows.
+            a table on the host of which table_rows has no rows.
         """
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)
-        x = self.embed(tokens)
+        table_rows = table_rows or {}
+        x = self.embed(tokens, table_rows.get("embedding"))
         if noise is not None:
             with jax.named_scope("embed"):
                 x = noised(x, layout, *noise)
         own_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
-        given = self.given(tokens, x, own_key, per_layer_rows)
+        given = self.given(tokens, x, own_key, table_rows.get("per_layer"))
         layers = self.layers, self.config.layers
         x, values = run_stack(*layers, x, layout, plan, dropout_key, gradient_sums, aux, given)
         with jax.named_scope("final_norm"):

@@ -175,14 +175,14 @@ class Pretrained:
         It sets the model's source, digests and QAT grid.
 
         Args:
-          cancelled: once another thread sets it, the load ends early with a CancelledError; None: it cannot be
-            cancelled.
+          cancelled: once another thread sets it, the load ends early with a CancelledError; None: none does.
           mesh: the devices over which the model is divided, as `partition.shardings` says; neither the host nor a
             device ever has the whole of a divided tensor, unless it is quantised. None: the default device has it all.
-          stay: Hugging Face names of tensors that stay in host memory, as numpy arrays; a run moves them.
+          stay: Hugging Face names of tensors that stay in host memory, as numpy arrays; not those stored quantised.
         Raises:
           ValueError: numbers that are not finite; without a mesh, weights larger than the first device's free memory.
         """
+        stay = [name for name in stay if not isinstance(self._entries.get(name), StoredEntry)]
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
             nf4 = None if self.packed or how == "nf4" else self.device_bytes("nf4", stay)

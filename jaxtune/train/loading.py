@@ -26,7 +26,7 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 from jaxtune.train.planning import cost
-from jaxtune.train.planning.host_table import TABLE, may_be_on_host
+from jaxtune.train.planning.host_table import left_on_host
 from jaxtune.train.planning.meshes import mesh_of
 
 
@@ -35,12 +35,12 @@ def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
     and the tokenizer: (model with its arrays, tokenizer). It waits until the weights are loaded. `jaxtune evaluate` and
     `jaxtune sensitivity` call it; a run uses `loading`, and the other commands load models by other means. Raises
     ValueError as `loading` does, and if the weights or the adapter cannot be loaded."""
-    with loading(config) as (weights, tokenizer, model):
+    with loading(config, trains=False) as (weights, tokenizer, model):
         return model if weights is None else weights.result(), tokenizer
 
 
 @contextlib.contextmanager
-def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
+def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
     """A context that loads the model with its adapter, and the tokenizer, that a config asks for. It gives (weights,
     tokenizer, model). The train command uses it, also for --check and --plan, and so does `load_model`. In a
     distillation the teacher that the config names is attached to the model, unless its log-probabilities are stored
@@ -50,7 +50,8 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     the model, and `model` has jax.ShapeDtypeStruct in place of its arrays.
     In three cases `weights` is None, and `model` has its arrays: the model is made from a config with random weights;
     its adapter comes from a file; its checkpoint or its teacher's stores quantised weights, whose shapes only its bytes
-    show.
+    show. The tables of embeddings that a plan may have on the host are left there (left_on_host), unless no step is
+    made (trains=False), because only plans of steps have them there.
 
     Leaving the context cancels the loading that is in progress. Raises ValueError on entering if there is no tokenizer,
     if the teacher's gives a token another id, or if a checkpoint cannot be opened or, in these three cases, loaded;
@@ -81,7 +82,7 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     def load() -> Decoder:
         """Loads and returns the model with its weights, its adapter and its teacher; it runs in the thread, or at once
         if the shapes are not known without it."""
-        stay = [TABLE] if mesh is None and may_be_on_host(config) else []
+        stay = left_on_host(config, pretrained.config.tie_embeddings) if trains and mesh is None else []
         model = adapted(pretrained.load(cancelled, mesh, stay), config)
         return with_teacher(model, load_teacher(teacher, cancelled, mesh))
 

@@ -124,16 +124,25 @@ class _StepRows:
     def of(self, step: int, state: TrainState) -> LoadedStep:
         """Returns (the micro-batches of a step on the devices, facts about them such as the number of tokens), as
         Engine.load_step does. The thread then begins to load the next step, except for a source that samples answers
-        from the model (`sees_model`), whose rows are made here. step: from 0; one that is not the next is loaded in the
-        call. state: the state before the step, from which such a source gets its model."""
+        from the model (`sees_model`), whose rows are made here, and with tables of embeddings on the host
+        (`dispatched`). step: from 0; one that is not the next is loaded in the call. state: the state before the step,
+        from which such a source gets its model."""
         if self._engine.batches.sees_model:
             return self._engine.load_step(step, lambda: self._model(state))
         if self._loading is None or self._loading[0] != step:
             self.load(step)
         assert self._loading is not None
-        loaded = self._loading[1].result()
-        self.load(step + 1)
+        loaded, self._loading = self._loading[1].result(), None
+        if not self._engine.tables:
+            self.load(step + 1)
         return loaded
+
+    def dispatched(self, step: int) -> None:
+        """Begins to load the step after `step` if rows of tables of embeddings are copied with it: called when the
+        device has finished the step before and computes `step`, it then has the rows of two steps. Other rows are few,
+        and are loaded a step earlier."""
+        if self._engine.tables and self._loading is None:
+            self.load(step + 1)
 
     def load(self, step: int) -> None:
         """Begins to load a step (from 0) in the thread, even if it was loaded before, in micro-batches of another plan.
@@ -183,7 +192,6 @@ class Run:
         if memory runs out in the first step. state, sums (zeros): donated. frozen: what does not train. Raises
         TrainingInterrupted after a signal, ValueError (TrainingStopped if a guard stops, or of memory or a save)."""
         engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
-        profile = self.profile
 
         def at(step: int) -> Programs:
             return engine.at(programs, step)
@@ -212,7 +220,7 @@ class Run:
             for step in range(start, self.total_steps):
                 with monitor.data_wait(), self._saved_at_an_error(done, state):
                     parts, counts = rows.of(step, state)
-                if profile.steps and step - start == profile.start:
+                if self.profile.steps and step - start == self.profile.start:
                     with monitor.pause("profile", step):
                         m.decorate("the profile", lambda: trace.enter_context(self._capture(at(step))))  # noqa: B023
                     tracing = True
@@ -230,10 +238,11 @@ class Run:
                     state, sums, latest = programs.update(state, sums)
                 done = step + 1
                 monitor.step_dispatched(step, latest, counts)
+                rows.dispatched(step)
                 for text in engine.batches.news():
                     progress.print(text)
                 stopped = self._between(done, evaluate, saver, state)
-                if tracing and (step - start == profile.start + profile.steps - 1 or done == self.total_steps):
+                if tracing and (done - start == self.profile.start + self.profile.steps or done == self.total_steps):
                     with monitor.pause("profile", done):
                         m.decorate("the profile", trace.close)
                     tracing = False

@@ -67,7 +67,7 @@ from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.program.programs import Engine, Programs
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
 from jaxtune.train.program.tensors import trainable_names
-from jaxtune.train.program.trained_model import TrainedModel
+from jaxtune.train.program.trained_model import TrainedModel, with_embedding_on_device
 from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
 from jaxtune.train.signals import StopSignal
 
@@ -248,7 +248,7 @@ class Trainer:
                     delivery.finish(trained, self._same_run(), start < self.total_steps)
             if processes.first():
                 m.decorate("loss.png", lambda: m.loss_plot(self.output, self.objective.unit))
-        return trained
+        return with_embedding_on_device(trained)
 
     def _watched(self) -> Watched:
         """What the Monitor reads of this run to log, show and check the metrics of its steps: each field of Watched,

@@ -46,7 +46,7 @@ from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.host_states import NO_STATES
-from jaxtune.train.planning.host_table import NO_TABLE, TABLE
+from jaxtune.train.planning.host_table import NO_TABLE, TABLES
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.trainer import Trainer
@@ -54,6 +54,7 @@ from tests.train.data.conftest import make_tokenizer
 from tests.train.test_preference import pair_set, pairs
 from tests.train.tiny_runs import assert_same, dataset, documents, make_config
 
+TABLE = TABLES["per_layer"]
 TRAIN, HELD_OUT = documents(16, seed=1), documents(6, seed=2)
 HF = CONFIGS["gemma4_shared"]
 
@@ -91,20 +92,21 @@ def test_an_adapter_on_keys_that_a_layer_does_not_use_is_named(tmp_path):
 FEW = HF | {"num_hidden_layers": 2, "layer_types": HF["layer_types"][:2], "num_kv_shared_layers": 0}
 
 
-def hosted_model(dtype="float32"):
-    """Of two layers, with an adapter that is not at its start, and with the table where loading for a run leaves it."""
-    model = adapted_model(model_from_config(FEW, jax.random.key(0), dtype), r=4, lora_alpha=8)
-    table = model.per_layer.weight
-    table.set_value(np.asarray(table.get_value()))
+def hosted_model(dtype="float32", hf=FEW, **adapter):
+    """Of two layers, with an adapter that is not at its start, and with the tables where loading for a run leaves
+    them."""
+    model = adapted_model(model_from_config(hf, jax.random.key(0), dtype), r=4, lora_alpha=8, **adapter)
+    for table in model.tables.values():
+        table.set_value(np.asarray(table.get_value()))
     return model
 
 
-def trainer_of(output, on_host: bool, rows=None, loads=False, **changes) -> Trainer:
-    """A run of which the plan has the table on the host, or on the device. loads: its weights come after the plan."""
+def trainer_of(output, on_host: bool, rows=None, loads=False, model=None, **changes) -> Trainer:
+    """A run of which the plan has the tables on the host, or on the device. loads: its weights come after the plan."""
     settings = dict(adapter=AdapterConfig(r=4, lora_alpha=8), micro_batches=2, steps=4, precision="bf16")
     config = make_config(output, **(settings | changes))
     rows = rows or (dataset(TRAIN), dataset(HELD_OUT))
-    model, weights = hosted_model("bfloat16"), None
+    model, weights = model or hosted_model("bfloat16"), None
     if loads:
         weights = Future()
         weights.set_result(model)
@@ -153,7 +155,7 @@ def test_a_run_with_the_table_on_the_host_is_the_same_run(runs):
     (hosted, on_device), models, _ = runs
     tables = [model.per_layer.weight.get_value() for model in models]
     assert [isinstance(table, np.ndarray) for table in tables] == [True, False]
-    assert hosted.engine.table is tables[0] and on_device.engine.table is None
+    assert hosted.engine.tables["per_layer"] is tables[0] and on_device.engine.tables == {}
     frozen = [trainer.model.placed_frozen(trainer.engine)["per_layer"]["weight"].shape for trainer in runs[0]]
     assert frozen == [(0, 48), (160, 48)]
     (line,) = [line for line in hosted.planner.lines() if "per-layer" in line]
@@ -203,8 +205,9 @@ def test_a_preference_run_and_its_reference(tmp_path):
 
 
 def test_a_pass_without_the_rows_is_refused():
-    graph, state = nnx.split(hosted_model())
-    model = nnx.merge(graph, host_table.without_table(state))
+    model = hosted_model()
+    graph, state = nnx.split(model)
+    model = nnx.merge(graph, host_table.without_rows(state, host_table.tables_of(state, model.tables)))
     with pytest.raises(ValueError, match="the table of per-layer embeddings is on the host: this pass must be given"):
         model(jnp.asarray([[1, 5, 9]]))
 
@@ -248,17 +251,19 @@ def chosen(budget, load_in=None, parts=None):
 
 def test_the_plan_has_the_table_on_the_host_if_that_is_faster():
     ample, short = chosen(None), chosen(22e9)
-    assert not ample.plan.table_on_host and "per_layer_embeddings" not in ample.plan.to_record()
+    assert not ample.plan.table_on_host and "embeddings" not in ample.plan.to_record()
     assert short.plan.table_on_host and short.peak_bytes <= 22e9
     parts = step_cost(*e4b())
     assert parts.table.bytes == 262_144 * 42 * 256 * 2
     there = chosen(22e9, parts=dataclasses.replace(parts, table=NO_TABLE))
     assert there.step_seconds > short.step_seconds
     record = json.loads(json.dumps(short.plan.to_record()))
-    assert record["per_layer_embeddings"] == "host"
+    assert record["embeddings"] == "host"
+    assert StepPlan.from_record(record, parts.num_layers, parts.known) == short.plan
+    record["per_layer_embeddings"] = record.pop("embeddings")  # as older versions wrote it
     assert StepPlan.from_record(record, parts.num_layers, parts.known) == short.plan
     rows = 2 * 8 * 2048 * 42 * 256 * 2  # of two steps
-    assert short.parts["rows of the per-layer embeddings"] == rows
+    assert short.parts["rows of embeddings on the host"] == rows
     assert ample.parts["frozen weights"] - short.parts["frozen weights"] == parts.table.bytes
 
 
@@ -327,7 +332,7 @@ def test_the_command_trains_with_the_table_on_the_host(tmp_path, monkeypatch):
     tables, place = [], Engine.place
 
     def placing(engine, *arguments):
-        tables.append(engine.table)
+        tables.append(engine.tables.get("per_layer"))
         return place(engine, *arguments)
 
     monkeypatch.setattr(Engine, "place", placing)

@@ -40,6 +40,7 @@ from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.planning.forecasts import forecast, head_forecast
 from jaxtune.train.planning.forward import forward_bytes
 from jaxtune.train.planning.host_room import beside_states, saved_bytes, trained_bytes
+from jaxtune.train.planning.host_table import NO_TABLE
 from jaxtune.train.planning.layer_forecasts import layer_forecast
 from jaxtune.train.planning.layer_plans import layer_plans
 from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
@@ -150,15 +151,18 @@ def test_experts_count_as_a_token_meets_them():
     rank = 16 * parts.num_layers
     attention = rank * ((2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048))
     assert parts.trained == attention + 128 * rank * ((2048 + 1536) + (768 + 2048))
-    # In 16 bits, with 16 ranks in the room of 64, once for both directions where every residual is kept.
-    assert parts.shared_bytes == 2 * 48 * 128 * 64 * ((2048 + 1536) + (768 + 2048))
+    # In 16 bits, with 16 ranks in the room of 64, once for both directions where every residual is kept; then also the
+    # low-rank inputs of both matrices' rows, of which as good as a tile an expert may be empty.
+    assert parts.shared_bytes == 2 * 48 * 128 * 64 * ((2048 + 1536) + (768 + 2048) + 2 * 127)
+    assert parts.shared_token_bytes == 2 * 48 * 64 * 2 * 8
+    shared = parts.shared_in(8 * 2048)
     one = dataclasses.replace(config, micro_batches=1)
     keeps = choose(parts, one, H200, 140e9)
-    assert residuals_text(keeps.plan.residuals) == "keep" and parts.shared_bytes in keeps.parts.values()
-    for budget in (keeps.peak_bytes - 1, keeps.peak_bytes - parts.shared_bytes):  # others share nothing
+    assert residuals_text(keeps.plan.residuals) == "keep" and shared in keeps.parts.values()
+    for budget in (keeps.peak_bytes - 1, keeps.peak_bytes - shared):  # others share nothing
         less = choose(parts, one, H200, budget)
         assert residuals_text(less.plan.residuals) != "keep" and less.peak_bytes <= budget
-        assert parts.shared_bytes not in less.parts.values()
+        assert shared not in less.parts.values()
     # Small micro-batches pay for empty rows: half a tile an expert.
     (work,) = (segment.work for segment in parts.segments if segment.name == "expand")
     assert work.empty_flops == work.flops / 8 * 128 * 64
@@ -417,7 +421,7 @@ def test_when_nothing_fits_three_settings_that_would(parts_8b):
     config = config_8b(model=ModelConfig(path="a shape"))
     with pytest.raises(PlanError, match="no plan fits: the smallest needs") as error:
         choose(step_cost(abstract_model(SHAPE, config), config), config, H200, 12e9)
-    assert str(error.value).count(" GB;") == 2 and "frozen weights 16.06 GB" in str(error.value)
+    assert str(error.value).count(" GB;") == 2 and "frozen weights 15.01 GB" in str(error.value)
     found = fitting.fitting_settings(SHAPE, config, H200, 12e9)
     assert len(found) == 2 and found[0] == "model.load_in=nf4"
     tight = fitting.fitting_settings(SHAPE, config_8b(), H200, 7.2e9)
@@ -502,10 +506,11 @@ def test_the_host_of_a_device_that_is_not_here(monkeypatch, tmp_path):
 
 def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
     def said(device):
-        best = choose(parts_8b, config_8b(), device, 11e9)
+        parts = dataclasses.replace(parts_8b, table=NO_TABLE)  # so that the plan offloads little enough for the card
+        best = choose(parts, config_8b(), device, 11e9)
         assert best.host_bytes > 10e9
         console = terminal.console(file=io.StringIO(), width=80, soft_wrap=True)
-        report.plan_elsewhere(best, parts_8b, device, 11e9, 1024, console)
+        report.plan_elsewhere(best, parts, device, 11e9, 1024, console)
         return console.file.getvalue()
 
     card = find_device("RTX 4070", host_gb=256)
@@ -557,7 +562,7 @@ def test_the_time_to_finish_and_its_price():
 def test_a_plan_of_a_model_with_experts(capsys):
     assert cli.main(["train", "gpt-oss-20b-qlora", "--plan", "plan.device=RTX 4090"]) == 0
     text = capsys.readouterr().out
-    for words in ("gate_up", "choice", "experts are taken to run at 75% of the speed"):
+    for words in ("gate_up", "choice", "experts are taken to run at 100% (forward) and 68% (backward) of the speed"):
         assert words in text, words
 
 

@@ -308,7 +308,8 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
 def _has_room(model: Decoder) -> bool:
     """Whether the model is on one device, of which as much memory is free that the logits of a merge can be verified
     while tensors are written: for that each takes about as much as merge_bytes says."""
-    device = next(leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array)).devices().pop()
+    leaf = next(leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array))
+    device = next(iter(leaf.devices()))  # the set is the sharding's own, so nothing is taken out of it
     memory = device.memory_stats()
     if _is_divided(model) or not memory:
         return False

@@ -11,15 +11,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.core import Tracer
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import norm_of
-from jaxtune.models.placement import gathers
+from jaxtune.models.placement import host_table
 from jaxtune.pallas.gated import ACTIVATIONS
 
 PER_LAYER = "per_layer_input"  # the name of a layer's own value among what it takes
@@ -119,7 +117,7 @@ class PerLayerInputs(nnx.Module):
     one layer, is the same for all layers. The module is called with the tokens, x, the function (table, tokens) -> rows
     that looks up rows of the table, the key of dropout, and rows [B, T, layers * size] that were looked up already, or
     None; it returns one array [B, T, size] for each layer. A training run may have the table on the host
-    (placement/host_table.py); `needs_rows` then says that the module must be given the rows.
+    (placement/host_table.py), and then gives the rows.
 
     Args:
       config: gives the sizes: num_layers, hidden_size, per_layer_size and per_layer_vocab_size.
@@ -140,13 +138,6 @@ class PerLayerInputs(nnx.Module):
         self.projection.weight = nnx.Param(self.projection.weight.get_value())
         self.norm = norm_of(config, self.size, dtype)
 
-    @property
-    def needs_rows(self) -> bool:
-        """Whether the table here has no rows, because a run has it on the host, so that each call must be given the
-        rows of its tokens; a call without them raises ValueError. A run asks it before each forward pass, and passes
-        the batch's rows only then."""
-        return self.weight.shape[0] == 0
-
     def __call__(
         self,
         tokens: jax.Array,
@@ -165,10 +156,9 @@ class PerLayerInputs(nnx.Module):
           key: draws the dropout mask of the projection's adapter; None: no dropout.
           rows: [B, T, layers * size], the rows of the table for these tokens; None: they are looked up.
         Raises:
-          ValueError: the table is on the host (needs_rows), and no rows are given.
+          ValueError: the table is on the host, and no rows are given (host_table.rows_of).
         """
-        if rows is None:
-            rows = self._looked_up(tokens, take)
+        rows = host_table.rows_of("per_layer", self.weight, tokens, take, rows)
         rows = rows.astype(x.dtype) * jnp.asarray(self.size**0.5, x.dtype)
         projected = self.projection(x, key)
         projected = (projected.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)
@@ -176,16 +166,3 @@ class PerLayerInputs(nnx.Module):
         both = self.norm(projected.reshape(by_layer)) + rows.reshape(by_layer)
         both = (both.astype(jnp.float32) * 2.0**-0.5).astype(x.dtype)
         return [both[:, :, index] for index in range(self.layers)]
-
-    def _looked_up(self, tokens: jax.Array, take) -> jax.Array:
-        """The rows [B, T, layers * size] of the table for the tokens int32[B, T], by the function `take` of a call, in
-        the table's dtype. Of a table in host memory that is not an argument of a program (a NumPy array, such as that
-        of a model that a run has returned), the host looks them up without `take`, so that the device never has the
-        whole table; in a traced call, where the tokens are not known, the table becomes a constant of the program.
-        Raises ValueError if the table here has no rows (needs_rows)."""
-        table = self.weight.get_value()
-        if self.needs_rows:
-            raise ValueError("the table of per-layer embeddings is on the host: this pass must be given its rows")
-        if isinstance(table, np.ndarray) and not isinstance(tokens, Tracer):
-            return jnp.asarray(table[np.asarray(tokens)])
-        return gathers.rows_of(self.weight, tokens, take)

@@ -46,9 +46,9 @@ class Batch:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further arrays `[rows, ...]` by name, which the objective needs, such as the labels of pairs; {} if it needs
     none."""
-    per_layer: np.ndarray | jax.Array | jax.ShapeDtypeStruct | None = None
-    """`[rows, length, layers * size]`: the tokens' rows of the model's table of per-layer embeddings, if the run's plan
-    has that table on the host; else None. `Engine.place` fills it in, and sources leave it None."""
+    table_rows: dict[str, np.ndarray | jax.Array | jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    """`[rows, length, size]` by name: the tokens' rows of the model's tables of embeddings (Decoder.tables) that the
+    run's plan has on the host; else {}. `Engine.place` fills it in, and sources leave it empty."""
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:

@@ -26,6 +26,7 @@ from jaxtune.models.components import followed
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import not_quantized, parameters, qat_spec
+from jaxtune.models.placement.host_table import TITLES
 from jaxtune.models.precision import DTYPES
 from jaxtune.models.residual_plan import Placement
 from jaxtune.system.invocation import spelled
@@ -281,15 +282,15 @@ _PLACEMENTS: dict[Placement, str] = {
 
 def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
     """A plan in words, a line each, which Planner.lines and --plan show: the placement of each residual, with its bytes
-    on a device in a micro-batch and what it costs, the predicted peak and speed; and, where they apply, the table of
-    per-layer embeddings, optimizer states on the host, what is sent between devices, that the plan may not fit, the
+    on a device in a micro-batch and what it costs, the predicted peak and speed; and, where they apply, the
+    tables of embeddings and optimizer states on the host, what is sent between devices, that the plan may not fit, the
     speed of experts, and (Device.host_note) the host's memory, if a container or job is limited to a part of it or the
     device is of another machine.
 
     Args:
       forecast: the plan, with the memory and the times that are predicted for it.
       parts: the sizes of the step's work and memory (rows, length, residuals) from which the forecast was made.
-      device: the device; for a CPU only the first line and that of the table are given, because its rates are unknown.
+      device: the device; for a CPU only the first line and that of the tables are given, because its rates are unknown.
       budget_bytes: the bytes of device memory that a step may take; None: no limit.
     """
     plan = forecast.plan
@@ -343,13 +344,15 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
 
 
 def _table_lines(parts: StepCost) -> list[str]:
-    """A line on the table of per-layer embeddings if the plan has it on the host, or if it trains and therefore stays
-    on the device; [] otherwise. `plan_lines` contains it. parts: the step's costs under the plan."""
+    """A line on the tables of embeddings if the plan has them on the host, or on that of per-layer embeddings if it
+    trains and therefore stays on the device; [] otherwise. `plan_lines` contains it. parts: the step's costs under the
+    plan."""
     if parts.table_on_host:
-        rows = parts.rows * parts.length * parts.table.row_bytes
+        rows, names = parts.rows * parts.length * parts.table.row_bytes, parts.table.names
         return [
-            f"  table of per-layer embeddings on the host ({parts.table.bytes / 1e9:.2f} GB); its rows of each batch "
-            f"are copied to the device beside its work ({rows / 1e9:.2f} GB a step)"
+            f"  {' and '.join(TITLES[name] for name in names)} on the host ({parts.table.bytes / 1e9:.2f} GB); "
+            f"{'its' if len(names) == 1 else 'their'} rows of each batch are copied to the device beside its work "
+            f"({rows / 1e9:.2f} GB a step)"
         ]
     return ["  table of per-layer embeddings on the device: it is trained"] if parts.table.trains else []
 

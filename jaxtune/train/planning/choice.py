@@ -33,8 +33,8 @@ _TILE_TOKENS = 16384  # the MLPs of a long row run over at most this many tokens
 _PAIRS = 2**14
 CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 # By how many times a plan with the optimizer's states on the host must be faster. Forecasts are not exact, and a moved
-# state takes host memory and has to be copied back for every save.
-_WORTH_MOVING = 1.01
+# state takes host memory and has to be copied back for every save. Tables of embeddings only take host memory.
+_WORTH_MOVING, _TABLES_WORTH_MOVING = 1.01, 1.002
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
@@ -58,8 +58,9 @@ def choose(
     alike_bytes: float = math.inf,
 ) -> Forecast:
     """The forecast of the fastest plan whose predicted peak is within `budget_bytes`; of equally fast plans (to 0.1 ms)
-    one with the table of per-layer embeddings on the device, and of these the one with the lowest peak. A plan with the
-    optimizer's states on the host must be faster than all others by 1 %, unless it alone fits.
+    one with the tables of embeddings on the device, and of these the one with the lowest peak. A plan with the
+    optimizer's states on the host must be faster than all others by 1 %, and one with the tables there by 0.2 %, unless
+    such plans alone fit.
 
     What config.memory.plan and config.micro_batches set is not changed. Plans that are searched for also respect the
     host memory that the device may pin; that of config.memory.plan is not checked against it. `next_plan` calls it
@@ -90,7 +91,7 @@ def choose(
 
     @functools.cache
     def layers_of(micro: int, tile: int | None) -> tuple[LayerPlans, LayerForecast]:
-        """The layer plans, which are the same wherever the table and the states are."""
+        """The layer plans, which are the same wherever the tables and the states are."""
         return _best_layers(parts, tokens_of(parts, micro), device, tile)
 
     for placed in places(parts, device):
@@ -99,7 +100,7 @@ def choose(
 
     def limit(plan: StepPlan) -> float:
         """The device memory that a plan may take."""
-        run = plan.micro_batches, plan.residuals.tile_tokens, plan.places
+        run = plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host
         return min(budget, alike_bytes) if any(_run_alike(one, *run) for one in unlike) else budget
 
     fitting = [one for one in found if one.peak_bytes <= limit(one.plan) and not _related(parts, one.plan, unlike)]
@@ -107,8 +108,9 @@ def choose(
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
 
     def order(one: Forecast) -> tuple[float, bool, float]:
-        """What is compared: seconds, the place of the table, bytes."""
+        """What is compared: seconds, longer where something must be worth moving, the tables' place, and bytes."""
         seconds = one.step_seconds * (_WORTH_MOVING if one.plan.states_on_host else 1.0)
+        seconds *= _TABLES_WORTH_MOVING if one.plan.table_on_host else 1.0
         return round(seconds, 4), one.plan.table_on_host, one.peak_bytes
 
     return min(fitting, key=order)
@@ -128,7 +130,7 @@ def _candidates(
     """The forecasts of the plans among which `choose` chooses; some may not fit.
 
     Args:
-      parts: the step's costs, with the table of per-layer embeddings and the optimizer's states in one place.
+      parts: the step's costs, with the tables of embeddings and the optimizer's states in one place.
       config: the run's; what its memory.plan and micro_batches set is not changed.
       device: the device, with the host memory that residuals may take.
       budget: bytes of its memory, infinite if nothing limits them.
@@ -153,8 +155,8 @@ def _candidates(
             for tile in dict.fromkeys((None, tile_tokens_of(parts, config))):
                 table = layers_of(micro, tile)
                 for whole in _residents(parts, resident):
-                    alike = [one for one in unlike if _run_alike(one, micro, tile, parts.places)]
-                    relatives = _Relatives(parts, alike, table[0])
+                    alike = [one for one in unlike if _run_alike(one, micro, tile, parts.states_on_host)]
+                    relatives = _Relatives(parts, [one for one in alike if one.places == parts.places], table[0])
                     limit = min(budget, alike_bytes) if alike else budget
                     pairs = _best_pairs(parts, table, micro, chunks, device, limit, tile, whole, relatives)
                     found += [_with_whole_weights(parts, pair, device, limit) for pair in pairs]
@@ -224,22 +226,23 @@ def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
     return (placed != there) @ sizes <= _NEAR * sizes.sum()
 
 
-def _run_alike(plan: StepPlan, micro: int, tile: int | None, places: tuple[bool, bool]) -> bool:
+def _run_alike(plan: StepPlan, micro: int, tile: int | None, states_on_host: bool) -> bool:
     """Whether `plan`, one that failed, has `micro` micro-batches, `tile` tokens in a tile (None: no tiles), and the
-    table and the optimizer's states where `places` (StepCost.places) says, so that the forecast of a plan with these
-    may be wrong in the same way."""
-    return (plan.micro_batches, plan.residuals.tile_tokens, plan.places) == (micro, tile, places)
+    optimizer's states on the host or not, as `states_on_host` says, so that the forecast of a plan with these may be
+    wrong in the same way. Where tables of embeddings are changes nothing in what a step needs beside them."""
+    return (plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host) == (micro, tile, states_on_host)
 
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
-    """Whether `plan` resembles one of `others`, plans that failed: it has the same micro-batches and tile, its table of
-    per-layer embeddings is in the same place, and in its first layer and in its last the placements differ in at most a
-    tenth of the residuals' bytes. `choose` takes no such plan, as its forecast may be wrong too. parts: the step's
-    costs."""
+    """Whether `plan` resembles one of `others`, plans that failed: it has the same micro-batches and tile, its tables
+    of embeddings and states are in the same places, and in its first layer and in its last the placements differ in at
+    most a tenth of the residuals' bytes. `choose` takes no such plan, as its forecast may be wrong too. parts: the
+    step's costs."""
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
     return any(
-        _run_alike(other, plan.micro_batches, plan.residuals.tile_tokens, plan.places)
+        plan.places == other.places
+        and _run_alike(other, plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host)
         and all(_near(parts, placed[[at]], other.residuals.layers[at])[0] for at in (0, -1))
         for other in others
     )

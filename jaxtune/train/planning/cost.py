@@ -59,7 +59,7 @@ from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
 # Names of bytes in StepCost.fixed.
 TEACHER = "teacher's weights"
 SYNC_ERRORS = "errors of the gradient sync"
-TABLE_ROWS = "rows of the per-layer embeddings"
+TABLE_ROWS = "rows of embeddings on the host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,19 +150,19 @@ class StepCost:
     frozen_layer_bytes: float = 0.0  # the part of `whole_layer_bytes` that does not train
     resident_layer_bytes: float = 0.0  # added by each layer whose frozen weights are whole for the whole run
     resident_around_bytes: float = 0.0  # added by frozen embedding and head that are whole for the whole run
-    table: Table = NO_TABLE  # the model's table of per-layer embeddings
-    table_on_host: bool = False  # whether `fixed` is that of a plan with this table on the host
+    table: Table = NO_TABLE  # the model's tables of embeddings that a plan may have on the host
+    table_on_host: bool = False  # whether `fixed` is that of a plan with these tables on the host
     sums: SumsMemory = NO_SUMS  # the memory of gradient sums in which other values lie before
     states: States = NO_STATES  # the optimizer's states that a plan may have on the host
     states_on_host: bool = False  # whether `fixed` is that of a plan with these states on the host
 
     @property
     def places(self) -> tuple[bool, bool]:
-        """Whether the table is on the host, and whether the states are: the last two fields of a StepPlan."""
+        """Whether the tables are on the host, and whether the states are: the last two fields of a StepPlan."""
         return self.table_on_host, self.states_on_host
 
     def placed(self, plan: StepPlan) -> StepCost:
-        """The costs with the table of per-layer embeddings and the optimizer's states where `plan` has them."""
+        """The costs with the tables of embeddings and the optimizer's states where `plan` has them."""
         return self.with_table(plan.table_on_host).with_states(plan.states_on_host)
 
     def with_states(self, on_host: bool) -> StepCost:
@@ -176,9 +176,9 @@ class StepCost:
         return dataclasses.replace(self, fixed=fixed, hosted_bytes=size, update_bytes=size, states_on_host=True)
 
     def with_table(self, on_host: bool) -> StepCost:
-        """The costs if the table of per-layer embeddings is on the host (on_host) or on the device. On the host it
-        leaves its bytes free on the device, which instead has the rows of two steps: the one that it computes and the
-        next, whose rows are copied meanwhile. A table on the host stays; `table` must allow it to be moved there."""
+        """The costs if the tables of embeddings (`table`) are on the host (on_host) or on the device. On the host they
+        leave their bytes free on the device, which instead has the rows of two steps: the one that it computes and the
+        next, whose rows are copied meanwhile. Tables on the host stay; `table` must have some."""
         if on_host == self.table_on_host:
             return self
         assert on_host and self.table.bytes
@@ -208,13 +208,13 @@ class StepCost:
 
     @property
     def table_rows_bytes(self) -> float:
-        """Bytes on a device of two steps' rows of a table of per-layer embeddings on the host; 0 with the table on the
+        """Bytes on a device of two steps' rows of the tables of embeddings on the host; 0 with the tables on the
         device. The look-up's time is forecast by it, and Engine.first_sums leaves as much device memory free."""
         return self.fixed.get(TABLE_ROWS, 0.0)
 
     @property
     def frozen_bytes(self) -> float:
-        """Bytes on a device of the weights that do not train, the model's and its teacher's, without per-layer
+        """Bytes on a device of the weights that do not train, the model's and its teacher's, without tables of
         embeddings on the host and without what a plan adds by keeping weights whole (`resident_bytes`). phases.py adds
         to it what a phase such as "load" needs; the step's own forecast takes all of `fixed`."""
         return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)

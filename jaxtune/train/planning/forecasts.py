@@ -51,7 +51,7 @@ class Forecast:
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
     """The forecast of a step under `plan` on `device`, by which plans are compared, from the step's costs `parts`,
-    with the table of per-layer embeddings and the optimizer's states where the plan has them (StepCost.placed)."""
+    with the tables of embeddings and the optimizer's states where the plan has them (StepCost.placed)."""
     parts = parts.placed(plan)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     different, tile = dict.fromkeys(plan.residuals.layers), plan.residuals.tile_tokens

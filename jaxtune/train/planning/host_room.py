@@ -1,5 +1,5 @@
 """What a step may have in host memory beside residuals, and what it leaves for these: `places` gives the costs with the
-table of per-layer embeddings and the optimizer's states in each place where a plan may have them, and `beside_states`
+tables of embeddings and the optimizer's states in each place where a plan may have them, and `beside_states`
 the host memory that residuals may take. `saved_bytes` (of which `trained_bytes` are a part) is what a checkpoint copies
 to the host."""
 
@@ -14,19 +14,22 @@ _HOST_OTHER_BYTES = 4e9  # host memory of Python, its libraries and the compiler
 
 
 def places(parts: StepCost, device: Device) -> list[StepCost]:
-    """The costs with the table of per-layer embeddings, and the optimizer's states of an adapter, in each place where a
-    plan may have them; `choose` and longest_row try each. The first are `parts`, the step's costs; what these have on
-    the host stays there. Nothing else is moved there if `device` shares its memory with the host, if `parts.table` or
+    """The costs with the tables of embeddings, and the optimizer's states of an adapter, in each place where a plan may
+    have them; `choose` and longest_row try each. The first are `parts`, the step's costs; what these have on the host
+    stays there. Nothing else is moved there if `device` shares its memory with the host, if `parts.table` or
     `parts.states` says that it may not be, or if the host's memory is too small for it beside what a checkpoint copies
-    there."""
+    there; nor are tables of which the rows of two steps take as much memory of the device. States are moved alone only
+    if they free more memory than the tables, whose rows are looked up while the device computes and cost no time."""
     found = [parts]
     if not device.link:
         return found
     room = device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES
     if not parts.table_on_host and 0.0 < parts.table.bytes <= room:
-        found.append(parts.with_table(True))
+        hosted = parts.with_table(True)
+        found += [hosted] if hosted.table_rows_bytes < parts.table.bytes else []
     if not parts.states_on_host and parts.states.bytes:
-        moved = (one.with_states(True) for one in found)
+        freed = parts.fixed_bytes(1) - found[-1].fixed_bytes(1)
+        moved = [one.with_states(True) for one in (found[-1:] if freed >= parts.states.bytes else found)]
         found += [one for one in moved if _pinnable(one, device) >= one.hosted_bytes]
     return found
 
@@ -42,7 +45,7 @@ def beside_states(parts: StepCost, device: Device) -> Device:
     """Returns `device` with less host memory that it may pin (`host_bytes`): what residuals may take beside the
     optimizer's offloaded states, at least 0. The states are subtracted from the most that may be pinned so that XLA's
     pool of pinned memory fits (`most_pinned_bytes`) into what is left of the host's memory (host_memory_bytes) beside
-    4 GB for Python and the compiler, a table of per-layer embeddings on the host, and the copy of the state that a
+    4 GB for Python and the compiler, tables of embeddings on the host, and the copy of the state that a
     checkpoint makes (`saved_bytes`). Without room for that copy, a run would be killed at its first save. `choose`
     searches with the result, and `fitting` does too. parts: the step's costs."""
     return dataclasses.replace(device, host_bytes=max(_pinnable(parts, device) - parts.hosted_bytes, 0.0))

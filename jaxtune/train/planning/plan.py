@@ -45,7 +45,7 @@ class StepPlan:
     residuals: ResidualPlan  # the placements, by layer, with the tile and the layers whose divided weights are whole
     micro_batches: int  # number of micro-batches into which the rows of a step are divided
     chunk_tokens: int  # number of tokens whose logits exist at a time
-    # whether the table of per-layer embeddings is on the host, and the device gets the rows of each batch's tokens
+    # whether the tables of embeddings (host_table.py) are on the host, and the device gets the rows of a batch's tokens
     table_on_host: bool = False
     # whether the optimizer's states are on the host between updates, as the plan decides for an adapter's
     states_on_host: bool = False
@@ -57,23 +57,25 @@ class StepPlan:
 
     def to_record(self) -> dict[str, object]:
         """The plan as JSON values, which `from_record` reads: {"residuals": its text, "micro_batches", "chunk_tokens":
-        the two numbers}, with "per_layer_embeddings": "host" if the table of per-layer embeddings is on the host, and
+        the two numbers}, with "embeddings": "host" if the tables of embeddings are on the host, and
         "optimizer_states": "host" if the plan has these there. Checkpoints and the record of failed plans (known.py)
         store it, and processes exchange it."""
         text = residuals_text(self.residuals)
-        hosted = {"per_layer_embeddings": self.table_on_host, "optimizer_states": self.states_on_host}
+        hosted = {"embeddings": self.table_on_host, "optimizer_states": self.states_on_host}
         places = {what: "host" for what, on_host in hosted.items() if on_host}
         return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **places}
 
     @classmethod
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
         """The plan in a `record` that to_record made, in a checkpoint or another process, for a model of `num_layers`
-        layers that have these residuals; further entries of the record are ignored. Raises ValueError, as
-        parse_residuals does, if the plan is not possible for these layers and residuals. Planner reads records by it;
-        those of failed plans (known.py) are only compared."""
+        layers that have these residuals; further entries of the record are ignored. Older versions
+        wrote "per_layer_embeddings" for "embeddings". Raises ValueError, as parse_residuals does, if the plan is not
+        possible for these layers and residuals. Planner reads records by it; those of failed plans (known.py) are only
+        compared."""
         plan = parse_residuals(record["residuals"], num_layers, residuals)
-        on_host = (record.get(what) == "host" for what in ("per_layer_embeddings", "optimizer_states"))
-        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), *on_host)
+        tables = "host" in (record.get("embeddings"), record.get("per_layer_embeddings"))
+        states = record.get("optimizer_states") == "host"
+        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), tables, states)
 
 
 def residuals_text(plan: ResidualPlan) -> str:

@@ -64,7 +64,7 @@ class Planner:
       device: planning.devices.Device: the memory and the speed of the device.
       room: search.Room: the memory that a step may take.
       cost: StepCost: the bytes and the work of a step, whatever the plan, except that what may be on
-        the host (the table of per-layer embeddings, optimizer states) is where the plan in force has it.
+        the host (tables of embeddings, optimizer states) is where the plan in force has it.
       forecast: Forecast: the memory and the time of a step by the plan in force.
 
     Raises:
@@ -108,8 +108,8 @@ class Planner:
 
     @property
     def cost(self) -> StepCost:
-        """The costs of a step, which are its bytes and its work (its times are in `forecast`), with the table of
-        per-layer embeddings and optimizer states where the plan in force has them, for `compiled_bytes`, the phases of
+        """The costs of a step, which are its bytes and its work (its times are in `forecast`), with the tables
+        of embeddings and optimizer states where the plan in force has them, for `compiled_bytes`, the phases of
         the run, and the plan of sampled answers. Plans are chosen from `_cost`, which leaves these places open."""
         return self._cost.placed(self.plan)
 
@@ -139,8 +139,8 @@ class Planner:
         The plan is not taken if the config asks for another one (memory.plan or micro_batches), if its
         micro-batches do not divide the rows of a step, or if the mesh is another. Results on another mesh differ in any
         case, and its devices may have less memory, more memory, or too few rows for the micro-batches. If this run
-        cannot have the table of per-layer embeddings or optimizer states on the host, the plan is taken with them on
-        the device: the table's place changes no result, and that of the states at most the last bits.
+        cannot have tables of embeddings or optimizer states on the host, the plan is taken with them on the device:
+        the tables' place changes no result, and that of the states at most the last bits.
 
         Whether the plan fits is not checked here: Engine.fit compiles it, and chooses another one if it does not fit
         the budget. The caller must call Engine.follow_plan."""
@@ -148,7 +148,7 @@ class Planner:
         if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):
             return
         stored = self._recorded(record)
-        if stored.table_on_host and not self._cost.table.bytes:  # where the table is changes no result
+        if stored.table_on_host and not self._cost.table.bytes:  # where they are changes no result
             stored = dataclasses.replace(stored, table_on_host=False)
         if stored.states_on_host and not self._cost.states.bytes:
             stored = dataclasses.replace(stored, states_on_host=False)
@@ -197,7 +197,7 @@ class Planner:
           need_bytes: device bytes that it needs; None: unknown.
           print_line: prints a line.
           placed: True: the weights are already on the devices, so the next plan must keep at least as many layers'
-            frozen weights whole as this one, and the table of per-layer embeddings and optimizer states where they are.
+            frozen weights whole as this one, and the tables of embeddings and optimizer states where they are.
             False: they are not, and the next plan is free.
           short_bytes: the bytes that the step lacked when it ran (Failed.short_bytes); None: it did not run, or
             nothing limits the memory.

@@ -195,10 +195,10 @@ class Forward:
         their own losses). A call and `frozen` share it. options: further arguments of Decoder.run, such as the plan,
         the dropout key and the noise: a call gives them, and `frozen` gives none."""
         arrays = (batch.tokens, batch.segment_ids, batch.positions)
-        # The batch's rows are those of the run's model; a teacher has a table of its own on the device.
-        hosted = model.per_layer is not None and model.per_layer.needs_rows
-        rows = batch.per_layer if hosted and isinstance(batch.per_layer, jax.Array) else None
-        return model.run(*arrays, max_documents=self._max_documents, per_layer_rows=rows, **options)
+        # The batch's rows are those of the run's model; a teacher has tables of its own on the device.
+        rows = {name: rows for name, rows in batch.table_rows.items() if isinstance(rows, jax.Array)}
+        rows = rows if model.needs_rows else None
+        return model.run(*arrays, max_documents=self._max_documents, table_rows=rows, **options)
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """The cross-entropy of the batch's targets under the head of `model`, without logits that exist as a whole:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,7 +35,7 @@ from jaxtune.train.program.step import StepProgram, Sums, TrainState
 from jaxtune.train.program.xla_options import compiled, compiler_options
 
 type LoadedStep = tuple[list[Batch], dict[str, Any]]  # of Engine.load_step
-_BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens, without per-layer embeddings
+_BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens, without those of tables of embeddings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +96,9 @@ class Engine:
       planner, mesh, batches: the arguments.
       replicated: the sharding of arrays that every device has.
       micro_index: the int32 numbers of a step's micro-batches, on the mesh.
-      table: the table of per-layer embeddings on the host [vocabulary, layers * size], a numpy array, or its shape
-        until the weights are loaded; None if the model has none, or it is on the devices. TrainedModel sets it.
+      tables: {name: table [vocabulary, size]} of the tables of embeddings on the host (Decoder.tables), numpy arrays,
+        or their shapes until the weights are loaded; {} if they are on the devices. TrainedModel sets it.
     """
-
-    table: host_table.Array | None = None
 
     def __init__(
         self,
@@ -116,6 +114,7 @@ class Engine:
         self.program = dataclasses.replace(program, noise_alpha=alpha)
         self.before_qat = None if before_qat is None else dataclasses.replace(before_qat, noise_alpha=alpha)
         self.planner = planner
+        self.tables: Mapping[str, host_table.Array] = {}
         self.batches = batches
         self._early_steps = 0 if config.qat is None else config.qat.start
         self._deterministic, self._offloads, self._held_out = config.deterministic, config.optim.offload, held_out
@@ -183,17 +182,17 @@ class Engine:
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
         """Micro-batch `part` (from 0) of `parts` of a step's batch, with its rows placed on the devices of the mesh. If
         the batch is in lanes (equal parts, one for each device that computes on rows of its own), a micro-batch has
-        equally many rows of each. If the table of per-layer embeddings is on the host, the rows of the micro-batch's
-        tokens are looked up and placed with it."""
+        equally many rows of each. If tables of embeddings are on the host, the rows of the micro-batch's tokens are
+        looked up and placed with it, so that no program copies a part of larger rows."""
         size, lanes = batch.tokens.shape[0] // parts, self.batches.lanes if parts > 1 else 1
 
         def rows(array: np.ndarray) -> np.ndarray:
             """The rows of micro-batch `part` in `array`, one of the batch: equally many of each lane."""
             return array.reshape(lanes, parts, size // lanes, *array.shape[1:])[:, part].reshape(size, *array.shape[1:])
 
-        batch = jax.tree.map(rows, dataclasses.replace(batch, per_layer=None))
-        if isinstance(self.table, np.ndarray):
-            batch = dataclasses.replace(batch, per_layer=self.table[batch.tokens])
+        batch = jax.tree.map(rows, dataclasses.replace(batch, table_rows={}))
+        looked_up = {name: table[batch.tokens] for name, table in self.tables.items() if isinstance(table, np.ndarray)}
+        batch = dataclasses.replace(batch, table_rows=looked_up)
         return partition.put(batch, self._by_rows)
 
     def load_step(self, step: int, model: Callable[[], Decoder] | None = None) -> LoadedStep:
@@ -343,10 +342,10 @@ class Engine:
         """A Batch of shapes, for lowering: those of a micro-batch of these rows. A batch of an evaluation has as many
         rows as a micro-batch."""
         empty = rows.empty(self.rows)
-        if self.table is not None:
-            shape = (*empty.tokens.shape, self.table.shape[1])
-            empty = dataclasses.replace(empty, per_layer=jax.ShapeDtypeStruct(shape, self.table.dtype))
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
+        sizes = {name: (*empty.tokens.shape, table.shape[1]) for name, table in self.tables.items()}
+        shapes = {name: jax.ShapeDtypeStruct(size, self.tables[name].dtype) for name, size in sizes.items()}
+        batch = dataclasses.replace(empty, table_rows=shapes)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), batch)
 
     def fit(
         self,

@@ -27,6 +27,7 @@ from jaxtune.system import processes
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.objectives.teachers import without_teacher
 from jaxtune.train.optimizer import optimizer_offload
+from jaxtune.train.planning.planner import out_of_memory
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.program.step import Sums, TrainState
 
@@ -202,15 +203,15 @@ class TrainedModel:
         if QAT observes any, on the mesh of `engine`: the `frozen` that a run's programs take. The weights must be
         loaded (`take_weights`). If the scales are not known yet, they are observed here. Raises ValueError if processes
         have loaded different base models, or if scales are to be observed and the weights are divided already, and
-        FloatingPointError as `_observe` does. The table of per-layer embeddings is moved to where the plan has it, and
-        `engine.table` set; a table on the host has no rows in the result.
+        FloatingPointError as `_observe` does. The tables of embeddings are moved to where the plan has them, and
+        `engine.tables` set; a table on the host has no rows in the result.
 
         If weights are divided and the caller does not keep the model, each array is given up before the next one is
         moved, and freed if nobody else refers to it, so that a device never has all whole arrays beside its shares of
         them; `given` and `frozen` then have the shares. All processes start this at the same time, because gathering is
         collective and must not wait for a process that is still loading."""
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
-        self._move_table(engine)
+        self._move_tables(engine)
         if self._unobserved:
             self._observe(engine)
         scales = partition.put(self.scales, partition.shardings(self.scales, engine.mesh))
@@ -218,8 +219,8 @@ class TrainedModel:
 
     def _placed_frozen(self, engine: Engine) -> nnx.State:
         """The frozen weights, without the scales of activations, on the mesh of `engine`. It moves or divides them,
-        gives up whole arrays as `placed_frozen` describes, and sets `engine.table`. Only `placed_frozen` calls it, as
-        its last step: the base models were compared, the table moved and the scales observed before."""
+        gives up whole arrays as `placed_frozen` describes, and sets `engine.tables`. Only `placed_frozen` calls it, as
+        its last step: the base models were compared, the tables moved and the scales observed before."""
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
         if partition.MeshShape.of(engine.mesh).parts == 1:
@@ -242,35 +243,48 @@ class TrainedModel:
     def _declared(self, engine: Engine) -> nnx.State:
         """The frozen weights as nnx variables whose axes tell partition.shardings where to place them, by the plan in
         force (`engine.planner.plan`): variables that the plan keeps whole on every device have empty axes, and the
-        others keep their axes, along which the mesh divides them. No array is moved or copied. If the plan has the
-        table of per-layer embeddings on the host, `engine.table` is set to the table, which has no rows in the result;
-        otherwise `engine.table` is set to None. `first_shapes` and `_placed_frozen` call it."""
+        others keep their axes, along which the mesh divides them. No array is moved or copied. If the plan has
+        tables of embeddings on the host, `engine.tables` is set to them, which have no rows in the result; otherwise it
+        is set to {}. `first_shapes` and `_placed_frozen` call it."""
         plan, frozen = engine.planner.plan, self.frozen
-        engine.table = host_table.table_of(frozen) if plan.table_on_host else None
-        if engine.table is not None:
-            frozen = host_table.without_table(frozen)
+        engine.tables = self._tables if plan.table_on_host else {}
+        frozen = host_table.without_rows(frozen, engine.tables)
         return partition.declared_resident(frozen, plan.residuals.resident, len(plan.residuals.layers))
 
-    def _move_table(self, engine: Engine) -> None:
-        """Moves the table of per-layer embeddings, if it is frozen, to where the plan in force (of `engine`) has it: to
-        the host as a numpy array, or from there to the devices; it does nothing if the model has no such table, or the
-        table is there already. The given model then has it in the same place, so that it is in memory once.
+    @property
+    def _tables(self) -> dict[str, host_table.Array]:
+        """{name: table} of the frozen tables of embeddings that a plan may have on the host (Decoder.tables), wherever
+        they are: numpy arrays there, jax arrays on devices, or shapes while the weights are loaded."""
+        return host_table.tables_of(self.frozen, self.given.tables)
+
+    def _move_tables(self, engine: Engine) -> None:
+        """Moves the frozen tables of embeddings to where the plan in force (of `engine`) has them: to the host as numpy
+        arrays, or from there to the devices; those that are there already stay. The given model then has them in the
+        same place, so that each is in memory once.
 
         `placed_frozen` calls it before it places the weights. They may be loaded before the plan is known, and the
-        loader leaves the table on the host if a plan may have it there. If memory runs out in the first step, the
-        new plan has the table where it is, and this is not called again."""
-        table, on_host = host_table.table_of(self.frozen), engine.planner.plan.table_on_host
-        if table is None or isinstance(table, np.ndarray) == on_host:
-            return
-        table = partition.on_host(table) if on_host else partition.put(table, engine.replicated)
-        graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
-        self.frozen = host_table.with_table(self.frozen, table)
-        self.given = nnx.merge(graph, trainable, host_table.with_table(frozen, table))
+        loader leaves the tables on the host if a plan may have them there. If memory runs out in the first step, the
+        new plan has the tables where they are, and this is not called again."""
+        on_host = engine.planner.plan.table_on_host
+        self._replace_tables(
+            {
+                name: partition.on_host(table) if on_host else partition.put(table, engine.replicated)
+                for name, table in self._tables.items()
+                if isinstance(table, np.ndarray) != on_host
+            }
+        )
+
+    def _replace_tables(self, tables: dict[str, host_table.Array]) -> None:
+        """Puts these tables, {name: array}, in place of those of the given model and of the frozen weights."""
+        if tables:
+            graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
+            self.frozen = host_table.with_tables(self.frozen, tables)
+            self.given = nnx.merge(graph, trainable, host_table.with_tables(frozen, tables))
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """The shapes, with their shardings under the plan of `engine`, of what `begin` returns for a new run: (state,
         sums, frozen). A run's programs are compiled from them while the weights are still being loaded, or by `train
-        --plan`. It also sets `engine.table`, as `_declared` says."""
+        --plan`. It also sets `engine.tables`, as `_declared` says."""
         program, state = engine.program, self.state_shapes(engine)
         sums = jax.eval_shape(program.zero_sums, state.trainable)
         sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
@@ -337,7 +351,7 @@ class TrainedModel:
         answers are sampled from it and callbacks get it between steps. It shares the frozen arrays of `given`, and
         trained ones whose dtype does not change.
 
-        Its arrays are on the mesh's devices, but a table of per-layer embeddings may be on the host; in a run of
+        Its arrays are on the mesh's devices, but tables of embeddings may be on the host; in a run of
         several processes that all have every array whole, each process gets its own copy on one device. After QAT, a
         model with adapters still rounds its weights whenever it computes, and merge_adapter converts it; a model
         without adapters is converted here: its weights have the rounded values. With or without QAT, base_digest and
@@ -356,6 +370,21 @@ class TrainedModel:
         model = nnx.merge(graph, trainable, frozen)
         model.dtype = self.given.dtype
         return model
+
+
+def with_embedding_on_device(model: Decoder) -> Decoder:
+    """The model that a run returns, with its token embedding on the device, where what computes with the model reads it
+    as fast as the other weights; the run may have had it on the host, and leaves it there if there is no room. It is
+    changed in place. A table of per-layer embeddings stays on the host: it may be as large as all other weights."""
+    weight = model.embedding.weight
+    if isinstance(table := weight.get_value(), np.ndarray):
+        place = model.norm.weight.get_value().sharding
+        try:
+            weight.set_value(jax.block_until_ready(partition.put(table, place)))
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+    return model
 
 
 def _with_scales(frozen: nnx.State, scales: nnx.State) -> nnx.State:
