@@ -1,11 +1,14 @@
 """The two thin products of an adapter's backward, beside XLA's.
 
     python benchmarks/kernels/thin_pair.py --output FILE.json [--only TEXT] [--tile 64,512,4,3,1 ...]
+    python benchmarks/kernels/thin_pair.py --output FILE.json --only experts
 
 For gradients of outputs of several sizes and ranks, bfloat16: milliseconds, and the bytes that must be read and written
 per second as a share of the fastest copy's. Several tiles of the kernel (rows, columns, warps, stages, programs of a
 multiprocessor), or those given by --tile, run in turns with XLA's program; the float32 sums of what programs wrote are
 part of the kernel's time. `same_bits`: whether 20 runs with the tile in use gave the same.
+
+For experts, whose kernel is in grouped_matmul, it takes turns with the two Mosaic kernels that it replaces: "Mosaic".
 """
 
 from __future__ import annotations
@@ -21,7 +24,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax.numpy as jnp
 
 from benchmarks.kernels.quant_matmul import copy_gb_per_s
-from benchmarks.kernels.timing import arguments, beside_xla, compiled, normal, queued_ms, record_parts, same_bits
+from benchmarks.kernels.timing import (
+    arguments,
+    beside_xla,
+    compiled,
+    distance,
+    in_turns,
+    normal,
+    queued_ms,
+    record_parts,
+    same_bits,
+)
+from jaxtune.pallas.grouped_matmul import mosaic, mosaic_contract
+from jaxtune.pallas.grouped_matmul import thin_pair as of_experts
+from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.thin_pair import thin_pair, triton
 from jaxtune.pallas.thin_pair.triton import Tile
 
@@ -49,6 +65,13 @@ TILES = {  # by the rank
     32: ((64, 512, 8, 2, 1), (64, 256, 4, 3, 1), (64, 256, 8, 3, 1)),
     64: ((64, 512, 8, 2, 1), (64, 256, 4, 3, 1), (64, 256, 8, 3, 1)),
 }
+# Experts, chosen by a token, numbers of the output, whether the router is balanced, else by Zipf: 16,384 tokens.
+EXPERTS = {
+    "Qwen3-30B-A3B": (128, 8, 1536, True),
+    "gpt-oss-20b": (32, 4, 5760, True),
+    "Qwen3-30B-A3B, Zipf": (128, 8, 1536, False),
+}
+EXPERTS_TILES = ((64, 512, 4, 3, 2), (64, 256, 4, 3, 2), (64, 512, 4, 3, 5), (128, 256, 4, 3, 2))
 BYTES = 500e6  # of gradients that a program reads, at least, so that none is in the L2
 
 
@@ -65,7 +88,7 @@ def measure(tokens: int, out: int, rank: int, copy: float, tiles: list[Tile]) ->
     programs: dict[str, Callable[[], float]] = {}
     results = {}
     for tile in (None, *(tiles or (Tile(*each) for each in TILES[rank]))):
-        with mock.patch.object(triton, "tile", lambda width, tile=tile: tile):
+        with mock.patch.object(triton, "tile", lambda *of, tile=tile: tile):
             program = compiled(pairs("reference" if tile is None else "triton"), *given)
         name = "XLA" if tile is None else str(tuple(tile))
         results[name] = program(*given)[0]
@@ -73,6 +96,32 @@ def measure(tokens: int, out: int, rank: int, copy: float, tiles: list[Tile]) ->
     moved = 2 * (tokens * out + 2 * tokens * rank) + 8 * out * rank  # bytes
     found: dict = beside_xla(programs, results, calls, lambda name: moved, copy)
     program = compiled(pairs("triton"), *given)
+    return found | {"same_bits": same_bits(lambda: program(*given))}
+
+
+def measure_experts(experts: int, chosen: int, out: int, balanced: bool, copy: float, tiles: list[Tile]) -> dict:
+    pairs, rank = 16384 * chosen, 16
+    share = 1 / (1.0 + jnp.arange(experts) * (not balanced))
+    sizes = jnp.floor(pairs * share / share.sum()).astype(jnp.int32)
+    groups = groups_of(sizes, pairs)
+    inside = (jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]).reshape(-1, 1)
+    dout, inner = (normal(seed, groups.rows, size) * inside for seed, size in ((0, out), (1, rank)))
+    given = dout, normal(2, experts, out, rank, dtype=jnp.float32), mosaic.filled(inner, 1), groups
+
+    def two(dout, b, inner, groups):
+        return mosaic.thin(dout, b, groups, 1), mosaic_contract.contract_rows(inner, dout, groups, rank).mT
+
+    made = {"Mosaic": compiled(two, *given)}
+    for tile in tiles or (Tile(*each) for each in EXPERTS_TILES):
+        with mock.patch.object(of_experts, "TILE", tile):
+            made[str(tuple(tile))] = compiled(lambda *given: of_experts.thin_pair(*given), *given)
+    times = in_turns({name: functools.partial(queued_ms, program, *given, count=10) for name, program in made.items()})
+    moved = 2 * (pairs * (out + rank + 64)) + 8 * experts * out * rank  # bytes
+    want, found = made["Mosaic"](*given), {}
+    for name, ms in times.items():
+        far = max(distance(*both) for both in zip(made[name](*given), want, strict=True))
+        found[name] = {"ms": round(ms, 4), "of_copy": round(moved / ms / 1e6 / copy, 3), "from_mosaic": round(far, 6)}
+    program = compiled(of_experts.thin_pair, *given)
     return found | {"same_bits": same_bits(lambda: program(*given))}
 
 
@@ -88,6 +137,8 @@ def main() -> int:
     parts: dict[str, Callable] = {"copy_gb_per_s": lambda: copy}
     for shape in SHAPES:
         parts["{} x {}, rank {}".format(*shape)] = functools.partial(measure, *shape, copy, options.tile)
+    for name, of in EXPERTS.items():
+        parts[f"experts of {name}"] = functools.partial(measure_experts, *of, copy, options.tile)
     return record_parts("thin_pair", options, parts, lambda record: ())
 
 

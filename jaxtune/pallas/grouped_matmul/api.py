@@ -28,6 +28,7 @@ from jaxtune.pallas.grouped_matmul import (
     mosaic_contract,
     mosaic_sums,
     reference,
+    thin_pair,
     triton,
 )
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
@@ -221,6 +222,26 @@ def _contracted(thin, wide, groups, rank, implementation, tokens):
     return reference.contract_rows(thin[:, :rank], reference.rows_of(wide, tokens), groups, jnp.float32, sums)
 
 
+def _thin_pair(dout, b, inner, groups, implementation, tokens):
+    """The two products of an adapter's backward that read dout: (dout b [rows, r] as `_thin` returns it, the gradient
+    of B float32[E, out, r], which is dout^T inner, summed over the rows of each expert). With a Mosaic implementation
+    and sorted rows one kernel computes both, if thin_pair.refusal does not refuse it; otherwise `_thin` and
+    `_contracted` do. Tokens that are gathered are few enough to be read twice.
+
+    Args:
+      dout: the gradients of the product, [rows, out], or [T, out] with `tokens`.
+      b: the adapter's B, [E, out, r].
+      inner: the rows times the adapter's A and its scale, [rows, at least r]; columns from r on are padding.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
+      implementation: the name of the call's implementation.
+      tokens: int32[rows], the row of dout for each sorted row; None: dout is sorted.
+    """
+    if implementation in _MOSAIC and tokens is None and thin_pair.refusal(dout, b) is None:
+        return thin_pair.thin_pair(dout, b, inner, groups)
+    db = _contracted(inner, dout, groups, b.shape[2], implementation, tokens)
+    return _thin(dout, b, groups, 1, implementation, tokens), db.mT
+
+
 def _weight_gradient(left, right, groups, dtype, implementation):
     """The gradient of a weight that is an array: [E, p, q] in `dtype`, which is left^T right, summed over the rows of
     each expert. A Mosaic kernel computes it if `implementation` is a Mosaic one and the kernel passes its check on this
@@ -323,12 +344,13 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
     extra = dlora = None
     if lora is not None:
         a, b = lora
-        dinner = scaled(_thin(dout, b, groups, 1, static.implementation, dout_tokens), static.scale)
+        u = scaled(inner, static.scale)
+        dinner, db = _thin_pair(dout, b, u, groups, static.implementation, dout_tokens)
+        dinner = scaled(dinner, static.scale)
         extra = (dinner, a.mT if static.transposed else a)
         da = _contracted(dinner, x, groups, a.shape[1], static.implementation, x_tokens)
-        db = _contracted(scaled(inner, static.scale), dout, groups, a.shape[1], static.implementation, dout_tokens)
         # Without this XLA would keep db and its sums until the end of the program, where each is copied.
-        db = with_layout_constraint(db.mT, Layout(major_to_minor=(0, 1, 2)))
+        db = with_layout_constraint(db, Layout(major_to_minor=(0, 1, 2)))
         dlora = (da.astype(a.dtype), db.astype(b.dtype))
         if static.adapter_first:
             dlora, dout = jax.lax.optimization_barrier((dlora, dout))

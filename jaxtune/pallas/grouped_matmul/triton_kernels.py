@@ -112,3 +112,61 @@ def product_kernel(
         tl.store(out + places, values)
     else:
         tl.store(out + places, values, mask=(columns < OUTER)[None, :])
+
+
+@triton.jit
+def thin_pair_kernel(
+    dout,
+    b,
+    inner,
+    order,
+    starts,
+    sizes,
+    dinner,
+    db,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OUT: tl.constexpr,
+    RANK: tl.constexpr,
+    INNER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANGES: tl.constexpr,
+):
+    """Multiplies COLUMNS columns of one expert's rows of dout by the expert's b, and, transposed, by inner, with
+    float32 sums, BLOCK rows at a time. An expert's rows are divided into RANGES ranges. Grid: (OUT / COLUMNS, rounded
+    up; EXPERTS RANGES). thin_pair.thin_pair launches the kernel.
+
+    Args:
+      dout: [ROWS, OUT], of 16 bits.
+      b: [EXPERTS, OUT, RANK]; it is rounded to dout's dtype.
+      inner: [ROWS, INNER], like dout, of which the first RANK columns are used.
+      order: int32[EXPERTS], the experts in the order of the programs.
+      starts, sizes: int32[EXPERTS], each expert's first row, and how many rows it has from there on.
+      dinner: float32[blocks of columns, ROWS, RANK], what each block of columns adds to dout b. Only experts' rows are
+        written.
+      db: float32[RANGES, EXPERTS, OUT, RANK], what each range of an expert's rows adds to dout^T inner.
+      WIDTH: the columns with which the thin arrays are multiplied, at least RANK: a power of two of at least 16.
+    """
+    DTYPE: tl.constexpr = dout.dtype.element_ty
+    expert = tl.load(order + tl.program_id(1) // RANGES).to(tl.int64)
+    part = tl.program_id(1) % RANGES
+    start, size = tl.load(starts + expert).to(tl.int64), tl.load(sizes + expert)
+    steps = (size + BLOCK - 1) // BLOCK
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    ranks = tl.arange(0, WIDTH)[None, :]
+    within, real_ranks = columns < OUT, ranks < RANK
+    sides, real = columns[:, None] * RANK + ranks, within[:, None] & real_ranks
+    side = tl.load(b + expert * OUT * RANK + sides, mask=real, other=0.0).to(DTYPE)
+    sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    number = tl.arange(0, BLOCK)[:, None]
+    for step in range(steps * part // RANGES, steps * (part + 1) // RANGES):
+        first = start + step * BLOCK
+        there = number < size - step * BLOCK
+        tile = tl.load(dout + first * OUT + number * OUT + columns[None, :], mask=there & within[None, :], other=0.0)
+        thin = tl.load(inner + first * INNER + number * INNER + ranks, mask=there & real_ranks, other=0.0)
+        sums = tl.dot(tl.trans(tile), thin, sums)
+        target = dinner + (tl.program_id(0).to(tl.int64) * ROWS + first) * RANK
+        tl.store(target + number * RANK + ranks, tl.dot(tile, side), mask=there & real_ranks)
+    tl.store(db + (part.to(tl.int64) * EXPERTS + expert) * OUT * RANK + sides, sums, mask=real)

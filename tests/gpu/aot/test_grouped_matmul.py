@@ -58,8 +58,9 @@ def test_kernels_compile_for_an_h200(model):
         lowered = jax.jit(step).lower(array(rows, in_size), weight, *lora, sizes, array(rows, out_size))
         assert dispatch.record["grouped_matmul"] == ("mosaic", {})
         text = lowered.compile().as_text()
-    # Forward and dx, each after a thin product; and sums of da's and db's tiles.
-    assert text.count('custom_call_target="mosaic_gpu_v2"') == 6
+    # Forward after a thin product, dx, and da; dx's thin product and db are one.
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 4
+    assert text.count('custom_call_target="triton_kernel_call"') == 1
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,8 @@ def test_a_gradient_of_experts_weights_is_one_kernel(
 @pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
 @pytest.mark.parametrize("model", SHAPES)
 def test_products_over_four_bits_compile_for_an_h200(model, kind):
-    """Forward and dx decode while they multiply, each to one buffer; two thin products serve the adapter."""
+    """Forward and dx decode while they multiply, each to one buffer; two thin products serve the adapter, of which
+    Triton's kernel computes that of dx."""
     experts, pairs, in_size, out_size, transposed = SHAPES[model]
     where = H200.sharding()
     if kind == "mxfp4":
@@ -142,7 +144,9 @@ def test_products_over_four_bits_compile_for_an_h200(model, kind):
     with H200.lowering():
         lowered = jax.jit(step).lower(array(rows, in_size), weight, *lora, sizes, array(rows, out_size))
         compiled = lowered.compile()
-    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 4
+    text = compiled.as_text()
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
+    assert text.count('custom_call_target="triton_kernel_call"') == 1
     decoded_bytes = 2 * experts * in_size * out_size
     assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * decoded_bytes
 
@@ -315,11 +319,14 @@ def test_a_layer_of_gpt_oss_runs_each_product_once(plan, products):
     compiled = compiled_step(GPT_OSS, layers, {"keep": KEEP, "recompute": RECOMPUTE}[plan], 8, max_documents=16)
     assert dispatch.record["grouped_matmul"] == ("mosaic", {})
     assert dispatch.record["attention"][0] == "mosaic"
-    calls = compiled.as_text().count('custom_call_target="mosaic_gpu_v2"')
+    text = compiled.as_text()
+    calls = text.count('custom_call_target="mosaic_gpu_v2"')
     attention = 3 if plan == "keep" else 4  # forward, dq, dk with dv
-    thin = 6  # of each adapter: forward, again for its gradient (or where all runs again), and backward
-    sums = 4  # of the tiles of each adapter's gradient
+    thin = 3 if plan == "keep" else 5  # of each adapter forward, again where it is not kept; and backward, of down
+    sums = 3  # of the tiles of adapters' gradients: A's and down's B
     assert calls == layers * (products + attention + thin + sums), "products bring tokens' rows themselves"
+    pairs = re.findall(r"= \(f32\[12,69504,16\].* custom_call_target=\"triton_kernel_call\"", text)
+    assert len(pairs) == layers, "the gradient of gate and up is read once for their adapter"
 
 
 def test_gradients_of_layers_do_not_wait_for_each_other():

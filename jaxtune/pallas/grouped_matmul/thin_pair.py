@@ -1,0 +1,109 @@
+"""The two thin products of the backward of experts' adapters that read the gradient of an output, in one pass over it
+by a Triton kernel: `thin_pair`. It is jaxtune.pallas.thin_pair for rows sorted by expert. `refusal` says which calls it
+cannot compute; the backward of grouped_matmul then multiplies by two kernels, each of which reads the gradient.
+
+A program multiplies one block of columns by the rows of one expert, or by a part of them where there are few experts.
+Programs begin with the experts that have the most rows, so that none of these is last. Rows that are empty are neither
+read nor written: XLA, which adds up what the blocks of columns wrote, gives them zeros.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.grouped_matmul import mosaic, reference
+from jaxtune.pallas.grouped_matmul.layout import Groups, groups_of
+from jaxtune.pallas.thin_pair.triton import Tile
+
+# Its programs for each multiprocessor are the fewest to which the rows of few experts are divided.
+TILE = Tile(rows=64, columns=512, warps=4, stages=3, programs=2)
+_LARGEST_RANK = _WIDTH = 16  # larger ranks write more than an eighth of the gradient's bytes, and gain little
+
+
+def refusal(dout, b) -> str | None:
+    """The reason why the kernel cannot compute a call, or None if it can. It needs a GPU that runs Triton kernels,
+    jax-triton, bfloat16 or float16, an output of a multiple of 8 numbers, and a rank of at most 16. It is also refused
+    if the check at first use on this GPU found that its results differ from those of plain JAX. dout: [rows, out]. b:
+    [E, out, r]."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if dout.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dout.dtype}"
+    _, out, rank = b.shape
+    if out % 8:
+        return f"an output of {out} numbers, no multiple of 8"
+    if rank > _LARGEST_RANK:
+        return f"rank {rank}, more than {_LARGEST_RANK}"
+    return _first_use(jnp.dtype(dout.dtype), jnp.dtype(b.dtype), rank)
+
+
+def _first_use(dtype, b_dtype, rank: int) -> str | None:
+    """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case of unequal
+    experts with plain JAX in float32, once for each kind of call (dispatch.first_use)."""
+
+    def compare():
+        groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1500)  # with tiles that no expert needs
+        keys = jax.random.split(jax.random.key(0), 3)
+        inside = jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]
+
+        def rows(key, size):
+            return (jax.random.normal(key, (groups.rows, size)) * inside.reshape(-1, 1)).astype(dtype)
+
+        dout, inner = rows(keys[0], 1352), mosaic.filled(rows(keys[1], rank), 1)
+        b = jax.random.normal(keys[2], (groups.num_experts, 1352, rank)).astype(b_dtype)
+        got = jax.jit(thin_pair)(dout, b, inner, groups)
+
+        def exact(dout, b, inner):
+            dinner = mosaic.filled(reference.thin(dout, b, groups, 1), 1)
+            return dinner, reference.contract_rows(dout, inner[:, :rank], groups, jnp.float32)
+
+        wide = (array.astype(jnp.float32) for array in (dout, b.astype(dtype), inner))
+        return got, dispatch.exactly(exact)(*wide)
+
+    return dispatch.first_use("grouped_matmul", "thin_pair", f"{dtype}, {b_dtype}, rank {rank}", compare)
+
+
+def thin_pair(dout, b, inner, groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """(dout b [rows, r] in dout's dtype, each row by its expert's b, r padded with zeros to a multiple of 64; dout^T
+    inner float32[E, out, r], summed over each expert's rows), by the kernel. The results have the same bits in each
+    run. Empty rows of dout b are zero, whatever they are in dout and inner, and experts without rows have zeros.
+
+    Args:
+      dout: [rows, out], of 16 bits, sorted by expert.
+      b: [E, out, r], the adapter's B; it is rounded to dout's dtype.
+      inner: [rows, at least r] in dout's dtype, the product of the rows and the adapter's A; columns from r on are
+        padding.
+      groups: which expert each tile of rows belongs to.
+    """
+    from jaxtune.pallas.grouped_matmul import triton_kernels
+
+    rows, (experts, out, rank) = len(dout), b.shape
+    blocks = -(-out // TILE.columns)
+    ranges = -(-dispatch.multiprocessors() * TILE.programs // (blocks * experts))
+    dinner, db = compat.triton_call(
+        triton_kernels.thin_pair_kernel,
+        (dout, b, inner, jnp.argsort(-groups.sizes), groups.starts(), groups.sizes),
+        [
+            jax.ShapeDtypeStruct((blocks, rows, rank), jnp.float32),
+            jax.ShapeDtypeStruct((ranges, experts, out, rank), jnp.float32),
+        ],
+        (blocks, experts * ranges),
+        warps=TILE.warps,
+        stages=TILE.stages,
+        ROWS=rows,
+        EXPERTS=experts,
+        OUT=out,
+        RANK=rank,
+        INNER=inner.shape[1],
+        WIDTH=_WIDTH,
+        BLOCK=TILE.rows,
+        COLUMNS=TILE.columns,
+        RANGES=ranges,
+    )
+    # Rows without a token were not written: what is in them could be anything, also NaN.
+    inside = jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]
+    total = jnp.where(inside[:, :, None], reference.tiled(dinner.sum(0), groups), 0)
+    return mosaic.filled(total.reshape(rows, rank).astype(dout.dtype), 1), db.sum(0)
