@@ -50,7 +50,6 @@ SHAPES = (
     (4096, 14336, 16),
     (16384, 2880, 16),
     (16384, 14336, 32),
-    (16384, 14336, 64),
 )
 TILES = {  # by the rank
     16: (
@@ -63,7 +62,6 @@ TILES = {  # by the rank
         (128, 256, 4, 3, 1),
     ),
     32: ((64, 512, 8, 2, 1), (64, 256, 4, 3, 1), (64, 256, 8, 3, 1)),
-    64: ((64, 512, 8, 2, 1), (64, 256, 4, 3, 1), (64, 256, 8, 3, 1)),
 }
 # Experts, chosen by a token, numbers of the output, whether the router is balanced, else by Zipf: 16,384 tokens.
 EXPERTS = {

@@ -43,10 +43,10 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (shapes(4096, 1024, 64), None),
+        (shapes(4096, 1024, 32), None),
         (shapes(4096, 1024, 16, jnp.float32), "dtype float32"),
         (shapes(4096, 1028, 16), "an output of 1028 numbers, no multiple of 8"),
-        (shapes(4096, 1024, 65), "rank 65, more than 64"),
+        (shapes(4096, 1024, 33), "rank 33, more than 32"),
     ],
 )
 def test_what_the_kernel_refuses(given, reason, hopper):

@@ -18,7 +18,7 @@ from jaxtune.pallas.grouped_matmul.layout import Groups, groups_of
 from jaxtune.pallas.thin_pair.triton import Tile
 
 # Its programs for each multiprocessor are the fewest to which the rows of few experts are divided.
-TILE = Tile(rows=64, columns=512, warps=4, stages=3, programs=2)
+TILE = Tile(rows=64, columns=512, warps=4, stages=3, programs=5)
 _LARGEST_RANK = _WIDTH = 16  # larger ranks write more than an eighth of the gradient's bytes, and gain little
 
 

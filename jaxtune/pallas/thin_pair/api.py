@@ -9,8 +9,7 @@ from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.thin_pair import reference, triton
 
-# Fewer tokens, smaller outputs and larger ranks are left to the vendor's GEMMs.
-_TOKENS, _OUT, _RANK = 2048, 512, 32
+_TOKENS, _OUT = 2048, 512  # fewer tokens and smaller outputs are left to the vendor's GEMMs
 
 
 @meshes.on_any_mesh
@@ -25,9 +24,9 @@ def thin_pair(
       dout: [tokens, out] bfloat16, float16 or float32, the gradient of the output.
       b: float[out, r], the adapter's B; it is rounded to dout's dtype.
       inner: [tokens, r] in dout's dtype, the product of the tokens and the adapter's A.
-      implementation: "triton" (the kernel: 16 bits, a rank of at most 64), "reference" (plain JAX), or None: "triton"
-        if it supports the call and there are at least 2,048 tokens, an output of at least 512 numbers and a rank of at
-        most 32, else "reference".
+      implementation: "triton" (the kernel: 16 bits, a rank of at most 32), "reference" (plain JAX), or None: "triton"
+        if it supports the call and there are at least 2,048 tokens and an output of at least 512 numbers, else
+        "reference".
     Returns:
       (dout b [tokens, r] in dout's dtype, dout^T inner [out, r] in b's dtype), each rounded once from float32 sums.
     Raises:
@@ -38,7 +37,7 @@ def thin_pair(
     check.array("dout", dout, "tokens out", FLOATS)
     check.array("b", b, "out r", FLOATS)
     check.array("inner", inner, "tokens r", dout.dtype)
-    if implementation is None and (len(dout) < _TOKENS or len(b) < _OUT or b.shape[1] > _RANK):
+    if implementation is None and (len(dout) < _TOKENS or len(b) < _OUT):
         implementation = "reference"
     if dispatch.choose("thin_pair", implementations(dout, b), implementation) == "reference":
         return reference.thin_pair(dout, b, inner)  # XLA divides it by itself

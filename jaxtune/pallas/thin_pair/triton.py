@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.thin_pair import reference
 
-_LARGEST_RANK = 64
+_LARGEST_RANK = 32
 _WIDE = 8192  # numbers of an output from which on a program takes more columns
 
 
@@ -42,7 +42,7 @@ def tile(width: int, out: int) -> Tile:
 
 def refusal(dout, b) -> str | None:
     """The reason why the kernel cannot compute a call, or None if it can. It needs a GPU that runs Triton kernels,
-    jax-triton, bfloat16 or float16, an output of a multiple of 8 numbers, and a rank of at most 64. It is also refused
+    jax-triton, bfloat16 or float16, an output of a multiple of 8 numbers, and a rank of at most 32. It is also refused
     if the check at first use on this GPU found that its results differ from those of plain JAX.
 
     dout: [tokens, out]. b: [out, r]."""

@@ -27,7 +27,7 @@ def pair(*arrays):
 
 
 @pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize(("out", "rank"), [(14336, 16), (2880, 8), (1032, 10), (4096, 32), (4096, 64)])
+@pytest.mark.parametrize(("out", "rank"), [(14336, 16), (2880, 8), (1032, 10), (4096, 32)])
 def test_sums_stay_in_registers(capability, out, rank, tmp_path):
     """Nothing spills on Hopper, where tiles are read ahead to shared memory, 16 bytes at once."""
     jax.clear_caches()
