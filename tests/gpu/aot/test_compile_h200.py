@@ -165,7 +165,8 @@ def test_four_bit_weights_leave_nothing_decoded(plan, decoded):
     four, sixteen = memory(plan, four_bit=True), memory(plan)
     live = [found.peak_memory_in_bytes - found.argument_size_in_bytes for found in (four, sixteen)]
     assert live[0] <= live[1] + decoded + 16 * 4
-    assert four.temp_size_in_bytes < live[0] * (1 + 1e-4)  # with the gaps between buffers
+    # With the gaps between buffers: at most one, of an array of the residual stream.
+    assert four.temp_size_in_bytes < live[0] * (1 + 1e-4) + INPUT
     matrices = 4 * (2 * HIDDEN * (HEADS + KV_HEADS) * HEAD_DIM + 3 * HIDDEN * INNER)
     saved = matrices * (2 - (1 / 2 + 1 / 64 + 4 / 64 / 256))  # bytes: codes, absmax, nested absmax
     assert sixteen.argument_size_in_bytes - four.argument_size_in_bytes == pytest.approx(saved, rel=1e-3)
