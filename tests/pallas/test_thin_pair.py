@@ -61,9 +61,9 @@ def test_without_a_gpu_it_is_refused():
 
 @pytest.mark.parametrize(
     ("tokens", "out", "rank", "by_kernel"),
-    [(2048, 512, 32, True), (2047, 512, 32, False), (2048, 504, 32, False), (2048, 512, 33, False)],
+    [(2048, 512, 32, True), (2047, 512, 32, False), (2048, 504, 32, False)],
 )
-def test_small_calls_and_large_ranks_are_left_to_plain_jax(tokens, out, rank, by_kernel, hopper, monkeypatch):
+def test_small_calls_are_left_to_plain_jax(tokens, out, rank, by_kernel, hopper, monkeypatch):
     """They are not said to be refused."""
     monkeypatch.setattr(triton, "thin_pair", lambda dout, inner, b: (inner, b))
     jax.eval_shape(lambda *arrays: thin_pair(*arrays), *shapes(tokens, out, rank))

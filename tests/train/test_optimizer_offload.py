@@ -349,7 +349,8 @@ def test_the_states_are_on_the_host_if_nothing_else_fits():
         parts, config = lora_8b_with_its_embedding(adapter=AdapterConfig(r=rank))
         smallest = choice.smallest_plan(parts, config, device)
         there = smallest.parts[moment] - parts.states.bytes
-        assert smallest.peak_bytes == pytest.approx(sum(parts.fixed.values()) + there)
+        kept = smallest.parts.get("kept residuals", 0.0)  # the low-rank inputs of down_proj, which nothing recomputes
+        assert smallest.peak_bytes == pytest.approx(sum(parts.fixed.values()) + there + kept) and kept < 3e6
         assert there == 0 if moment == "the update" else 0 < there < 0.06e9
         assert smallest.plan.chunk_tokens > 2**24 // parts.vocab_size  # the fastest of the smallest
 
