@@ -223,10 +223,13 @@ def _contracted(thin, wide, groups, rank, implementation, tokens):
 
 
 def _thin_pair(dout, b, inner, groups, implementation, tokens):
-    """The two products of an adapter's backward that read dout: (dout b [rows, r] as `_thin` returns it, the gradient
-    of B float32[E, out, r], which is dout^T inner, summed over the rows of each expert). With a Mosaic implementation
-    and sorted rows one kernel computes both, if thin_pair.refusal does not refuse it; otherwise `_thin` and
-    `_contracted` do. Tokens that are gathered are few enough to be read twice.
+    """Computes the two products of an adapter's backward that read dout. Returns (dout b [rows, r], in the form of
+    `_thin`; the gradient of B, float32[E, out, r]). The gradient of B is dout^T inner, summed over the rows of each
+    expert.
+
+    One kernel computes both products if the implementation is a Mosaic one, the rows are sorted, and thin_pair.refusal
+    has no reason against it. Otherwise `_thin` and `_contracted` compute one product each, so that dout is read twice.
+    If rows are gathered from tokens, dout is k times as small as sorted rows, and reading it twice costs little.
 
     Args:
       dout: the gradients of the product, [rows, out], or [T, out] with `tokens`.

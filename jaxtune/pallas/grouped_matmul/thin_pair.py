@@ -23,10 +23,10 @@ _LARGEST_RANK = _WIDTH = 16  # larger ranks write more than an eighth of the gra
 
 
 def refusal(dout, b) -> str | None:
-    """The reason why the kernel cannot compute a call, or None if it can. It needs a GPU that runs Triton kernels,
-    jax-triton, bfloat16 or float16, an output of a multiple of 8 numbers, and a rank of at most 16. It is also refused
-    if the check at first use on this GPU found that its results differ from those of plain JAX. dout: [rows, out]. b:
-    [E, out, r]."""
+    """Returns the reason, in words, why the kernel cannot compute a call, or None if it can. The kernel needs
+    jax-triton and a GPU that runs Triton kernels. It takes bfloat16 or float16, outputs of a multiple of 8 numbers, and
+    ranks of at most 16. A call is also refused if the check at first use found that the kernel's results on this GPU
+    differ from those of plain JAX. dout: [rows, out]. b: [E, out, r]."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 
 def thin_pair(dout, b, inner):
-    """(dout b in dout's dtype, dout^T inner in b's dtype), with float32 sums; float32 operands are multiplied in full
-    float32. The arguments are those of api.thin_pair."""
+    """Computes the two products of api.thin_pair by two GEMMs: (dout b in dout's dtype, dout^T inner in b's dtype).
+    Sums are float32. Operands in float32 are multiplied in full float32. The arguments are those of api.thin_pair."""
     precision = jax.lax.Precision.HIGHEST if dout.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     product = functools.partial(jax.lax.dot_general, dout, precision=precision)
     dinner = product(b.astype(dout.dtype), (((1,), (0,)), ((), ())), preferred_element_type=dout.dtype)

@@ -161,7 +161,8 @@ class StepCost:
         return self.table_on_host, self.states_on_host
 
     def placed(self, plan: StepPlan) -> StepCost:
-        """The costs with the tables of embeddings and the optimizer's states where `plan` has them."""
+        """The costs if tables of embeddings and optimizer states are in the memory, device's or host's, that `plan`
+        names."""
         return self.with_table(plan.table_on_host).with_states(plan.states_on_host)
 
     def with_states(self, on_host: bool) -> StepCost:

@@ -196,12 +196,12 @@ def _low_rank_bytes(parts: StepCost, dropped, tokens: float) -> float:
 
 
 def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens, device, tiles) -> tuple[float, ...]:
-    """Forecasts what the recomputation of residuals costs in an average layer: time and memory. `layer_forecasts` calls
-    it.
+    """Forecasts the time and the memory that an average layer needs to recompute residuals. `layer_forecasts` calls it.
 
     Args:
       parts: the costs of the whole step, by segment.
-      tokens, device: of a micro-batch on the device that runs the step, and that device.
+      tokens: the number of tokens of a micro-batch on one device.
+      device: the device that runs the step.
       dropped, rounded: names of residuals that are recomputed, and of those that are kept in FP8.
       whole: {residual: its bytes in a micro-batch, as the mean of all layers}.
       of_kinds: for each kind of layer, {residual: its bytes in a micro-batch}.

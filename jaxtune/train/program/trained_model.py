@@ -282,9 +282,10 @@ class TrainedModel:
             self.given = nnx.merge(graph, trainable, host_table.with_tables(frozen, tables))
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
-        """The shapes, with their shardings under the plan of `engine`, of what `begin` returns for a new run: (state,
-        sums, frozen). A run's programs are compiled from them while the weights are still being loaded, or by `train
-        --plan`. It also sets `engine.tables`, as `_declared` says."""
+        """Returns (state, sums, frozen) as `begin` does for a new run, with the shape of each array in its place. Each
+        shape has its sharding under the plan of `engine`. The programs of a run are compiled from these shapes while
+        the weights are still being loaded. `train --plan` compiles from them too. The method also sets
+        `engine.tables`, as `_declared` says."""
         program, state = engine.program, self.state_shapes(engine)
         sums = jax.eval_shape(program.zero_sums, state.trainable)
         sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
