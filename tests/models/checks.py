@@ -1,4 +1,4 @@
-"""What the golden test and the live parity test both ask of a model."""
+"""What several tests ask of a model, such as the golden test and the live parity test."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from jaxtune.models.families.common import tensor_name
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.registry import config_from_hf, family
+from jaxtune.models.residual_plan import LayerPlan, ResidualPlan
+from jaxtune.models.stack import run_stack
 
 PROMPT_TOKENS, NEW_TOKENS = 10, 12  # together past longrope's original context
 
@@ -51,6 +53,29 @@ def gradients(model, tokens) -> dict[str, np.ndarray]:
     norms = family(model.config.family).norms
     layers = model.config.layers
     return {tensor_name(path, norms, layers): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)}
+
+
+def stack_gradients(model, plan: LayerPlan, shape: tuple[int, int]):
+    """The gradients of a sum over the stack's output, to the trainables and to its input, for rows of this shape. The
+    plan is that of every layer."""
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    x = jax.random.normal(jax.random.key(5), (*shape, model.config.hidden_size))
+    probe = jax.random.normal(jax.random.key(6), x.shape)
+    plans = ResidualPlan.uniform(plan, len(model.layers))
+
+    def total(trainable, x):
+        model = nnx.merge(graph, trainable, frozen)
+        return (run_stack(model.layers, model.config.layers, x, model.layout(shape), plans)[0] * probe).sum()
+
+    return jax.jit(jax.grad(total, (0, 1)))(trainable, x)
+
+
+def assert_gradients_are(found, want) -> None:
+    """That stack_gradients found those that are wanted, but for rounding."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(want), strict=True)
+    for (path, one), other in pairs:
+        near = 2e-6 * float(np.abs(other).max())
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=near, err_msg=jax.tree_util.keystr(path))
 
 
 def greedy(model, tokens, new_tokens: int) -> np.ndarray:

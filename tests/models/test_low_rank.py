@@ -6,14 +6,14 @@ import collections
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from checks import assert_gradients_are, stack_gradients
 from flax import nnx
 from tiny_models import adapted_model, golden_model
 
 from jaxtune.models import stack_layers
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
-from jaxtune.models.stack import layer_forward, run_stack
+from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan
+from jaxtune.models.stack import layer_forward
 from jaxtune.models.stack_layers import low_rank_inputs, with_low_rank_kept
 from jaxtune.pallas.grouped_matmul import api as grouped
 from jaxtune.pallas.quant_matmul import low_rank, reference
@@ -37,18 +37,11 @@ def adapted(name: str) -> nnx.Module:
 
 
 def gradients(model, plan):
-    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
-    x = jax.random.normal(jax.random.key(5), (*SHAPE, model.config.hidden_size))
-    probe = jax.random.normal(jax.random.key(6), x.shape)
+    """Under what of the plan the model has residuals for."""
     known = {r.name for layer in model.layers for r in layer.residuals()}
-    plan = LayerPlan(plan.rest, **{name: how for name, how in plan.items() if name in known})
-    plans = ResidualPlan.uniform(plan, len(model.layers))
-
-    def total(trainable, x):
-        model = nnx.merge(graph, trainable, frozen)
-        return (run_stack(model.layers, model.config.layers, x, model.layout(SHAPE), plans)[0] * probe).sum()
-
-    return jax.jit(jax.grad(total, (0, 1)))(trainable, x)
+    return stack_gradients(
+        model, LayerPlan(plan.rest, **{name: how for name, how in plan.items() if name in known}), SHAPE
+    )
 
 
 @pytest.fixture
@@ -93,10 +86,7 @@ def test_gradients_are_those_of_a_backward_that_computes_them_again(name, plan, 
     found = gradients(model, PLANS[plan])
     monkeypatch.setattr(stack_layers, "with_low_rank_kept", lambda *arguments: [])
     jax.clear_caches()
-    want = jax.tree.leaves(gradients(model, PLANS[plan]))
-    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), want, strict=True):
-        near = 2e-6 * float(np.abs(other).max())
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=near, err_msg=jax.tree_util.keystr(path))
+    assert_gradients_are(found, gradients(model, PLANS[plan]))
 
 
 @pytest.mark.parametrize("name", MODELS)

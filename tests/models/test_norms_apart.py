@@ -4,30 +4,15 @@ the stream otherwise, and the gradients are those that segments with norms in th
 from __future__ import annotations
 
 import jax
-import numpy as np
 import pytest
-from flax import nnx
+from checks import assert_gradients_are, stack_gradients
 from tiny_models import golden_model
 
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
-from jaxtune.models.stack import run_stack
+from jaxtune.models.residual_plan import KEEP, RECOMPUTE
 from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.normed_stream import api, triton
 
 SHAPE = (2, 12)
-
-
-def gradients(model, plan):
-    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
-    x = jax.random.normal(jax.random.key(5), (*SHAPE, model.config.hidden_size))
-    probe = jax.random.normal(jax.random.key(6), x.shape)
-    plans = ResidualPlan.uniform(plan, len(model.layers))
-
-    def total(trainable, x):
-        model = nnx.merge(graph, trainable, frozen)
-        return (run_stack(model.layers, model.config.layers, x, model.layout(SHAPE), plans)[0] * probe).sum()
-
-    return jax.jit(jax.grad(total, (0, 1)))(trainable, x)
 
 
 @pytest.fixture
@@ -64,9 +49,7 @@ NORMS = {
 @pytest.mark.parametrize("name", NORMS)
 def test_gradients_are_the_same(name, plan, request):
     model = golden_model(name)
-    want = jax.tree.leaves(gradients(model, plan))
+    want = stack_gradients(model, plan, SHAPE)
     calls = request.getfixturevalue("by_kernel")
-    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(gradients(model, plan)), want, strict=True):
-        near = 2e-6 * float(np.abs(other).max())
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=near, err_msg=jax.tree_util.keystr(path))
+    assert_gradients_are(stack_gradients(model, plan, SHAPE), want)
     assert (calls.count(True), calls.count(False)) == NORMS[name]
