@@ -99,6 +99,7 @@ def test_parts_that_do_not_fit_are_refused():
         ({"codes": good.codes.astype(jnp.float32)}, "codes are float32"),
         ({"scales": good.scales[:3]}, r"scales are float32\[3, 1\]"),
         ({"block": (64, 64)}, r"blocks of \(64, 64\) asks for \(1, 1\)"),
+        ({"transposed": good.codes}, r"transposed codes are float8_e4m3fn\[4, 8\]; they must be .*\[8, 4\]"),
     ):
         with pytest.raises(ValueError, match=words):
             dataclasses.replace(good, **changed).decode()
@@ -244,6 +245,44 @@ def test_the_ranks_of_weights_that_share_x_may_add_up_beyond_what_the_kernel_tak
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("implementation", "outs", "block"),
+    [
+        ("mosaic", (256, 128, 128), ROW),
+        ("mosaic", (256, 128), TILE),
+        ("mosaic", (192, 64), ROW),
+        ("reference", (256, 128, 128), ROW),
+        ("reference", (150, 130), TILE),
+    ],
+)
+def test_weights_that_have_their_codes_transposed_give_the_same_bits(implementation, outs, block):
+    """In the kernel one after the other along the sum, where whole steps divide each, and joined elsewhere."""
+    draw, (tokens, width) = np.random.default_rng(0), (136, 128)
+    weights = [FP8.encode(draw.normal(size=(out, width)).astype(np.float32), block) for out in outs]
+    pairs = [[jnp.asarray(draw.normal(size=s), jnp.bfloat16) for s in ((4, width), (out, 4))] for out in outs]
+    loras = [LoraWeights(a, b) for a, b in pairs]
+    x, *dys = (jnp.asarray(draw.normal(size=(tokens, n)), jnp.bfloat16) for n in (width, *outs))
+
+    def step(x, weights, loras):
+        def run(x, loras):
+            return quant_matmul(x, weights, loras, fp8=True, implementation=implementation)
+
+        outputs, pull = jax.vjp(run, x, loras)
+        return outputs, pull(tuple(dys))
+
+    run = jax.jit(step, compiler_options={"xla_allow_excess_precision": False})  # as the programs of a run
+    with gpu_kernel.interpreted():
+        without = run(x, weights, loras)
+        kept = run(x, [weight.with_transposed() for weight in weights], loras)
+    assert dispatch.record["fp8_matmul"][0] == implementation
+    jax.tree.map(np.testing.assert_array_equal, without, kept)
+    # The codes themselves are not read in the backward.
+    wrong = [dataclasses.replace(one.with_transposed(), codes=jnp.zeros_like(one.codes)) for one in weights]
+    with gpu_kernel.interpreted():
+        np.testing.assert_array_equal(run(x, wrong, loras)[1][0], without[1][0])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("widths", "scaled"), [((1024,), False), ((512, 1536), True)])
 def test_rows_are_rounded_bit_for_bit_as_by_the_reference(widths, scaled):
     draw = np.random.default_rng(0)
@@ -325,6 +364,35 @@ def test_the_kernels_multiply_experts_as_their_reference(shape, block, contract,
     want = fp8_experts._by_reference(x.astype(jnp.float32), weight, groups, contract, exact, tokens)
     assert not got[~held].any(), "rows that hold nothing must be zero"
     assert np.linalg.norm(got - want) < 0.003 * np.linalg.norm(want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "reference"])
+@pytest.mark.parametrize(("transposed", "block"), [(False, ROW), (True, TILE)])
+def test_experts_that_have_their_codes_transposed_give_the_same_bits(transposed, block, implementation):
+    """In the direction that sums along their first axis: the backward, or the forward if they are transposed."""
+    draw, sizes = np.random.default_rng(0), [6, 66]
+    groups = groups_of(jnp.array(sizes), 140)
+    held = jnp.asarray(np.concatenate([np.arange(128) < size for size in (*sizes, 0)]))[:, None]
+    weight = FP8.encode(draw.normal(size=(2, 512, 640)).astype(np.float32), block)
+    width, out = (512, 640) if transposed else (640, 512)
+    x, dout = (jnp.where(held, jnp.asarray(draw.normal(size=(groups.rows, n)), jnp.bfloat16), 0) for n in (width, out))
+
+    def both(weight):
+        def run(x):
+            return grouped_matmul(x, weight, groups, transposed=transposed, fp8=True, implementation=implementation)
+
+        output, pull = jax.vjp(run, x)
+        return output, *pull(dout)
+
+    with gpu_kernel.interpreted():
+        without, kept = (jax.jit(both)(one) for one in (weight, weight.with_transposed()))
+    assert dispatch.record["fp8_matmul of experts"][0] == implementation
+    jax.tree.map(np.testing.assert_array_equal, without, kept)
+    if implementation == "mosaic":
+        wrong = dataclasses.replace(weight.with_transposed(), codes=jnp.zeros_like(weight.codes))
+        with gpu_kernel.interpreted():
+            np.testing.assert_array_equal(jax.jit(both)(wrong)[0 if transposed else 1], without[0 if transposed else 1])
 
 
 def test_what_the_kernel_refuses_is_said():

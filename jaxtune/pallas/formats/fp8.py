@@ -68,6 +68,9 @@ class FP8(Stored):
     block: Block = dataclasses.field(default=ROW, metadata=dict(static=True))
     # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
+    # None, or the codes once more, float8_e4m3fn[..., in, out], for products that sum along `out`, which otherwise copy
+    # the codes transposed. Only frozen weights of a run's programs have them, if its plan says so; no file does
+    transposed: jax.Array | None = None
 
     compute = "fp8"  # the value of model.compute with which products multiply the codes without decoding them
     scale_axes = (-1,)  # of a scale for each row, as `encode` makes by default; `rescaled` allows no other
@@ -114,7 +117,16 @@ class FP8(Stored):
         wanted = (*self.shape[:-2], *scale_shape(self.shape, self.block))
         if tuple(self.scales.shape) != wanted or not jnp.issubdtype(self.scales.dtype, jnp.floating):
             return f"scales are {describe(self.scales)}; shape {self.shape} in blocks of {self.block} asks for {wanted}"
+        if self.transposed is not None:
+            shape, codes = (*self.shape[:-2], *self.shape[:-3:-1]), self.transposed
+            if (tuple(codes.shape), codes.dtype) != (shape, self.codes.dtype):
+                return f"transposed codes are {describe(codes)}; they must be float8_e4m3fn{list(shape)}"
         return None
+
+    def with_transposed(self) -> FP8:
+        """The same weight with its codes transposed beside it, so that no product copies them. They are made now; a
+        run calls it for its frozen weights before its first step (placement/transposed_codes.py)."""
+        return dataclasses.replace(self, transposed=self.codes.mT)
 
     def largest(self) -> jax.Array:
         """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's

@@ -6,7 +6,8 @@ sums along B in the forward, along A for the gradient of the rows (or the revers
 an index along A, or the whole matrix has a scale, the scales multiply the result of a sum along B. In a sum along A
 they are factors of the summed axis; each sorted row belongs to one expert and is multiplied by them before it is
 rounded. Scales of 128 x 128 numbers are inside both sums. Tensor cores accept e4m3 with the summed axis contiguous
-only, so for a sum along A the codes are transposed first, in each product (two bytes per weight).
+only, so for a sum along A the codes are transposed first, in each product (two bytes per weight), unless the weight has
+them transposed beside it (FP8.transposed).
 
 On Hopper fp8_mosaic.py multiplies. fp8_rounding.py rounds the rows before, which it can gather from the tokens; with
 scales of 128 x 128 numbers XLA does. On other GPUs that multiply in FP8, and where these kernels refuse, XLA rounds and
@@ -155,7 +156,7 @@ _exact = jax.jit(
 
 def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, name: str):
     """The grouped product by an FP8 kernel: [rows, n] in x's dtype. It rounds the rows first, and copies the weight's
-    codes transposed if contract is 1, because the kernels sum over the last axis.
+    codes transposed if contract is 1 and the weight has no such copy, because the kernels sum over the last axis.
 
     Args:
       x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.
@@ -176,11 +177,14 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
     side = weight.codes
     u, add = (None, None) if extra is None else extra
     if contract == 1:
-        # Tied to the rows, so that the copy is made when they are there, and is neither shared by products nor kept.
-        codes, side = jax.lax.optimization_barrier((codes, side))
-        side, add = side.mT, None if add is None else add.mT
+        add = None if add is None else add.mT
+        if weight.transposed is None:
+            # Tied to the rows, so that the copy is made when they are there, and is neither shared by products nor
+            # kept.
+            codes, side = jax.lax.optimization_barrier((codes, side))
+        side = side.mT if weight.transposed is None else weight.transposed
     tiles = groups.tile_expert, groups.tile_sizes
-    return fp8_product.by_kernel(codes, scale, u, add, side, scales, x.dtype, blocks, name, tiles)
+    return fp8_product.by_kernel(codes, scale, u, add, (side,), scales, x.dtype, blocks, name, tiles)
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:

@@ -102,27 +102,18 @@ def filled_rank(rank: int) -> int | None:
     return next((size for size in RANKS if rank <= size), None)
 
 
-def _kernel(
-    x_ref,
-    w_ref,
-    x_scale_ref,
-    w_scale_ref,
-    *rest,
-    blocks: Blocks,
-    programs: int,
-    in_blocks: bool,
-    rank: int,
-    grouped: bool,
-):
+def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: bool, rank: int, grouped: bool):
     """The kernel's body: out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T with `in_blocks`, else
     scaled(x w[e]^T + u l[e]^T), where w is [E, N, K], l is [E, N, R], and e is the expert of a tile of 128 rows, or 0.
-    All these are in global memory. In each program two warpgroups compute, and a third one loads.
+    All these are in global memory; w is in `sides` arrays [E, N, K_i], side by side along K. In each program two
+    warpgroups compute, and a third one loads.
 
     Args:
-      x_ref, w_ref: e4m3 codes.
-      x_scale_ref, w_scale_ref: float32[M] and [E, N]; with `in_blocks` [K / 128, M] and [E, N / 128, K / 128].
-      rest: if `grouped`, two int32[M / 128]: each tile's expert, and its number of rows that are not empty; if `rank`
-        is not 0, the adapter's u and l; the output; then shared memory and barriers.
+      x_ref: e4m3 codes.
+      rest: the arrays of w, e4m3 codes; the scales of x and w, float32[M] and [E, N], or with `in_blocks` [K / 128, M]
+        and [E, N / 128, K / 128]; if `grouped`, two int32[M / 128]: each tile's expert, and its number of rows that are
+        not empty; if `rank` is not 0, the adapter's u and l; the output; then shared memory and barriers.
+      sides: the number of arrays of w, 1 if `grouped`.
       blocks: how the work is divided.
       programs: the number of programs; program p computes tiles p, p + programs, ... of the output.
       in_blocks: True if each 128 numbers along K have a scale, by which sums over 128 are multiplied; False if a row
@@ -130,6 +121,7 @@ def _kernel(
       rank: R, 0 without an adapter.
       grouped: True if rows are sorted by expert, in tiles of 128 rows with one expert each; False if E is 1.
     """
+    w_refs, (x_scale_ref, w_scale_ref, *rest) = rest[:sides], rest[sides:]
     if grouped:
         expert_ref, sizes_ref, *rest = rest
     if rank:
@@ -139,7 +131,7 @@ def _kernel(
         out_ref, x_smem, w_smem, out_smem, full, free = rest
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
-    (all_rows, width), (experts, out_size, _) = x_ref.shape, w_ref.shape
+    (all_rows, width), (experts, out_size, _) = x_ref.shape, w_refs[0].shape
     row_tiles, column_tiles, all_steps = -(-all_rows // ROWS), out_size // columns, width // blocks.step
     mine = lax.div(row_tiles * column_tiles - program + (programs - 1), jnp.int32(programs))
 
@@ -179,10 +171,12 @@ def _kernel(
             row, column = corner(index)
             rows, here = pl.ds(row, ROWS), pl.ds(column, columns)
 
-            def step(number, at):
+            def step(w_ref, before, number, at):
+                """Loads the step `number` of an array of w, which comes after `before` steps of other ones."""
                 slot, along = slot_of(at), pl.ds(number * blocks.step, blocks.step)
+                of_x = pl.ds((number + before) * blocks.step, blocks.step) if before else along
                 pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                plgpu.copy_gmem_to_smem(x_ref.at[rows, along], x_smem.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(x_ref.at[rows, of_x], x_smem.at[slot], full.at[slot])
                 plgpu.copy_gmem_to_smem(w_ref.at[expert, here, along], w_smem.at[slot], full.at[slot])
                 return at + 1
 
@@ -190,7 +184,12 @@ def _kernel(
                 pl.when(index > 0)(lambda: plgpu.barrier_wait(extra_free))
                 plgpu.copy_gmem_to_smem(u_ref.at[rows], u_smem.at[0], extra_full)
                 plgpu.copy_gmem_to_smem(l_ref.at[expert, here], l_smem.at[0], extra_full)
-            return lax.fori_loop(0, steps_of(tile), step, at), *following
+            before = 0
+            for w_ref in w_refs:
+                count = w_ref.shape[2] // blocks.step if sides > 1 else steps_of(tile)
+                at = lax.fori_loop(0, count, functools.partial(step, w_ref, before), at)
+                before += w_ref.shape[2] // blocks.step
+            return at, *following
 
         total, *_ = lax.fori_loop(0, mine, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
@@ -331,25 +330,29 @@ def _smem(shape, dtype, row_bytes: int = 128):
 
 
 def product(
-    x, w, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
+    x, sides, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
 ):
     """Multiplies codes by the kernel: x [M, K] w [N, K]^T times the scales of both, plus u l^T of `extra`, as dtype[M,
     N]. Call it only if `refusal` returns None. fp8_product.by_kernel calls it.
 
     Args:
-      x, w: e4m3 codes.
+      x: e4m3 codes.
+      sides: the e4m3 codes of w: a tuple of arrays [N, K_i], which are side by side along K, so that the transposed
+        codes of several weights need not be joined. If there are several, each K_i is a multiple of 128.
       x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
       extra: None, or an adapter's operands in bfloat16, u [M, R] and l [N, R], where R is from `filled_rank`. If
         `in_blocks` is False, the kernel multiplies their product by x_scale and w_scale like the rest, so the caller
         divides u by x_scale and l by w_scale.
       tiles: None, or for rows that are sorted by expert two int32[M / 128]: the expert of each 128 rows, and how many
-        of the rows, which come first, are not empty. Then w, w_scale and l have a leading axis of experts.
+        of the rows, which come first, are not empty. Then w, which is one array, w_scale and l have a leading axis of
+        experts.
       dtype: of the result, bfloat16 or float16.
       in_blocks: True if each 128 numbers along K have a scale; False if a whole row has one.
     """
     if tiles is None:
-        w, w_scale, extra = w[None], w_scale[None], None if extra is None else (extra[0], extra[1][None])
-    (tokens, width), columns = x.shape, w.shape[1]
+        sides, w_scale = [side[None] for side in sides], w_scale[None]
+        extra = None if extra is None else (extra[0], extra[1][None])
+    (tokens, width), columns = x.shape, sides[0].shape[1]
     rank = extra[0].shape[1] if extra is not None else 0
     blocks = blocks_for(width, columns, rank, in_blocks)
     programs = persistent.cores()
@@ -364,7 +367,13 @@ def product(
         ]
     return gpu_kernel.kernel(
         functools.partial(
-            _kernel, blocks=blocks, programs=programs, in_blocks=in_blocks, rank=rank, grouped=tiles is not None
+            _kernel,
+            sides=len(sides),
+            blocks=blocks,
+            programs=programs,
+            in_blocks=in_blocks,
+            rank=rank,
+            grouped=tiles is not None,
         ),
         "fp8_matmul",
         gpu_kernel.interpreter(),
@@ -375,10 +384,10 @@ def product(
         thread_name="wg",
         scratch_types=[
             _smem((blocks.stages, ROWS, blocks.step), x.dtype, blocks.step),
-            _smem((blocks.stages, blocks.columns, blocks.step), w.dtype, blocks.step),
+            _smem((blocks.stages, blocks.columns, blocks.step), x.dtype, blocks.step),
             _smem((_WARPGROUPS, 2, _OWN, _STORED), dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
             *kept,
         ],
-    )(x, w, x_scale, w_scale, *(tiles or ()), *(extra or ()))
+    )(x, *sides, x_scale, w_scale, *(tiles or ()), *(extra or ()))

@@ -8,7 +8,8 @@ gradient is multiplied by them before it is rounded. Scales of 128 x 128 are ins
 The backward multiplies the gradients of all weights that share x, side by side, by these weights stacked: one product,
 in which the sum over the weights takes no pass over memory. It needs the codes transposed, because tensor cores accept
 e4m3 with the summed axis contiguous only. The transposed copy is made in each step (two bytes per weight, about 6 ms of
-an 8B step on an H200) and not stored (another 7 GB).
+an 8B step on an H200), unless the weights have their codes transposed beside them (FP8.transposed, another 7 GB). The
+kernel for Hopper then reads those of all weights where they are; elsewhere they are joined.
 
 On Hopper fp8_rounding.py rounds rows that have one scale, and fp8_mosaic.py multiplies. On other GPUs that multiply in
 FP8 (compute capability 8.9 and later), XLA uses the vendor's product for scales by rows, and fp8_triton.py multiplies
@@ -125,7 +126,7 @@ def forward(
     scales = weight.scales.astype(jnp.float32)
     if not in_blocks(weight):
         scales = jnp.broadcast_to(scales.reshape(-1), weight.shape[:1])
-    return multiply(coded, weight.codes, scales, more, dtype, in_blocks(weight), implementation)
+    return multiply(coded, [weight.codes], scales, more, dtype, in_blocks(weight), implementation)
 
 
 def backward(
@@ -151,13 +152,26 @@ def backward(
         with jax.named_scope("to_fp8"):
             parts = [rounded(_whole_blocks(dout, 1), blocks) for dout in douts]
             coded = jnp.concatenate([c for c, _ in parts], axis=1), jnp.concatenate([s for _, s in parts], axis=1)
-        codes = jnp.concatenate([_whole_blocks(weight.codes, 0) for weight in weights])
         scales = jnp.concatenate([weight.scales for weight in weights]).astype(jnp.float32).T
     else:
         each = [jnp.broadcast_to(w.scales.astype(jnp.float32).reshape(-1), w.shape[:1]) for w in weights]
         coded = side_by_side(douts, jnp.concatenate(each), implementation)
-        codes, scales = jnp.concatenate([weight.codes for weight in weights]), None
-    return multiply(coded, codes.T, scales, more, dtype, blocks, implementation)
+        scales = None
+    return multiply(coded, _sides(weights, blocks), scales, more, dtype, blocks, implementation)
+
+
+def _sides(weights: Sequence[FP8], blocks: bool) -> Sequence[jax.Array]:
+    """The transposed codes of weights that share x, as `multiply` takes them in the backward: those of each weight,
+    e4m3[in, out_i], if all have them beside them, else one array of all, which is copied here. With `blocks` each out_i
+    is padded to a multiple of 128."""
+
+    def whole(codes, axis):
+        return _whole_blocks(codes, axis) if blocks else codes
+
+    copies = [weight.transposed for weight in weights if weight.transposed is not None]
+    if len(copies) == len(weights):
+        return [whole(copy, 1) for copy in copies]
+    return [jnp.concatenate([whole(weight.codes, 0) for weight in weights]).T]
 
 
 def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
@@ -170,7 +184,7 @@ def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
 
 def multiply(
     coded: tuple[jax.Array, jax.Array],
-    side: jax.Array,
+    sides: Sequence[jax.Array],
     side_scale: jax.Array | None,
     more: More | None,
     dtype,
@@ -178,13 +192,13 @@ def multiply(
     implementation: str | None,
 ) -> jax.Array:
     """The product over k of two operands in e4m3, times their scales: dtype[n, columns], summed in float32. The forward
-    calls it with a weight as `side`, the backward with the transposed codes of several weights.
+    calls it with a weight's codes, the backward with the transposed codes of several weights.
 
     Args:
       coded: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]), from `rounded`.
-      side: e4m3[columns, k], the codes of the other operand.
-      side_scale: the scales of `side`: float32[columns], or None for no scales; with `blocks` float32[ceil(columns /
-        128), ceil(k / 128)].
+      sides: e4m3[columns, k_i], the codes of the other operand, in arrays that are side by side along k.
+      side_scale: the scales of the other operand: float32[columns], or None for no scales; with `blocks`
+        float32[ceil(columns / 128), ceil(k / 128)].
       more: None, or two further operands (u [n, r], v [columns, r]), whose product u v^T is added. A kernel adds that
         of their first 64 columns, and XLA that of the others; with "reference" XLA adds all.
       dtype: of the result.
@@ -196,7 +210,7 @@ def multiply(
       ValueError: the requested implementation refuses the call.
     """
     codes, scale = coded
-    sizes = (codes.shape[0], codes.shape[1], side.shape[0])
+    sizes = (codes.shape[0], codes.shape[1], sides[0].shape[0])
     rank = min(more[0].shape[1], fp8_mosaic.RANKS[-1]) if more is not None else 0  # that of the kernels' part
 
     def first_use(name: str):
@@ -212,15 +226,17 @@ def multiply(
         triton = dispatch.on_request("triton", implementation, "not measured beside the vendor's product", triton)
     table = {"mosaic": mosaic, "triton": triton, "reference": lambda: None}
     name = dispatch.choose("fp8_matmul", table, implementation)
+    if len(sides) > 1 and (name != "mosaic" or any(side.shape[1] % BLOCK for side in sides)):
+        sides = [jnp.concatenate(sides, axis=1)]
     if name == "reference":
-        out = (_by_blocks if blocks else _by_rows)(codes, scale, side, side_scale, dtype)
+        out = (_by_blocks if blocks else _by_rows)(codes, scale, sides[0], side_scale, dtype)
         return out if more is None else out + _thin(*more)
     run = meshes.on_each_device(_with_wide_adapter, rows=3)
     u, add = more if more is not None else (None, None)
-    return run(codes, scale, u, add, side, side_scale, dtype, blocks, name)
+    return run(codes, scale, u, add, sides, side_scale, dtype, blocks, name)
 
 
-def _with_wide_adapter(codes, scale, u, add, side, side_scale, dtype, blocks, name: str):
+def _with_wide_adapter(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str):
     """What `by_kernel` computes, dtype[n, columns], for an adapter of any rank: of more than 64 columns of u and add,
     the kernel takes the first 64, and XLA adds the product of the others to the kernel's result, in one more pass over
     it. The sum of several adapters' ranks is that large in the backward of weights that share x. `multiply` calls it on
@@ -229,8 +245,8 @@ def _with_wide_adapter(codes, scale, u, add, side, side_scale, dtype, blocks, na
     Args:
       codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)].
       u, add: two operands of an adapter, [n, r] and [columns, r], whose product u add^T is added; None and None: none.
-      side, side_scale: the other operand, e4m3[columns, k], and its scales, float32[columns] or None for no scales, or
-        with `blocks` float32[columns / 128, k / 128].
+      sides, side_scale: the other operand, e4m3[columns, k_i] side by side, and its scales, float32[columns] or None
+        for no scales, or with `blocks` float32[columns / 128, k / 128].
       dtype: of the result.
       blocks: True if each 128 numbers along k have a scale, False if a whole row has one.
       name: the kernel, "mosaic" or "triton".
@@ -239,7 +255,7 @@ def _with_wide_adapter(codes, scale, u, add, side, side_scale, dtype, blocks, na
     if u is not None and u.shape[1] > most:
         rest = u[:, most:], add[:, most:]
         u, add = u[:, :most], add[:, :most]
-    out = by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name)
+    out = by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name)
     return out if rest is None else out + _thin(*rest)
 
 
@@ -298,32 +314,33 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
     return jax.lax.fori_loop(0, scale.shape[1], add, total).astype(dtype)
 
 
-def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, tiles=None):
+def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str, tiles=None):
     """The product over k of two operands in e4m3, times their scales, by one of our kernels, fp8_mosaic.product or
     fp8_triton.product: dtype[n, columns]. It brings operands and scales into the form that they take: scales without an
     axis of one, or with `blocks` those of `codes` transposed; without `blocks` ones for a side_scale of None, and 1e-30
-    for a scale of zero of `side`; and the adapter's operands in bfloat16, padded to 16, 32 or 64 columns and, without
-    `blocks`, divided by the scales by which the kernel multiplies everything at the end. grouped_matmul calls it too,
-    for rows that are sorted by expert.
+    for a scale of zero of the other operand; and the adapter's operands in bfloat16, padded to 16, 32 or 64 columns
+    and, without `blocks`, divided by the scales by which the kernel multiplies everything at the end. grouped_matmul
+    calls it too, for rows that are sorted by expert.
 
     Args:
       codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)], from `rounded`.
       u, add: two operands of an adapter, [n, r] and [columns, r], r at most 64, whose product u add^T is added; None
         and None for no such product. u may have more columns, of zeros, which change nothing.
-      side, side_scale: the codes [columns, k] of the other operand, and its scales, float32[columns] or None for no
-        scales, or with `blocks` float32[columns / 128, k / 128].
+      sides, side_scale: the codes of the other operand, a tuple of arrays [columns, k_i] that are side by side along k
+        (for "triton" and with `tiles` of one), and its scales, float32[columns] or None for no scales, or with `blocks`
+        float32[columns / 128, k / 128].
       dtype: of the result.
       blocks: True if each 128 numbers along k have a scale, False if a whole row has one.
       name: the kernel, "mosaic" or "triton".
       tiles: None; or for rows that are sorted by expert two int32[n / 128], the expert of each 128 rows and how many of
-        these are not empty. Then add, side and side_scale have a leading axis of experts.
+        these are not empty. Then add, sides and side_scale have a leading axis of experts.
     """
     if blocks:
         scale = scale.T
     else:
         scale = scale[:, 0]
         if side_scale is None:
-            side_scale = jnp.ones(side.shape[:-1], jnp.float32)
+            side_scale = jnp.ones(sides[0].shape[:-1], jnp.float32)
         side_scale = jnp.where(side_scale == 0, _NO_SCALE, side_scale)
     extra = None
     if u is not None:
@@ -336,12 +353,14 @@ def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, 
             return jnp.pad(array.astype(jnp.bfloat16), [(0, 0)] * (array.ndim - 1) + [(0, wanted - array.shape[-1])])
 
         extra = filled(u), filled(add)
+    side = sides if name == "mosaic" else sides[0]
     return _KERNELS[name](codes, side, scale, side_scale, extra, tiles, dtype=dtype, in_blocks=blocks)
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
     """Compares the kernel `name` with an exact product on a small case, in which the rows of the last tile overlap
-    those before, at the first use for each combination of arguments. Returns the reason, in words, why this GPU must
+    those before, at the first use for each combination of arguments; Mosaic's also with the other operand in two
+    arrays, if `whole`. Returns the reason, in words, why this GPU must
     not run the kernel, or None if the two agree. Without a GPU nothing is compared, and the result is None. `multiply`
     calls it before it chooses the kernel.
 
@@ -363,7 +382,10 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
         stored, (codes, scale) = FP8.encode(weight, TILE if blocks else ROW), rounded(x, blocks)
         side_scale = stored.scales if blocks else stored.scales[:, 0]
         run = jax.jit(by_kernel, static_argnums=(6, 7, 8))
-        got = run(codes, scale, u, add, stored.codes, side_scale, dtype, blocks, name)
+        cases = [[stored.codes]]
+        if whole and name == "mosaic":
+            cases.append([stored.codes[:, :256], stored.codes[:, 256:]])
+        got = [run(codes, scale, u, add, sides, side_scale, dtype, blocks, name) for sides in cases]
 
         def exact(codes, scale, stored, u, add):
             wide = codes.astype(jnp.float32) * (jnp.repeat(scale, BLOCK, axis=1) if blocks else scale)
@@ -373,7 +395,7 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
                     want += u.astype(jnp.float32) @ add.astype(jnp.float32).T
             return want
 
-        return [got], [dispatch.exactly(exact)(codes, scale, stored, u, add)]
+        return got, [dispatch.exactly(exact)(codes, scale, stored, u, add)] * len(got)
 
     call = f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {filled} columns of an adapter, K of {width}"
     return dispatch.first_use("fp8_matmul", name, call, compare)
