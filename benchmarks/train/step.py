@@ -247,7 +247,7 @@ def measure(options) -> dict:
     trainer.fill_references((trainer.train_data,), state, frozen)
     trainer.model.release()  # as the command does
     parts = trainer.engine.load_step(0)[0]
-    programs, sums = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
+    programs, sums, frozen = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
     sums = trainer.engine.zero_sums(state)  # the step itself is timed with the others
     parts, rows = None, Rows(trainer.engine)
 

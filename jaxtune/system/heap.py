@@ -1,5 +1,5 @@
-"""A context in which Python's garbage collector leaves out the objects that exist already (`frozen_heap`): a run makes
-its steps in it."""
+"""Contexts in which Python's garbage collector leaves out the objects that exist already (`frozen_heap`), in which a
+run makes its steps, or does not run at all (`uncollected`), in which programs are lowered."""
 
 from __future__ import annotations
 
@@ -32,3 +32,17 @@ def frozen_heap():
             gc.unfreeze()
     finally:
         _depth -= 1
+
+
+@contextlib.contextmanager
+def uncollected():
+    """A context without Python's garbage collection, which takes a fifth of the time of tracing and lowering. Tracing
+    leaves few unreachable objects (20 MB in a step of 48 layers) and keeps many that each collection visits. Only
+    `Engine.compile` lowers in it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -228,7 +228,7 @@ class Run:
                     if step == start:
                         planned = engine.planner.plan
                         again = functools.partial(monitor.planned, "compile", start)
-                        programs, sums = engine.first_step(
+                        programs, sums, frozen = engine.first_step(
                             programs, sums, state, frozen, parts, step, progress.print, again
                         )
                         if engine.planner.plan != planned:

@@ -38,7 +38,7 @@ from jaxtune.train.data.preview import MARKS, preview
 from jaxtune.train.display.metrics import duration
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
-from jaxtune.train.planning.forecasts import Forecast, state_seconds
+from jaxtune.train.planning.forecasts import Forecast, codes_seconds, state_seconds
 from jaxtune.train.planning.layer_forecasts import product_time
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.program.loss import AuxLosses
@@ -282,10 +282,10 @@ _PLACEMENTS: dict[Placement, str] = {
 
 def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
     """A plan in words, a line each, which Planner.lines and --plan show: the placement of each residual, with its bytes
-    on a device in a micro-batch and what it costs, the predicted peak and speed; and, where they apply, the
-    tables of embeddings and optimizer states on the host, what is sent between devices, that the plan may not fit, the
-    speed of experts, and (Device.host_note) the host's memory, if a container or job is limited to a part of it or the
-    device is of another machine.
+    on a device in a micro-batch and what it costs, the predicted peak and speed; and, where they apply, the tables of
+    embeddings and optimizer states on the host, transposed codes, what is sent between devices, that the plan may not
+    fit, the speed of experts, and (Device.host_note) the host's memory, if a container or job is limited to a part of
+    it or the device is of another machine.
 
     Args:
       forecast: the plan, with the memory and the times that are predicted for it.
@@ -321,6 +321,11 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
     if parts.hosted_bytes:
         seconds = state_seconds(parts, device)
         lines.append(f"  optimizer states on the host: {parts.hosted_bytes / 1e9:.2f} GB, {seconds:.2f} s a step")
+    if parts.transposed_codes:
+        words = (
+            f"{parts.codes_bytes / 1e9:.2f} GB, {plan.micro_batches * codes_seconds(parts, device):.3f} s a step less"
+        )
+        lines.append(f"  codes of FP8 weights are kept transposed, too ({words})")
     if parts.devices > 1:
         seconds, lost = forecast.collective_seconds, forecast.exposed_seconds
         lines.append(f"  between {parts.devices} devices: {seconds:.3f} s a step, of which {lost:.3f} s are lost")

@@ -21,7 +21,7 @@ from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan, ResidualPlan
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
-from jaxtune.train.planning.forecasts import Forecast, forecast, gathered_bytes, head_forecast
+from jaxtune.train.planning.forecasts import Forecast, forecast, gathered_bytes, head_forecast, with_codes
 from jaxtune.train.planning.host_room import beside_states, places
 from jaxtune.train.planning.layer_forecasts import LayerForecast, bytes_with_gaps, layer_forecasts
 from jaxtune.train.planning.layer_plans import LayerPlans, layer_plans
@@ -60,7 +60,7 @@ def choose(
     """The forecast of the fastest plan whose predicted peak is within `budget_bytes`; of equally fast plans (to 0.1 ms)
     one with the tables of embeddings on the device, and of these the one with the lowest peak. A plan with the
     optimizer's states on the host must be faster than all others by 1 %, and one with the tables there by 0.2 %, unless
-    such plans alone fit.
+    such plans alone fit. If there is room beside it, it keeps the transposed codes of frozen FP8 weights (with_codes).
 
     What config.memory.plan and config.micro_batches set is not changed. Plans that are searched for also respect the
     host memory that the device may pin; that of config.memory.plan is not checked against it. `next_plan` calls it
@@ -103,7 +103,10 @@ def choose(
         run = plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host
         return min(budget, alike_bytes) if any(_run_alike(one, *run) for one in unlike) else budget
 
-    fitting = [one for one in found if one.peak_bytes <= limit(one.plan) and not _related(parts, one.plan, unlike)]
+    def fits(one: Forecast) -> bool:
+        return one.peak_bytes <= limit(one.plan) and not _related(parts, one.plan, unlike)
+
+    fitting = [one for one in found if fits(one)]
     if not fitting:
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
 
@@ -113,7 +116,8 @@ def choose(
         seconds *= _TABLES_WORTH_MOVING if one.plan.table_on_host else 1.0
         return round(seconds, 4), one.plan.table_on_host, one.peak_bytes
 
-    return min(fitting, key=order)
+    best = min(fitting, key=order)
+    return more if fits(more := with_codes(parts, best, device)) else best
 
 
 def _candidates(

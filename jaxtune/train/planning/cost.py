@@ -1,14 +1,14 @@
 """The costs of a training step before it is decided how to run it: bytes and work, read from the model's layers.
 `step_cost` makes a `StepCost` of a model, or of the shapes of one that is not loaded (`abstract_model`). A StepCost has
 a `SegmentCost` for each function of the layers' computation, and an `Exchange`: the bytes that devices receive from
-each other.
+each other (exchange.py).
 
 A layer's residuals and work follow from its shapes and from what its segments declare (models/layers/segment.py);
 `_segment_costs` averages the segments over the layers. The other functions give the shapes, dtypes or bytes of one
-thing: stored trained weights (`_stored`), frozen ones (`_frozen_parts`), the head (`_head_costs`), what devices send
-each other (`_exchange`, `_sync_bytes`), gathered weights and gradients of a layer (`_whole_layer_bytes`,
-`_whole_gradient_bytes`), copies in the compute dtype (`_trained_matrix_bytes`), values from outside
-of a layer (`_given_bytes`). What adapters add is in adapter_costs.py, and what the update takes in host_states.py."""
+thing: stored trained weights (`_stored`), frozen ones (`_frozen_parts`), the head (`_head_costs`), gathered weights and
+gradients of a layer (`_whole_layer_bytes`, `_whole_gradient_bytes`), copies in the compute dtype
+(`_trained_matrix_bytes`), values from outside of a layer (`_given_bytes`). What adapters add is in adapter_costs.py,
+and what the update takes in host_states.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from jaxtune.models.layers.segment import Residual, Segment
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
-from jaxtune.models.placement.low_format import bytes_per_number
 from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.reward import with_head
 from jaxtune.pallas.linear_cross_entropy import fills_up
@@ -47,18 +46,20 @@ from jaxtune.train.planning.adapter_costs import (
     masked_sizes,
 )
 from jaxtune.train.planning.devices import Device, float32_time
+from jaxtune.train.planning.exchange import NO_EXCHANGE, Exchange, exchange_of, sync_bytes
 from jaxtune.train.planning.host_states import NO_STATES, States, states_of, update_bytes
 from jaxtune.train.planning.host_table import NO_TABLE, Table, table_of
+from jaxtune.train.planning.kept_codes import codes_bytes
 from jaxtune.train.planning.layer_costs import LayerKind, Work, kind_of
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.sizes import nbytes
 from jaxtune.train.planning.sums_memory import NO_SUMS, SumsMemory, sums_memory
-from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
+from jaxtune.train.program.gradient_sync import gradient_sync_of
 
 # Names of bytes in StepCost.fixed.
 TEACHER = "teacher's weights"
-SYNC_ERRORS = "errors of the gradient sync"
 TABLE_ROWS = "rows of embeddings on the host"
+TRANSPOSED_CODES = "transposed codes of FP8 weights"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +81,6 @@ class SegmentCost:
     # True: its backward always runs its forward once more, which also recomputes its outputs; False: it does not
     runs_again: bool = False
     low_rank: float = 0.0  # bytes per token of its low-rank inputs, which are kept if none of its outputs is recomputed
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Bytes that a device receives from the other devices of its mesh, by what they are, from which the planner
-    forecasts how long collectives take: `sums` once a step, all others once in each micro-batch."""
-
-    weights: float = 0.0  # of all layers' divided weights, gathered once; the backward may gather them again
-    gradients: float = 0.0  # of the layers' trained weights that are divided over devices, in the backward
-    around: float = 0.0  # weights and gradients of embedding and head, during whose transfer nothing is computed
-    sums: float = 0.0  # gradients, added over the devices that have the same weight or the same part of it, once a step
-    frozen: float = 0.0  # the part of `weights` that does not train
-    frozen_around: float = 0.0  # the part of `around` that does not train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +125,7 @@ class StepCost:
     less_sums: float = 0.0
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
     teacher: StepCost | None = None  # of the forward passes of the teacher, if the frozen model is one
-    exchange: Exchange = Exchange()  # bytes that this device receives from other devices
+    exchange: Exchange = NO_EXCHANGE  # bytes that this device receives from other devices
     # what experts' adapters take if every residual is kept, and that per token: copies in the kernels' layout, which
     # XLA makes once for forward and backward, and low-rank inputs
     shared: tuple[float, float] = (0.0, 0.0)
@@ -154,16 +142,24 @@ class StepCost:
     sums: SumsMemory = NO_SUMS  # the memory of gradient sums in which other values lie before
     states: States = NO_STATES  # the optimizer's states that a plan may have on the host
     states_on_host: bool = False  # whether `fixed` is that of a plan with these states on the host
+    codes_bytes: float = 0.0  # of the transposed codes of frozen FP8 weights that a plan may keep; 0: there are none
+    transposed_codes: bool = False  # whether `fixed` is that of a plan that keeps them
 
     @property
-    def places(self) -> tuple[bool, bool]:
-        """Whether the tables are on the host, and whether the states are: the last two fields of a StepPlan."""
-        return self.table_on_host, self.states_on_host
+    def places(self) -> tuple[bool, bool, bool]:
+        """Whether the tables are on the host, whether the states are, and whether transposed codes are kept: the last
+        three fields of a StepPlan."""
+        return self.table_on_host, self.states_on_host, self.transposed_codes
 
     def placed(self, plan: StepPlan) -> StepCost:
         """The costs if tables of embeddings and optimizer states are in the memory, device's or host's, that `plan`
-        names."""
-        return self.with_table(plan.table_on_host).with_states(plan.states_on_host)
+        names, and transposed codes on the device if it keeps them."""
+        placed = self.with_table(plan.table_on_host).with_states(plan.states_on_host)
+        if plan.transposed_codes == placed.transposed_codes:
+            return placed
+        assert plan.transposed_codes and self.codes_bytes
+        fixed = {**placed.fixed, TRANSPOSED_CODES: self.codes_bytes}
+        return dataclasses.replace(placed, fixed=fixed, transposed_codes=True)
 
     def with_states(self, on_host: bool) -> StepCost:
         """The costs if the optimizer's states are on the host (on_host) or on the device, as with_table. On the host
@@ -266,7 +262,7 @@ def step_cost(
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
     parts, known, trained_bytes = divided.parts, residuals_of(model.layers), nbytes(masters)
     share = partition.bytes_per_device(masters, parts) / max(trained_bytes, 1.0)  # of one device; a teacher trains none
-    errors, sync_bytes = _sync_bytes(masters, config, divided)
+    errors, sync_taken = sync_bytes(masters, config, divided)
     fixed = {
         **_frozen_parts(frozen, parts),
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
@@ -314,8 +310,8 @@ def step_cost(
         shared=experts_adapters(model.layers, dtype),
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
-        sync_bytes=sync_bytes,
-        exchange=_exchange(kept, frozen, divided, gradient_sync_of(config.mesh)),
+        sync_bytes=sync_taken,
+        exchange=exchange_of(kept, frozen, divided, gradient_sync_of(config.mesh)),
         whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), parts),
         whole_head_bytes=partition.divided_sizes(nnx.State({"head": model.head_variable}), parts)[0],
         frozen_layer_bytes=max(frozen_layers, default=0.0),
@@ -323,6 +319,7 @@ def step_cost(
         resident_around_bytes=more * (partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)),
         whole_gradient_bytes=0.0 if parts == 1 else _whole_gradient_bytes(model, storage),
         table=table_of(model, config, parts),
+        codes_bytes=codes_bytes(model, config, parts),
         sums=sums_memory(model, kept, config, divided.size),
         states=NO_STATES if optimizer is not None or divided.size > 1 else states_of(states, config),
     )
@@ -335,15 +332,6 @@ def _stored(masters, storage: str):
     return jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
-
-
-def _sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
-    """({name: bytes of the errors that a quantised sync of gradients keeps on a device}, if it keeps any; bytes that
-    the sync takes in the update); ({}, 0.0) if gradients are exchanged in float32. masters: the trained weights'
-    shapes. config: says how gradients are exchanged. shape: of the mesh. Both are for StepCost."""
-    sync = gradient_sync_of(config.mesh)
-    kept, taken = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
-    return {SYNC_ERRORS: kept} if kept else {}, taken
 
 
 def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -386,34 +374,6 @@ def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
     every = partition.bytes_per_device(frozen, parts)
     of_teacher = partition.bytes_per_device(frozen.get("teacher", {}), parts)
     return {"frozen weights": every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
-
-
-def _exchange(trained, frozen, shape: partition.MeshShape, sync: GradientSync | None) -> Exchange:
-    """The bytes that a device receives from the other devices of a mesh of this shape, for StepCost. trained, frozen:
-    nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not. sync: how
-    gradients are exchanged; None: in float32, but those of divided weights in the weights' dtype if there are only two
-    parts (gathers.scatter)."""
-    parts = shape.parts
-
-    def of_layers(tree) -> float:
-        """Bytes of the weights of all layers in `tree` that are divided over devices, whole; 0 if it has no layers."""
-        return partition.divided_sizes(tree["layers"], parts)[0] if "layers" in tree else 0.0
-
-    received, weights = 1 - 1 / parts, of_layers(trained) + of_layers(frozen)
-    _, gradients = partition.divided_sizes(trained["layers"], parts) if "layers" in trained else (0.0, 0.0)
-    every, (_, divided) = partition.divided_sizes((trained, frozen), parts)[0], partition.divided_sizes(trained, parts)
-    whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
-    # Bytes of a gradient as gathers.scatter sends it, and in sums of whole weights' gradients.
-    width = 4.0 if parts > 2 else partition.divided_sizes(trained, parts)[0] / max(divided, 1.0)
-    width, summed = (width, 4.0) if sync is None else [bytes_per_number(sync.format)] * 2
-    return Exchange(
-        weights=received * weights,
-        gradients=received * width * gradients,
-        around=received * (every - weights + width * (divided - gradients)),
-        sums=2 * summed * (whole * (1 - 1 / shape.size) + divided / parts * (1 - 1 / shape.copies)),
-        frozen=received * of_layers(frozen),
-        frozen_around=received * (partition.divided_sizes(frozen, parts)[0] - of_layers(frozen)),
-    )
 
 
 def _whole_gradient_bytes(model: Decoder, storage: str) -> float:

@@ -1,5 +1,6 @@
 """Forecasts: the bytes and seconds of a step under a plan, by which plans are compared. `forecast` makes the `Forecast`
-of a step, from those of its layers (layer_forecasts.py), `head_forecast`, `gathered_bytes` and `state_seconds`."""
+of a step, from those of its layers (layer_forecasts.py), `head_forecast`, `gathered_bytes` and `state_seconds`;
+`with_codes` has transposed codes of FP8 weights in its plan where they make a step faster (`codes_seconds`)."""
 
 from __future__ import annotations
 
@@ -51,13 +52,34 @@ class Forecast:
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
     """The forecast of a step under `plan` on `device`, by which plans are compared, from the step's costs `parts`,
-    with the tables of embeddings and the optimizer's states where the plan has them (StepCost.placed)."""
+    with the tables of embeddings and the optimizer's states where the plan has them, and the transposed codes that it
+    keeps (StepCost.placed)."""
     parts = parts.placed(plan)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     different, tile = dict.fromkeys(plan.residuals.layers), plan.residuals.tile_tokens
     cache = {layer: layer_forecast(parts, layer, tokens, device, tile) for layer in different}
     groups = [(cache[layer], len(list(same))) for layer, same in itertools.groupby(plan.residuals.layers)]
     return _forecast(parts, plan, groups, head_forecast(parts, plan.chunk_tokens, tokens, device), tokens, device)
+
+
+def with_codes(parts: StepCost, found: Forecast, device: Device) -> Forecast:
+    """The forecast of the plan of `found` that also keeps the transposed codes of frozen FP8 weights; `found` itself if
+    there are none to keep, or if a step would not be faster. `choose` takes it if it fits: other plans that would
+    keep the codes are not sought, because the same memory saves more time where it keeps residuals. Only for Hopper,
+    whose kernel reads the codes of weights that share x where they are (elsewhere they would be joined in each step).
+    parts: the step's costs."""
+    if not (parts.codes_bytes and device.hopper):
+        return found
+    more = forecast(parts, dataclasses.replace(found.plan, transposed_codes=True), device)
+    return more if more.step_seconds < found.step_seconds else found
+
+
+def codes_seconds(parts: StepCost, device: Device) -> float:
+    """Seconds by which a micro-batch is shorter if the transposed codes of FP8 weights are kept, for reports too; 0 if
+    the plan of `parts`, the step's costs, does not keep them. A copy of the codes is taken to move as many bytes, as
+    fast, as decoding them, as it does where it is counted (FP8.decoded_share)."""
+    fit = product_time(device)
+    return parts.transposed_codes * parts.codes_bytes * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
 def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tuple[float, float, float]:
@@ -201,7 +223,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     forward = sum(layer.forward * count for layer, count in groups)
     backward = sum(layer.backward * count for layer, count in groups)
     collective, exposed = _collective_seconds(parts, plan, forward, backward, device)
-    step = forward + backward + head_seconds + parts.reference_runs * reference[0]
+    step = forward + backward + head_seconds + parts.reference_runs * reference[0] - codes_seconds(parts, device)
     update = max(parts.trained_here * 4.0 * 9 / device.copy, state_seconds(parts, device))
     seconds = micro * (step + step_time(device).micro_batch_seconds) + update + exposed
     return Forecast(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxtune.train.planning.cost import SYNC_ERRORS, StepCost
+from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device, most_pinned_bytes
+from jaxtune.train.planning.exchange import SYNC_ERRORS
 
 _HOST_OTHER_BYTES = 4e9  # host memory of Python, its libraries and the compiler
 

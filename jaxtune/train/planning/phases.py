@@ -32,7 +32,7 @@ from jaxtune.system import processes
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.folder.array_files import READ_AT_ONCE_BYTES
-from jaxtune.train.planning.cost import StepCost
+from jaxtune.train.planning.cost import TRANSPOSED_CODES, StepCost
 from jaxtune.train.planning.devices import Device, pool_bytes
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.forward import forward_bytes
@@ -197,7 +197,8 @@ def phases_of(
         Phase("resume", weights + trained + states, min(saved, READ_AT_ONCE_BYTES), "a device with more memory"),
     ]
     if config.objective.name in ("dpo", "kto"):
-        found.append(Phase("reference", weights + trained + states + forward, 0.0, less_rows))
+        codes = fixed.get(TRANSPOSED_CODES, 0.0)
+        found.append(Phase("reference", weights + codes + trained + states + forward, 0.0, less_rows))
     found.append(Phase("step", step, pinned, less_rows))
     if config.data.eval is not None or config.data.eval_rows:
         found.append(Phase("evaluate", between + forward, 0.0, less_rows))

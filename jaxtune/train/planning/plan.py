@@ -49,20 +49,23 @@ class StepPlan:
     table_on_host: bool = False
     # whether the optimizer's states are on the host between updates, as the plan decides for an adapter's
     states_on_host: bool = False
+    # whether the layers' frozen FP8 weights have their codes transposed beside them (kept_codes.py)
+    transposed_codes: bool = False
 
     @property
-    def places(self) -> tuple[bool, bool]:
-        """The last two fields, as StepCost.places has them; the search compares both."""
-        return self.table_on_host, self.states_on_host
+    def places(self) -> tuple[bool, bool, bool]:
+        """The last three fields, as StepCost.places has them; the search compares all."""
+        return self.table_on_host, self.states_on_host, self.transposed_codes
 
     def to_record(self) -> dict[str, object]:
         """The plan as JSON values, which `from_record` reads: {"residuals": its text, "micro_batches", "chunk_tokens":
-        the two numbers}, with "embeddings": "host" if the tables of embeddings are on the host, and
-        "optimizer_states": "host" if the plan has these there. Checkpoints and the record of failed plans (known.py)
-        store it, and processes exchange it."""
+        the two numbers}, with "embeddings": "host" if the tables of embeddings are on the host, "optimizer_states":
+        "host" if the plan has these there, and "transposed_codes": "device" if it keeps these. Checkpoints and the
+        record of failed plans (known.py) store it, and processes exchange it."""
         text = residuals_text(self.residuals)
         hosted = {"embeddings": self.table_on_host, "optimizer_states": self.states_on_host}
         places = {what: "host" for what, on_host in hosted.items() if on_host}
+        places |= {"transposed_codes": "device"} if self.transposed_codes else {}
         return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **places}
 
     @classmethod
@@ -74,8 +77,8 @@ class StepPlan:
         compared."""
         plan = parse_residuals(record["residuals"], num_layers, residuals)
         tables = "host" in (record.get("embeddings"), record.get("per_layer_embeddings"))
-        states = record.get("optimizer_states") == "host"
-        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), tables, states)
+        places = tables, record.get("optimizer_states") == "host", record.get("transposed_codes") == "device"
+        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), *places)
 
 
 def residuals_text(plan: ResidualPlan) -> str:

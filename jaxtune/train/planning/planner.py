@@ -140,7 +140,8 @@ class Planner:
         micro-batches do not divide the rows of a step, or if the mesh is another. Results on another mesh differ in any
         case, and its devices may have less memory, more memory, or too few rows for the micro-batches. If this run
         cannot have tables of embeddings or optimizer states on the host, the plan is taken with them on the device:
-        the tables' place changes no result, and that of the states at most the last bits.
+        the tables' place changes no result, and that of the states at most the last bits. If it cannot keep transposed
+        codes, which change no result either, the plan is taken without them.
 
         Whether the plan fits is not checked here: Engine.fit compiles it, and chooses another one if it does not fit
         the budget. The caller must call Engine.follow_plan."""
@@ -152,6 +153,8 @@ class Planner:
             stored = dataclasses.replace(stored, table_on_host=False)
         if stored.states_on_host and not self._cost.states.bytes:
             stored = dataclasses.replace(stored, states_on_host=False)
+        if stored.transposed_codes and not self._cost.codes_bytes:
+            stored = dataclasses.replace(stored, transposed_codes=False)
         # With data.packing=step a changed number of steps can change the number of rows.
         same_split = self.config.micro_batches in (None, stored.micro_batches)
         same_split = same_split and self.cost.rows % stored.micro_batches == 0
@@ -197,8 +200,8 @@ class Planner:
           need_bytes: device bytes that it needs; None: unknown.
           print_line: prints a line.
           placed: True: the weights are already on the devices, so the next plan must keep at least as many layers'
-            frozen weights whole as this one, and the tables of embeddings and optimizer states where they are.
-            False: they are not, and the next plan is free.
+            frozen weights whole as this one, and the tables of embeddings and optimizer states where they are, and may
+            keep transposed codes only if this one does. False: they are not, and the next plan is free.
           short_bytes: the bytes that the step lacked when it ran (Failed.short_bytes); None: it did not run, or
             nothing limits the memory.
         Raises:
@@ -210,10 +213,12 @@ class Planner:
         if self._known is not None:
             self._known.add(self._failed[-1], self.budget_bytes)
         if placed:
-            cost = self.cost
+            # Transposed codes may be given up; all else stays where it is.
+            cost = self._cost.placed(dataclasses.replace(self.plan, transposed_codes=False))
             table = cost.table if cost.table_on_host else NO_TABLE
             states = cost.states if cost.states_on_host else NO_STATES
-            self._cost = dataclasses.replace(cost, table=table, states=states)
+            codes = cost.codes_bytes if self.plan.transposed_codes else 0.0
+            self._cost = dataclasses.replace(cost, table=table, states=states, codes_bytes=codes)
         self.forecast, self._smallest = self._next(self.plan.residuals.resident if placed else 0)
         for line in self.lines():
             print_line(line)

@@ -1,14 +1,12 @@
 """The compiled programs of a run (`Programs`), and what compiles and runs them (`Engine`): once for all data, and again
-with other plans until one fits the memory. `abstract` makes the shapes for which they are lowered, `_uncollected` turns
-off garbage collection meanwhile, and `_may_plan_again` says after which errors another plan is tried. XLA's options for
-them are in xla_options.py."""
+with other plans until one fits the memory. `abstract` makes the shapes for which they are lowered, and
+`_may_plan_again` says after which errors another plan is tried. XLA's options for them are in xla_options.py."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import gc
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +18,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.placement import collectives, host_table, partition
+from jaxtune.models.placement import collectives, host_table, partition, transposed_codes
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.system import processes
+from jaxtune.system.heap import uncollected
 from jaxtune.train import host_memory
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
@@ -60,20 +59,6 @@ def abstract(tree):
     """The tree with each array, or shape with a sharding, replaced by a jax.ShapeDtypeStruct of its shape, dtype and
     sharding, for lowering: a program is lowered and compiled without the arrays, often before they exist."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
-
-
-@contextlib.contextmanager
-def _uncollected():
-    """A context without Python's garbage collection, which takes a fifth of the time of tracing and lowering. Tracing
-    leaves few unreachable objects (20 MB in a step of 48 layers) and keeps many that each collection visits. Only
-    `Engine.compile` lowers in it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Engine:
@@ -271,7 +256,7 @@ class Engine:
         steps = [self.program] if before is None else [self.program, before]
         with ThreadPoolExecutor(2 * len(steps) + 1, "compile") as pool:
             accumulates, evaluates = [], []
-            with _uncollected():
+            with uncollected():
                 for program in steps:
                     arguments = (sums, state, frozen, batch, index)
                     lowered = self._lowered(program.accumulate, unsummed, arguments, donate_argnums=0)
@@ -433,8 +418,9 @@ class Engine:
     def first_step(
         self, programs, sums, state, frozen, parts, step, print_line, compiling: Any = contextlib.nullcontext
     ):
-        """(programs, sums) after the first step's micro-batches, which are waited for. If memory runs out, they run
-        again under plans smaller by what the step lacked, which are compiled in the context that `compiling` makes.
+        """(programs, sums, frozen) after the first step's micro-batches, which are waited for. If memory runs out, they
+        run again under plans smaller by what the step lacked, which are compiled in the context that `compiling` makes.
+        The returned `frozen` has no transposed codes, whose memory is then freed, if the last plan keeps none.
 
         A failed attempt leaves nothing behind, because only the update donates the state.
 
@@ -449,10 +435,18 @@ class Engine:
           PlanError: memory ran out, and no smaller plan is left.
           jax.errors.JaxRuntimeError: any other error of XLA; in a run of several processes also that memory ran out.
         """
+
+        def arrays() -> tuple[TrainState, Sums, Any]:
+            """What the plan in force is compiled for; if it keeps no transposed codes, they are given up."""
+            nonlocal frozen
+            if not self.planner.plan.transposed_codes:
+                frozen = transposed_codes.without_copies(frozen)
+            return state, self.zero_sums(state), frozen
+
         while True:
             try:
                 done = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
-                return programs, jax.block_until_ready(done)
+                return programs, jax.block_until_ready(done), frozen
             except jax.errors.JaxRuntimeError as error:
                 if not _may_plan_again(error):
                     raise
@@ -462,7 +456,7 @@ class Engine:
             self._search.replan("the first step ran out of memory", None, print_line, True, short)
             self.follow_plan()
             with compiling():
-                programs = self.fit(lambda: (state, self.zero_sums(state), frozen), step, print_line, placed=True)
+                programs = self.fit(arrays, step, print_line, placed=True)
             sums, count = self.zero_sums(state), self.planner.plan.micro_batches
             parts = [self.place(rows, part, count) for part in range(count)]
 

@@ -22,7 +22,7 @@ from jaxtune.models.files.quant import convert_qat, prepare_qat, qat_spec, unrou
 from jaxtune.models.linear import InputScale
 from jaxtune.models.lora import copy_structure, has_adapter, linears, matrices
 from jaxtune.models.observed_inputs import known_scales, observed_scales, with_input_scales
-from jaxtune.models.placement import host_table, partition
+from jaxtune.models.placement import host_table, partition, transposed_codes
 from jaxtune.system import processes
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.objectives.teachers import without_teacher
@@ -219,12 +219,14 @@ class TrainedModel:
 
     def _placed_frozen(self, engine: Engine) -> nnx.State:
         """The frozen weights, without the scales of activations, on the mesh of `engine`. It moves or divides them,
-        gives up whole arrays as `placed_frozen` describes, and sets `engine.tables`. Only `placed_frozen` calls it, as
-        its last step: the base models were compared, the tables moved and the scales observed before."""
+        gives up whole arrays as `placed_frozen` describes, makes the transposed codes that the plan keeps, which
+        `given` and `frozen` do not have, and sets `engine.tables`. Only `placed_frozen` calls it, as its last step: the
+        base models were compared, the tables moved and the scales observed before."""
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
         if partition.MeshShape.of(engine.mesh).parts == 1:
-            return partition.put(declared, where)
+            placed = partition.put(declared, where)
+            return transposed_codes.with_copies(placed) if engine.planner.plan.transposed_codes else placed
         if self.keeps_model:
             return jax.tree.map(partition.moved, declared, where)
         graph, trainable = nnx.split(self.given, nnx.Param, ...)[:2]
@@ -290,7 +292,8 @@ class TrainedModel:
         sums = jax.eval_shape(program.zero_sums, state.trainable)
         sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
         frozen = _with_scales(self._declared(engine), self.scales)
-        return state, sums, _placed(frozen, partition.shardings(frozen, engine.mesh))
+        frozen = _placed(frozen, partition.shardings(frozen, engine.mesh))
+        return state, sums, transposed_codes.with_copies(frozen) if engine.planner.plan.transposed_codes else frozen
 
     def state_shapes(self, engine: Engine) -> TrainState:
         """The shapes of a run's state with their shardings on the mesh of `engine`, a TrainState of
@@ -312,7 +315,10 @@ class TrainedModel:
             resumed = dataclasses.replace(
                 resumed, opt_state=optimizer_offload.moved(resumed.opt_state, where.opt_state)
             )
-            return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
+            frozen = self.placed_frozen(
+                engine
+            )  # first, as it may add transposed codes, and the sums leave a block free
+            return resumed, engine.first_sums(resumed), frozen
         self.take_weights()
         factors = [matrix.lora.b.get_value() for _, matrix in matrices(self.given) if matrix.lora is not None]
         self.fresh = bool(factors) and not any(bool(partition.on_host(jnp.any(b != 0))) for b in factors)

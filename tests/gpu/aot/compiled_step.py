@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.shapes import SHAPES
+from jaxtune.models.placement import transposed_codes
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.batches import Batch
@@ -66,6 +67,8 @@ def step_peaks(
     model = cost.abstract_model(config_from_hf(hf), config)
     parts = cost.step_cost(model, config)
     step_plan = StepPlan(parse_residuals(plan, layers, parts.known), 1, 2**26 // parts.vocab_size)
+    step_plan = dataclasses.replace(step_plan, transposed_codes=bool(parts.codes_bytes))
+    parts = parts.placed(step_plan)
     schedule = learning_rate_schedule(config.schedule, 1e-4, 10)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
     program = StepProgram(
@@ -85,13 +88,16 @@ def step_peaks(
     def placed(tree):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
 
+    frozen = placed(frozen)
+    if step_plan.transposed_codes:
+        frozen = transposed_codes.with_copies(frozen)
     state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
     sums = placed(jax.eval_shape(program.zero_sums, state.trainable))
     batch, index = placed(Batch.empty(rows, length)), placed(jax.ShapeDtypeStruct((), jnp.int32))
     options = compiler_options("gpu", deterministic=False, merges=config.adapter is not None)
     with target.lowering():
         lowered = (
-            jax.jit(program.accumulate, donate_argnums=0).lower(sums, state, placed(frozen), batch, index),
+            jax.jit(program.accumulate, donate_argnums=0).lower(sums, state, frozen, batch, index),
             jax.jit(program.update, donate_argnums=(0, 1)).lower(state, sums),
         )
     programs = [one.compile(compiler_options=options) for one in lowered]

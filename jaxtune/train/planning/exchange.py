@@ -1,0 +1,69 @@
+"""The bytes that the devices of a mesh receive from each other in a step (`Exchange`, from `exchange_of`), and what a
+quantised sync of gradients keeps and takes (`sync_bytes`), for the costs of a step (cost.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+
+from jaxtune.models.placement import partition
+from jaxtune.models.placement.low_format import bytes_per_number
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
+
+SYNC_ERRORS = "errors of the gradient sync"  # a name of bytes in StepCost.fixed
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Bytes that a device receives from the other devices of its mesh, by what they are, from which the planner
+    forecasts how long collectives take: `sums` once a step, all others once in each micro-batch."""
+
+    weights: float = 0.0  # of all layers' divided weights, gathered once; the backward may gather them again
+    gradients: float = 0.0  # of the layers' trained weights that are divided over devices, in the backward
+    around: float = 0.0  # weights and gradients of embedding and head, during whose transfer nothing is computed
+    sums: float = 0.0  # gradients, added over the devices that have the same weight or the same part of it, once a step
+    frozen: float = 0.0  # the part of `weights` that does not train
+    frozen_around: float = 0.0  # the part of `around` that does not train
+
+
+NO_EXCHANGE = Exchange()  # of a single device
+
+
+def exchange_of(trained, frozen, shape: partition.MeshShape, sync: GradientSync | None) -> Exchange:
+    """The bytes that a device receives from the other devices of a mesh of this shape, for StepCost. trained, frozen:
+    nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not. sync: how
+    gradients are exchanged; None: in float32, but those of divided weights in the weights' dtype if there are only two
+    parts (gathers.scatter)."""
+    parts = shape.parts
+
+    def of_layers(tree) -> float:
+        """Bytes of the weights of all layers in `tree` that are divided over devices, whole; 0 if it has no layers."""
+        return partition.divided_sizes(tree["layers"], parts)[0] if "layers" in tree else 0.0
+
+    received, weights = 1 - 1 / parts, of_layers(trained) + of_layers(frozen)
+    _, gradients = partition.divided_sizes(trained["layers"], parts) if "layers" in trained else (0.0, 0.0)
+    every, (_, divided) = partition.divided_sizes((trained, frozen), parts)[0], partition.divided_sizes(trained, parts)
+    whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
+    # Bytes of a gradient as gathers.scatter sends it, and in sums of whole weights' gradients.
+    width = 4.0 if parts > 2 else partition.divided_sizes(trained, parts)[0] / max(divided, 1.0)
+    width, summed = (width, 4.0) if sync is None else [bytes_per_number(sync.format)] * 2
+    return Exchange(
+        weights=received * weights,
+        gradients=received * width * gradients,
+        around=received * (every - weights + width * (divided - gradients)),
+        sums=2 * summed * (whole * (1 - 1 / shape.size) + divided / parts * (1 - 1 / shape.copies)),
+        frozen=received * of_layers(frozen),
+        frozen_around=received * (partition.divided_sizes(frozen, parts)[0] - of_layers(frozen)),
+    )
+
+
+def sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
+    """({name: bytes of the errors that a quantised sync of gradients keeps on a device}, if it keeps any; bytes that
+    the sync takes in the update); ({}, 0.0) if gradients are exchanged in float32. masters: the trained weights'
+    shapes. config: says how gradients are exchanged. shape: of the mesh. Both are for StepCost."""
+    sync = gradient_sync_of(config.mesh)
+    kept, taken = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
+    return {SYNC_ERRORS: kept} if kept else {}, taken
