@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 from tiny import CONFIGS
 from tiny_models import adapted_model
 
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.hf import model_from_config
-from jaxtune.models.linear import Frozen
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas.formats import FP8
@@ -27,16 +24,19 @@ from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
-    ExportConfig,
+    MemoryConfig,
     MeshConfig,
     ModelConfig,
     ObjectiveConfig,
     QatConfig,
     TrainConfig,
 )
+from jaxtune.train.display.report import plan_lines
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import TRANSPOSED_CODES, abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
+from jaxtune.train.planning.forecasts import codes_seconds, forecast
+from jaxtune.train.planning.phases import phases_of
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.search import Failed, Room, next_plan
 from jaxtune.train.trainer import Trainer
@@ -173,14 +173,103 @@ def test_they_are_given_up_where_memory_runs_out_in_the_first_step(tmp_path, mon
     monkeypatch.setattr(trainer.engine, "compile", compiled)
     monkeypatch.setattr(trainer.model, "placed_frozen", placing)
     planned = trainer.planner.plan
-    monkeypatch.setattr(trainer.planner, "_next", lambda resident: (forecast_without(trainer.planner, planned), False))
+    after = forecast(
+        trainer.planner._cost, dataclasses.replace(planned, transposed_codes=False), trainer.planner.device
+    )
+    monkeypatch.setattr(trainer.planner, "_next", lambda resident: (after, False))
     trained = trainer.train()
     assert "the first step ran out of memory; planning again" in capsys.readouterr().err
     assert given_up[0] == [] and given_up[1] and all(given_up[1])
     assert_same(trained, trainer_of(tmp_path / "plain", False).train())
 
 
-def forecast_without(planner, plan):
-    from jaxtune.train.planning.forecasts import forecast
+# ---- plans
 
-    return forecast(planner._cost, dataclasses.replace(plan, transposed_codes=False), planner.device)
+
+def config_of(**changes) -> TrainConfig:
+    changes = dict(adapter=AdapterConfig()) | changes
+    model, data = ModelConfig(path="none", load_in="fp8", compute="fp8"), DataConfig(train="none", length=2048)
+    return TrainConfig(model=model, data=data, rows_per_step=8, output="none", **changes)
+
+
+@functools.cache
+def parts_of_8b():
+    config = config_of()
+    return step_cost(abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config), config), config
+
+
+def without(found):
+    return dataclasses.replace(found.plan, transposed_codes=False)
+
+
+def test_a_plan_keeps_them_where_memory_is_left():
+    """And has all else as it would have without them."""
+    parts, config = parts_of_8b()
+    device, size = find_device("H200"), 32 * 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
+    assert parts.codes_bytes == size
+    for budget, kept in ((None, True), (70e9, True), (62e9, False), (60e9, False), (24e9, False), (16e9, False)):
+        plain = choose(dataclasses.replace(parts, codes_bytes=0.0), config, device, budget)
+        found = choose(parts, config, device, budget)
+        assert found.plan.transposed_codes == kept and without(found) == plain.plan
+        assert found.peak_bytes - plain.peak_bytes == (size if kept else 0)
+        assert found.parts.get(TRANSPOSED_CODES, 0) == (size if kept else 0)
+        assert not kept or 0.99 < found.step_seconds / plain.step_seconds < 0.995
+    fixed = dataclasses.replace(config, memory=MemoryConfig(plan="keep"), micro_batches=2)
+    assert choose(parts, fixed, device, None).plan.transposed_codes
+    one, two = (choose(parts, dataclasses.replace(fixed, micro_batches=n), device, None) for n in (1, 2))
+    seconds = [codes_seconds(parts.placed(found.plan), device) for found in (one, two)]
+    assert seconds[0] == seconds[1] == pytest.approx(0.005, rel=0.1)  # for each micro-batch
+    lines = plan_lines(two, parts, device, None)
+    assert "  codes of FP8 weights are kept transposed, too (6.98 GB, 0.010 s a step less)" in lines
+
+
+def test_a_plan_keeps_none_where_they_would_not_be_read_or_memory_is_better_spent():
+    parts, config = parts_of_8b()
+    shape = config_from_hf(CONFIGS["llama"])
+
+    def bytes_of(config: TrainConfig) -> float:
+        return step_cost(abstract_model(shape, config), config).codes_bytes
+
+    assert bytes_of(config) > 0 and bytes_of(config_of(mesh=MeshConfig(data=2))) == bytes_of(config)
+    decoded = dataclasses.replace(config, model=dataclasses.replace(config.model, compute=None))
+    rewards = config_of(objective=ObjectiveConfig("grpo", reward_funcs=("exact_match",)))
+    divided = config_of(mesh=MeshConfig(fsdp=2))
+    for other in (decoded, rewards, divided, config_of(qat=QatConfig("fp8"))):
+        assert bytes_of(other) == 0.0
+    assert not choose(parts, config, find_device("B200"), None).plan.transposed_codes
+
+
+def test_a_plan_that_does_not_fit_as_compiled_is_tried_without_them():
+    parts, config = parts_of_8b()
+    device = find_device("H200")
+    first, _ = next_plan(parts, config, device, Room(70e9, 71e9))
+    assert first.plan.transposed_codes
+    failed = Failed(first.plan, first.peak_bytes, 72e9)
+    second, smallest = next_plan(parts, config, device, Room(70e9, 71e9), [failed])
+    assert second.plan == without(first) and not smallest
+
+
+def test_weights_that_are_placed_get_none_later(tmp_path, monkeypatch):
+    """Memory ran out in the first step: only those that are there may stay."""
+    for kept in (True, False):
+        planner = trainer_of(tmp_path / str(kept), kept).planner
+        found = planner.forecast, False
+        monkeypatch.setattr(planner, "_next", lambda resident, found=found: found)
+        planner.replan("it was too large", None, lambda line: None, placed=True)
+        assert not planner._cost.transposed_codes and bool(planner._cost.codes_bytes) == kept
+
+
+def test_phases_between_steps_count_them(tmp_path):
+    """Those whose programs get the copies; the others come before or after."""
+    data = dataclasses.replace(make_config(tmp_path).data, eval="held out")
+    found = []
+    for kept in (True, False):
+        trainer = trainer_of(tmp_path / str(kept), kept, data=data)
+        model, planner = trainer.model, trainer.planner
+        phases = phases_of(
+            model.prepared, model.trainable, planner.cost, planner.forecast, planner.device, trainer.config
+        )
+        found.append({phase.name: phase.device_bytes for phase in phases})
+    more = {name for name, size in found[0].items() if size - found[1][name] == trainer.planner.cost.codes_bytes}
+    assert more == {"step", "evaluate", "save"} & found[0].keys()
+    assert all(size == found[1][name] for name, size in found[0].items() if name not in more)
