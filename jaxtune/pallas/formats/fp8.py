@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -123,10 +123,10 @@ class FP8(Stored):
                 return f"transposed codes are {describe(codes)}; they must be float8_e4m3fn{list(shape)}"
         return None
 
-    def with_transposed(self) -> FP8:
-        """The same weight with its codes transposed beside it, so that no product copies them. They are made now; a
-        run calls it for its frozen weights before its first step (placement/transposed_codes.py)."""
-        return dataclasses.replace(self, transposed=self.codes.mT)
+    def with_transposed(self, make: Callable = jnp.matrix_transpose) -> FP8:
+        """The same weight with a copy of its codes transposed beside it, which `make` returns, so that no product
+        copies them; or, if that returns None, without one (Stored.with_transposed)."""
+        return dataclasses.replace(self, transposed=make(self.codes))
 
     def largest(self) -> jax.Array:
         """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's

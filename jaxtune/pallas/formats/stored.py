@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -25,10 +25,10 @@ class Stored:
     quantises weights to it. Most other methods have defaults, for arrays whose first axes are those of the tensor:
     `divided` says how the tensor is divided over devices; `joined` and `piece` make a tensor of experts from matrices
     that files have one by one, and cut one out; `random_like` and `kind` are for the check of a kernel at its first
-    use; `product_time` and `decoded_share` are for the planner's forecasts. Without defaults are `rescaled`,
-    `with_input_scale` and `largest`, for quantisation-aware training and the export of its models; a format implements
-    those that it needs. Code that needs the numbers calls `decode`, which checks the arrays before `_decode`.
-    """
+    use; `product_time` and `decoded_share` are for the planner's forecasts; `with_transposed` is for a run's frozen
+    weights. Without defaults are `rescaled`, `with_input_scale` and `largest`, for quantisation-aware training and the
+    export of its models; a format implements those that it needs. Code that needs the numbers calls `decode`, which
+    checks the arrays before `_decode`."""
 
     shape: tuple[int, ...]  # of the decoded tensor
     dtype_name: str  # the dtype that `decode` gives by default
@@ -171,6 +171,18 @@ class Stored:
         at its first use on a GPU. By default normally distributed numbers in bfloat16 are encoded. draw: numpy's
         generator, from which the numbers come."""
         return self.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
+
+    # a copy of the codes with the last two axes swapped, beside them; None if the weight has none (`with_transposed`)
+    transposed: jax.Array | None = None
+
+    def with_transposed(self, make: Callable = jnp.matrix_transpose) -> Self:
+        """The same weight with its codes transposed beside them (`transposed`), so that products which take them as
+        they are stored (`compute`) need no copy for a sum along the other axis. A run calls it for frozen weights
+        (models/placement/transposed_codes.py). By default it returns the weight itself, of a format whose products need
+        no such copy; FP8 implements it. make: a function of the codes that makes the copy; a result of None takes it
+        away."""
+        del make
+        return self
 
     @property
     def kind(self) -> str:

@@ -262,14 +262,13 @@ def step_cost(
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
     parts, known, trained_bytes = divided.parts, residuals_of(model.layers), nbytes(masters)
     share = partition.bytes_per_device(masters, parts) / max(trained_bytes, 1.0)  # of one device; a teacher trains none
-    errors, sync_taken = sync_bytes(masters, config, divided)
     fixed = {
         **_frozen_parts(frozen, parts),
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
         f"trainable parameters ({storage})": share * nbytes(kept),
         "optimizer states": share * nbytes(states) - on_host,
         "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
-        **errors,
+        **sync_bytes(masters, config, divided)[0],
     }
     kinds = [kind_of(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
     residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
@@ -310,7 +309,7 @@ def step_cost(
         shared=experts_adapters(model.layers, dtype),
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
-        sync_bytes=sync_taken,
+        sync_bytes=sync_bytes(masters, config, divided)[1],
         exchange=exchange_of(kept, frozen, divided, gradient_sync_of(config.mesh)),
         whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), parts),
         whole_head_bytes=partition.divided_sizes(nnx.State({"head": model.head_variable}), parts)[0],

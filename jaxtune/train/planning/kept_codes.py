@@ -7,8 +7,9 @@ from __future__ import annotations
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.pallas.formats import FP8
+from jaxtune.pallas.formats import Stored
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.planning.sizes import nbytes
 
 
 def codes_bytes(model: Decoder, config: TrainConfig, parts: int) -> float:
@@ -20,4 +21,5 @@ def codes_bytes(model: Decoder, config: TrainConfig, parts: int) -> float:
         return 0.0
     matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())
     frozen = (m.stored_weight for m in matrices if m.fp8 and not isinstance(m.weight, nnx.Param))
-    return float(sum(weight.size for weight in frozen if isinstance(weight, FP8)))
+    # A copy is as large as its codes, which may be shapes here.
+    return nbytes([w.with_transposed(lambda codes: codes).transposed for w in frozen if isinstance(w, Stored)])

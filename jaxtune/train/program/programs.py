@@ -436,7 +436,7 @@ class Engine:
           jax.errors.JaxRuntimeError: any other error of XLA; in a run of several processes also that memory ran out.
         """
 
-        def arrays() -> tuple[TrainState, Sums, Any]:
+        def arrays():
             """What the plan in force is compiled for; if it keeps no transposed codes, they are given up."""
             nonlocal frozen
             if not self.planner.plan.transposed_codes:
