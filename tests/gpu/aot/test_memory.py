@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -22,6 +23,7 @@ from jaxtune.pallas.linear_cross_entropy import (
 from jaxtune.pallas.quant_matmul import LoraWeights
 from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig, TrainConfig
 from jaxtune.train.planning.cost import abstract_model
+from tests.gpu.aot import compiled_step
 from tests.gpu.aot.compiled_step import step_peaks
 from tests.gpu.aot.target import H200
 
@@ -68,6 +70,16 @@ def test_dropout_masks_are_drawn_again_in_the_backward(plan):
     the compiler's."""
     step = step_peaks(H200, "llama-3.2-1b", 4, 8, 2048, 16, None, plan, dropout=0.1)
     assert 0.97 * step.compiled <= step.predicted <= 1.07 * step.compiled
+
+
+@pytest.mark.parametrize(("shape", "layers"), [("llama-3.1-8b", 2), ("qwen3-30b-a3b", 1)])
+def test_a_step_that_keeps_transposed_codes_copies_none(shape, layers, monkeypatch):
+    """Linears, alone and with others that share their input, and experts: no array of weights in e4m3 is made."""
+    monkeypatch.setattr(compiled_step, "ModelConfig", functools.partial(ModelConfig, compute="fp8"))
+    step = step_peaks(H200, shape, layers, 8, 2048, 16, "fp8", "keep")
+    assert "transposed" in step.text and step.predicted >= 0.97 * step.compiled
+    made = re.findall(r"= f8e4m3fn\[([\d,]+)\]\S* (?:fusion|copy|transpose|concatenate)\(", step.text)
+    assert not made, made  # rounded rows are those of kernels
 
 
 def test_on_a_card_that_is_full_xla_computes_nothing_again_by_itself():
