@@ -59,6 +59,7 @@ def _residuals(record: dict) -> str:
     what = f"planned for {budget:g} GB: {chosen}" if budget else chosen
     what += ", per-layer embeddings on the host" if record.get("per_layer_embeddings") == "host" else ""
     what += ", embeddings on the host" if record.get("embeddings") == "host" else ""
+    what += ", codes transposed, too" if "transposed_codes" in record else ""
     return what if parts == 1 else f"{what}, {parts} micro-batches"
 
 

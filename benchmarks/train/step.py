@@ -292,7 +292,7 @@ def measure(options) -> dict:
         "attention": dispatch.record["attention"][0],
         "residuals": residuals_text(planner.plan.residuals),
         "micro_batches": planner.plan.micro_batches,
-        **{what: place for what, place in planner.plan.to_record().items() if place == "host"},
+        **{what: place for what, place in planner.plan.to_record().items() if place in ("host", "device")},
         "budget_gb": options.budget_gb,
         "predicted_peak_gb": planner.forecast.peak_bytes / 1e9,
         "compiled_peak_gb": planner.compiled_bytes(programs.accumulate, programs.update) / 1e9,

@@ -64,10 +64,10 @@ def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
 
 def with_codes(parts: StepCost, found: Forecast, device: Device) -> Forecast:
     """The forecast of the plan of `found` that also keeps the transposed codes of frozen FP8 weights; `found` itself if
-    there are none to keep, or if a step would not be faster. `choose` takes it if it fits: other plans that would
-    keep the codes are not sought, because the same memory saves more time where it keeps residuals. Only for Hopper,
-    whose kernel reads the codes of weights that share x where they are (elsewhere they would be joined in each step).
-    parts: the step's costs."""
+    there are none to keep, or if a step would not be faster. `choose` takes it if it fits, and seeks no other plans
+    that keep the codes, as residuals mostly make more of the same memory (README.md). Only for Hopper, whose kernel
+    reads the codes of weights that share x where they are; elsewhere they would be joined in each step. parts: the
+    step's costs."""
     if not (parts.codes_bytes and device.hopper):
         return found
     more = forecast(parts, dataclasses.replace(found.plan, transposed_codes=True), device)
