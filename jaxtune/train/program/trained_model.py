@@ -315,9 +315,7 @@ class TrainedModel:
             resumed = dataclasses.replace(
                 resumed, opt_state=optimizer_offload.moved(resumed.opt_state, where.opt_state)
             )
-            frozen = self.placed_frozen(
-                engine
-            )  # first, as it may add transposed codes, and the sums leave a block free
+            frozen = self.placed_frozen(engine)  # before the sums leave a block free, as it may make transposed codes
             return resumed, engine.first_sums(resumed), frozen
         self.take_weights()
         factors = [matrix.lora.b.get_value() for _, matrix in matrices(self.given) if matrix.lora is not None]
