@@ -160,6 +160,14 @@ def backward(
     return multiply(coded, _sides(weights, blocks), scales, more, dtype, blocks, implementation)
 
 
+def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
+    """Pads the array with zeros along `axis` to a multiple of 128; an array of such a size is returned unchanged.
+    `backward` calls it so that of several concatenated weights each block of 128 numbers belongs to only one, and
+    `_by_blocks` so that the last block along k is whole."""
+    short = -array.shape[axis] % BLOCK
+    return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
+
+
 def _sides(weights: Sequence[FP8], blocks: bool) -> Sequence[jax.Array]:
     """The transposed codes of weights that share x, as `multiply` takes them in the backward: those of each weight,
     e4m3[in, out_i], if all have them beside them, else one array of all, which is copied here. With `blocks` each out_i
@@ -172,14 +180,6 @@ def _sides(weights: Sequence[FP8], blocks: bool) -> Sequence[jax.Array]:
     if len(copies) == len(weights):
         return [whole(copy, 1) for copy in copies]
     return [jnp.concatenate([whole(weight.codes, 0) for weight in weights]).T]
-
-
-def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
-    """Pads the array with zeros along `axis` to a multiple of 128; an array of such a size is returned unchanged.
-    `backward` calls it so that of several concatenated weights each block of 128 numbers belongs to only one, and
-    `_by_blocks` so that the last block along k is whole."""
-    short = -array.shape[axis] % BLOCK
-    return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
 
 
 def multiply(

@@ -151,6 +151,26 @@ def test_product_of_codes(tokens, rank, columns, block, ptxas):
 
 
 @pytest.mark.parametrize("block", [ROW, TILE])
+def test_transposed_codes_of_weights_that_share_x_are_read_where_they_are(block, monkeypatch, capfd):
+    """The backward neither joins nor copies them: query, key and value, with an adapter in the kernel."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+
+    def step(x, weights, loras, douts):
+        run = functools.partial(quant_matmul, fp8=True, implementation="mosaic")
+        return jax.vjp(lambda x: run(x, weights, loras), x)[1](douts)
+
+    outs = (4096, 1024, 1024)
+    weights = [jax.eval_shape(lambda a: FP8.encode(a, block).with_transposed(), array(size, 2048)) for size in outs]
+    loras = [LoraWeights(array(16, 2048), array(size, 16)) for size in outs]
+    text = compiled(step, array(16384, 2048), weights, loras, tuple(array(16384, size) for size in outs)).as_text()
+    assert sum(KERNEL in line and "fp8_matmul" in line for line in text.splitlines()) == 1
+    assert not re.search(r"f8e4m3fn\[(2048|6144),\d+\]\S* (copy|transpose|fusion|concatenate)", text)
+    captured = capfd.readouterr()
+    spilled = re.findall(r"(\d+) bytes spill", captured.out + captured.err)
+    assert spilled and not any(map(int, spilled))
+
+
+@pytest.mark.parametrize("block", [ROW, TILE])
 def test_what_an_adapter_has_beyond_the_kernels_columns_is_added_by_one_gemm(block):
     """Query, key and value with adapters of rank 64: in the forward the kernel takes each whole, in the backward 64 of
     192 columns, and a GEMM adds the others to what the kernel wrote, where it lies."""
@@ -167,26 +187,6 @@ def test_what_an_adapter_has_beyond_the_kernels_columns_is_added_by_one_gemm(blo
     assert program.as_text().count(KERNEL) == {ROW: 6, TILE: 4}[block]  # with scales of rows two that round
     sums = [line for line in program.as_text().splitlines() if re.search(r'cublas.*"beta":1', line)]
     assert len(sums) == 1 and "output_to_operand_aliasing" in sums[0] and "bf16[512,2048]" in sums[0]
-
-
-@pytest.mark.parametrize("block", [ROW, TILE])
-def test_transposed_codes_of_weights_that_share_x_are_read_where_they_are(block, monkeypatch, capfd):
-    """The backward neither joins nor copies them: query, key and value, with an adapter in the kernel."""
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-
-    def step(x, weights, loras, douts):
-        run = functools.partial(quant_matmul, fp8=True, implementation="mosaic")
-        return jax.vjp(lambda x: run(x, weights, loras), x)[1](douts)
-
-    outs = (4096, 1024, 1024)
-    weights = [jax.eval_shape(lambda a: FP8.encode(a, block).with_transposed(), array(size, 2048)) for size in outs]
-    loras = [LoraWeights(array(16, 2048), array(size, 16)) for size in outs]
-    text = compiled(step, array(16384, 2048), weights, loras, tuple(array(16384, size) for size in outs)).as_text()
-    assert text.count(KERNEL) == {ROW: 2, TILE: 1}[block]  # with scales of rows one that rounds
-    assert not re.search(r"f8e4m3fn\[(2048|6144),\d+\]\S* (copy|transpose|fusion|concatenate)", text)
-    captured = capfd.readouterr()
-    spilled = re.findall(r"(\d+) bytes spill", captured.out + captured.err)
-    assert spilled and not any(map(int, spilled))
 
 
 @pytest.mark.parametrize(("widths", "scaled"), [((14336,), False), ((4096, 1024, 1024), True), ((14336,) * 2, True)])
