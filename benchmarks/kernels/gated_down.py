@@ -4,10 +4,11 @@
 
 For MLPs of several widths and ranks, 16,384 tokens, bfloat16: milliseconds, and the bytes that the kernel must read and
 write per second as a share of the fastest copy's. "forward" is activation(gate) * up and its product with the adapter's
-A; "backward" the gradients of gate and up, and that of A. Several tiles of the kernels (rows, columns, warps, stages,
-programs of a multiprocessor), or those given by --tile, take turns with what they replace: XLA's fusion and a GEMM, or in
-the backward the Mosaic kernel and a GEMM. `from_float32`: the largest distance of a result from plain JAX in float32.
-`same_bits`: whether 20 runs with the tile in use gave the same.
+A; "rounded" is that with the first rounded to e4m3 in blocks of 128; "backward" the gradients of gate and up, and that
+of A. Several tiles of the kernels (rows, columns, warps, stages, programs of a multiprocessor), or those given by
+--tile, take turns with what they replace: XLA's passes, or in the backward the Mosaic kernel and a GEMM.
+`from_float32`: the largest distance of a result from plain JAX in float32. `same_bits`: whether 20 runs with the tile
+in use gave the same. `other_codes`: the shares of codes and of scales that differ from those of XLA.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from benchmarks.kernels.timing import (
     record_parts,
     same_bits,
 )
-from jaxtune.pallas.gated import gated_backward, gated_thin, gated_thin_backward, reference, thin_triton
+from jaxtune.pallas.gated import gated_backward, gated_thin, gated_thin_backward, reference, thin, thin_triton
 from jaxtune.pallas.gated.thin_triton import Tile
+from jaxtune.pallas.quant_matmul import fp8_product
 
 TOKENS = 16384
 # (I, rank): Llama-3.1-8B with two ranks, Qwen3-1.7B, Qwen3-14B
@@ -68,26 +70,48 @@ def turns(programs: dict, results: dict, want: tuple, moved: float, copy: float)
     return found
 
 
-def forward(size: int, rank: int, copy: float, tiles: list[Tile]) -> dict:
+def forward(size: int, rank: int, copy: float, tiles: list[Tile], rounds: bool = False) -> dict:
     pairs = [(normal(2 * k, TOKENS, size), normal(2 * k + 1, TOKENS, size)) for k in range(TIMES)]
     a = normal(30, rank, size, dtype=jnp.float32)
     programs, results = {}, {}
-    for tile in (None, *(tiles or FORWARD_TILES)):
-        way = "reference" if tile is None else "triton"
 
-        def often(pairs, a, way=way):
-            return [gated_thin(*pair, a, "silu", implementation=way) for pair in pairs]
+    def once(gate, up, a, kernel: bool):
+        if rounds and kernel:
+            return thin.by_kernel(gate, up, a, "silu", "e4m3")
+        x, inner = gated_thin(gate, up, a, "silu", implementation="triton" if kernel else "reference")
+        return (fp8_product.rounded(x, True) if rounds else x), inner
+
+    for tile in (None, *(tiles or FORWARD_TILES)):
+
+        def often(pairs, a, kernel=tile is not None):
+            return [once(*pair, a, kernel) for pair in pairs]
 
         name = "XLA" if tile is None else str(tuple(tile))
-        with mock.patch.object(thin_triton, "tile", lambda width, tile=tile: tile):
+        with mock.patch.object(thin_triton, "tile", lambda *of, tile=tile: tile):
             program = compiled(often, pairs, a)
-        results[name] = program(pairs, a)[0]
+        value, inner = program(pairs, a)[0]
+        results[name] = decoded(*value) if rounds else value, inner
         programs[name] = functools.partial(queued_ms, program, pairs, a, count=6)
     wide = [each.astype(jnp.float32) for each in (*pairs[0], a)]
     want = compiled(functools.partial(reference.gated_thin, activation="silu"), *wide)(*wide)
-    found = turns(programs, results, want, 6 * TOKENS * size, copy)
-    program = compiled(lambda gate, up, a: gated_thin(gate, up, a, "silu", implementation="triton"), *pairs[0], a)
-    return found | {"same_bits": same_bits(lambda: program(*pairs[0], a))}
+    found = turns(programs, results, want, (5 if rounds else 6) * TOKENS * size, copy)
+    program = compiled(functools.partial(once, kernel=True), *pairs[0], a)
+    found["same_bits"] = same_bits(lambda: jax.tree.leaves(program(*pairs[0], a))[rounds:])
+    if rounds:
+        x, _ = gated_thin(*pairs[0], a, "silu", implementation="triton")
+        (codes, scales), _ = program(*pairs[0], a)
+        exact, exact_scales = compiled(lambda x: fp8_product.rounded(x, True), x)(x)
+        others = codes.astype(jnp.float32) != exact.astype(jnp.float32)
+        found["other_codes"] = float(others.mean()), float((scales != exact_scales).mean())
+    return found
+
+
+def decoded(codes, scales) -> jax.Array:
+    return (codes.astype(jnp.float32).reshape(*scales.shape, -1) * scales[..., None]).reshape(codes.shape)
+
+
+def rounded(*of) -> dict:
+    return forward(*of, rounds=True)
 
 
 def before(gate, up, dgated, dinner):
@@ -149,7 +173,7 @@ def main() -> int:
     copy = copy_gb_per_s(2**29)
     parts: dict[str, Callable] = {"copy_gb_per_s": lambda: copy}
     for size, rank in SHAPES:
-        for what in (backward, forward):
+        for what in (backward, forward, *((rounded,) if size == 14336 else ())):
             name = f"{what.__name__}, {TOKENS} x {size}, rank {rank}"
             parts[name] = functools.partial(what, size, rank, copy, options.tile)
     return record_parts("gated_down", options, parts, lambda record: ())

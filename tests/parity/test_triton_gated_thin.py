@@ -1,4 +1,4 @@
-"""The Triton kernels of `gated_thin` and `gated_thin_backward` in Triton's interpreter, against plain JAX in float32."""
+"""The Triton kernels of `gated_thin` and `gated_thin_backward` in Triton's interpreter, against plain JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from triton_interpreter import interpreted
 
-from jaxtune.pallas.gated import gated_thin, gated_thin_backward, reference
+from jaxtune.pallas.gated import gated_thin, gated_thin_backward, reference, thin, thin_of_gated
+from jaxtune.pallas.quant_matmul import fp8_product
 
 
 def drawn(tokens: int, size: int, rank: int, dtype):
@@ -58,3 +59,28 @@ def test_the_backward_is_that_of_plain_jax(tokens, size, rank, activation, dtype
     want = np.float64(dinner).T @ np.float64(gated.astype(dtype))
     # The interpreter cuts numbers off to bfloat16, which a GPU rounds.
     assert np.linalg.norm(np.float64(da) - want) <= jnp.finfo(dtype).eps * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(("tokens", "size", "rank"), SHAPES)
+def test_rounded_to_e4m3_it_has_the_codes_of_plain_jax(tokens, size, rank):
+    """Zeros, the smallest and the largest numbers included; nothing else than codes is written."""
+    gate, up, _, _, a = drawn(tokens, size, rank, jnp.float16)
+    factors = jnp.asarray([0.0, 1e-4, 1.0, 64.0], jnp.float16)
+    up = up * factors[jnp.arange(size) // 128 % 4]
+    with interpreted((9, 0)):
+        x, inner = gated_thin(gate, up, a, "silu", implementation="triton")
+        (codes, scales), product = thin.by_kernel(gate, up, a, "silu", "e4m3")
+    want, want_scales = fp8_product.rounded(x, True)
+    np.testing.assert_array_equal(scales, want_scales)
+    # The interpreter does not fuse multiply-adds, by which a GPU divides exactly.
+    assert (np.float32(codes) != np.float32(want)).mean() < 1e-3
+    np.testing.assert_allclose(np.float32(codes), np.float32(want), rtol=1 / 8, atol=2**-9)
+    np.testing.assert_array_equal(np.float32(product), np.float32(inner))
+
+
+def test_the_product_alone_is_that_of_the_forward():
+    gate, up, _, _, a = drawn(100, 264, 8, jnp.bfloat16)
+    with interpreted((9, 0)):
+        _, inner = gated_thin(gate, up, a, "silu", implementation="triton")
+        alone = thin_of_gated(gate, up, a, "silu", implementation="triton")
+    np.testing.assert_array_equal(np.float32(alone), np.float32(inner))

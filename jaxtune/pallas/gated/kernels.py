@@ -1,12 +1,12 @@
-"""The body of the Triton kernel that `gated_rows_backward` of triton.py calls: gated_rows_gradient_kernel."""
+"""The body of the Triton kernel that `gated_rows_backward` of triton.py calls, gated_rows_gradient_kernel, and
+`share_of`, which other kernels of gated activations call too."""
 
 import triton
 import triton.language as tl
 
-
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# 1 / (1 + 2^(x * -log2 e)) without the steps that Triton's own exponential and division take for numbers near the ends of
-# float32's range.
+# 1 / (1 + 2^(x * -log2 e)), without the steps that Triton's own exponential and division take for numbers near the ends
+# of float32's range.
 _SIGMOID = tl.constexpr("""{
   .reg .f32 t;
   mul.f32 t, $1, 0fBFB8AA3B;

@@ -1,5 +1,6 @@
 """A gated activation and the thin products with it that the adapter of an MLP's down projection needs: `gated_thin`
-forward, `gated_thin_backward` backward, and the choice of their implementation."""
+forward, `thin_of_gated` for the product alone, `gated_thin_backward` backward, and the choice of their
+implementation."""
 
 from __future__ import annotations
 
@@ -37,10 +38,28 @@ def gated_thin(
     """
     check = _checked("gated_thin", gate, up, activation)
     check.array("a", a, "r I", FLOATS)
-    a = a.astype(gate.dtype)
-    if _chosen("gated_thin", gate, len(a), activation, implementation) == "reference":
+    if chosen("gated_thin", gate, len(a), activation, implementation) == "reference":
         return reference.gated_thin(gate, up, a, activation)  # XLA divides it by itself
-    return meshes.on_each_device(thin_triton.gated_thin, rows=2)(gate, up, a, activation)
+    return by_kernel(gate, up, a, activation, "gated")
+
+
+@meshes.on_any_mesh
+def thin_of_gated(
+    gate: jax.Array, up: jax.Array, a: jax.Array, activation: str, *, implementation: str | None = None
+) -> jax.Array:
+    """The second result of `gated_thin`, with the same arguments, where the first is not needed: the kernel does not
+    write it."""
+    check = _checked("thin_of_gated", gate, up, activation)
+    check.array("a", a, "r I", FLOATS)
+    if chosen("thin_of_gated", gate, len(a), activation, implementation) == "reference":
+        return reference.gated_thin(gate, up, a, activation)[1]
+    return by_kernel(gate, up, a, activation, "none")[1]
+
+
+def by_kernel(gate, up, a, activation: str, result: str):
+    """What thin_triton.gated_thin returns, on each device. `a` is rounded to gate's dtype. fp8_product calls it too,
+    for a result in e4m3."""
+    return meshes.on_each_device(thin_triton.gated_thin, rows=2)(gate, up, a.astype(gate.dtype), activation, result)
 
 
 @meshes.on_any_mesh
@@ -76,7 +95,7 @@ def gated_thin_backward(
     check = _checked("gated_thin_backward", gate, up, activation)
     check.array("dgated", dgated, "tokens I", gate.dtype)
     check.array("dinner", dinner, "tokens r", gate.dtype)
-    if _chosen("gated_thin_backward", gate, dinner.shape[1], activation, implementation) == "reference":
+    if chosen("gated_thin_backward", gate, dinner.shape[1], activation, implementation) == "reference":
         gated, dgate, dup = gated_backward(gate, up, dgated, activation)
         return dgate, dup, reference.thin_product(dinner, gated, (0, 0), jnp.float32)
     run = meshes.on_each_device(thin_triton.gated_thin_backward, rows=4, results=2)
@@ -92,12 +111,17 @@ def _checked(op: str, gate, up, activation: str) -> Arguments:
     return check
 
 
-def _chosen(op: str, gate, rank: int, activation: str, implementation: str | None) -> str:
-    """The name of the implementation that runs a call of `op`, which small calls do not look for. The arguments are
-    those of the operations and of `implementations`."""
-    if implementation is None and (len(gate) < _TOKENS or gate.shape[1] < _SIZE):
+def chosen(op: str, gate, rank: int, activation: str, implementation: str | None) -> str:
+    """The name of the implementation that runs a call of an operation `op` of this module: "reference" for small calls
+    without a requested one. The arguments are those of the operations and of `implementations`."""
+    if implementation is None and not is_large(gate):
         implementation = "reference"
     return dispatch.choose(op, implementations(gate, rank, activation), implementation)
+
+
+def is_large(gate) -> bool:
+    """Whether gate [tokens, I] is so large that a kernel is worth while."""
+    return len(gate) >= _TOKENS and gate.shape[1] >= _SIZE
 
 
 def implementations(gate, rank: int, activation: str) -> dispatch.Table:

@@ -8,11 +8,18 @@ from jaxtune.pallas.gated.kernels import share_of
 
 
 @triton.jit
+def _larger(one, other):
+    """The larger number, NaN if one of them is."""
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def gated_thin_kernel(
     gate,
     up,
     a,
-    gated,
+    result,
+    scales,
     inner,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -21,15 +28,21 @@ def gated_thin_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    RESULT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_SCALE: tl.constexpr,
 ):
-    """Computes activation(gate) * up of BLOCK rows in float32, rounds it once, writes it and multiplies it by a^T. Grid:
-    (ROWS / BLOCK, rounded up,).
+    """Computes activation(gate) * up of BLOCK rows in float32, rounds it once, to gate's dtype, writes it as RESULT
+    says, and multiplies it by a^T. Grid: (ROWS / BLOCK, rounded up,).
 
     Args:
       gate, up: [ROWS, SIZE], of 16 bits.
       a: [RANK, SIZE], like gate.
-      gated: activation(gate) * up, like gate.
-      inner: [ROWS, RANK], like gate, gated a^T, rounded once from float32 sums.
+      result: with RESULT 1 activation(gate) * up, like gate. With 2 its codes, e4m3[ROWS, SIZE]: each 128 numbers of a
+        row are divided by their largest magnitude over LARGEST, but at least by LEAST_SCALE, and zeros by 1; COLUMNS
+        is 128. With 0 it is not written.
+      scales: with RESULT 2 float32[SIZE / 128, rounded up, ROWS], the scales of the codes; else it is not written.
+      inner: [ROWS, RANK], like gate: activation(gate) * up times a^T, rounded once from float32 sums.
       WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
       COLUMNS: the number of columns that are computed at once.
       ACTIVATION: of gate (share_of).
@@ -48,7 +61,19 @@ def gated_thin_kernel(
         side = tl.load(a + sides, mask=real_sides, other=0.0)
         share, _ = share_of(x, ACTIVATION, 1.0, 2)
         product = (x * share * y).to(DTYPE)
-        tl.store(gated + places, product, mask=real)
+        if RESULT == 1:
+            tl.store(result + places, product, mask=real)
+        if RESULT == 2:
+            number = product.to(tl.float32)
+            largest = tl.reduce(tl.abs(number), 1, _larger, keep_dims=True)
+            scale = largest * (1.0 / LARGEST)
+            scale = tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
+            tl.store(scales + (start // 128) * ROWS + rows, scale, mask=there)
+            # Divided as exactly as by division: the second step adds what the first lacks.
+            inverse = tl.div_rn(1.0, scale)
+            quotient = number * inverse
+            quotient = tl.fma(tl.fma(-quotient, scale, number), inverse, quotient)
+            tl.store(result + places, quotient.to(result.dtype.element_ty), mask=real)
         sums = tl.dot(product, tl.trans(side), sums)
     tl.store(inner + rows * RANK + ranks[None, :], sums.to(DTYPE), mask=there & (ranks < RANK)[None, :])
 

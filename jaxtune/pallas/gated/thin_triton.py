@@ -3,8 +3,8 @@ they cannot compute on this GPU.
 
 Their time is that of reading and writing memory, so neither array of activation(gate) * up is read again for a thin
 product. In the forward a program has a range of rows, and keeps their sums over all columns in registers. In the
-backward, whose sums are over rows, it has a block of columns and a range of rows, and XLA adds up what the ranges wrote,
-in one order. Tiles of gate and up are read ahead into shared memory.
+backward, whose sums are over rows, it has a block of columns and a range of rows, and XLA adds up what the ranges
+wrote, in one order. Tiles of gate and up are read ahead into shared memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.formats.fp8 import LARGEST, LEAST_SCALE
 from jaxtune.pallas.gated.triton import ACTIVATIONS
 
 _LARGEST_RANK = 32
@@ -30,14 +31,14 @@ class Tile(NamedTuple):
     programs: int  # of the backward: for each multiprocessor, at most, if a program has more than one tile
 
 
-def tile(width: int) -> Tile:
-    """The Tile of `gated_thin` for a thin array of `width` columns."""
-    return Tile(64, 128, 4, 3, 0) if width == 16 else Tile(64, 128, 8, 3, 0)
+def tile(width: int, result: str) -> Tile:
+    """The Tile of `gated_thin` for a thin array of `width` columns and this `result`."""
+    return Tile(64, 128, 4 if width == 16 and result != "e4m3" else 8, 3, 0)
 
 
 def backward_tile(width: int) -> Tile:
     """The Tile of `gated_thin_backward` for a thin array of `width` columns."""
-    return Tile(32, 128, 4, 3, 5) if width == 16 else Tile(32, 128, 4, 3, 4)
+    return Tile(32, 128, 4, 3, 5 if width == 16 else 4)
 
 
 def refusal(gate, rank: int, activation: str) -> str | None:
@@ -52,7 +53,7 @@ def refusal(gate, rank: int, activation: str) -> str | None:
     if dispatch.compute_capability() != (9, 0):
         return "measured on Hopper GPUs (compute capability 9.0) only"
     reason = unsupported(gate.dtype, gate.shape[1], rank, activation)
-    return reason or _first_use(jnp.dtype(gate.dtype), _width(rank), activation)
+    return reason or _first_use(jnp.dtype(gate.dtype), width_of(rank), activation)
 
 
 def unsupported(dtype, size: int, rank: int, activation: str) -> str | None:
@@ -67,8 +68,8 @@ def unsupported(dtype, size: int, rank: int, activation: str) -> str | None:
     return f"rank {rank}, more than {_LARGEST_RANK}" if rank > _LARGEST_RANK else None
 
 
-def _width(rank: int) -> int:
-    """The number of columns with which kernels multiply a thin array of this rank."""
+def width_of(rank: int) -> int:
+    """The number of columns with which the kernels multiply a thin array of this rank."""
     return max(16, 1 << (rank - 1).bit_length())
 
 
@@ -95,18 +96,32 @@ def _first_use(dtype, width: int, activation: str) -> str | None:
     return dispatch.first_use("gated_thin", "triton", f"{dtype}, {width} columns, {activation}", compare)
 
 
-def gated_thin(gate, up, a, activation: str) -> tuple[jax.Array, jax.Array]:
-    """(activation(gate) * up [tokens, I], that times a^T [tokens, r]) by the kernel, both in gate's dtype. a: [r, I] in
-    gate's dtype. The other arguments are those of thin.gated_thin; `refusal` says which calls are supported."""
+def gated_thin(gate, up, a, activation: str, result: str = "gated"):
+    """(activation(gate) * up, that times a^T [tokens, r] in gate's dtype) by the kernel. `refusal` says which calls are
+    supported.
+
+    Args:
+      gate, up, activation: those of thin.gated_thin.
+      a: [r, I] in gate's dtype.
+      result: what the first of the results is. "gated": [tokens, I] in gate's dtype. "e4m3": that, rounded to e4m3 in
+        blocks of 128 numbers of a row as fp8_product.rounded does: (codes [tokens, I], scales float32[tokens, I / 128,
+        rounded up]). "none": None; it is not written.
+    """
     from jaxtune.pallas.gated import thin_kernels
 
     (tokens, size), rank = gate.shape, a.shape[0]
-    width = _width(rank)
-    shape = tile(width)
-    gated, inner = compat.triton_call(
+    width = width_of(rank)
+    shape = tile(width, result)
+    wide, scales = jax.ShapeDtypeStruct((1,), gate.dtype), jax.ShapeDtypeStruct((1,), jnp.float32)  # not written
+    if result != "none":
+        wide = jax.ShapeDtypeStruct(gate.shape, jnp.float8_e4m3fn if result == "e4m3" else gate.dtype)
+    if result == "e4m3":
+        assert shape.columns == 128
+        scales = jax.ShapeDtypeStruct((-(-size // 128), tokens), jnp.float32)
+    found, scales, inner = compat.triton_call(
         thin_kernels.gated_thin_kernel,
         (gate, up, a),
-        [jax.ShapeDtypeStruct((tokens, columns), gate.dtype) for columns in (size, rank)],
+        [wide, scales, jax.ShapeDtypeStruct((tokens, rank), gate.dtype)],
         (-(-tokens // shape.rows),),
         warps=shape.warps,
         stages=shape.stages,
@@ -117,8 +132,13 @@ def gated_thin(gate, up, a, activation: str) -> tuple[jax.Array, jax.Array]:
         BLOCK=shape.rows,
         COLUMNS=shape.columns,
         ACTIVATION=ACTIVATIONS[activation],
+        RESULT=("none", "gated", "e4m3").index(result),
+        LARGEST=LARGEST,
+        LEAST_SCALE=LEAST_SCALE,
     )
-    return gated, inner
+    if result == "none":
+        return None, inner
+    return ((found, scales.T) if result == "e4m3" else found), inner
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -128,7 +148,7 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.
     from jaxtune.pallas.gated import thin_kernels
 
     (tokens, size), rank = gate.shape, dinner.shape[1]
-    width = _width(rank)
+    width = width_of(rank)
     shape = backward_tile(width)
     tiles, blocks = -(-tokens // shape.rows), -(-size // shape.columns)
     ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // blocks))

@@ -1,8 +1,8 @@
-"""`gated_matmul`: an MLP's second half, its down projection applied to activation(gate) * up, where the weight is frozen
-and has an adapter.
+"""`gated_matmul`: an MLP's second half, its down projection applied to activation(gate) * up, where the weight is
+frozen and has an adapter.
 
-Neither the forward nor the backward keeps activation(gate) * up. Both multiply it by the adapter's thin array where they
-compute it (pallas/gated/thin.py): the forward by A^T, the backward by the gradient of that product.
+activation(gate) * up is not kept from the forward to the backward. Both multiply it by the adapter's thin array where
+they compute it (pallas/gated/thin.py): the forward by A^T, the backward by the gradient of that product.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import jax
 from jaxtune.pallas import meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.gated import ACTIVATIONS, gated_thin, gated_thin_backward
+from jaxtune.pallas.gated import ACTIVATIONS, gated_thin, gated_thin_backward, thin_of_gated
 from jaxtune.pallas.quant_matmul import low_rank, reference
 from jaxtune.pallas.quant_matmul.api import LoraWeights, chosen
+from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 
 @meshes.on_any_mesh
@@ -31,10 +32,10 @@ def gated_matmul(
     fp8: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Multiplies x = activation(gate) * up by a weight, and adds its adapter and bias: x W^T + scale (x A^T) B^T + bias.
-    The derivative computes x again from gate and up, and writes their gradients over them where a kernel can. It is
-    quant_matmul of x otherwise, for weights that are not trained: it gives the gradient of a weight that is an array
-    too, but that takes a pass of its own.
+    """Multiplies x = activation(gate) * up by a weight, and adds its adapter and bias: x W^T + scale (x A^T) B^T +
+    bias, as quant_matmul does for one weight. Its derivative computes x again from gate and up, and writes their
+    gradients over them where a kernel can. It is for weights that are not trained; one that is an array gets its
+    gradient too, but x is then computed once more.
 
     Args:
       gate, up: [..., in] of one dtype, the compute dtype: bfloat16, float16 or float32.
@@ -87,18 +88,32 @@ def _gated(activation: str, static: reference.Static, gate, up, weight, lora, bi
       bias: [out] or None.
       given: the low-rank input that an earlier run made (low_rank.py); None: it is computed.
     """
+    product = product_of(weight) if static.as_stored else None
+    if product is None:
+        if given is None:
+            x, inner = gated_thin(gate, up, lora[0], activation)
+        else:
+            x, inner = ACTIVATIONS[activation](gate) * up, given
+        [out] = reference.outputs(x, (weight,), (lora,), (bias,), inner, static)
+        return out, inner
+    kind, [implementation] = product.kind(weight), static.as_stored
     if given is None:
-        x, inner = gated_thin(gate, up, lora[0], activation)
+        coded, inner = product.gated_operand(gate, up, lora[0], activation, kind, implementation)
     else:
-        x, inner = ACTIVATIONS[activation](gate) * up, given
-    [out] = reference.outputs(x, (weight,), (lora,), (bias,), inner, static)
-    return out, inner
+        coded, inner = product.operand(ACTIVATIONS[activation](gate) * up, kind, implementation), given
+    more = reference.scaled(inner, static.scales[0]), lora[1]
+    out = product.forward(coded, weight, more, gate.dtype, implementation)
+    return (out if bias is None else out + bias.astype(out.dtype)), inner
 
 
 def _gated_fwd(activation: str, static: reference.Static, gate, up, weight, lora, bias, given):
-    """The forward rule of `_gated`, with its arguments: (its results, the residuals for `_gated_bwd`)."""
+    """The forward rule of `_gated`, with its arguments: (its results, the residuals for `_gated_bwd`). The stack's
+    backward, which runs it to differentiate, does not need the output, so the low-rank input is computed apart from
+    it."""
+    if given is None:
+        given = thin_of_gated(gate, up, lora[0], activation)
     results: tuple[jax.Array, jax.Array] = _gated(activation, static, gate, up, weight, lora, bias, given)
-    return results, (gate, up, weight, lora, bias, results[1])
+    return results, (gate, up, weight, lora, bias, given)
 
 
 def _gated_bwd(activation: str, static: reference.Static, residuals, gradients):

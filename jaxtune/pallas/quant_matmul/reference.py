@@ -31,13 +31,13 @@ from jaxtune.pallas.thin_pair import thin_pair
 
 
 class Static(NamedTuple):
-    """How the products of a call with its weights and adapters are computed: what does not change while it is traced."""
+    """How the products of a call with its weights and adapters are computed: its arguments that are not arrays."""
 
     owners: tuple[int, ...]  # for each adapter the index of its weight
     scales: tuple[float, ...]  # for each adapter its scale
     kernels: ModuleType  # decodes weights and multiplies few tokens: this module, mosaic.py or triton.py
-    # (): all quantised weights are decoded; else a tuple of one: the requested implementation of products with weights as
-    # they are stored, or None
+    # (): all quantised weights are decoded; else a tuple of one: the requested implementation of products with weights
+    # as they are stored, or None
     as_stored: tuple[str | None, ...]
 
 
