@@ -28,17 +28,15 @@ class Tile(NamedTuple):
     columns: int  # of a tile
     warps: int  # of a program
     stages: int  # tiles in shared memory: those that are read while one is used, and that one
-    programs: int  # of the backward: for each multiprocessor, at most, if a program has more than one tile
+    programs: int = 0  # of the backward: for each multiprocessor, at most, if a program has more than one tile
 
 
-def tile(width: int, result: str) -> Tile:
-    """The Tile of `gated_thin` for a thin array of `width` columns and this `result`."""
-    return Tile(64, 128, 4 if width == 16 and result != "e4m3" else 8, 3, 0)
+TILE = Tile(32, 128, 4, 3)  # of gated_thin; a result in e4m3 needs 128 columns
 
 
 def backward_tile(width: int) -> Tile:
     """The Tile of `gated_thin_backward` for a thin array of `width` columns."""
-    return Tile(32, 128, 4, 3, 5 if width == 16 else 4)
+    return Tile(32, 128, 4, 3, 10) if width == 16 else Tile(32, 64, 4, 3, 8)
 
 
 def refusal(gate, rank: int, activation: str) -> str | None:
@@ -110,27 +108,24 @@ def gated_thin(gate, up, a, activation: str, result: str = "gated"):
     from jaxtune.pallas.gated import thin_kernels
 
     (tokens, size), rank = gate.shape, a.shape[0]
-    width = width_of(rank)
-    shape = tile(width, result)
     wide, scales = jax.ShapeDtypeStruct((1,), gate.dtype), jax.ShapeDtypeStruct((1,), jnp.float32)  # not written
     if result != "none":
         wide = jax.ShapeDtypeStruct(gate.shape, jnp.float8_e4m3fn if result == "e4m3" else gate.dtype)
     if result == "e4m3":
-        assert shape.columns == 128
         scales = jax.ShapeDtypeStruct((-(-size // 128), tokens), jnp.float32)
     found, scales, inner = compat.triton_call(
         thin_kernels.gated_thin_kernel,
         (gate, up, a),
         [wide, scales, jax.ShapeDtypeStruct((tokens, rank), gate.dtype)],
-        (-(-tokens // shape.rows),),
-        warps=shape.warps,
-        stages=shape.stages,
+        (-(-tokens // TILE.rows),),
+        warps=TILE.warps,
+        stages=TILE.stages,
         ROWS=tokens,
         SIZE=size,
         RANK=rank,
-        WIDTH=width,
-        BLOCK=shape.rows,
-        COLUMNS=shape.columns,
+        WIDTH=width_of(rank),
+        BLOCK=TILE.rows,
+        COLUMNS=TILE.columns,
         ACTIVATION=ACTIVATIONS[activation],
         RESULT=("none", "gated", "e4m3").index(result),
         LARGEST=LARGEST,
