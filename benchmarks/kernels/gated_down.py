@@ -78,7 +78,8 @@ def forward(size: int, rank: int, copy: float, tiles: list[Tile], rounds: bool =
 
     def once(gate, up, a, kernel: bool):
         if rounds and kernel:
-            return thin.by_kernel(gate, up, a, "silu", "e4m3")
+            codes, scales, inner = thin.by_kernel(gate, up, a, "silu", "e4m3")
+            return (codes, scales), inner
         x, inner = gated_thin(gate, up, a, "silu", implementation="triton" if kernel else "reference")
         return (fp8_product.rounded(x, True) if rounds else x), inner
 

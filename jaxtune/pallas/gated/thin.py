@@ -40,7 +40,8 @@ def gated_thin(
     check.array("a", a, "r I", FLOATS)
     if chosen("gated_thin", gate, len(a), activation, implementation) == "reference":
         return reference.gated_thin(gate, up, a, activation)  # XLA divides it by itself
-    return by_kernel(gate, up, a, activation, "gated")
+    gated, inner = by_kernel(gate, up, a, activation, "gated")
+    return gated, inner
 
 
 @meshes.on_any_mesh
@@ -53,10 +54,11 @@ def thin_of_gated(
     check.array("a", a, "r I", FLOATS)
     if chosen("thin_of_gated", gate, len(a), activation, implementation) == "reference":
         return reference.gated_thin(gate, up, a, activation)[1]
-    return by_kernel(gate, up, a, activation, "none")[1]
+    [inner] = by_kernel(gate, up, a, activation, "none")
+    return inner
 
 
-def by_kernel(gate, up, a, activation: str, result: str):
+def by_kernel(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ...]:
     """What thin_triton.gated_thin returns, on each device. `a` is rounded to gate's dtype. fp8_product calls it too,
     for a result in e4m3."""
     return meshes.on_each_device(thin_triton.gated_thin, rows=2)(gate, up, a.astype(gate.dtype), activation, result)

@@ -82,28 +82,32 @@ def _first_use(dtype, width: int, activation: str) -> str | None:
         a, dinner = (jax.random.normal(key, shape) for key, shape in zip(keys[3:], ((width, 1352), (333, width))))
         gate, up, dgated, a, dinner = (array.astype(dtype) for array in (gate, up, dgated, a, dinner))
 
-        def both(forward, backward, gate, up, dgated, a, dinner):
-            """The results of both operations."""
-            return *forward(gate, up, a, activation), *backward(gate, up, dgated, dinner, activation)
+        def both(gate, up, dgated, a, dinner):
+            """The results of both kernels."""
+            forward = gated_thin(gate, up, a, activation, "gated")
+            return *forward, *gated_thin_backward(gate, up, dgated, dinner, activation)
 
-        got = jax.jit(lambda *arrays: both(gated_thin, gated_thin_backward, *arrays))(gate, up, dgated, a, dinner)
+        def exact(gate, up, dgated, a, dinner):
+            """The same of plain JAX."""
+            forward = reference.gated_thin(gate, up, a, activation)
+            return *forward, *reference.gated_thin_backward(gate, up, dgated, dinner, activation)
+
         wide = (array.astype(jnp.float32) for array in (gate, up, dgated, a, dinner))
-        plain = reference.gated_thin, reference.gated_thin_backward
-        return got, dispatch.exactly(lambda *arrays: both(*plain, *arrays))(*wide)
+        return jax.jit(both)(gate, up, dgated, a, dinner), dispatch.exactly(exact)(*wide)
 
     return dispatch.first_use("gated_thin", "triton", f"{dtype}, {width} columns, {activation}", compare)
 
 
-def gated_thin(gate, up, a, activation: str, result: str = "gated"):
-    """(activation(gate) * up, that times a^T [tokens, r] in gate's dtype) by the kernel. `refusal` says which calls are
-    supported.
+def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ...]:
+    """(what `result` names, activation(gate) * up times a^T [tokens, r] in gate's dtype) by the kernel. `refusal` says
+    which calls are supported.
 
     Args:
       gate, up, activation: those of thin.gated_thin.
       a: [r, I] in gate's dtype.
-      result: what the first of the results is. "gated": [tokens, I] in gate's dtype. "e4m3": that, rounded to e4m3 in
-        blocks of 128 numbers of a row as fp8_product.rounded does: (codes [tokens, I], scales float32[tokens, I / 128,
-        rounded up]). "none": None; it is not written.
+      result: the results before the last. "gated": activation(gate) * up [tokens, I] in gate's dtype. "e4m3": two, its
+        codes [tokens, I] and their scales float32[tokens, I / 128, rounded up], for each 128 numbers of a row, as
+        fp8_product.rounded has them. "none": none.
     """
     from jaxtune.pallas.gated import thin_kernels
 
@@ -131,9 +135,7 @@ def gated_thin(gate, up, a, activation: str, result: str = "gated"):
         LARGEST=LARGEST,
         LEAST_SCALE=LEAST_SCALE,
     )
-    if result == "none":
-        return None, inner
-    return ((found, scales.T) if result == "e4m3" else found), inner
+    return {"gated": (found, inner), "e4m3": (found, scales.T, inner), "none": (inner,)}[result]
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -132,7 +132,8 @@ def gated_operand(
         table = {"triton": refusal, "reference": lambda: None}
         if thin.is_large(gate) and dispatch.choose("gated_to_fp8", table, None) == "triton":
             with jax.named_scope("to_fp8"):
-                return thin.by_kernel(gate, up, a, activation, "e4m3")
+                codes, scales, inner = thin.by_kernel(gate, up, a, activation, "e4m3")
+            return (codes, scales), inner
     x, inner = thin.gated_thin(gate, up, a, activation)
     return operand(x, blocks, implementation), inner
 
@@ -441,17 +442,21 @@ def _first_gated(dtype, width: int, activation: str) -> str | None:
         gate, up = (2 * jax.random.normal(key, (333, 1352)).astype(dtype) for key in keys[:2])
         a = jax.random.normal(keys[2], (width, 1352)).astype(dtype)
 
-        def decoded(coded, inner):
+        def decoded(codes, scales, inner):
             """The numbers that codes and scales stand for, and the product."""
-            codes, scales = coded
             return codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]], inner
 
         def exact(gate, up, a):
             """The same of plain JAX, which rounds to `dtype` first."""
-            x, inner = reference.gated_thin(*(each.astype(jnp.float32) for each in (gate, up, a)), activation)
-            return decoded(rounded(x.astype(dtype), True), inner)
+            gate, up, a = (each.astype(jnp.float32) for each in (gate, up, a))
+            x, inner = reference.gated_thin(gate, up, a, activation)
+            return decoded(*rounded(x.astype(dtype), True), inner)
 
-        got = jax.jit(lambda *given: decoded(*thin_triton.gated_thin(*given, activation, "e4m3")))(gate, up, a)
-        return got, dispatch.exactly(exact)(gate, up, a)
+        def by_kernel(gate, up, a):
+            """The same of the kernel."""
+            codes, scales, inner = thin_triton.gated_thin(gate, up, a, activation, "e4m3")
+            return decoded(codes, scales, inner)
+
+        return jax.jit(by_kernel)(gate, up, a), dispatch.exactly(exact)(gate, up, a)
 
     return dispatch.first_use("gated_to_fp8", "triton", f"{dtype}, {width} columns, {activation}", compare)

@@ -30,7 +30,6 @@ def gated_matmul(
     *,
     activation: str,
     fp8: bool = False,
-    implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies x = activation(gate) * up by a weight, and adds its adapter and bias: x W^T + scale (x A^T) B^T +
     bias, as quant_matmul does for one weight. Its derivative computes x again from gate and up, and writes their
@@ -45,13 +44,10 @@ def gated_matmul(
       activation: "silu", "gelu_tanh" or "gelu".
       fp8: True: a weight in FP8 is multiplied as it is stored, by x rounded to e4m3 (quant_matmul); False: it is
         decoded, as all others are.
-      implementation: that of the products with the weight, as of quant_matmul: "mosaic", "triton", "reference", or None
-        for the first that supports the call.
     Returns:
       [..., out] in gate's dtype.
     Raises:
-      TypeError, ValueError: an argument is not as described here, or the requested implementation is unknown or refuses
-        the call.
+      TypeError, ValueError: an argument is not as described here.
     """
     check = Arguments("gated_matmul")
     check.array("gate", gate, "... in", FLOATS)
@@ -67,7 +63,7 @@ def gated_matmul(
         check.array("bias", bias, "out", FLOATS)
     check.choice("activation", activation, tuple(ACTIVATIONS))
     check.is_a("fp8", fp8, bool, "True or False")
-    static = reference.Static((0,), (lora.scale,), *chosen([weight], gate.dtype, fp8, implementation))
+    static = reference.Static((0,), (lora.scale,), *chosen([weight], gate.dtype, fp8, None))
     flat = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
     run = functools.partial(_gated, activation, static, *flat, weight, (lora.a, lora.b), bias)
     out: jax.Array = low_rank.of_function(run)
