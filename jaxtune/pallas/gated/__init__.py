@@ -1,6 +1,6 @@
 """Gated activations and their backward. `gated_backward` is the backward of an MLP's activation(gate) * up, for which a
 kernel writes the results over the memory of its arguments if it supports the call; the backward of a layer's MLP calls
-it, at the peak of a training step's memory. `gated_thin` and `gated_thin_backward` are forward and backward together
+it, at the peak of a training step's memory. `gated_thin` and `gated_thin_backward` are forward and backward
 with the thin products that the down projection's adapter needs, and `thin_of_gated` is the forward's product alone.
 `gated_rows_backward` is the backward of experts, whose rows have weights and whose form a RowGate says; `gated_rows` is
 their forward. ACTIVATIONS: {name: the activation as a JAX function}."""
