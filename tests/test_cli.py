@@ -203,8 +203,8 @@ def kernels(capsys) -> list[str]:
 
 
 def test_info_on_kernels(capsys):
-    whole, packed, wide, matmul, four_bits, pair, gated, gated_rows, grouped, grouped_four_bits, *rest = kernels(capsys)
-    sort, spread, loss, normed, stream, rule = rest
+    whole, packed, wide, matmul, four_bits, pair, gated, thin, gated_rows, *rest = kernels(capsys)
+    grouped, grouped_four_bits, sort, spread, loss, normed, stream, rule = rest
     title, *lines = whole.splitlines()
     assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
     assert [line.split(maxsplit=1) for line in lines] == [
@@ -227,6 +227,7 @@ def test_info_on_kernels(capsys):
     for op, text in (*shown, ("gated_backward", gated), ("linear_cross_entropy", loss)):
         assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]
     assert pair.startswith("thin_pair: bfloat16, rank 16") and pair.endswith("reference       chosen")
+    assert thin.startswith("gated_thin: bfloat16, silu, rank 16") and thin.endswith("reference       chosen")
     assert gated_rows.startswith("gated_rows_backward: ") and gated_rows.endswith("reference       chosen")
     assert normed.startswith("normed_heads: bfloat16") and normed.endswith("reference       chosen")
     assert stream.startswith("normed_stream: bfloat16") and stream.endswith("reference       chosen")

@@ -275,6 +275,16 @@ class Linear(nnx.Module):
         counts it. itemsize: bytes of one number in the compute dtype."""
         return 0.0 if self.lora is None else float(self.lora.rank * itemsize)
 
+    def only_adapted(self, dtype, key: jax.Array | None) -> bool:
+        """Whether the linear, applied to x in `dtype` with this dropout key, is no more than the product with a frozen
+        weight, an adapter and perhaps a bias. An adapter with DoRA or with dropout is more, and so are
+        quantisation-aware training, an observer, and a dtype of its own. MLP.down, which has another operation for such
+        a linear, asks it."""
+        if self.lora is None or self.lora.magnitude is not None or (key is not None and self.lora.rate > 0):
+            return False
+        plain = self.fake_quant is None and self.observer is None and not isinstance(self.weight, nnx.Param)
+        return plain and (self.compute is None or self.compute == dtype)
+
     def rounded_weight(self, x: jax.Array) -> jax.Array:
         """For quantisation-aware training: the weight [out, in] rounded to the grid of `fake_quant`, with the adapter
         merged in first if there is one. It has the weight's dtype if the weight is trained, otherwise the grid's.

@@ -16,6 +16,7 @@ from jaxtune.pallas.attention.layout import packed_layout
 from jaxtune.pallas.delta_rule import api as delta_rule
 from jaxtune.pallas.formats import NF4
 from jaxtune.pallas.gated import api as gated
+from jaxtune.pallas.gated import thin
 from jaxtune.pallas.grouped_matmul import api as grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
@@ -89,6 +90,7 @@ def kernel_choices() -> list[KernelChoice]:
         _choice("quant_matmul", "bfloat16, weights in NF4", quant_matmul.implementations([nf4], jnp.bfloat16)),
         _choice("thin_pair", f"bfloat16, rank {_RANK}", thin_pair.implementations(array, adapter)),
         _choice("gated_backward", "bfloat16, silu", gated.implementations(jnp.bfloat16, array.size, "silu")),
+        _choice("gated_thin", f"bfloat16, silu, rank {_RANK}", thin.implementations(array, _RANK, "silu")),
         _choice("gated_rows_backward", "bfloat16, silu", gated.row_implementations(array, gated.RowGate("silu"))),
         _choice(
             "grouped_matmul",

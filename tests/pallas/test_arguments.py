@@ -27,13 +27,20 @@ from jaxtune.pallas.delta_rule import (
 )
 from jaxtune.pallas.few_rows import placed
 from jaxtune.pallas.formats import MXFP4, NF4, blockwise8
-from jaxtune.pallas.gated import RowGate, gated_backward, gated_rows_backward
+from jaxtune.pallas.gated import (
+    RowGate,
+    gated_backward,
+    gated_rows_backward,
+    gated_thin,
+    gated_thin_backward,
+    thin_of_gated,
+)
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
 from jaxtune.pallas.normed_heads import normed_heads
 from jaxtune.pallas.normed_stream import normed_stream
-from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, gated_matmul, quant_matmul
 from jaxtune.pallas.routing import (
     choose_experts,
     expert_weights,
@@ -183,6 +190,24 @@ OPS = {
         ("dropout_key", 3, TypeError, "dropout_key is a int"),
         ("implementation", "fast", ValueError, "no implementation 'fast'"),
     ),
+    gated_matmul: (
+        dict(
+            gate=zeros(2, 64),
+            up=zeros(2, 64),
+            weight=WEIGHT,
+            lora=LoraWeights(zeros(4, 64), zeros(6, 4)),
+            activation="silu",
+        ),
+        ("gate", ints(2, 64), TypeError, "gate is int32"),
+        ("up", zeros(2, 63), ValueError, r"up is float32\[2, 63\]; its shape must be \[2, 64\]"),
+        ("weight", zeros(6, 63), ValueError, r"weight is float32\[6, 63\].*in = 64"),
+        ("lora", None, TypeError, "lora is None"),
+        ("lora", LoraWeights(zeros(4, 64), zeros(6, 3)), ValueError, r"lora.b is .*r = 4"),
+        ("lora", LoraWeights(zeros(4, 64), zeros(6, 4), zeros(6)), ValueError, "lora.row_scale must be None.*DoRA"),
+        ("bias", zeros(5), ValueError, r"bias is float32\[5\].*out = 6"),
+        ("activation", "swish", ValueError, "activation = 'swish': must be .*silu"),
+        ("fp8", 1, TypeError, "fp8 is a int"),
+    ),
     grouped_matmul: (
         dict(x=zeros(ROWS, 64), weight=zeros(2, 32, 64), groups=GROUPS),
         ("x", zeros(ROWS - 1, 64), ValueError, rf"x is .*\[rows, in\] with rows = {ROWS} \(of the groups' tiles\)"),
@@ -262,6 +287,26 @@ OPS = {
         ("up", zeros(3, 7), ValueError, r"up is float32\[3, 7\]; its shape must be \[3, 8\]"),
         ("dgated", zeros(3, 8, dtype=jnp.bfloat16), TypeError, "dgated is bfloat16.*must be float32"),
         ("activation", "swish", ValueError, "activation = 'swish': must be .*silu"),
+    ),
+    gated_thin: (
+        dict(gate=zeros(3, 8), up=zeros(3, 8), a=zeros(2, 8), activation="silu"),
+        ("gate", zeros(8), ValueError, r"gate is float32\[8\]; its shape must be \[tokens, I\]"),
+        ("up", zeros(3, 7), ValueError, r"up is float32\[3, 7\].*I = 8"),
+        ("a", zeros(2, 7), ValueError, r"a is float32\[2, 7\].*I = 8"),
+        ("activation", "swish", ValueError, "activation = 'swish': must be .*silu"),
+        ("implementation", "fast", ValueError, "no implementation 'fast'"),
+    ),
+    thin_of_gated: (
+        dict(gate=zeros(3, 8), up=zeros(3, 8), a=zeros(2, 8), activation="silu"),
+        ("up", zeros(3, 8, dtype=jnp.bfloat16), TypeError, "up is bfloat16.*must be float32"),
+        ("a", ints(2, 8), TypeError, "a is int32"),
+    ),
+    gated_thin_backward: (
+        dict(gate=zeros(3, 8), up=zeros(3, 8), dgated=zeros(3, 8), dinner=zeros(3, 2), activation="silu"),
+        ("dgated", zeros(2, 8), ValueError, r"dgated is float32\[2, 8\].*tokens = 3"),
+        ("dinner", zeros(2, 2), ValueError, r"dinner is float32\[2, 2\].*tokens = 3"),
+        ("dinner", zeros(3, 2, dtype=jnp.bfloat16), TypeError, "dinner is bfloat16.*must be float32"),
+        ("implementation", "fast", ValueError, "no implementation 'fast'"),
     ),
     gated_rows_backward: (
         dict(gate_up=zeros(3, 8), weights=zeros(3), dgated=zeros(3, 4), gate=RowGate("silu")),

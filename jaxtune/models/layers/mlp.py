@@ -1,6 +1,6 @@
 """The gated MLP, a feed-forward: down(activation(gate(x)) * up(x)). `MLP` is the module. MLPShape has the width of one
-that a layer names itself instead of taking the decoder's feed-forward. `_down`, its second half, has a hand-written
-derivative that needs less memory than jax.vjp's."""
+that a layer names itself instead of taking the decoder's feed-forward. `_down`, its second half where gated_matmul
+cannot compute it, has a hand-written derivative that needs less memory than jax.vjp's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
-from jaxtune.pallas.quant_matmul import low_rank
+from jaxtune.pallas.quant_matmul import gated_matmul, low_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +81,18 @@ class MLP(nnx.Module):
 
     def down(self, gate: jax.Array, up: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Computes the MLP's output down(activation(gate) * up), [B, T, hidden], from gate and up [B, T, intermediate],
-        which are from `gate_up`, with a derivative that needs little memory (_down). The segment `contract` calls it,
-        and a MoE for its shared expert.
+        which are from `gate_up`, with a derivative that needs little memory: that of gated_matmul, if down_proj has an
+        adapter and nothing else that gated_matmul does not know (Linear.only_adapted), else that of `_down`. The
+        segment `contract` calls it, and a MoE for its shared expert.
 
         key: draws the dropout mask of down_proj's adapter; None: no dropout."""
-        parts = nnx.split(self.down_proj, nnx.Param, ...)
-        run = functools.partial(_down, self.config.activation, *parts, gate, up, key)
+        linear, activation = self.down_proj, self.config.activation
+        if linear.only_adapted(gate.dtype, key):
+            assert linear.lora is not None
+            weight, bias = linear.stored_weight, None if linear.bias is None else linear.bias[...]
+            lora = linear.lora.weights(weight)
+            return gated_matmul(gate, up, weight, lora, bias, activation=activation, fp8=linear.fp8)
+        run = functools.partial(_down, activation, *nnx.split(linear, nnx.Param, ...), gate, up, key)
         return low_rank.of_function(run)
 
     def segments(self) -> tuple[Segment, ...]:
@@ -185,7 +191,8 @@ class MLP(nnx.Module):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _down(activation: str, graph, trainable, frozen, gate, up, key, given):
     """activation(gate) * up, multiplied by the linear (down_proj) that nnx.merge builds from graph, trainable and
-    frozen: ([B, T, hidden], the adapter's low-rank inputs). MLP.down calls it.
+    frozen: ([B, T, hidden], the adapter's low-rank inputs). MLP.down calls it where down_proj is trained, has no
+    adapter, or has one with dropout or DoRA, or in quantisation-aware training.
 
     Its backward needs three arrays of gate's size, if the kernel of pallas/gated runs (MLP._in_place): gate, up and the
     gradient of activation(gate) * up. Over these three the kernel writes its three results: the gradients of gate and

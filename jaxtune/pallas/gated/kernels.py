@@ -1,19 +1,43 @@
-"""The body of the Triton kernel that `gated_rows_backward` of triton.py calls: gated_rows_gradient_kernel."""
+"""The body of the Triton kernel that `gated_rows_backward` of triton.py calls, gated_rows_gradient_kernel, and
+`share_of`, which other kernels of gated activations call too."""
 
 import triton
 import triton.language as tl
 
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# 1 / (1 + 2^(x * -log2 e)), without the steps that Triton's own exponential and division take for numbers near the ends
+# of float32's range.
+_SIGMOID = tl.constexpr("""{
+  .reg .f32 t;
+  mul.f32 t, $1, 0fBFB8AA3B;
+  ex2.approx.ftz.f32 t, t;
+  add.f32 t, t, 0f3F800000;
+  rcp.approx.ftz.f32 $0, t;
+}""")
+
 
 @triton.jit
-def _share(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+def _sigmoid(x, FAST: tl.constexpr):
+    """The sigmoid of x, float32. FAST: share_of's."""
+    if FAST == 0 or _INTERPRETED:
+        return tl.sigmoid(x)
+    # Instructions that are not pure are computed once.
+    return tl.inline_asm_elementwise(_SIGMOID, "=r,r", [x], dtype=tl.float32, is_pure=FAST == 1, pack=1)
+
+
+@triton.jit
+def share_of(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constexpr):
     """(s(x), its derivative s'(x)) of x, float32; the activation is x s(x). ACTIVATION 0: s is the sigmoid of ALPHA x
-    (silu, if ALPHA is 1). 1: s is the tanh approximation of the normal distribution function (gelu_tanh)."""
+    (silu, if ALPHA is 1). 1: s is the tanh approximation of the normal distribution function (gelu_tanh). FAST 0: the
+    sigmoid is Triton's. 1: it takes four instructions, whose error is below 2^-21, and may be computed twice, if the
+    results are needed in two layouts of registers. 2: the same, but it is computed once, and all of a tile before what
+    needs it, which takes more registers."""
     if ACTIVATION == 0:
-        share = tl.sigmoid(ALPHA * x)
+        share = _sigmoid(ALPHA * x, FAST)
         slope = ALPHA * share * (1.0 - share)
     else:
         square = x * x  # (1 + tanh(z / 2)) / 2 is the sigmoid of z
-        share = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282052938 * square))
+        share = _sigmoid(x * (1.5957691216057308 + 0.07135481282052938 * square), FAST)
         slope = share * (1.0 - share) * (1.5957691216057308 + 0.21406443846158813 * square)
     return share, slope
 
@@ -57,7 +81,7 @@ def gated_rows_gradient_kernel(
       dgate_up: the gradient of gate_up. gated: the inner rows times the weights, [ROWS, SIZE].
       dweights: float32[ROWS], the gradient of the weights.
       BLOCK: the number of columns of gate, and of up, that are computed at once.
-      ACTIVATION, ALPHA: of the activation (_share).
+      ACTIVATION, ALPHA: of the activation (share_of).
       CLIPPED, LIMIT: 1: gate and up are clipped at LIMIT, and 1 is added to up.
     """
     DTYPE: tl.constexpr = gated.dtype.element_ty
@@ -87,7 +111,7 @@ def gated_rows_gradient_kernel(
             dx_within = _within(x, LIMIT)
             dy_within = _within(y, LIMIT) * _within(-y, LIMIT)
             x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
-        share, slope = _share(x, ACTIVATION, ALPHA)
+        share, slope = share_of(x, ACTIVATION, ALPHA, 0)
         active = x * share
         product = active * y
         sums += dout * product

@@ -1,6 +1,7 @@
 """Gated activations and their gradients in plain JAX, with which the kernels' results are compared, and which compute
-the calls that the kernels refuse: `gated_backward` is that of an MLP, `gated_rows` and `gated_rows_backward` are of
-experts. ACTIVATIONS has the activations by name, for models too."""
+the calls that the kernels refuse: `gated_backward` is that of an MLP, `gated_thin` and `gated_thin_backward` are of an
+MLP with an adapter, `gated_rows` and `gated_rows_backward` are of experts. ACTIVATIONS has the activations by name, for
+models too."""
 
 from __future__ import annotations
 
@@ -24,6 +25,28 @@ def gated_backward(gate, up, dgated, activation: str):
     kernel refuses a call, and the kernel is compared with it."""
     gated, pullback = jax.vjp(lambda gate, up: ACTIVATIONS[activation](gate) * up, gate, up)
     return gated, *pullback(dgated)
+
+
+def thin_product(one, other, contract: tuple[int, int], dtype) -> jax.Array:
+    """Multiplies two matrices over one axis of each, `contract`, with float32 sums: [the other axis of `one`, that of
+    `other`] in `dtype`. float32 is multiplied in full float32."""
+    precision = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    axes = (contract[:1], contract[1:]), ((), ())
+    return jax.lax.dot_general(one, other, axes, precision=precision, preferred_element_type=dtype)
+
+
+def gated_thin(gate, up, a, activation: str):
+    """Computes (activation(gate) * up [tokens, I], that times a^T [tokens, r]) in plain JAX, both in gate's dtype. The
+    arguments are those of thin.gated_thin."""
+    gated = ACTIVATIONS[activation](gate) * up
+    return gated, thin_product(gated, a.astype(gate.dtype), (1, 1), gate.dtype)
+
+
+def gated_thin_backward(gate, up, dgated, dinner, activation: str):
+    """Computes (the gradients of gate and up [tokens, I], dinner^T (activation(gate) * up) float32[r, I]) in plain JAX,
+    with which the kernel is compared. The arguments are those of thin.gated_thin_backward."""
+    gated, dgate, dup = gated_backward(gate, up, dgated, activation)
+    return dgate, dup, thin_product(dinner, gated, (0, 0), jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
 
 TILE = Tile(2, 512, 4)
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 def refusal(gate_up, gate: RowGate) -> str | None:
@@ -45,7 +45,7 @@ def unsupported(dtype, gate: RowGate) -> str | None:
     dtype: of the rows. gate: how an inner row is computed from gate and up."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
-    if gate.limit is None and gate.activation not in _ACTIVATIONS:
+    if gate.limit is None and gate.activation not in ACTIVATIONS:
         return f"activation {gate.activation}"
     return None
 
@@ -89,7 +89,7 @@ def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
             SIZE=dgated.shape[1],
             BLOCK_ROWS=TILE.rows,
             BLOCK=TILE.columns,
-            ACTIVATION=0 if clipped else _ACTIVATIONS[gate.activation],
+            ACTIVATION=0 if clipped else ACTIVATIONS[gate.activation],
             CLIPPED=int(clipped),
             LIMIT=float(gate.limit or 0.0),
             ALPHA=float(gate.alpha if clipped else 1.0),

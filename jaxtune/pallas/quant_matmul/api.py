@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -106,15 +107,23 @@ def quant_matmul(
     typed = isinstance(dropout_key, jax.Array) and jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
     if dropout_key is not None and not typed:
         check.array("dropout_key", dropout_key, "2", jnp.uint32)  # of jax.random.PRNGKey
-    as_stored = (implementation,) if fp8 and any(product_of(weight) is not None for weight in weights) else ()
-    others = [weight for weight in weights if not as_stored or product_of(weight) is None]
-    kernels = reference
-    if others or not as_stored:
-        name = dispatch.choose("quant_matmul", implementations(others, x.dtype, implementation), implementation)
-        kernels = IMPLEMENTATIONS[name]
+    kernels, as_stored = chosen(weights, x.dtype, fp8, implementation)
     if not (isinstance(dropout_part, int) and dropout_part == 0):
         check.array("dropout_part", jnp.asarray(dropout_part), "", INTEGERS)
     return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels, as_stored)
+
+
+def chosen(
+    weights: Sequence[jax.Array | Stored], dtype, fp8: bool, implementation: str | None
+) -> tuple[ModuleType, tuple[str | None, ...]]:
+    """Chooses how a call's products with its weights are computed: (kernels, as_stored), which reference.Static
+    describes. quant_matmul and gated_matmul call it. weights, fp8, implementation: those of the call. dtype: of x."""
+    as_stored = (implementation,) if fp8 and any(product_of(weight) is not None for weight in weights) else ()
+    others = [weight for weight in weights if not as_stored or product_of(weight) is None]
+    if as_stored and not others:
+        return reference, as_stored
+    name = dispatch.choose("quant_matmul", implementations(others, dtype, implementation), implementation)
+    return IMPLEMENTATIONS[name], as_stored
 
 
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:

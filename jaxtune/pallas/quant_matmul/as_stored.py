@@ -1,12 +1,14 @@
 """Which modules multiply by weights as they are stored, without decoding them (PRODUCTS), by the value of the option
 model.compute that asks for it, such as "fp8". `product_of` returns the module for a weight.
 
-Such a module has four functions, which `reference.py` calls for weights whose format names it (Stored.compute), if the
-caller of quant_matmul sets `fp8`:
+Such a module has five functions, which `reference.py` and `gated_matmul.py` call for weights whose format names it
+(Stored.compute), if the caller sets `fp8`:
 - kind(weight): a hashable value. Weights of one call with the same kind share one rounded x in the forward, and one
   product of their gradients in the backward.
 - operand(x, kind, implementation): x [tokens, in] rounded for a product with weights of that kind, as the module's
   forward takes it (`coded`).
+- gated_operand(gate, up, a, activation, kind, implementation): (the same of activation(gate) * up, that times a^T), for
+  gated_matmul.
 - forward(coded, weight, more, dtype, implementation): x W^T in `dtype`. `more` is None, or an adapter's two operands (u
   [tokens, r], b [out, r]), whose product u b^T is added.
 - backward(douts, weights, more, dtype, implementation): the sum of dy W over weights of one kind, in `dtype`; `douts`
@@ -23,7 +25,7 @@ import jax
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul import fp8_product
 
-# {value of model.compute: the module with the four functions}
+# {value of model.compute: the module with the five functions}
 PRODUCTS: dict[str, ModuleType] = {"fp8": fp8_product}
 
 

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE, scale_of
+from jaxtune.pallas.gated import reference, thin, thin_triton
 from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_rounding, fp8_triton
 
 _KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
@@ -106,6 +107,36 @@ def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tu
         return side_by_side([x], None, implementation)
     with jax.named_scope("to_fp8"):
         return rounded(x, blocks)
+
+
+def gated_operand(
+    gate: jax.Array, up: jax.Array, a: jax.Array, activation: str, blocks: bool, implementation: str | None = None
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Rounds x = activation(gate) * up for the forward, and multiplies it, not rounded to e4m3, by an adapter's A:
+    (`operand` of x, x a^T [n, r] in gate's dtype). With `blocks` a kernel computes both without writing x. gated_matmul
+    calls it.
+
+    Args:
+      gate, up: [n, k].
+      a: [r, k].
+      activation: a key of pallas.gated.ACTIVATIONS, such as "silu".
+      blocks: True if the weight has scales of 128 x 128 numbers, False if not (`in_blocks`).
+      implementation: that of `operand`.
+    """
+    if blocks and implementation != "reference":
+
+        def refusal():
+            width = thin_triton.width_of(len(a))
+            reason = thin_triton.refusal(gate, len(a), activation)
+            return reason or _first_gated(gate.dtype, width, activation)
+
+        table = {"triton": refusal, "reference": lambda: None}
+        if thin.is_large(gate) and dispatch.choose("gated_to_fp8", table, None) == "triton":
+            with jax.named_scope("to_fp8"):
+                codes, scales, inner = thin.by_kernel(gate, up, a, activation, "e4m3")
+            return (codes, scales), inner
+    x, inner = thin.gated_thin(gate, up, a, activation)
+    return operand(x, blocks, implementation), inner
 
 
 def forward(
@@ -420,3 +451,34 @@ def _first_rounding(dtype) -> str | None:
         return got, wanted
 
     return dispatch.first_use("to_fp8", "mosaic", str(jnp.dtype(dtype)), compare)
+
+
+def _first_gated(dtype, width: int, activation: str) -> str | None:
+    """Compares the kernel of pallas/gated/thin_triton.py, as `gated_operand` calls it, with plain JAX, at the first use
+    for each combination of arguments. Returns the reason, in words, why this GPU must not run the kernel, or None if
+    the two agree. Without a GPU nothing is compared, and the result is None. dtype: of gate. width: the columns with
+    which the kernel multiplies A. activation: its name."""
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 3)
+        gate, up = (2 * jax.random.normal(key, (333, 1352)).astype(dtype) for key in keys[:2])
+        a = jax.random.normal(keys[2], (width, 1352)).astype(dtype)
+
+        def decoded(codes, scales, inner):
+            """The numbers that codes and scales stand for, and the product."""
+            return codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]], inner
+
+        def exact(gate, up, a):
+            """The same of plain JAX, which rounds to `dtype` first."""
+            gate, up, a = (each.astype(jnp.float32) for each in (gate, up, a))
+            x, inner = reference.gated_thin(gate, up, a, activation)
+            return decoded(*rounded(x.astype(dtype), True), inner)
+
+        def by_kernel(gate, up, a):
+            """The same of the kernel."""
+            codes, scales, inner = thin_triton.gated_thin(gate, up, a, activation, "e4m3")
+            return decoded(codes, scales, inner)
+
+        return jax.jit(by_kernel)(gate, up, a), dispatch.exactly(exact)(gate, up, a)
+
+    return dispatch.first_use("gated_to_fp8", "triton", f"{dtype}, {width} columns, {activation}", compare)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,17 @@ from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul import low_rank
 from jaxtune.pallas.quant_matmul.as_stored import product_of
 from jaxtune.pallas.thin_pair import thin_pair
+
+
+class Static(NamedTuple):
+    """How the products of a call with its weights and adapters are computed: its arguments that are not arrays."""
+
+    owners: tuple[int, ...]  # for each adapter the index of its weight
+    scales: tuple[float, ...]  # for each adapter its scale
+    kernels: ModuleType  # decodes weights and multiplies few tokens: this module, mosaic.py or triton.py
+    # (): all quantised weights are decoded; else a tuple of one: the requested implementation of products with weights
+    # as they are stored, or None
+    as_stored: tuple[str | None, ...]
 
 
 def refusal(weight: Stored, dtype) -> str | None:
@@ -178,7 +190,7 @@ def _low_rank_input(x, loras):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _products(x, source, weights, loras, biases, inner, static):
+def _products(x, source, weights, loras, biases, inner, static: Static):
     """The outputs of all weights, a tuple of [tokens, out_i], from x [tokens, in], with adapters and biases: x W^T +
     scale (x A^T) B^T + bias for each weight, in x's dtype. Its custom derivative decodes quantised weights again in the
     backward instead of keeping decoded ones. `matmul` calls it, applies row scales to the outputs, and adds the bias of
@@ -192,105 +204,135 @@ def _products(x, source, weights, loras, biases, inner, static):
       biases: for each weight [out_i] or None.
       inner: the product of the adapters' input with all A's (_low_rank_input), [tokens, sum of ranks]; None without
         adapters. It gets no gradient of its own: those of x, source and the A's include it.
-      static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights
-        and multiplies few tokens, as_stored). as_stored is () if all quantised weights are decoded, else a tuple of
-        one: the requested implementation of products with weights as they are stored, or None.
+      static: how the products are computed.
     """
-    return _products_fwd(x, source, weights, loras, biases, inner, static)[0]
+    del source  # `inner` is made of it
+    return outputs(x, weights, loras, biases, inner, static)
 
 
-def _products_fwd(x, source, weights, loras, biases, inner, static):
-    """The forward rule of `_products`: (outputs, residuals). The outputs are a tuple of [tokens, out_i], one for each
-    weight. The residuals are the arguments except `static`.
+def outputs(x, weights, loras, biases, inner, static: Static) -> tuple[jax.Array, ...]:
+    """What `_products` computes, without a derivative of its own. gated_matmul's forward calls it too.
 
     Args:
       x: [tokens, in].
-      source: the adapters' input, [tokens, in], if it differs from x because of dropout; None: it is x.
       weights: all that share x, each [out_i, in].
       loras: a pair (a [r, in], b [out_i, r]) for each adapter; weights without one have no entry.
       biases: for each weight [out_i] or None.
       inner: the product of the adapters' input with all A's, [tokens, sum of ranks]; None without adapters.
-      static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights
-        and multiplies few tokens, as_stored). as_stored is () if all quantised weights are decoded, else a tuple of
-        one: the requested implementation of products with weights as they are stored, or None.
+      static: how the products are computed.
     """
-    owners, scales, kernels, as_stored = static
     more: list = [None] * len(weights)
     if loras:
-        for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
+        for owner, scale, part, (_, b) in zip(static.owners, static.scales, _parts(inner, loras), loras, strict=True):
             more[owner] = (scaled(part, scale), b)
     coded: dict[tuple, tuple] = {}  # x in the form of products with one kind of weights
-    outputs = []
+    found = []
     for weight, added, bias in zip(weights, more, biases, strict=True):
-        product = product_of(weight) if as_stored else None
-        if product is not None:
-            kind = (product, product.kind(weight))
+        stored = product_of(weight) if static.as_stored else None
+        if stored is not None:
+            kind = (stored, stored.kind(weight))
             if kind not in coded:
-                coded[kind] = product.operand(x, kind[1], as_stored[0])
-            out = product.forward(coded[kind], weight, added, x.dtype, as_stored[0])
-            outputs.append(out if bias is None else out + bias.astype(out.dtype))
+                coded[kind] = stored.operand(x, kind[1], static.as_stored[0])
+            out = stored.forward(coded[kind], weight, added, x.dtype, static.as_stored[0])
+            found.append(out if bias is None else out + bias.astype(out.dtype))
         else:
-            outputs.append(_times(x, weight, (1, 1), kernels, added, bias))
-    return tuple(outputs), (x, source, weights, loras, biases, inner)
+            found.append(_times(x, weight, (1, 1), static.kernels, added, bias))
+    return tuple(found)
 
 
-def _products_bwd(static, residuals, doutputs):
+def _products_fwd(x, source, weights, loras, biases, inner, static: Static):
+    """The forward rule of `_products`, with its arguments: (outputs, residuals). The residuals are the arguments except
+    `static`."""
+    return outputs(x, weights, loras, biases, inner, static), (x, source, weights, loras, biases, inner)
+
+
+def _products_bwd(static: Static, residuals, doutputs):
     """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases, inner), in this structure.
     An entry is None where the argument is None, for `inner`, and for a quantised weight, which gets no gradient. That
-    of an array is always computed; XLA removes it if the weight is frozen. Weights that are multiplied as they are
-    stored get one product for all of the same kind. The gradient of x does not include that of `source`, through which
-    the caller's dropout leads back to x.
+    of an array is always computed; XLA removes it if the weight is frozen. The gradient of x does not include that of
+    `source`, through which the caller's dropout leads back to x.
 
     Args:
-      static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights
-        and multiplies few tokens, as_stored). as_stored is () if all quantised weights are decoded, else a tuple of
-        one: the requested implementation of products with weights as they are stored, or None.
+      static: how the products are computed.
       residuals: from `_products_fwd`.
       doutputs: the gradients of the outputs, a tuple of [tokens, out_i].
     """
-    owners, scales, kernels, as_stored = static
     x, source, weights, loras, biases, inner = residuals
     dsource = more = None
-    dloras = []
+    dloras = ()
     if loras:
-        dinner = []
-        for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
-            thin, db = thin_pair(doutputs[owner], b, scaled(part, scale))
-            dinner.append(scaled(thin, scale))
-            dloras.append(db)
-        dinner = jnp.concatenate(dinner, axis=1)
+        dinner, dbs = adapter_gradients(doutputs, loras, inner, static)
         da = _product(dinner, x if source is None else source, (0, 0), loras[0][0].dtype)
-        dloras = [(part.T, db) for part, db in zip(_parts(da.T, loras), dloras, strict=True)]
+        dloras = tuple((part.T, db) for part, db in zip(_parts(da.T, loras), dbs, strict=True))
         more = (dinner, _join(loras, x.dtype))
         if source is not None:
             dsource, more = _product(*more, (1, 0)), None
+    dx = input_gradient(doutputs, weights, more, x.dtype, static)
+    dweights = tuple(weight_gradient(dout, x, weight) for dout, weight in zip(doutputs, weights, strict=True))
+    dbiases = tuple(bias_gradient(dout, bias) for dout, bias in zip(doutputs, biases, strict=True))
+    return dx, dsource, dweights, dloras, dbiases, None
+
+
+def adapter_gradients(doutputs, loras, inner, static: Static):
+    """The gradients of adapters that are computed from those of their outputs: (the gradient of `inner` [tokens, sum of
+    ranks], which the gradients of x and of the A's are made of, and a list of those of the B's).
+
+    Args:
+      doutputs: the gradients of all outputs of a call, a tuple of [tokens, out_i].
+      loras: a pair (a [r, in], b [out_i, r]) for each adapter; weights without one have no entry.
+      inner: the product of the adapters' input with all A's, [tokens, sum of ranks].
+      static: how the products are computed.
+    """
+    dinner, dbs = [], []
+    for owner, scale, part, (_, b) in zip(static.owners, static.scales, _parts(inner, loras), loras, strict=True):
+        thin, db = thin_pair(doutputs[owner], b, scaled(part, scale))
+        dinner.append(scaled(thin, scale))
+        dbs.append(db)
+    return jnp.concatenate(dinner, axis=1), dbs
+
+
+def input_gradient(doutputs, weights, more, dtype, static: Static) -> jax.Array:
+    """The gradient of the x that weights share: the sum of dy W over them, plus the adapters' product, [tokens, in] in
+    `dtype`. Weights that are multiplied as they are stored get one product for all of the same kind.
+
+    Args:
+      doutputs: the gradients of the outputs, a tuple of [tokens, out_i].
+      weights: each [out_i, in].
+      more: None, or the adapters' two operands (the gradient of their low-rank inputs [tokens, sum of ranks], all A's
+        [sum of ranks, in]), whose product is added.
+      dtype: of x.
+      static: how the products are computed.
+    """
     parts: dict[tuple, list] = {}  # {(module of products with weights as stored, or None; kind): weights and gradients}
     for pair in zip(doutputs, weights, strict=True):
-        product = product_of(pair[1]) if as_stored else None
-        parts.setdefault((product, None if product is None else product.kind(pair[1])), []).append(pair)
+        stored = product_of(pair[1]) if static.as_stored else None
+        parts.setdefault((stored, None if stored is None else stored.kind(pair[1])), []).append(pair)
     dx = None
-    for (product, _), pairs in parts.items():
-        if product is None:
+    for (stored, _), pairs in parts.items():
+        if stored is None:
             for dout, weight in pairs:
-                part = _times(dout, weight, (1, 0), kernels, more)
+                part = _times(dout, weight, (1, 0), static.kernels, more)
                 dx = part if dx is None else part + dx  # the order matters: XLA makes the right operand the left's c
                 more = None
         else:
             added = None if more is None else (more[0], more[1].T)
             douts, of_kind = zip(*pairs, strict=True)
-            part = product.backward(douts, of_kind, added, x.dtype, as_stored[0])
+            part = stored.backward(douts, of_kind, added, dtype, static.as_stored[0])
             dx = part if dx is None else part + dx
             more = None
-    # XLA removes this if the weight is frozen; quantised weights have no gradient.
-    dweights = tuple(
-        None if isinstance(w, Stored) else _product(dout, x, (0, 0), w.dtype)
-        for dout, w in zip(doutputs, weights, strict=True)
-    )
-    dbiases = tuple(
-        None if bias is None else dout.astype(jnp.float32).sum(0).astype(bias.dtype)
-        for dout, bias in zip(doutputs, biases, strict=True)
-    )
-    return dx, dsource, dweights, tuple(dloras), dbiases, None
+    assert dx is not None
+    return dx
+
+
+def weight_gradient(dout, x, weight) -> jax.Array | None:
+    """The gradient of a weight, [out, in] in its dtype, which XLA removes if the weight is frozen; None for a quantised
+    one, which has none. dout: [tokens, out]. x: [tokens, in]."""
+    return None if isinstance(weight, Stored) else _product(dout, x, (0, 0), weight.dtype)
+
+
+def bias_gradient(dout, bias) -> jax.Array | None:
+    """The gradient of a bias [out], in its dtype; None without one. dout: [tokens, out]."""
+    return None if bias is None else dout.astype(jnp.float32).sum(0).astype(bias.dtype)
 
 
 _products.defvjp(_products_fwd, _products_bwd)
@@ -342,11 +384,11 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     # A row scale is applied between the product and its bias.
     row_scales = [None if lora is None else lora.row_scale for lora in loras]
     added = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
-    static = (owners, scales, kernels, as_stored)
+    static = Static(owners, scales, kernels, as_stored)
     inner = _low_rank_input(flat if source is None else source, pairs)
-    outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, inner, static)
+    products: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, inner, static)
     finished = []
-    for out, row_scale, bias in zip(outputs, row_scales, biases, strict=True):
+    for out, row_scale, bias in zip(products, row_scales, biases, strict=True):
         out = out.reshape(*x.shape[:-1], out.shape[-1])
         if row_scale is not None:
             out = (out.astype(jnp.float32) * row_scale.astype(jnp.float32)).astype(x.dtype)

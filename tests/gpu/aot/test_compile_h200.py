@@ -247,15 +247,18 @@ def test_the_sum_of_input_gradients_is_in_epilogues_too():
     assert sum(beta == 1.0 for beta in backward) >= 7 * 4
 
 
-def test_only_gradients_of_norms_and_of_adapters_are_triton_kernels():
+def test_only_norms_adapters_and_gated_activations_are_triton_kernels():
     """No large product and no attention falls to Triton. Norms are two of each of four layers and the final one; the
-    gradient of the first layer's input, which nothing reads, has no kernel. Adapters are seven of each layer."""
+    gradient of the first layer's input, which nothing reads, has no kernel. Adapters are seven of each layer, and the
+    activation is computed forward and backward."""
     text = compiled("keep").as_text()
     assert "__triton_gemm" not in text
     kernels = [line for line in text.splitlines() if re.search(r'custom_call_target="[^"]*triton', line)]
+    forward = [line for line in kernels if "/contract/triton" in line]
     adapters = [line for line in kernels if re.search(r"jvp\((project|mix|expand|contract)\)", line)]
     norms = [line for line in kernels if re.search(r"transpose\(jvp\(final_norm|/(mixer|mlp)_norm/", line)]
-    assert len(norms) == 2 * 4 and len(adapters) >= 7 * 4 and len(norms) + len(adapters) == len(kernels)
+    assert len(forward) == 4 and len(norms) == 2 * 4 and len(adapters) >= 8 * 4
+    assert len(forward) + len(norms) + len(adapters) == len(kernels)
 
 
 def test_gate_and_up_in_fp8_take_half_the_bytes(monkeypatch):

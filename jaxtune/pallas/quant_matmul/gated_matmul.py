@@ -1,0 +1,129 @@
+"""`gated_matmul`: an MLP's second half, its down projection applied to activation(gate) * up, where the weight is
+frozen and has an adapter.
+
+activation(gate) * up is not kept from the forward to the backward. Both multiply it by the adapter's thin array where
+they compute it (pallas/gated/thin.py): the forward by A^T, the backward by the gradient of that product.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from jaxtune.pallas import meshes
+from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.gated import ACTIVATIONS, gated_thin, gated_thin_backward, thin_of_gated
+from jaxtune.pallas.quant_matmul import low_rank, reference
+from jaxtune.pallas.quant_matmul.api import LoraWeights, chosen
+from jaxtune.pallas.quant_matmul.as_stored import product_of
+
+
+@meshes.on_any_mesh
+def gated_matmul(
+    gate: jax.Array,
+    up: jax.Array,
+    weight: jax.Array | Stored,
+    lora: LoraWeights,
+    bias: jax.Array | None = None,
+    *,
+    activation: str,
+    fp8: bool = False,
+) -> jax.Array:
+    """Multiplies x = activation(gate) * up by a weight, and adds its adapter and bias: x W^T + scale (x A^T) B^T +
+    bias, as quant_matmul does for one weight. Its derivative computes x again from gate and up, and writes their
+    gradients over them where a kernel can. It is for weights that are not trained; one that is an array gets its
+    gradient too, but x is then computed once more.
+
+    Args:
+      gate, up: [..., in] of one dtype, the compute dtype: bfloat16, float16 or float32.
+      weight: [out, in], an array or quantised.
+      lora: its adapter, without a row_scale.
+      bias: float[out]; None: there is none.
+      activation: "silu", "gelu_tanh" or "gelu".
+      fp8: True: a weight in FP8 is multiplied as it is stored, by x rounded to e4m3 (quant_matmul); False: it is
+        decoded, as all others are.
+    Returns:
+      [..., out] in gate's dtype.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("gated_matmul")
+    check.array("gate", gate, "... in", FLOATS)
+    check.array("up", up, " ".join(map(str, gate.shape)), gate.dtype)
+    check.array("weight", weight, "out in", FLOATS, stored=(Stored,))
+    check.is_a("lora", lora, LoraWeights, "a LoraWeights")
+    check.array("lora.a", lora.a, "r in", FLOATS)
+    check.array("lora.b", lora.b, "out r", FLOATS)
+    check.number("lora.scale", lora.scale)
+    if lora.row_scale is not None:
+        raise ValueError("gated_matmul: lora.row_scale must be None: use quant_matmul for adapters with DoRA")
+    if bias is not None:
+        check.array("bias", bias, "out", FLOATS)
+    check.choice("activation", activation, tuple(ACTIVATIONS))
+    check.is_a("fp8", fp8, bool, "True or False")
+    static = reference.Static((0,), (lora.scale,), *chosen([weight], gate.dtype, fp8, None))
+    flat = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
+    run = functools.partial(_gated, activation, static, *flat, weight, (lora.a, lora.b), bias)
+    out: jax.Array = low_rank.of_function(run)
+    return out.reshape(*gate.shape[:-1], out.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated(activation: str, static: reference.Static, gate, up, weight, lora, bias, given):
+    """The product of activation(gate) * up [tokens, in] with a weight and its adapter, plus a bias: ([tokens, out], the
+    adapter's low-rank input [tokens, r]). gated_matmul calls it.
+
+    Args:
+      activation: a key of ACTIVATIONS, such as "silu".
+      static: how the products are computed, of one adapter.
+      gate, up: [tokens, in].
+      weight: [out, in], an array or quantised.
+      lora: (a [r, in], b [out, r]).
+      bias: [out] or None.
+      given: the low-rank input that an earlier run made (low_rank.py); None: it is computed.
+    """
+    product = product_of(weight) if static.as_stored else None
+    if product is None:
+        if given is None:
+            x, inner = gated_thin(gate, up, lora[0], activation)
+        else:
+            x, inner = ACTIVATIONS[activation](gate) * up, given
+        [out] = reference.outputs(x, (weight,), (lora,), (bias,), inner, static)
+        return out, inner
+    kind, [implementation] = product.kind(weight), static.as_stored
+    if given is None:
+        coded, inner = product.gated_operand(gate, up, lora[0], activation, kind, implementation)
+    else:
+        coded, inner = product.operand(ACTIVATIONS[activation](gate) * up, kind, implementation), given
+    more = reference.scaled(inner, static.scales[0]), lora[1]
+    out = product.forward(coded, weight, more, gate.dtype, implementation)
+    return (out if bias is None else out + bias.astype(out.dtype)), inner
+
+
+def _gated_fwd(activation: str, static: reference.Static, gate, up, weight, lora, bias, given):
+    """The forward rule of `_gated`, with its arguments: (its results, the residuals for `_gated_bwd`). The stack's
+    backward, which runs it to differentiate, does not need the output, so the low-rank input is computed apart from
+    it."""
+    if given is None:
+        given = thin_of_gated(gate, up, lora[0], activation)
+    results: tuple[jax.Array, jax.Array] = _gated(activation, static, gate, up, weight, lora, bias, given)
+    return results, (gate, up, weight, lora, bias, given)
+
+
+def _gated_bwd(activation: str, static: reference.Static, residuals, gradients):
+    """The backward rule of `_gated`: the gradients of gate, up, weight (None for a quantised one), lora and bias, and
+    None for the low-rank input. residuals: from `_gated_fwd`. gradients: of both results, of which that of the output
+    [tokens, out] is used."""
+    gate, up, weight, lora, bias, inner = residuals
+    dout, _ = gradients
+    a = lora[0]
+    dinner, [db] = reference.adapter_gradients((dout,), (lora,), inner, static)
+    dgated = reference.input_gradient((dout,), (weight,), (dinner, a.astype(gate.dtype)), gate.dtype, static)
+    dgate, dup, da = gated_thin_backward(gate, up, dgated, dinner, activation)
+    dweight = reference.weight_gradient(dout, ACTIVATIONS[activation](gate) * up, weight)
+    return dgate, dup, dweight, (da.astype(a.dtype), db), reference.bias_gradient(dout, bias), None
+
+
+_gated.defvjp(_gated_fwd, _gated_bwd)

@@ -1,0 +1,157 @@
+"""An MLP's activation with the thin products of its down projection's adapter: which calls the kernels refuse, and that
+gated_matmul, which calls them, is quant_matmul of the activation. The kernels run in Triton's interpreter
+(tests/parity/test_triton_gated_thin.py)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas.formats import FP8, NF4
+from jaxtune.pallas.formats.fp8 import ROW, TILE
+from jaxtune.pallas.gated import ACTIVATIONS, gated_thin, gated_thin_backward, thin, thin_of_gated, thin_triton
+from jaxtune.pallas.quant_matmul import LoraWeights, gated_matmul, low_rank, quant_matmul
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Kernels are chosen as on a GPU of Hopper's kind."""
+    monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
+    with dispatch.compile_for((9, 0)):
+        yield
+
+
+def shape(tokens: int, size: int, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct((tokens, size), dtype)
+
+
+@pytest.mark.parametrize(
+    ("gate", "rank", "activation", "reason"),
+    [
+        (shape(4096, 1024), 32, "silu", None),
+        (shape(4096, 1024, jnp.float16), 1, "gelu_tanh", None),
+        (shape(4096, 1024, jnp.float32), 16, "silu", "dtype float32"),
+        (shape(4096, 1024), 16, "gelu", "activation gelu"),
+        (shape(4096, 1028), 16, "silu", "1028 columns, no multiple of 8"),
+        (shape(4096, 1024), 33, "silu", "rank 33, more than 32"),
+    ],
+)
+def test_what_the_kernels_refuse(gate, rank, activation, reason, hopper):
+    assert thin_triton.refusal(gate, rank, activation) == reason
+
+
+def test_other_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
+    with dispatch.compile_for((8, 0)):
+        assert "on Hopper GPUs" in (thin_triton.refusal(shape(4096, 1024), 16, "silu") or "")
+
+
+@pytest.mark.parametrize(("tokens", "size", "name"), [(2048, 512, "triton"), (2047, 512, ""), (2048, 504, "")])
+def test_small_calls_are_left_to_plain_jax(tokens, size, name, hopper, monkeypatch):
+    """They are not said to be refused."""
+    monkeypatch.setattr(thin_triton, "gated_thin", lambda *given: (given[0],) * (1 + (given[4] == "gated")))
+    monkeypatch.setattr(thin_triton, "gated_thin_backward", lambda gate, up, dgated, thin, *_: (gate, up, thin))
+    gate, a = jnp.ones((tokens, size), jnp.bfloat16), jnp.ones((4, size))
+    jax.eval_shape(lambda gate, a: gated_thin(gate, gate, a, "silu"), gate, a)
+    jax.eval_shape(lambda gate, a: thin_of_gated(gate, gate, a, "silu"), gate, a)
+    jax.eval_shape(lambda gate: gated_thin_backward(gate, gate, gate, gate[:, :4], "silu"), gate)
+    for op in ("gated_thin", "thin_of_gated", "gated_thin_backward"):
+        assert dispatch.record[op] == (name or "reference", {})
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.gpu
+def test_the_results_are_those_of_plain_jax(dtype, activation):
+    gate, up, dgated = (jax.random.normal(jax.random.key(k), (40, 24)).astype(dtype) for k in range(3))
+    dinner, a = (
+        jax.random.normal(jax.random.key(3), (40, 5)).astype(dtype),
+        jax.random.normal(jax.random.key(4), (5, 24)),
+    )
+    gated, inner = gated_thin(gate, up, a, activation)
+    np.testing.assert_array_equal(inner, thin_of_gated(gate, up, a, activation))
+    want, pullback = jax.vjp(lambda gate, up: ACTIVATIONS[activation](gate) * up, gate, up)
+    np.testing.assert_array_equal(gated, want)
+    product = np.asarray(gated, np.float64) @ np.asarray(a.astype(dtype), np.float64).T
+    np.testing.assert_allclose(np.float64(inner), product, rtol=jnp.finfo(dtype).eps, atol=1e-5)
+    dgate, dup, da = gated_thin_backward(gate, up, dgated, dinner, activation)
+    for got, exact in zip((dgate, dup), pullback(dgated), strict=True):
+        np.testing.assert_array_equal(got, exact)
+    assert inner.dtype == dgate.dtype == dtype and da.dtype == jnp.float32
+    np.testing.assert_allclose(
+        da, np.asarray(dinner, np.float64).T @ np.asarray(gated, np.float64), rtol=1e-5, atol=1e-5
+    )
+
+
+WEIGHTS = {
+    "array": lambda weight: weight,
+    "NF4": NF4.encode,
+    "FP8": lambda weight: FP8.encode(weight, ROW),
+    "FP8 in blocks": lambda weight: FP8.encode(weight, TILE),
+}
+
+
+def drawn(dtype=jnp.float32):
+    """(gate, up, a, b, bias, the weight before it is stored)."""
+    shapes = (2, 6, 256), (2, 6, 256), (3, 256), (128, 3), (128,), (128, 256)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    gate, up, a, b, bias, weight = (jax.random.normal(key, each) for key, each in zip(keys, shapes, strict=True))
+    return gate.astype(dtype), up.astype(dtype), a, b, bias, weight.astype(dtype)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("fp8", [True, False])
+def test_gated_matmul_is_quant_matmul_of_the_activation(kind, fp8):
+    """Of a bias too, and of the weight, where it is an array: outputs and gradients."""
+    gate, up, a, b, bias, weight = drawn()
+    weight = WEIGHTS[kind](weight)
+
+    def total(written_out, gate, up, a, b, bias, weight):
+        lora = LoraWeights(a, b, scale=0.5)
+        if written_out:
+            [out] = quant_matmul(jax.nn.silu(gate) * up, [weight], [lora], [bias], fp8=fp8)
+        else:
+            out = gated_matmul(gate, up, weight, lora, bias, activation="silu", fp8=fp8)
+        return jnp.square(out).sum(), out
+
+    of = (0, 1, 2, 3, 4, 5)[: 6 if kind == "array" else 5]
+    given = gate, up, a, b, bias, weight
+    got, want = (
+        jax.jit(jax.grad(lambda *given, way=way: total(way, *given), of, has_aux=True))(*given) for way in (False, True)
+    )
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype and np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other) > 0
+
+
+def test_gated_matmul_through_the_kernel_of_the_activation_s_backward():
+    """In bfloat16, whose roundings the two make at other places."""
+    gate, up, a, b, _, weight = drawn(jnp.bfloat16)
+
+    def total(gate, up, a, b):
+        out = gated_matmul(gate, up, weight, LoraWeights(a, b), activation="silu")
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    with gpu_kernel.interpreted():
+        got = jax.grad(total, (0, 1, 2, 3))(gate, up, a, b)
+    assert dispatch.record["gated_backward"] == ("mosaic", {})
+    for one, other in zip(got, jax.grad(total, (0, 1, 2, 3))(gate, up, a, b), strict=True):
+        one, other = np.float32(one), np.float32(other)
+        assert np.linalg.norm(one - other) <= 0.01 * np.linalg.norm(other) > 0
+
+
+def test_a_run_that_is_given_low_rank_inputs_does_not_compute_them(monkeypatch):
+    gate, up, a, b, _, weight = drawn()
+
+    def run():
+        return gated_matmul(gate, up, weight, LoraWeights(a, b), activation="silu")
+
+    with low_rank.kept() as made:
+        out = run()
+    assert [jnp.shape(each) for each in made] == [(12, 3)]
+    monkeypatch.setattr(thin, "reference", None)
+    with low_rank.kept(tuple(made)):
+        again = run()
+    np.testing.assert_array_equal(out, again)

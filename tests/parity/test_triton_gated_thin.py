@@ -1,0 +1,86 @@
+"""The Triton kernels of `gated_thin` and `gated_thin_backward` in Triton's interpreter, against plain JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from triton_interpreter import interpreted
+
+from jaxtune.pallas.gated import gated_thin, gated_thin_backward, reference, thin, thin_of_gated
+from jaxtune.pallas.quant_matmul import fp8_product
+
+
+def drawn(tokens: int, size: int, rank: int, dtype):
+    """(gate, up, dgated, dinner, a) of numbers that `dtype` has."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = [(tokens, size)] * 3 + [(tokens, rank), (rank, size)]
+    return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def wide(*arrays):
+    return [array.astype(jnp.float32) for array in arrays]
+
+
+# Rows and columns that are and are no multiple of a tile, one and several programs along each axis, and ranks of which
+# some are no power of two.
+SHAPES = [(37, 1032, 16), (512, 256, 8), (65, 520, 1), (4200, 136, 31)]
+
+
+@pytest.mark.parametrize(("tokens", "size", "rank"), SHAPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_forward_is_that_of_plain_jax(tokens, size, rank, activation, dtype):
+    gate, up, _, _, a = drawn(tokens, size, rank, dtype)
+    with interpreted((9, 0)):
+        gated, inner = gated_thin(gate, up, a.astype(jnp.float32), activation, implementation="triton")
+    assert gated.dtype == inner.dtype == dtype
+    want, _ = reference.gated_thin(*wide(gate, up, a), activation)
+    step = jnp.finfo(dtype).eps
+    np.testing.assert_allclose(np.float32(gated), want, rtol=step, atol=1e-6)
+    # The product is that of the rounded activation.
+    of_rounded = np.float64(gated) @ np.float64(a).T
+    np.testing.assert_allclose(np.float64(inner), of_rounded, rtol=step, atol=1e-3)
+
+
+@pytest.mark.parametrize(("tokens", "size", "rank"), SHAPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_backward_is_that_of_plain_jax(tokens, size, rank, activation, dtype):
+    gate, up, dgated, dinner, _ = drawn(tokens, size, rank, dtype)
+    with interpreted((9, 0)):
+        dgate, dup, da = gated_thin_backward(gate, up, dgated, dinner, activation, implementation="triton")
+    assert dgate.dtype == dup.dtype == dtype and da.dtype == jnp.float32
+    *wants, _ = reference.gated_thin_backward(*wide(gate, up, dgated, dinner), activation)
+    for got, want in zip((dgate, dup), wants, strict=True):
+        np.testing.assert_allclose(np.float32(got), want, rtol=jnp.finfo(dtype).eps, atol=1e-5)
+    gated, _ = reference.gated_thin(*wide(gate, up, jnp.zeros((1, size))), activation)
+    want = np.float64(dinner).T @ np.float64(gated.astype(dtype))
+    # The interpreter cuts numbers off to bfloat16, which a GPU rounds.
+    assert np.linalg.norm(np.float64(da) - want) <= jnp.finfo(dtype).eps * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(("tokens", "size", "rank"), SHAPES)
+def test_rounded_to_e4m3_it_has_the_codes_of_plain_jax(tokens, size, rank):
+    """Zeros, the smallest and the largest numbers included; nothing else than codes is written."""
+    gate, up, _, _, a = drawn(tokens, size, rank, jnp.float16)
+    factors = jnp.asarray([0.0, 1e-4, 1.0, 64.0], jnp.float16)
+    up = up * factors[jnp.arange(size) // 128 % 4]
+    with interpreted((9, 0)):
+        x, inner = gated_thin(gate, up, a, "silu", implementation="triton")
+        codes, scales, product = thin.by_kernel(gate, up, a, "silu", "e4m3")
+    want, want_scales = fp8_product.rounded(x, True)
+    np.testing.assert_array_equal(scales, want_scales)
+    # The interpreter does not fuse multiply-adds, by which a GPU divides exactly.
+    assert (np.float32(codes) != np.float32(want)).mean() < 1e-3
+    np.testing.assert_allclose(np.float32(codes), np.float32(want), rtol=1 / 8, atol=2**-9)
+    np.testing.assert_array_equal(np.float32(product), np.float32(inner))
+
+
+def test_the_product_alone_is_that_of_the_forward():
+    gate, up, _, _, a = drawn(100, 264, 8, jnp.bfloat16)
+    with interpreted((9, 0)):
+        _, inner = gated_thin(gate, up, a, "silu", implementation="triton")
+        alone = thin_of_gated(gate, up, a, "silu", implementation="triton")
+    np.testing.assert_array_equal(np.float32(alone), np.float32(inner))
