@@ -3,9 +3,9 @@ Triton kernels on Hopper: `gated_rows_thin` forward, `gated_rows_thin_backward` 
 rows sorted by expert. `refusal` says which calls they cannot compute; routing/gated.py calls them.
 
 Their time is that of reading and writing memory, and neither reads the inner rows again for a thin product. In the
-forward a program has some rows of one expert, and all columns. In the backward it has a block of columns and the rows of
-one expert, or a part of them, so that it can keep the sums over rows in registers; XLA adds up what parts of rows and
-blocks of columns wrote, in one order. Programs begin with the experts that have the most rows.
+forward a program has some rows of one expert, and all columns. In the backward it has a block of columns and a chunk of
+rows of one expert, so that it can keep the sums over rows in registers; XLA adds up what chunks and blocks of columns
+wrote, in one order.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from jaxtune.pallas.grouped_matmul.layout import Groups, groups_of
 _LARGEST_RANK = _WIDTH = 16  # as of thin_pair.py
 
 
+_CHUNK = 8  # tiles of rows that a program of the backward has, at most
+
+
 class Tile(NamedTuple):
     """How a kernel divides its work."""
 
@@ -32,11 +35,10 @@ class Tile(NamedTuple):
     columns: int  # of such a tile
     warps: int  # of a program
     stages: int  # tiles in shared memory: those that are read while one is used, and that one
-    programs: int  # of the backward: for each multiprocessor, the fewest to which the rows of few experts are divided
 
 
-FORWARD = Tile(rows=32, columns=128, warps=4, stages=3, programs=0)
-BACKWARD = Tile(rows=32, columns=128, warps=4, stages=3, programs=4)
+FORWARD = Tile(rows=32, columns=128, warps=4, stages=3)
+BACKWARD = Tile(rows=32, columns=128, warps=4, stages=3)
 
 
 def refusal(gate_up, rank: int, gate: RowGate) -> str | None:
@@ -106,6 +108,7 @@ def _constants(gate: RowGate) -> dict[str, int | float]:
         LIMIT=float(gate.limit or 0.0),
         ALPHA=float(gate.alpha if clipped else 1.0),
         INTERLEAVED=int(gate.interleaved),
+        FAST=1,
     )
 
 
@@ -135,7 +138,8 @@ def gated_rows_thin(gate_up, weights, a, groups: Groups, gate: RowGate) -> tuple
         EXPERTS=experts,
         SIZE=size,
         RANK=rank,
-        WIDTH=width,
+        INNER=width,
+        WIDTH=_WIDTH,
         TILE_ROWS=groups.tile_rows,
         BLOCK=FORWARD.rows,
         COLUMNS=FORWARD.columns,
@@ -162,23 +166,22 @@ def gated_rows_thin_backward(
     """
     from jaxtune.pallas.grouped_matmul import gated_kernels
 
-    rows, size, experts = len(gate_up), dgated.shape[1], groups.num_experts
+    rows, size = len(gate_up), dgated.shape[1]
     blocks = -(-size // BACKWARD.columns)
-    ranges = -(-dispatch.multiprocessors() * BACKWARD.programs // (blocks * experts))
+    chunk_expert, chunk_first, chunk_rows = _chunks(groups)
     dgate_up, dweights, da = compat.triton_call(
         gated_kernels.gated_rows_thin_backward_kernel,
-        (gate_up, weights, dgated, dinner, jnp.argsort(-groups.sizes), groups.starts(), groups.sizes),
+        (gate_up, weights, dgated, dinner, chunk_first, chunk_rows),
         [
             jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype),
             jax.ShapeDtypeStruct((blocks, rows), jnp.float32),
-            jax.ShapeDtypeStruct((ranges, experts, rank, size), jnp.float32),
+            jax.ShapeDtypeStruct((len(chunk_first), rank, size), jnp.float32),
         ],
-        (blocks, experts * ranges),
+        (blocks, len(chunk_first)),
         warps=BACKWARD.warps,
         stages=BACKWARD.stages,
         aliases={0: 0},
         ROWS=rows,
-        EXPERTS=experts,
         SIZE=size,
         RANK=rank,
         INNER=dinner.shape[1],
@@ -186,9 +189,26 @@ def gated_rows_thin_backward(
         TILE_ROWS=groups.tile_rows,
         BLOCK=BACKWARD.rows,
         COLUMNS=BACKWARD.columns,
-        RANGES=ranges,
         **_constants(gate),
     )
     # Rows of tiles without an expert were not written: what is in them could be anything, also NaN.
     inside = jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]
-    return dgate_up, jnp.where(inside.reshape(-1), dweights.sum(0), 0), da.sum(0)
+    # A product with zeros and ones in full float32 adds up the chunks of each expert.
+    of_expert = (chunk_expert == jnp.arange(groups.num_experts)[:, None]).astype(jnp.float32)
+    da = jnp.einsum("ec,crs->ers", of_expert, da, precision=jax.lax.Precision.HIGHEST)
+    return dgate_up, jnp.where(inside.reshape(-1), dweights.sum(0), 0), da
+
+
+def _chunks(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Divides each expert's tiles into chunks of at most _CHUNK tiles: (the expert of each chunk, E for one that is not
+    needed; its first row; the number of its rows that are not empty), each int32[chunks]. There are as many chunks as any
+    sizes of experts can need."""
+    chunk_rows = _CHUNK * groups.tile_rows
+    count = -(-groups.sizes // chunk_rows)
+    ends = jnp.cumsum(count)
+    number = jnp.arange(-(-groups.tiles // _CHUNK) + groups.num_experts, dtype=jnp.int32)
+    expert = (number[:, None] >= ends).sum(1, dtype=jnp.int32)
+    known = jnp.minimum(expert, groups.num_experts - 1)
+    within = (number - (ends - count)[known]) * chunk_rows
+    rows = jnp.where(expert < groups.num_experts, jnp.clip(groups.sizes[known] - within, 0, chunk_rows), 0)
+    return expert, jnp.where(rows > 0, groups.starts()[known] + within, 0).astype(jnp.int32), rows.astype(jnp.int32)
