@@ -11,13 +11,16 @@ from jaxtune.pallas.gated.kernels import share_of, within
 def _loaded(gate_up, number, there, start, SIZE: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """COLUMNS columns of gate and up, from column `start` on, both in float32, of the rows `number` [BLOCK, 1] counted
     from the row to which gate_up points, of 2 SIZE columns; zeros where `there` is false or a column is past the end."""
+    columns = start + tl.arange(0, COLUMNS)[None, :]
+    real = there & (columns < SIZE)
     if INTERLEAVED:
-        pairs = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
-        both = tl.load(gate_up + (number * (2 * SIZE) + pairs), mask=there & (pairs < 2 * SIZE), other=0.0)
-        x, y = tl.split(tl.reshape(both, [both.shape[0], COLUMNS, 2]))
+        # A pair is read as one number, so that nothing moves between threads.
+        DTYPE: tl.constexpr = gate_up.dtype.element_ty
+        pairs = tl.load(gate_up.to(tl.pointer_type(tl.uint32)) + (number * SIZE + columns), mask=real, other=0)
+        x = (pairs & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+        y = (pairs >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     else:
-        columns = start + tl.arange(0, COLUMNS)[None, :]
-        places, real = number * (2 * SIZE) + columns, there & (columns < SIZE)
+        places = number * (2 * SIZE) + columns
         x = tl.load(gate_up + places, mask=real, other=0.0)
         y = tl.load(gate_up + SIZE + places, mask=real, other=0.0)
     return x.to(tl.float32), y.to(tl.float32)
@@ -170,8 +173,9 @@ def gated_rows_thin_backward_kernel(
         dy = (dout * active * dy_within).to(DTYPE)
         result = dgate_up + row.to(tl.int64) * (2 * SIZE)
         if INTERLEAVED:
-            pairs = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
-            tl.store(result + (line * (2 * SIZE) + pairs), tl.interleave(dx, dy), mask=pairs < 2 * SIZE)
+            low, high = dx.to(tl.uint16, bitcast=True).to(tl.uint32), dy.to(tl.uint16, bitcast=True).to(tl.uint32)
+            target = result.to(tl.pointer_type(tl.uint32)) + (line * SIZE + columns)
+            tl.store(target, low | (high << 16), mask=within_size)
         else:
             tl.store(result + (line * (2 * SIZE) + columns), dx, mask=within_size)
             tl.store(result + SIZE + (line * (2 * SIZE) + columns), dy, mask=within_size)
