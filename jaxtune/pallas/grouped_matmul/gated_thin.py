@@ -20,7 +20,7 @@ from jaxtune.pallas.gated import RowGate
 from jaxtune.pallas.gated import triton as gated
 from jaxtune.pallas.gated.reference import gated_rows, gated_rows_backward
 from jaxtune.pallas.grouped_matmul import mosaic, reference
-from jaxtune.pallas.grouped_matmul.layout import Groups, groups_of
+from jaxtune.pallas.grouped_matmul.layout import Groups, ends_of, groups_of
 
 _LARGEST_RANK = _WIDTH = 16  # as of thin_pair.py
 
@@ -37,8 +37,9 @@ class Tile(NamedTuple):
     stages: int  # tiles in shared memory: those that are read while one is used, and that one
 
 
-FORWARD = Tile(rows=32, columns=128, warps=4, stages=3)
-BACKWARD = Tile(rows=32, columns=128, warps=4, stages=3)
+FORWARD = Tile(rows=16, columns=128, warps=4, stages=3)
+BACKWARD = Tile(rows=32, columns=64, warps=4, stages=3)
+_INTERLEAVED = Tile(rows=32, columns=32, warps=2, stages=4)  # of the backward, where gate and up are in turns
 
 
 def refusal(gate_up, rank: int, gate: RowGate) -> str | None:
@@ -108,7 +109,7 @@ def _constants(gate: RowGate) -> dict[str, int | float]:
         LIMIT=float(gate.limit or 0.0),
         ALPHA=float(gate.alpha if clipped else 1.0),
         INTERLEAVED=int(gate.interleaved),
-        FAST=1,
+        FAST=2,
     )
 
 
@@ -167,7 +168,8 @@ def gated_rows_thin_backward(
     from jaxtune.pallas.grouped_matmul import gated_kernels
 
     rows, size = len(gate_up), dgated.shape[1]
-    blocks = -(-size // BACKWARD.columns)
+    tile = _INTERLEAVED if gate.interleaved else BACKWARD
+    blocks = -(-size // tile.columns)
     chunk_expert, chunk_first, chunk_rows = _chunks(groups)
     dgate_up, dweights, da = compat.triton_call(
         gated_kernels.gated_rows_thin_backward_kernel,
@@ -178,8 +180,8 @@ def gated_rows_thin_backward(
             jax.ShapeDtypeStruct((len(chunk_first), rank, size), jnp.float32),
         ],
         (blocks, len(chunk_first)),
-        warps=BACKWARD.warps,
-        stages=BACKWARD.stages,
+        warps=tile.warps,
+        stages=tile.stages,
         aliases={0: 0},
         ROWS=rows,
         SIZE=size,
@@ -187,8 +189,8 @@ def gated_rows_thin_backward(
         INNER=dinner.shape[1],
         WIDTH=_WIDTH,
         TILE_ROWS=groups.tile_rows,
-        BLOCK=BACKWARD.rows,
-        COLUMNS=BACKWARD.columns,
+        BLOCK=tile.rows,
+        COLUMNS=tile.columns,
         **_constants(gate),
     )
     # Rows of tiles without an expert were not written: what is in them could be anything, also NaN.
@@ -205,7 +207,7 @@ def _chunks(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
     sizes of experts can need."""
     chunk_rows = _CHUNK * groups.tile_rows
     count = -(-groups.sizes // chunk_rows)
-    ends = jnp.cumsum(count)
+    ends = ends_of(count)
     number = jnp.arange(-(-groups.tiles // _CHUNK) + groups.num_experts, dtype=jnp.int32)
     expert = (number[:, None] >= ends).sum(1, dtype=jnp.int32)
     known = jnp.minimum(expert, groups.num_experts - 1)
