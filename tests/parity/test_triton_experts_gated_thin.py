@@ -1,5 +1,6 @@
-"""The Triton kernels of experts' gated activation with the thin products of their down projection's adapters, in Triton's
-interpreter, against plain JAX in float32. What a kernel leaves unwritten is NaN there, and so are empty rows here."""
+"""The Triton kernels of experts' gated activation with the thin products of their down projection's adapters, in
+Triton's interpreter, against plain JAX in float32. What a kernel leaves unwritten is NaN there, and so are empty rows
+here."""
 
 from __future__ import annotations
 

@@ -157,8 +157,8 @@ def gathers(implementation: str) -> bool:
 
 
 def fills(implementation: str) -> bool:
-    """Whether products by `implementation` take an adapter's low-rank input with its rank padded to a multiple of 64, as
-    a Mosaic one does. The backward and forward of routing's gated_to_tokens ask it, whose kernels pad it so."""
+    """Whether products by `implementation` take an adapter's low-rank input with its rank padded to a multiple of 64,
+    as a Mosaic one does. The forward and backward of routing's gated_to_tokens ask it, whose kernels pad it so."""
     return implementation in _MOSAIC
 
 
@@ -382,8 +382,8 @@ def adapter_gradients(static: Static, b, inner, groups, dout, dout_tokens=None):
 
 
 def rows_gradient(static: Static, weight, lora, dinner, groups, dout, dout_tokens=None):
-    """Computes the gradient of the sorted rows, [rows, in], of `forward`: dout times the weight, plus the adapter's part.
-    `backward` and the backward of routing's gated_to_tokens call it.
+    """Computes the gradient of the sorted rows of `forward`, [rows, in]: dout times the weight, plus the adapter's
+    part. `backward` and the backward of routing's gated_to_tokens call it.
 
     Args:
       static, dout, dout_tokens: as for `backward`.

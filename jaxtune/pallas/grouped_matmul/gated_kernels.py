@@ -10,7 +10,8 @@ from jaxtune.pallas.gated.kernels import share_of, within
 @triton.jit
 def _loaded(gate_up, number, there, start, SIZE: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """COLUMNS columns of gate and up, from column `start` on, both in float32, of the rows `number` [BLOCK, 1] counted
-    from the row to which gate_up points, of 2 SIZE columns; zeros where `there` is false or a column is past the end."""
+    from the row to which gate_up points, of 2 SIZE columns; zeros where `there` is false or a column is past the
+    end."""
     columns = start + tl.arange(0, COLUMNS)[None, :]
     real = there & (columns < SIZE)
     if INTERLEAVED:
@@ -60,9 +61,11 @@ def gated_rows_thin_kernel(
       a: [EXPERTS, RANK, SIZE], like gate_up.
       tile_expert, tile_sizes: int32[ROWS / TILE_ROWS], the expert of each tile and the number of its rows that are not
         empty, which come first.
-      gated: [ROWS, SIZE], the inner rows times their weights. inner: [ROWS, INNER], gated a^T, rounded once from float32
-        sums; zeros from column RANK on. INNER is a multiple of WIDTH, a power of two of at least 16 and RANK.
-      ACTIVATION, ALPHA: of the activation (share_of).
+      gated: [ROWS, SIZE], the inner rows times their weights.
+      inner: [ROWS, INNER], gated a^T, rounded once from float32 sums; zeros from column RANK on.
+      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16, which
+        divides INNER.
+      ACTIVATION, ALPHA, FAST: of the activation (share_of).
       CLIPPED, LIMIT: 1: gate and up are clipped at LIMIT, and 1 is added to up.
     """
     DTYPE: tl.constexpr = gated.dtype.element_ty
@@ -129,10 +132,10 @@ def gated_rows_thin_backward_kernel(
     reads it. Empty rows of a chunk get zeros; rows of tiles without an expert are not written.
 
     Args:
-      gate_up, INTERLEAVED: as for gated_rows_thin_kernel, and so are weights, ACTIVATION, CLIPPED, LIMIT and ALPHA.
-      dgated: [ROWS, SIZE], the gradient of gated.
-      dinner: [ROWS, INNER], like gate_up, of which the first RANK columns are used.
-      chunk_first, chunk_rows: int32[chunks], each chunk's first row, and how many rows from there on are not empty; 0
+      gate_up, INTERLEAVED: as for gated_rows_thin_kernel, and so are weights, ACTIVATION, CLIPPED, LIMIT, ALPHA and
+      FAST. dgated: [ROWS, SIZE], the gradient of gated. dinner: [ROWS, INNER], like gate_up, of which the first RANK
+      columns are used. chunk_first, chunk_rows: int32[chunks], each chunk's first row, and how many rows from there on
+      are not empty; 0
         for a chunk that is not needed.
       dgate_up: the gradient of gate_up.
       dweights: float32[blocks of columns, ROWS], what each block of columns adds to the gradient of the weights.

@@ -1,4 +1,4 @@
-"""A layer of experts' gated activation together with the thin products that the down projection's adapters need, by
+"""The gated activation of a layer of experts and the thin products that the adapters of its down projection need, by
 Triton kernels on Hopper: `gated_rows_thin` forward, `gated_rows_thin_backward` backward. It is pallas/gated/thin.py for
 rows sorted by expert. `refusal` says which calls they cannot compute; routing/gated.py calls them.
 
@@ -152,11 +152,11 @@ def gated_rows_thin(gate_up, weights, a, groups: Groups, gate: RowGate) -> tuple
 def gated_rows_thin_backward(
     gate_up, weights, dgated, dinner, rank: int, groups: Groups, gate: RowGate
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes (the gradient of gate_up [rows, 2 I] in its dtype; that of the weights, float32[rows]; dinner^T times the
-    inner rows, which are computed again, float32[E, r, I], summed over each expert's rows) by the kernel. The first takes
-    the memory of gate_up if nothing else reads it; otherwise XLA copies gate_up first. Empty rows of an expert's tiles
-    get zeros, but of the tiles that no expert needs gate_up stays in place of a gradient: nothing may read them. The
-    results have the same bits in each run.
+    """Computes (the gradient of gate_up [rows, 2 I] in its dtype; that of the weights, float32[rows]; dinner^T times
+    the inner rows, which are computed again, float32[E, r, I], summed over each expert's rows) by the kernel. The first
+    takes the memory of gate_up if nothing else reads it; otherwise XLA copies gate_up first. Empty rows of an expert's
+    tiles get zeros, but of the tiles that no expert needs gate_up stays in place of a gradient: nothing may read them.
+    The results have the same bits in each run.
 
     Args:
       gate_up, weights, groups, gate: as of gated_rows_thin.
@@ -203,8 +203,8 @@ def gated_rows_thin_backward(
 
 def _chunks(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Divides each expert's tiles into chunks of at most _CHUNK tiles: (the expert of each chunk, E for one that is not
-    needed; its first row; the number of its rows that are not empty), each int32[chunks]. There are as many chunks as any
-    sizes of experts can need."""
+    needed; its first row; the number of its rows that are not empty), each int32[chunks]. There are as many chunks as
+    any sizes of experts can need."""
     chunk_rows = _CHUNK * groups.tile_rows
     count = -(-groups.sizes // chunk_rows)
     ends = ends_of(count)

@@ -79,9 +79,9 @@ def _tiles(sizes, tile_rows):
 
 def ends_of(counts):
     """int32[E]: the number of the tile after each expert's last one, which is the sum of the tiles of this expert and
-    those before it. counts: int32[E], the experts' numbers of tiles (or, for gated_thin.py, of chunks of tiles). The cumulative sum is computed by comparisons, of
-    which XLA makes a third of the operations of a windowed sum, in one kernel. `groups_of` and `_first_tiles` call
-    it."""
+    those before it. counts: int32[E], the experts' numbers of tiles (or, for gated_thin.py, of chunks of tiles). The
+    cumulative sum is computed by comparisons, of which XLA makes a third of the operations of a windowed sum, in one
+    kernel. `groups_of` and `_first_tiles` call it."""
     index = jnp.arange(counts.shape[0], dtype=jnp.int32)
     return jnp.where(index[:, None] >= index, counts, 0).sum(1, dtype=jnp.int32)
 

@@ -1,8 +1,8 @@
 """`gated_to_tokens`: the second half of a layer of experts, its down projection applied to the gated activation, where
 the weights are frozen and have adapters.
 
-Neither the forward nor the backward reads the inner rows again for the adapters: both multiply them by the adapters' thin
-arrays where they compute them (grouped_matmul/gated_thin.py), if a kernel can.
+Neither the forward nor the backward reads the inner rows again for the adapters: both multiply them by the adapters'
+thin arrays where they compute them (grouped_matmul/gated_thin.py), if a kernel can.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def gated_to_tokens(
 
 
 def _by_kernels(gate_up, lora, gate: RowGate, static: grouped.Static) -> bool:
-    """Whether the kernels of grouped_matmul/gated_thin.py compute the activation and the adapters' products with it. The
-    arguments are those of `_gated`."""
+    """Whether the kernels of grouped_matmul/gated_thin.py compute the activation and the adapters' products with it.
+    The arguments are those of `_gated`."""
     mosaic = grouped.fills(static.implementation) and len(gate_up) >= _ROWS
     return mosaic and gated_thin.refusal(gate_up, lora[0].shape[1], gate) is None
 
