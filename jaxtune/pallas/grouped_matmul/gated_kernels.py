@@ -50,9 +50,11 @@ def gated_rows_thin_kernel(
     ALPHA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FAST: tl.constexpr,
+    STORES: tl.constexpr,
 ):
-    """Computes the inner rows of BLOCK rows, times their weights, in float32, rounds them once, writes them and
-    multiplies them by a^T of their expert. Empty rows get zeros. Grid: (ROWS / BLOCK,); BLOCK divides TILE_ROWS.
+    """Computes the inner rows of BLOCK rows, times their weights, in float32, rounds them once and multiplies them by
+    a^T of their expert; if STORES is 1, it writes them too. Empty rows get zeros. Grid: (ROWS / BLOCK,); BLOCK divides
+    TILE_ROWS.
 
     Args:
       gate_up: [ROWS, 2 SIZE], of 16 bits. The first SIZE columns are gate, and the others up. If INTERLEAVED is 1, the
@@ -61,7 +63,7 @@ def gated_rows_thin_kernel(
       a: [EXPERTS, RANK, SIZE], like gate_up.
       tile_expert, tile_sizes: int32[ROWS / TILE_ROWS], the expert of each tile and the number of its rows that are not
         empty, which come first.
-      gated: [ROWS, SIZE], the inner rows times their weights.
+      gated: [ROWS, SIZE], the inner rows times their weights; not written if STORES is 0.
       inner: [ROWS, INNER], gated a^T, rounded once from float32 sums; zeros from column RANK on.
       WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16, which
         divides INNER.
@@ -90,7 +92,8 @@ def gated_rows_thin_kernel(
         side = tl.load(a + (ranks[:, None] * SIZE + columns), mask=real_sides, other=0.0)
         share, _ = share_of(x, ACTIVATION, ALPHA, FAST)
         product = (x * share * y * weight).to(DTYPE)
-        tl.store(gated + (number * SIZE + columns), product, mask=columns < SIZE)
+        if STORES:
+            tl.store(gated + (number * SIZE + columns), product, mask=columns < SIZE)
         sums = tl.dot(product, tl.trans(side), sums)
     thin = sums.to(DTYPE)
     tl.store(inner + (number * INNER + ranks[None, :]), thin)

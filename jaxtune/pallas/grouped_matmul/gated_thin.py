@@ -113,7 +113,9 @@ def _constants(gate: RowGate) -> dict[str, int | float]:
     )
 
 
-def gated_rows_thin(gate_up, weights, a, groups: Groups, gate: RowGate) -> tuple[jax.Array, jax.Array]:
+def gated_rows_thin(
+    gate_up, weights, a, groups: Groups, gate: RowGate, *, thin_alone: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Computes (the inner rows times their weights [rows, I]; these times a^T of their expert [rows, r], r padded with
     zeros to a multiple of 64), both in gate_up's dtype, by the kernel. Empty rows of both are zero.
 
@@ -123,6 +125,7 @@ def gated_rows_thin(gate_up, weights, a, groups: Groups, gate: RowGate) -> tuple
       a: [E, r, I], the adapters' A; it is rounded to gate_up's dtype.
       groups: which expert each tile of rows belongs to.
       gate: how an inner row is computed from gate and up.
+      thin_alone: True: the inner rows are not written, and the first result means nothing.
     """
     from jaxtune.pallas.grouped_matmul import gated_kernels
 
@@ -132,7 +135,10 @@ def gated_rows_thin(gate_up, weights, a, groups: Groups, gate: RowGate) -> tuple
     inner_rows, inner = compat.triton_call(
         gated_kernels.gated_rows_thin_kernel,
         (gate_up, weights, a.astype(gate_up.dtype), groups.tile_expert, groups.tile_sizes),
-        [jax.ShapeDtypeStruct((rows, columns), gate_up.dtype) for columns in (size, width)],
+        [
+            jax.ShapeDtypeStruct(shape, gate_up.dtype)
+            for shape in ((1, 1) if thin_alone else (rows, size), (rows, width))
+        ],
         (rows // FORWARD.rows,),
         warps=FORWARD.warps,
         stages=FORWARD.stages,
@@ -144,6 +150,7 @@ def gated_rows_thin(gate_up, weights, a, groups: Groups, gate: RowGate) -> tuple
         TILE_ROWS=groups.tile_rows,
         BLOCK=FORWARD.rows,
         COLUMNS=FORWARD.columns,
+        STORES=int(not thin_alone),
         **_constants(gate),
     )
     return inner_rows, inner

@@ -101,7 +101,12 @@ def _gated(gate: RowGate, static: grouped.Static, gate_up, row_weights, weight, 
 
 
 def _gated_fwd(gate, static, gate_up, row_weights, weight, lora, routing, given):
-    """The forward rule of `_gated`, with its arguments: (its results, the residuals for `_gated_bwd`)."""
+    """The forward rule of `_gated`, with its arguments: (its results, the residuals for `_gated_bwd`). The stack's
+    backward, which runs it to differentiate, does not need the output, so the low-rank input is computed apart from
+    it."""
+    if given is None and _by_kernels(gate_up, lora, gate, static):
+        parts = gate_up, row_weights, lora[0], routing.groups, gate
+        _, given = gated_thin.gated_rows_thin(*parts, thin_alone=True)
     results: tuple[jax.Array, jax.Array] = _gated(gate, static, gate_up, row_weights, weight, lora, routing, given)
     return results, (gate_up, row_weights, weight, lora, routing, results[1])
 
