@@ -239,6 +239,13 @@ class ExpertLinear(nnx.Module):
         weight, x = jax.lax.stop_gradient((self.stored_weight, x))
         return _merged_and_rounded(self.fake_quant, self.transposed, weight, lora, x)
 
+    def only_adapted(self, dtype) -> bool:
+        """Whether the product with rows in `dtype` is no more than that with frozen weights and adapters, and perhaps
+        biases. Quantisation-aware training and a dtype of its own are more. MoE.down, which has another operation for
+        such experts, asks it."""
+        plain = self.lora is not None and self.fake_quant is None and not self.trains
+        return plain and (self.compute is None or self.compute == dtype)
+
     def adapter(self) -> GroupedLora | None:
         """The adapters as the argument of grouped_matmul (a, b and the scale); None if there are none. `of_tokens`,
         `to_tokens` and `rounded_weight` call it, and generation's faster step (plain_layer.py), which has kernels of

@@ -41,9 +41,11 @@ from jaxtune.pallas.routing import (
     RouterSums,
     Routing,
     choose_experts,
+    gated_to_tokens,
     route,
     router_sums,
     row_weights,
+    token_bias,
 )
 
 
@@ -71,7 +73,7 @@ class Experts(nnx.Module):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _down(gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, routing: Routing, choice, given):
     """The output of experts' down projection from gate and up: ([T, hidden], the adapters' low-rank inputs). MoE.down
-    calls it.
+    calls it where the down projection trains or has no adapters, and in quantisation-aware training.
 
     Its backward multiplies the gradient by the weights first, and then computes the inner rows again, with the
     gradients of gate, up and the rows' weights, in one pass over memory (gated_rows_backward). The inner rows are
@@ -233,11 +235,24 @@ class MoE(nnx.Module):
         """
         weights = self.router.weights(self._logits(x), choice)
         routing = route(choice, self.moe.num_experts)
-        parts = nnx.split(self.experts.down_proj, nnx.Param, ...)
-        by_row = row_weights(weights, routing)
-        run = functools.partial(_down, self._gate, *parts, gate_up, by_row, weights, routing, choice)
-        out: jax.Array = low_rank.of_function(run)
+        by_row, linear = row_weights(weights, routing), self.experts.down_proj
+        if linear.only_adapted(gate_up.dtype):
+            out = self._adapted_down(gate_up, by_row, routing)
+            out = out if linear.bias is None else token_bias(out, weights, linear.bias[...], choice)
+        else:
+            parts = nnx.split(linear, nnx.Param, ...)
+            run = functools.partial(_down, self._gate, *parts, gate_up, by_row, weights, routing, choice)
+            out = low_rank.of_function(run)
         return out.reshape(*x.shape[:-1], -1)
+
+    def _adapted_down(self, gate_up: jax.Array, by_row: jax.Array, routing: Routing) -> jax.Array:
+        """The experts' output without biases, [T, hidden], if down_proj is frozen and has adapters
+        (ExpertLinear.only_adapted). The arguments are those of `_down`."""
+        linear = self.experts.down_proj
+        lora = linear.adapter()
+        assert lora is not None
+        given = gate_up, by_row, self._gate, linear.stored_weight, routing, lora
+        return gated_to_tokens(*given, transposed=linear.transposed, fp8=linear.fp8)
 
     @property
     def _gate(self) -> RowGate:

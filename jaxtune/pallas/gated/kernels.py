@@ -43,7 +43,7 @@ def share_of(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constexp
 
 
 @triton.jit
-def _within(x, LIMIT: tl.constexpr):
+def within(x, LIMIT: tl.constexpr):
     """The derivative of min(x, LIMIT): 1 below the limit, half at it, as JAX has it, and 0 above."""
     return tl.where(x < LIMIT, 1.0, tl.where(x == LIMIT, 0.5, 0.0))
 
@@ -108,8 +108,8 @@ def gated_rows_gradient_kernel(
         x, y = x.to(tl.float32), y.to(tl.float32)
         dx_within, dy_within = 1.0, 1.0
         if CLIPPED:
-            dx_within = _within(x, LIMIT)
-            dy_within = _within(y, LIMIT) * _within(-y, LIMIT)
+            dx_within = within(x, LIMIT)
+            dy_within = within(y, LIMIT) * within(-y, LIMIT)
             x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
         share, slope = share_of(x, ACTIVATION, ALPHA, 0)
         active = x * share

@@ -156,6 +156,12 @@ def gathers(implementation: str) -> bool:
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 
+def fills(implementation: str) -> bool:
+    """Whether products by `implementation` take an adapter's low-rank input with its rank padded to a multiple of 64,
+    as a Mosaic one does. The forward and backward of routing's gated_to_tokens ask it, whose kernels pad it so."""
+    return implementation in _MOSAIC
+
+
 def _product(x, weight, groups, contract, extra, static: Static, tokens):
     """The product of sorted rows with their experts' weights, plus the adapter's, [rows, n] in x's dtype, for `forward`
     and for the gradient of the rows in `backward`. An array is cast to x's dtype. A quantised weight is decoded once x
@@ -201,11 +207,11 @@ def _thin(x, weight, groups, contract, implementation, tokens):
     return reference.thin(x, weight, groups, contract)
 
 
-def _contracted(thin, wide, groups, rank, implementation, tokens):
+def contracted(thin, wide, groups, rank, implementation, tokens):
     """The gradient of an adapter's A, or of its B transposed: float32[E, rank, n], which is thin^T wide, summed over
     the rows of each expert. A Mosaic kernel computes it if `implementation` is a Mosaic one and the kernel passes its
     check on this GPU; otherwise plain JAX multiplies, and for a Mosaic implementation another kernel adds up tiles if
-    it can (mosaic_sums.py).
+    it can (mosaic_sums.py). The backward of routing's gated_to_tokens calls it too.
 
     Args:
       thin: the factor with the adapter's rank as columns, [rows, at least rank]; columns from `rank` on are padding. It
@@ -228,7 +234,7 @@ def _thin_pair(dout, b, inner, groups, implementation, tokens):
     expert.
 
     One kernel computes both products if the implementation is a Mosaic one, the rows are sorted, and thin_pair.refusal
-    has no reason against it. Otherwise `_thin` and `_contracted` compute one product each, so that dout is read twice.
+    has no reason against it. Otherwise `_thin` and `contracted` compute one product each, so that dout is read twice.
     If rows are gathered from tokens, dout is k times as small as sorted rows, and reading it twice costs little.
 
     Args:
@@ -241,7 +247,7 @@ def _thin_pair(dout, b, inner, groups, implementation, tokens):
     """
     if implementation in _MOSAIC and tokens is None and thin_pair.refusal(dout, b) is None:
         return thin_pair.thin_pair(dout, b, inner, groups)
-    db = _contracted(inner, dout, groups, b.shape[2], implementation, tokens)
+    db = contracted(inner, dout, groups, b.shape[2], implementation, tokens)
     return _thin(dout, b, groups, 1, implementation, tokens), db.mT
 
 
@@ -343,27 +349,51 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
       those of the adapter's (a, b) or None without an adapter).
     """
     x, weight, lora, groups, inner = residuals
-    contract = 2 if static.transposed else 1
-    extra = dlora = None
+    dinner = dlora = None
     if lora is not None:
         a, b = lora
-        u = scaled(inner, static.scale)
-        dinner, db = _thin_pair(dout, b, u, groups, static.implementation, dout_tokens)
-        dinner = scaled(dinner, static.scale)
-        extra = (dinner, a.mT if static.transposed else a)
-        da = _contracted(dinner, x, groups, a.shape[1], static.implementation, x_tokens)
-        # Without this XLA would keep db and its sums until the end of the program, where each is copied.
-        db = with_layout_constraint(db, Layout(major_to_minor=(0, 1, 2)))
+        dinner, db = adapter_gradients(static, b, inner, groups, dout, dout_tokens)
+        da = contracted(dinner, x, groups, a.shape[1], static.implementation, x_tokens)
         dlora = (da.astype(a.dtype), db.astype(b.dtype))
         if static.adapter_first:
             dlora, dout = jax.lax.optimization_barrier((dlora, dout))
-    dx = _product(dout, weight, groups, contract, extra, static, dout_tokens)
+    dx = rows_gradient(static, weight, lora, dinner, groups, dout, dout_tokens)
     dweight = None
     if static.weight_trains and not isinstance(weight, Stored):
         rows, drows = reference.rows_of(x, x_tokens), reference.rows_of(dout, dout_tokens)
         sides = (rows, drows) if static.transposed else (drows, rows)
         dweight = _weight_gradient(*sides, groups, weight.dtype, static.implementation)
     return dx, dweight, dlora
+
+
+def adapter_gradients(static: Static, b, inner, groups, dout, dout_tokens=None):
+    """Computes what an adapter's gradients need of that of a product, and the gradient of B: (the gradient of `inner`
+    [rows, at least r], padded as `inner` is, from which `rows_gradient` and the gradient of A are computed; that of B,
+    float32[E, out, r]). `backward` and the backward of routing's gated_to_tokens call it.
+
+    Args:
+      static, groups, dout, dout_tokens: as for `backward`.
+      b: the adapter's B, [E, out, r].
+      inner: the residual of that name.
+    """
+    dinner, db = _thin_pair(dout, b, scaled(inner, static.scale), groups, static.implementation, dout_tokens)
+    # Without this XLA would keep db and its sums until the end of the program, where each is copied.
+    return scaled(dinner, static.scale), with_layout_constraint(db, Layout(major_to_minor=(0, 1, 2)))
+
+
+def rows_gradient(static: Static, weight, lora, dinner, groups, dout, dout_tokens=None):
+    """Computes the gradient of the sorted rows of `forward`, [rows, in]: dout times the weight, plus the adapter's
+    part. `backward` and the backward of routing's gated_to_tokens call it.
+
+    Args:
+      static, dout, dout_tokens: as for `backward`.
+      weight, lora, groups: residuals of `forward`.
+      dinner: the gradient of the residual `inner`, from `adapter_gradients`; None without an adapter.
+    """
+    extra = None
+    if lora is not None:
+        extra = (dinner, lora[0].mT if static.transposed else lora[0])
+    return _product(dout, weight, groups, 2 if static.transposed else 1, extra, static, dout_tokens)
 
 
 def _grouped_fwd(x, weight, lora, groups, static):

@@ -77,11 +77,11 @@ def _tiles(sizes, tile_rows):
     return divided(sizes + (tile_rows - 1), tile_rows)
 
 
-def _ends(counts):
+def ends_of(counts):
     """int32[E]: the number of the tile after each expert's last one, which is the sum of the tiles of this expert and
-    those before it. counts: int32[E], the experts' numbers of tiles. The cumulative sum is computed by comparisons, of
-    which XLA makes a third of the operations of a windowed sum, in one kernel. `groups_of` and `_first_tiles` call
-    it."""
+    those before it. counts: int32[E], the experts' numbers of tiles (or, for gated_thin.py, of chunks of tiles). The
+    cumulative sum is computed by comparisons, of which XLA makes a third of the operations of a windowed sum, in one
+    kernel. `groups_of` and `_first_tiles` call it."""
     index = jnp.arange(counts.shape[0], dtype=jnp.int32)
     return jnp.where(index[:, None] >= index, counts, 0).sum(1, dtype=jnp.int32)
 
@@ -91,7 +91,7 @@ def _first_tiles(sizes, tile_rows):
     it. For an expert without rows it is the tile after those of the experts before it. sizes: int32[E], the number of
     each expert's rows. tile_rows: the number of rows of a tile."""
     tiles = _tiles(sizes, tile_rows)
-    return _ends(tiles) - tiles
+    return ends_of(tiles) - tiles
 
 
 def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Groups:
@@ -110,7 +110,7 @@ def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Gr
     tiles = min((max_rows + experts * (tile_rows - 1)) // tile_rows, max_rows)
     sizes = sizes.astype(jnp.int32)
     of_group = _tiles(sizes, tile_rows)
-    ends = _ends(of_group)
+    ends = ends_of(of_group)
     index = jnp.arange(tiles, dtype=jnp.int32)
     tile_expert = (index[:, None] >= ends).sum(1, dtype=jnp.int32)  # the number of experts that end before this tile
     lasts = (ends - of_group) * tile_rows + sizes  # the row after each expert's last

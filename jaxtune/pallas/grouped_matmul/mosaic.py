@@ -374,8 +374,13 @@ def filled(array, axis: int):
     over it in steps of 64. Zeros do not change the product. An array whose size there is such a multiple is returned
     unchanged. `product`, `thin` and api.filled_adapter call it."""
     widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, -array.shape[axis] % _STEP)
+    widths[axis] = (0, filled_rank(array.shape[axis]) - array.shape[axis])
     return jnp.pad(array, widths)
+
+
+def filled_rank(rank: int) -> int:
+    """The number of columns to which an adapter's rank is padded: the next multiple of 64 (`filled`)."""
+    return -(-rank // _STEP) * _STEP
 
 
 def thin(x, weight, groups: Groups, contract: int, tokens=None):

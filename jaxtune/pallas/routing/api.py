@@ -171,7 +171,7 @@ def sort_implementations(num_experts: int, implementation: str | None = None) ->
     return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, _SORT_REASON, refusal)}
 
 
-def _check_routing(op: str, routing: Routing) -> Arguments:
+def check_routing(op: str, routing: Routing) -> Arguments:
     """Checks the class, the shapes and the dtypes of `routing` for a call of the public function `op`, whose name is in
     error messages. It returns the checker (Arguments) with the sizes T, k, E and rows, with which the call then checks
     its other arguments.
@@ -238,7 +238,7 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
       TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
         are not checked), or the requested implementation is unknown or refuses the call.
     """
-    _check_routing("permute", routing).array("x", x, "T H", FLOATS)
+    check_routing("permute", routing).array("x", x, "T H", FLOATS)
     return _permute(x, routing, implementation)
 
 
@@ -282,18 +282,18 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
       TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
         are not checked), or the requested implementation is unknown or refuses the call.
     """
-    _check_routing("unpermute", routing).array("rows", rows, "rows H", FLOATS)
+    check_routing("unpermute", routing).array("rows", rows, "rows H", FLOATS)
     return _unpermute(rows, routing, implementation)
 
 
 def _row_tokens(routing):
     """The token of each row of the buffer that is sorted by expert, from the pairs of `routing`: int32[rows], T for
     empty rows. Grouped products that gather their rows from the tokens while they multiply take it as an argument, and
-    so does every backward whose residuals have tokens in place of rows. `_as_rows` and `_of_tokens_bwd` call it."""
+    so does every backward whose residuals have tokens in place of rows. `as_rows` and `_of_tokens_bwd` call it."""
     return divided(routing.source, routing.slots.shape[1])
 
 
-def _as_rows(x, routing, static):
+def as_rows(x, routing, static):
     """Brings tokens x [T, n] into the form in which the grouped product takes rows that are sorted by expert. If its
     implementation gathers rows while it multiplies, that is (x itself, int32[rows] with the token of each row);
     otherwise it is (the sorted rows [rows, n], None). The forward of matmul_of_tokens calls it for x, and the backward
@@ -323,7 +323,7 @@ def _of_tokens_fwd(x, weight, lora, bias, routing, given, static):
     """The forward rule of `_of_tokens`, with its arguments: (its results, residuals). The residuals are those of
     grouped_matmul.api.forward, the bias and the routing. In place of the sorted rows, which are more than k times as
     large, they contain x [T, in]."""
-    rows, tokens = _as_rows(x, routing, static)
+    rows, tokens = as_rows(x, routing, static)
     out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens, bias, given)
     return (out, residuals[-1]), ((x, *residuals), bias, routing)
 
@@ -385,7 +385,7 @@ def matmul_of_tokens(
       TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
         are not checked), or the requested implementation is unknown or refuses the call.
     """
-    _check_routing("matmul_of_tokens", routing)
+    check_routing("matmul_of_tokens", routing)
     check = grouped.checked("matmul_of_tokens", "x", x, "T in", weight, routing.groups, lora, transposed, routing)
     if bias is not None:
         check.array("bias", bias, "E out", FLOATS)
@@ -418,7 +418,7 @@ def _to_tokens_bwd(static, residuals, gradients):
     low-rank input). static: the settings of the product; residuals: from `_to_tokens_fwd`; gradients: of the results,
     of which that of the first, [T, out], is used."""
     (residuals, routing), (dout, _) = residuals, gradients
-    dout, tokens = _as_rows(dout, routing, static)
+    dout, tokens = as_rows(dout, routing, static)
     return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None, None
 
 
@@ -460,7 +460,7 @@ def matmul_to_tokens(
       TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
         are not checked), or the requested implementation is unknown or refuses the call.
     """
-    _check_routing("matmul_to_tokens", routing)
+    check_routing("matmul_to_tokens", routing)
     grouped.checked("matmul_to_tokens", "rows", rows, "rows in", weight, routing.groups, lora, transposed, routing)
     rows, weight, sides, static = grouped.prepared(
         rows, weight, routing.groups, lora, transposed, False, fp8, weight_trains, implementation
@@ -536,7 +536,7 @@ def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
       TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
         are not checked.
     """
-    _check_routing("row_weights", routing).array("weights", weights, "T k", FLOATS)
+    check_routing("row_weights", routing).array("weights", weights, "T k", FLOATS)
     return _row_weights(weights, routing)
 
 

@@ -322,11 +322,17 @@ def test_a_layer_of_gpt_oss_runs_each_product_once(plan, products):
     text = compiled.as_text()
     calls = text.count('custom_call_target="mosaic_gpu_v2"')
     attention = 3 if plan == "keep" else 4  # forward, dq, dk with dv
-    thin = 3 if plan == "keep" else 5  # of each adapter forward, again where it is not kept; and backward, of down
-    sums = 3  # of the tiles of adapters' gradients: A's and down's B
+    thin = 2 if plan == "keep" else 3  # gate_up's adapter forward, again where it is not kept; and backward, of down
+    sums = 2  # of the tiles of adapters' gradients: gate_up's A and down's B
     assert calls == layers * (products + attention + thin + sums), "products bring tokens' rows themselves"
     pairs = re.findall(r"= \(f32\[12,69504,16\].* custom_call_target=\"triton_kernel_call\"", text)
     assert len(pairs) == layers, "the gradient of gate and up is read once for their adapter"
+    # The activation's kernels compute the product with down's A, without the inner rows where it is computed again, and
+    # the gradient of A.
+    calls = [line.split("custom-call(")[0] for line in text.splitlines() if 'target="triton_kernel_call"' in line]
+    forwards = [call for call in calls if "bf16[69504,64]" in call]
+    assert ["bf16[69504,2880]" in call for call in forwards] == [True] + [False] * (plan == "recompute")
+    assert sum("bf16[69504,5760]" in call for call in calls) == layers
 
 
 def test_gradients_of_layers_do_not_wait_for_each_other():

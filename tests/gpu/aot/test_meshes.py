@@ -36,9 +36,10 @@ def test_adapters_on_experts_over_eight_devices(resident):
         first, *others = found["all-gather"]
         assert first == 0 and len(others) == 2 * (LAYERS - 1)
         # The backward's first ends before the last layer's attention, where its experts' gradients are added up: at the
-        # kernel of a norm's gradient, after two large products. The others have a layer: eight kernels, as an adapter's
-        # two thin products of a gradient are one, and the products with its A are those of the forward.
-        assert sum(under >= 8 for under in others) == len(others) - 1 and min(others) >= 2
+        # kernel of a norm's gradient, after two large products. The others have a layer: seven kernels, as an adapter's
+        # two thin products of a gradient are one, the products with its A are those of the forward, and the gradient of
+        # the down projection's A is computed with the activation's.
+        assert sum(under >= 7 for under in others) == len(others) - 1 and min(others) >= 2
     sums = [under for kind, _, under in programs.collectives(compiled["accumulate"].as_text()) if kind == "all-reduce"]
     assert sums and sum(under > 5 for under in sums) >= len(sums) / 2
     assert not programs.collectives(compiled["update"].as_text())

@@ -1,0 +1,223 @@
+"""The gated activation of a layer of experts and the thin products that the adapters of its down projection need, by
+Triton kernels on Hopper: `gated_rows_thin` forward, `gated_rows_thin_backward` backward. It is pallas/gated/thin.py for
+rows sorted by expert. `refusal` says which calls they cannot compute; routing/gated.py calls them.
+
+Their time is that of reading and writing memory, and neither reads the inner rows again for a thin product. In the
+forward a program has some rows of one expert, and all columns. In the backward it has a block of columns and a chunk of
+rows of one expert, so that it can keep the sums over rows in registers; XLA adds up what chunks and blocks of columns
+wrote, in one order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.gated import RowGate
+from jaxtune.pallas.gated import triton as gated
+from jaxtune.pallas.gated.reference import gated_rows, gated_rows_backward
+from jaxtune.pallas.grouped_matmul import mosaic, reference
+from jaxtune.pallas.grouped_matmul.layout import Groups, ends_of, groups_of
+
+_LARGEST_RANK = _WIDTH = 16  # as of thin_pair.py
+
+
+_CHUNK = 8  # tiles of rows that a program of the backward has, at most
+
+
+class Tile(NamedTuple):
+    """How a kernel divides its work."""
+
+    rows: int  # of a tile of gate and up that a program reads at once
+    columns: int  # of such a tile
+    warps: int  # of a program
+    stages: int  # tiles in shared memory: those that are read while one is used, and that one
+
+
+FORWARD = Tile(rows=16, columns=128, warps=4, stages=3)
+BACKWARD = Tile(rows=32, columns=64, warps=4, stages=3)
+_INTERLEAVED = Tile(rows=32, columns=32, warps=2, stages=4)  # of the backward, where gate and up are in turns
+
+
+def refusal(gate_up, rank: int, gate: RowGate) -> str | None:
+    """Returns the reason, in words, why the kernels cannot compute a call, or None if they can. They need a Hopper GPU,
+    jax-triton, bfloat16 or float16, "silu" or "gelu_tanh" where nothing is clipped, inner rows of a multiple of 8
+    numbers, and a rank of at most 16. A call is also refused if the check at first use found that results on this GPU
+    differ from those of plain JAX. gate_up: [rows, 2 I]. rank: of the adapters. gate: how inner rows are computed."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if dispatch.compute_capability() != (9, 0):
+        return "measured on Hopper GPUs (compute capability 9.0) only"
+    reason = gated.unsupported(gate_up.dtype, gate)
+    if reason is not None:
+        return reason
+    if gate_up.shape[1] % 16:
+        return f"inner rows of {gate_up.shape[1] // 2} numbers, no multiple of 8"
+    if rank > _LARGEST_RANK:
+        return f"rank {rank}, more than {_LARGEST_RANK}"
+    return _first_use(jnp.dtype(gate_up.dtype), gate, rank)
+
+
+def _first_use(dtype, gate: RowGate, rank: int) -> str | None:
+    """The reason why this GPU must not run the kernels for such calls, or None: it compares a small case of unequal
+    experts with plain JAX in float32, once for each kind of call (dispatch.first_use)."""
+
+    def compare():
+        groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1500)  # with tiles that no expert needs
+        keys = jax.random.split(jax.random.key(0), 5)
+        inside = (jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]).reshape(-1, 1)
+
+        def rows(key, size, dtype=dtype):
+            return jnp.where(inside, 2 * jax.random.normal(key, (groups.rows, size)), 0).astype(dtype)
+
+        gate_up, dgated, dinner = (rows(key, size) for key, size in zip(keys, (832, 416, rank)))
+        weights = jnp.abs(rows(keys[3], 1, jnp.float32))[:, 0]
+        a = jax.random.normal(keys[4], (groups.num_experts, rank, 416)).astype(dtype)
+        got = jax.jit(_both, static_argnums=6)(gate_up, weights, a, dgated, mosaic.filled(dinner, 1), groups, gate)
+
+        def exact(gate_up, weights, a, dgated, dinner):
+            inner = gated_rows(gate_up, weights, gate)
+            again, dgate_up, dweights = gated_rows_backward(gate_up, weights, dgated, gate)
+            da = reference.contract_rows(dinner, again, groups, jnp.float32)
+            return inner, mosaic.filled(reference.thin(inner, a, groups, 2), 1), dgate_up, dweights, da
+
+        wide = (array.astype(jnp.float32) for array in (gate_up, weights, a, dgated, dinner))
+        return got, dispatch.exactly(exact)(*wide)
+
+    return dispatch.first_use("gated_rows_thin", "triton", f"{dtype}, {gate}, rank {rank}", compare)
+
+
+def _both(gate_up, weights, a, dgated, dinner, groups: Groups, gate: RowGate):
+    """What both operations return, for the check at first use: five arrays. Rows of gate_up's gradient that no expert
+    has are zero, where the kernel leaves them as they are in memory."""
+    inner = gated_rows_thin(gate_up, weights, a, groups, gate)
+    dgate_up, *others = gated_rows_thin_backward(gate_up, weights, dgated, dinner, a.shape[1], groups, gate)
+    inside = (jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]).reshape(-1, 1)
+    return *inner, jnp.where(inside, dgate_up, 0), *others
+
+
+def _constants(gate: RowGate) -> dict[str, int | float]:
+    """The constants of the kernels that say how an inner row is computed."""
+    clipped = gate.limit is not None
+    return dict(
+        ACTIVATION=0 if clipped else gated.ACTIVATIONS[gate.activation],
+        CLIPPED=int(clipped),
+        LIMIT=float(gate.limit or 0.0),
+        ALPHA=float(gate.alpha if clipped else 1.0),
+        INTERLEAVED=int(gate.interleaved),
+        FAST=2,
+    )
+
+
+def gated_rows_thin(
+    gate_up, weights, a, groups: Groups, gate: RowGate, *, thin_alone: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Computes (the inner rows times their weights [rows, I]; these times a^T of their expert [rows, r], r padded with
+    zeros to a multiple of 64), both in gate_up's dtype, by the kernel. Empty rows of both are zero.
+
+    Args:
+      gate_up: [rows, 2 I], of 16 bits, sorted by expert.
+      weights: float32[rows], the router's weight of each row.
+      a: [E, r, I], the adapters' A; it is rounded to gate_up's dtype.
+      groups: which expert each tile of rows belongs to.
+      gate: how an inner row is computed from gate and up.
+      thin_alone: True: the inner rows are not written, and the first result means nothing.
+    """
+    from jaxtune.pallas.grouped_matmul import gated_kernels
+
+    (rows, double), (experts, rank, size) = gate_up.shape, a.shape
+    assert double == 2 * size
+    width = mosaic.filled_rank(rank)
+    inner_rows, inner = compat.triton_call(
+        gated_kernels.gated_rows_thin_kernel,
+        (gate_up, weights, a.astype(gate_up.dtype), groups.tile_expert, groups.tile_sizes),
+        [
+            jax.ShapeDtypeStruct(shape, gate_up.dtype)
+            for shape in ((1, 1) if thin_alone else (rows, size), (rows, width))
+        ],
+        (rows // FORWARD.rows,),
+        warps=FORWARD.warps,
+        stages=FORWARD.stages,
+        EXPERTS=experts,
+        SIZE=size,
+        RANK=rank,
+        INNER=width,
+        WIDTH=_WIDTH,
+        TILE_ROWS=groups.tile_rows,
+        BLOCK=FORWARD.rows,
+        COLUMNS=FORWARD.columns,
+        STORES=int(not thin_alone),
+        **_constants(gate),
+    )
+    return inner_rows, inner
+
+
+def gated_rows_thin_backward(
+    gate_up, weights, dgated, dinner, rank: int, groups: Groups, gate: RowGate
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes (the gradient of gate_up [rows, 2 I] in its dtype; that of the weights, float32[rows]; dinner^T times
+    the inner rows, which are computed again, float32[E, r, I], summed over each expert's rows) by the kernel. The first
+    takes the memory of gate_up if nothing else reads it; otherwise XLA copies gate_up first. Empty rows of an expert's
+    tiles get zeros, but of the tiles that no expert needs gate_up stays in place of a gradient: nothing may read them.
+    The results have the same bits in each run.
+
+    Args:
+      gate_up, weights, groups, gate: as of gated_rows_thin.
+      dgated: [rows, I] in gate_up's dtype, the gradient of the inner rows times their weights.
+      dinner: [rows, at least r] in gate_up's dtype, the gradient of the adapters' low-rank input; columns from r on are
+        padding.
+      rank: r.
+    """
+    from jaxtune.pallas.grouped_matmul import gated_kernels
+
+    rows, size = len(gate_up), dgated.shape[1]
+    tile = _INTERLEAVED if gate.interleaved else BACKWARD
+    blocks = -(-size // tile.columns)
+    chunk_expert, chunk_first, chunk_rows = _chunks(groups)
+    dgate_up, dweights, da = compat.triton_call(
+        gated_kernels.gated_rows_thin_backward_kernel,
+        (gate_up, weights, dgated, dinner, chunk_first, chunk_rows),
+        [
+            jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype),
+            jax.ShapeDtypeStruct((blocks, rows), jnp.float32),
+            jax.ShapeDtypeStruct((len(chunk_first), rank, size), jnp.float32),
+        ],
+        (blocks, len(chunk_first)),
+        warps=tile.warps,
+        stages=tile.stages,
+        aliases={0: 0},
+        ROWS=rows,
+        SIZE=size,
+        RANK=rank,
+        INNER=dinner.shape[1],
+        WIDTH=_WIDTH,
+        TILE_ROWS=groups.tile_rows,
+        BLOCK=tile.rows,
+        COLUMNS=tile.columns,
+        **_constants(gate),
+    )
+    # Rows of tiles without an expert were not written: what is in them could be anything, also NaN.
+    inside = jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]
+    # A product with zeros and ones in full float32 adds up the chunks of each expert.
+    of_expert = (chunk_expert == jnp.arange(groups.num_experts)[:, None]).astype(jnp.float32)
+    da = jnp.einsum("ec,crs->ers", of_expert, da, precision=jax.lax.Precision.HIGHEST)
+    return dgate_up, jnp.where(inside.reshape(-1), dweights.sum(0), 0), da
+
+
+def _chunks(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Divides each expert's tiles into chunks of at most _CHUNK tiles: (the expert of each chunk, E for one that is not
+    needed; its first row; the number of its rows that are not empty), each int32[chunks]. There are as many chunks as
+    any sizes of experts can need."""
+    chunk_rows = _CHUNK * groups.tile_rows
+    count = -(-groups.sizes // chunk_rows)
+    ends = ends_of(count)
+    number = jnp.arange(-(-groups.tiles // _CHUNK) + groups.num_experts, dtype=jnp.int32)
+    expert = (number[:, None] >= ends).sum(1, dtype=jnp.int32)
+    known = jnp.minimum(expert, groups.num_experts - 1)
+    within = (number - (ends - count)[known]) * chunk_rows
+    rows = jnp.where(expert < groups.num_experts, jnp.clip(groups.sizes[known] - within, 0, chunk_rows), 0)
+    return expert, jnp.where(rows > 0, groups.starts()[known] + within, 0).astype(jnp.int32), rows.astype(jnp.int32)
