@@ -26,6 +26,8 @@ def _to_torch(array) -> torch.Tensor:
 def _to_jax(tensor: torch.Tensor):
     if tensor.dtype == torch.bfloat16:
         return jnp.asarray(tensor.view(torch.int16).numpy().view(jnp.bfloat16))
+    if tensor.dtype == torch.float8_e4m3fn:
+        return jnp.asarray(tensor.view(torch.int8).numpy().view(jnp.float8_e4m3fn))
     return jnp.asarray(tensor.numpy())
 
 
@@ -55,6 +57,18 @@ def _dot(self, a, b, *others):
     return _DOT(self, numbers(a), numbers(b), *others)
 
 
+_CONVERT = interpreter._convert_float
+
+
+def _convert(numbers, given, wanted, rounding):
+    """The interpreter cuts numbers off when it converts them to e4m3, which GPUs round."""
+    if wanted != tl.float8e4nv:
+        return _CONVERT(numbers, given, wanted, rounding)
+    assert given == tl.float32
+    rounded = np.clip(numbers.view(np.float32), -448, 448).astype(jnp.float8_e4m3fn)
+    return rounded.view(np.uint8)
+
+
 @contextlib.contextmanager
 def interpreted(capability=(8, 0)):
     """In this context Triton implementations serve calls, outside of jit, with the tiles of that compute capability."""
@@ -63,4 +77,5 @@ def interpreted(capability=(8, 0)):
             patch.setattr(compat, name, _call)
         patch.setattr(compat, "_has_jax_triton", lambda: True)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+        patch.setattr(interpreter, "_convert_float", _convert)
         yield

@@ -1,0 +1,213 @@
+"""The bodies of the Triton kernels of fp8_rounding.py, which round rows to e4m3: each number is read once. A row of the
+result consists of rows of up to four arrays side by side."""
+
+import triton
+import triton.language as tl
+
+LARGEST: tl.constexpr = tl.constexpr(448.0)  # the largest number of e4m3
+LEAST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def _larger(one, other):
+    """The larger number, NaN if one of them is."""
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _scale_of(largest):
+    """The scale of numbers whose largest magnitude this is, as formats.fp8.scale_of has it."""
+    scale = largest * (1.0 / LARGEST)
+    return tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
+
+
+@triton.jit
+def _sources(rows, tokens, ROWS: tl.constexpr, SOURCES: tl.constexpr, GATHERED: tl.constexpr):
+    """(the rows of the arrays that these rows of the result are, whether they are there: others are zeros)."""
+    if GATHERED:
+        rows = tl.load(tokens + rows, mask=rows < ROWS, other=SOURCES)
+        return rows.to(tl.int64), rows < SOURCES
+    return rows.to(tl.int64), rows < ROWS
+
+
+@triton.jit
+def _mask(there, numbers, ROOM: tl.constexpr, WIDTH: tl.constexpr):
+    """Which numbers of a piece of WIDTH columns there are, if the array has ROOM more columns."""
+    if ROOM < WIDTH:
+        there = there & (numbers < ROOM)
+    return there
+
+
+@triton.jit
+def _read(arrays, sources, there, WIDTHS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+    """The pieces of rows of the arrays, as they are."""
+    numbers = tl.arange(0, WIDTH)[None, :]
+    pieces = ()
+    for index in tl.static_range(len(PIECES)):
+        places = arrays[PIECES[index][0]] + sources * WIDTHS[PIECES[index][0]] + (PIECES[index][1] + numbers)
+        mask = _mask(there, numbers, PIECES[index][3], WIDTH)
+        pieces = pieces + (tl.load(places, mask=mask, other=0.0, eviction_policy="evict_first"),)
+    return pieces
+
+
+@triton.jit
+def to_fp8_rows_kernel(
+    a,
+    b,
+    c,
+    d,
+    factors,
+    experts,
+    tokens,
+    codes,
+    scales,
+    ROWS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    PIECES: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Rounds STEPS tiles of BLOCK rows, each row with one scale, and reads a tile while it rounds the one before. Grid:
+    (ROWS / (STEPS BLOCK), rounded up,).
+
+    Args:
+      a, b, c, d: [SOURCES, width] each; those beyond the number of WIDTHS are not read.
+      factors: if SCALED, float32[EXPERTS, TOTAL], by which numbers are multiplied first.
+      experts: if GROUPED, int32[ROWS / TILE_ROWS], the expert of each TILE_ROWS rows, whose factors they get; a program
+        has rows of one expert.
+      tokens: if GATHERED, int32[ROWS], the row of the arrays for each row, SOURCES for a row of zeros.
+      codes: e4m3[ROWS, TOTAL].
+      scales: float32[ROWS].
+      WIDTHS: the columns of each array.
+      PIECES: of each WIDTH columns the array's number, the first column in it, the first column of the result, and how
+        many more columns the array has.
+    """
+    arrays = (a, b, c, d)
+    numbers = tl.arange(0, WIDTH)[None, :]
+    columns = tl.broadcast_to(numbers, [BLOCK, WIDTH])  # loaded in the layout of the rows
+    start = tl.program_id(0) * (STEPS * BLOCK)
+    expert = 0
+    if GROUPED:
+        expert = tl.minimum(tl.load(experts + start // TILE_ROWS), EXPERTS - 1)
+    rows = start + tl.arange(0, BLOCK)[:, None]
+    sources, there = _sources(rows, tokens, ROWS, SOURCES, GATHERED)
+    following = _read(arrays, sources, there, WIDTHS, PIECES, WIDTH)
+    for step in range(STEPS):
+        pieces = following
+        if STEPS > 1:
+            sources, there = _sources(rows + BLOCK, tokens, ROWS, SOURCES, GATHERED)
+            following = _read(arrays, sources, there & (step + 1 < STEPS), WIDTHS, PIECES, WIDTH)
+        wide = ()
+        largest = tl.zeros([BLOCK, WIDTH], tl.float32)
+        for index in tl.static_range(len(PIECES)):
+            number = pieces[index].to(tl.float32)
+            if SCALED:
+                places = factors + expert * TOTAL + (PIECES[index][2] + columns)
+                mask = _mask(columns >= 0, columns, PIECES[index][3], WIDTH)
+                number *= tl.load(places, mask=mask, other=0.0, eviction_policy="evict_last")
+            wide = wide + (number,)
+            largest = _larger(largest, tl.abs(number))
+        scale = _scale_of(tl.reduce(largest, 1, _larger, keep_dims=True))
+        real = rows < ROWS
+        tl.store(scales + rows, scale, mask=real)
+        targets = codes + rows.to(tl.int64) * TOTAL + numbers
+        for index in tl.static_range(len(PIECES)):
+            mask = _mask(real, numbers, PIECES[index][3], WIDTH)
+            tl.store(targets + PIECES[index][2], (wide[index] / scale).to(codes.dtype.element_ty), mask=mask)
+        rows += BLOCK
+
+
+@triton.jit
+def _round_blocks(
+    array,
+    tokens,
+    codes,
+    scales,
+    rows,
+    block,
+    ROWS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOTAL: tl.constexpr,
+    FIRST: tl.constexpr,
+    GATHERED: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Rounds COUNT blocks of 128 columns of `array` [SOURCES, SIZE] from number `block` on. FIRST: the column of the
+    result where the array's begin."""
+    numbers = tl.arange(0, 128)[None, :]
+    sources, there = _sources(rows, tokens, ROWS, SOURCES, GATHERED)
+    source = array + sources * SIZE + numbers
+    pieces = ()
+    for index in tl.static_range(COUNT):
+        column = (block + index) * 128
+        mask = there & (column + numbers < SIZE)
+        pieces = pieces + (tl.load(source + column, mask=mask, other=0.0, eviction_policy="evict_first"),)
+    for index in tl.static_range(COUNT):
+        column = (block + index) * 128
+        number = pieces[index].to(tl.float32)
+        scale = _scale_of(tl.reduce(tl.abs(number), 1, _larger, keep_dims=True))
+        real = rows < tl.where(column < SIZE, ROWS, 0)
+        tl.store(scales + (FIRST // 128 + block + index) * ROWS + rows, scale, mask=real)
+        targets = codes + rows.to(tl.int64) * TOTAL + (FIRST + column + numbers)
+        tl.store(targets, (number / scale).to(codes.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def to_fp8_blocks_kernel(
+    a,
+    b,
+    c,
+    d,
+    tokens,
+    codes,
+    scales,
+    ROWS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    FIRSTS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Rounds BLOCK rows of COUNT times 128 columns, each 128 of a row with one scale. Grid: (the sum over the arrays of
+    width / (128 COUNT), rounded up, ROWS / BLOCK, rounded up).
+
+    Args:
+      a, b, c, d: [SOURCES, width] each; those beyond the number of WIDTHS are not read.
+      tokens: if GATHERED, int32[ROWS], the row of the arrays for each row, SOURCES for a row of zeros.
+      codes: e4m3[ROWS, TOTAL]; the columns of an array end with zeros up to a multiple of 128.
+      scales: float32[TOTAL / 128, ROWS].
+      WIDTHS: the columns of each array.
+      FIRSTS: the first column of the result of each array, a multiple of 128.
+    """
+    arrays = (a, b, c, d)
+    group = tl.program_id(0)
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    for index in tl.static_range(len(WIDTHS)):
+        if (group >= 0) & (group < tl.cdiv(WIDTHS[index], 128 * COUNT)):
+            _round_blocks(
+                arrays[index],
+                tokens,
+                codes,
+                scales,
+                rows,
+                group * COUNT,
+                ROWS,
+                SOURCES,
+                WIDTHS[index],
+                TOTAL,
+                FIRSTS[index],
+                GATHERED,
+                COUNT,
+            )
+        group -= tl.cdiv(WIDTHS[index], 128 * COUNT)
