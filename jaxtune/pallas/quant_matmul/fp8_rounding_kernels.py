@@ -9,14 +9,10 @@ LEAST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def _larger(one, other):
-    """The larger number, NaN if one of them is."""
-    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _scale_of(largest):
-    """The scale of numbers whose largest magnitude this is, as formats.fp8.scale_of has it."""
+def _scale_of(magnitudes):
+    """The scale of each row of float32[rows, columns] that are not negative, as formats.fp8.scale_of has it: [rows, 1].
+    The largest is found among their bits, as integers, of which NaN's are larger than any number's."""
+    largest = tl.max(magnitudes.to(tl.int32, bitcast=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
     scale = largest * (1.0 / LARGEST)
     return tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
 
@@ -114,8 +110,8 @@ def to_fp8_rows_kernel(
                 mask = _mask(columns >= 0, columns, PIECES[index][3], WIDTH)
                 number *= tl.load(places, mask=mask, other=0.0, eviction_policy="evict_last")
             wide = wide + (number,)
-            largest = _larger(largest, tl.abs(number))
-        scale = _scale_of(tl.reduce(largest, 1, _larger, keep_dims=True))
+            largest = tl.maximum(largest, tl.abs(number), propagate_nan=tl.PropagateNan.ALL)
+        scale = _scale_of(largest)
         real = rows < ROWS
         tl.store(scales + rows, scale, mask=real)
         targets = codes + rows.to(tl.int64) * TOTAL + numbers
@@ -154,7 +150,7 @@ def _round_blocks(
     for index in tl.static_range(COUNT):
         column = (block + index) * 128
         number = pieces[index].to(tl.float32)
-        scale = _scale_of(tl.reduce(tl.abs(number), 1, _larger, keep_dims=True))
+        scale = _scale_of(tl.abs(number))
         real = rows < tl.where(column < SIZE, ROWS, 0)
         tl.store(scales + (FIRST // 128 + block + index) * ROWS + rows, scale, mask=real)
         targets = codes + rows.to(tl.int64) * TOTAL + (FIRST + column + numbers)
