@@ -245,7 +245,8 @@ def test_the_ranks_of_weights_that_share_x_may_add_up_beyond_what_the_kernel_tak
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("widths", "scaled", "blocks"), [((1024,), False, False), ((512, 1544), True, False), ((136, 40, 1024), False, True)]
+    ("widths", "scaled", "blocks"),
+    [((1024,), False, False), ((512, 1544), True, False), ((136, 40, 1024), False, True)],
 )
 def test_rows_side_by_side_are_rounded_as_defined(widths, scaled, blocks):
     """On a GPU, where a kernel rounds, bit for bit as plain JAX, whose quotients may be another code than numpy's."""

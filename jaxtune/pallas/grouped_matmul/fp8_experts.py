@@ -10,7 +10,8 @@ only, so for a sum along A the codes are transposed first, in each product (two 
 
 fp8_rounding.py rounds the rows, which it can gather from the tokens; where it refuses, XLA does. On Hopper
 fp8_mosaic.py multiplies. On other GPUs that multiply in FP8, and where that kernel refuses, fp8_triton.py does.
-Elsewhere, and if that refuses too, rows are rounded all the same, and their decoded values are multiplied in x's dtype. The results then differ only by the rounding to that dtype, without a gain in speed.
+Elsewhere, and if that refuses too, rows are rounded all the same, and their decoded values are multiplied in x's dtype.
+The results then differ only by the rounding to that dtype, without a gain in speed.
 """
 
 from __future__ import annotations

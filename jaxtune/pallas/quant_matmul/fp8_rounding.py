@@ -102,67 +102,72 @@ def rounded(
         of zeros. None: rows are not gathered.
       blocks: True: each 128 numbers of a row have a scale; False: a row has one.
     """
-    from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
-
     widths = tuple(array.shape[1] for array in arrays)
-    rows = arrays[0].shape[0] if tokens is None else tokens.shape[0]
-    shape = tile(sum(widths), factors is not None, blocks)
-    nothing = arrays[0]  # in the place of an array that is not read
+    rows = len(arrays[0]) if tokens is None else len(tokens)
+    nothing = arrays[0]  # what a kernel gets instead of an array that it does not read
     given = [*arrays, *[nothing] * (_ARRAYS - len(arrays))]
-    common = dict(ROWS=rows, SOURCES=arrays[0].shape[0], WIDTHS=widths, GATHERED=int(tokens is not None))
-    given_tokens = nothing if tokens is None else tokens
+    constants = dict(ROWS=rows, SOURCES=len(arrays[0]), WIDTHS=widths, GATHERED=int(tokens is not None))
+    tokens = nothing if tokens is None else tokens
     if blocks:
-        filled = [-(-width // BLOCK) * BLOCK for width in widths]
-        groups = sum(-(-width // (BLOCK * shape.columns)) for width in widths)
-        codes, scales = compat.triton_call(
-            kernels.to_fp8_blocks_kernel,
-            [*given, given_tokens],
-            [
-                jax.ShapeDtypeStruct((rows, sum(filled)), jnp.float8_e4m3fn),
-                jax.ShapeDtypeStruct((sum(filled) // BLOCK, rows), jnp.float32),
-            ],
-            (groups, -(-rows // shape.rows)),
-            warps=shape.warps,
-            stages=1,
-            FIRSTS=tuple(sum(filled[:index]) for index in range(len(widths))),
-            TOTAL=sum(filled),
-            BLOCK=shape.rows,
-            COUNT=shape.columns,
-            **common,
-        )
-        return codes, scales
-    pieces = []
-    for index, width in enumerate(widths):
-        before = sum(widths[:index])
-        pieces += [(index, first, before + first, width - first) for first in range(0, width, shape.columns)]
+        return _by_blocks([*given, tokens], rows, widths, constants)
     grouped = experts is not None and factors is not None
+    constants |= dict(SCALED=int(factors is not None), GROUPED=int(grouped))
+    constants |= dict(EXPERTS=factors.shape[0] if factors is not None and grouped else 1, TILE_ROWS=_TILE_ROWS)
+    shape = tile(sum(widths), factors is not None, False)
     steps = shape.steps or -(-rows // (shape.rows * dispatch.multiprocessors()))
     if grouped:  # a program's rows have one expert
         steps = min(1 << (steps - 1).bit_length(), _TILE_ROWS // shape.rows)
+    others = [nothing if factors is None else factors, experts if grouped else nothing, tokens]
+    return _by_rows([*given, *others], rows, widths, shape._replace(steps=steps), constants)
+
+
+def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], shape: Tile, constants: dict) -> tuple:
+    """For `rounded`: calls the kernel with a scale for each row. arrays: what the kernel takes; constants: those that
+    do not follow from the other arguments."""
+    from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
+
+    pieces, total = [], 0
+    for index, width in enumerate(widths):
+        pieces += [(index, first, total + first, width - first) for first in range(0, width, shape.columns)]
+        total += width
     codes, scales = compat.triton_call(
         kernels.to_fp8_rows_kernel,
-        [
-            *given,
-            nothing if factors is None else factors,
-            experts if grouped else nothing,
-            given_tokens,
-        ],
-        [
-            jax.ShapeDtypeStruct((rows, sum(widths)), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
-        ],
-        (-(-rows // (shape.rows * steps)),),
+        arrays,
+        [jax.ShapeDtypeStruct((rows, total), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((rows,), jnp.float32)],
+        (-(-rows // (shape.rows * shape.steps)),),
         warps=shape.warps,
         stages=1,
-        EXPERTS=factors.shape[0] if factors is not None and grouped else 1,
-        TILE_ROWS=_TILE_ROWS,
-        TOTAL=sum(widths),
+        TOTAL=total,
         PIECES=tuple(pieces),
-        SCALED=int(factors is not None),
-        GROUPED=int(grouped),
         BLOCK=shape.rows,
         WIDTH=shape.columns,
-        STEPS=steps,
-        **common,
+        STEPS=shape.steps,
+        **constants,
+    )
+    return codes, scales
+
+
+def _by_blocks(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) -> tuple:
+    """For `rounded`: calls the kernel with a scale for each 128 numbers of a row. arrays: what the kernel takes;
+    constants: those that do not follow from the other arguments."""
+    from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
+
+    shape = tile(sum(widths), False, True)
+    filled = [-(-width // BLOCK) for width in widths]  # in blocks
+    codes, scales = compat.triton_call(
+        kernels.to_fp8_blocks_kernel,
+        arrays,
+        [
+            jax.ShapeDtypeStruct((rows, sum(filled) * BLOCK), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((sum(filled), rows), jnp.float32),
+        ],
+        (sum(-(-count // shape.columns) for count in filled), -(-rows // shape.rows)),
+        warps=shape.warps,
+        stages=1,
+        FIRSTS=tuple(BLOCK * sum(filled[:index]) for index in range(len(widths))),
+        TOTAL=sum(filled) * BLOCK,
+        BLOCK=shape.rows,
+        COUNT=shape.columns,
+        **constants,
     )
     return codes, scales

@@ -84,7 +84,7 @@ def test_scales_of_blocks_are_neither_copied_nor_concatenated():
     given = arrays(1024)[0], weights, tuple(arrays(2048, 1024))
     given = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), given)
     with H200.lowering():
-        text = jax.jit(step).lower(*given).compile().as_text()
+        text = str(jax.jit(step).lower(*given).compile().as_text())
     assert text.count('custom_call_target="triton_kernel_call"') == 2
     entry = text[text.index("ENTRY") :]
     made = re.findall(r"= (?:f8e4m3fn\[4096,\d+\]|f32\[\d+,4096\]|f32\[4096,\d+\])\S* ([\w-]+)\(", entry)
