@@ -104,7 +104,7 @@ def to_fp8_rows_kernel(
         wide = ()
         largest = tl.zeros([BLOCK, WIDTH], tl.float32)
         for index in tl.static_range(len(PIECES)):
-            number = pieces[index].to(tl.float32)
+            number = tl.cast(pieces[index], tl.float32)
             if SCALED:
                 places = factors + expert * TOTAL + (PIECES[index][2] + columns)
                 mask = _mask(columns >= 0, columns, PIECES[index][3], WIDTH)
@@ -149,7 +149,7 @@ def _round_blocks(
         pieces = pieces + (tl.load(source + column, mask=mask, other=0.0, eviction_policy="evict_first"),)
     for index in tl.static_range(COUNT):
         column = (block + index) * 128
-        number = pieces[index].to(tl.float32)
+        number = tl.cast(pieces[index], tl.float32)
         scale = _scale_of(tl.abs(number))
         real = rows < tl.where(column < SIZE, ROWS, 0)
         tl.store(scales + (FIRST // 128 + block + index) * ROWS + rows, scale, mask=real)
