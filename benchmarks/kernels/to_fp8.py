@@ -60,13 +60,33 @@ CALLS = {
     "blocks: experts' input": Call((2048,), False, True, True, True),
     "blocks: experts' inner rows": Call((768,), False, True, False, True),
 }
-BLOCK_TILES = ((8, 8, 4), (32, 2, 8), (16, 8, 8), (32, 4, 4))
-TILES = {  # by the longest row
-    2048: ((8, 256, 8, 4), (4, 256, 4), (2, 256, 2), (1, 1024, 4)),
-    4096: ((1, 2048, 8), (8, 256, 8), (1, 1024, 4, 8)),
-    8192: ((1, 2048, 8), (1, 2048, 8, 8), (1, 1024, 4, 8)),
-    16384: ((1, 2048, 8, 42), (1, 1024, 4), (1, 2048, 16), (1, 2048, 16, 62)),
-    28672: ((1, 2048, 16, 8), (1, 4096, 32, 0), (1, 2048, 16, 1), (1, 2048, 8, 1)),
+EF = "evict_first"
+BLOCK_TILES = (
+    (16, 128, 8, 4, EF),
+    (16, 128, 8, 8),
+    (8, 128, 4, 8),
+    (32, 128, 4, 2),
+    (64, 128, 4),
+    (64, 128, 8, 2),
+)
+TILES = {  # by the longest row, without factors and with
+    2048: (
+        ((4, 256, 4), (4, 256, 4, 1, "", 1), (4, 256, 4, 1, EF, 1), (8, 256, 8, 1, "", 1), (1, 1024, 4), (2, 256, 2, 1, "", 1)),
+        ((8, 256, 8, 4), (8, 256, 8, 4, EF), (8, 256, 8, 8), (4, 256, 4, 8), (2, 256, 2, 8), (1, 1024, 4, 8), (4, 256, 4)),
+    ),
+    4096: (
+        ((1, 1024, 4), (1, 1024, 4, 1, EF), (1, 1024, 4, 1, "", 1), (2, 1024, 8, 1, "", 1), (4, 256, 4, 1, "", 1), (1, 2048, 8, 1, "", 1)),
+        (),
+    ),
+    8192: ((), ((1, 1024, 4), (1, 1024, 4, 1, EF), (1, 1024, 4, 4), (1, 2048, 8, 4), (2, 1024, 8))),
+    16384: (
+        ((1, 2048, 8), (1, 2048, 8, 1, EF), (1, 2048, 8, 1, "", 1), (1, 1024, 4, 1, "", 1), (1, 2048, 16, 1, "", 1), (1, 4096, 16, 1, "", 1)),
+        (),
+    ),
+    28672: (
+        (),
+        ((1, 2048, 16, 8), (1, 2048, 16, 8, EF), (1, 2048, 16, 4), (1, 2048, 16, 16), (1, 2048, 16, 31), (1, 4096, 32, 8), (1, 4096, 32, 4), (1, 4096, 32, 16, EF)),
+    ),
 }
 BYTES = 1.5e9  # that a program moves, at least
 
@@ -116,7 +136,9 @@ def measure(call: Call, copy: float, tiles: list[Tile]) -> dict:
     if not call.blocks and importlib.util.find_spec(OLD) is not None:
         made["Mosaic"] = program(functools.partial(by_kernel, importlib.import_module(OLD)))
     own = fp8_rounding.tile(total, call.scaled, call.blocks)
-    others = BLOCK_TILES if call.blocks else next(found for most, found in TILES.items() if total <= most)
+    others = BLOCK_TILES
+    if not call.blocks:
+        others = next(found for most, found in TILES.items() if total <= most)[call.scaled]
     for tile in tiles or [own, *(Tile(*each) for each in others)]:
         with mock.patch.object(fp8_rounding, "tile", lambda *of, tile=tile: tile):
             made[str(tuple(tile))] = program(functools.partial(by_kernel, fp8_rounding))
@@ -131,7 +153,7 @@ def measure(call: Call, copy: float, tiles: list[Tile]) -> dict:
 
 
 def tile(text: str) -> Tile:
-    return Tile(*map(int, text.split(",")))
+    return Tile(*(int(part) if part.isdigit() else part for part in text.split(",")))
 
 
 def main() -> int:

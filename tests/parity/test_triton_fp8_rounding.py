@@ -55,7 +55,7 @@ def test_rows(widths, scaled, dtype, shape, monkeypatch):
     same((codes, scales[:, None]), fp8_product.rounded(wide if factors is None else wide * factors), but=3)
 
 
-@pytest.mark.parametrize("shape", [None, Tile(4, 1, 4), Tile(8, 3, 4)])
+@pytest.mark.parametrize("shape", [None, Tile(4, 128, 4), Tile(8, 128, 4, 3)])
 @pytest.mark.parametrize("widths", [(512,), (264, 40, 128, 8)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_blocks(widths, dtype, shape, monkeypatch):

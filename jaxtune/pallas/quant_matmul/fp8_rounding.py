@@ -32,16 +32,18 @@ class Tile(NamedTuple):
     """How a kernel divides its work."""
 
     rows: int  # that a program reads at once
-    columns: int  # that it reads at once; if numbers have a scale by blocks, how many blocks of 128 a program has
+    columns: int  # that it reads at once
     warps: int  # of a program
     steps: int = 1  # how many times `rows` a program rounds, one after another; 0: as many as leave one program each
+    hint: str = ""
+    again: int = 0
 
 
 def tile(total: int, scaled: bool, blocks: bool) -> Tile:
     """The Tile for rows of `total` numbers. scaled: whether they are multiplied by factors; blocks: whether each 128
     numbers have a scale."""
     if blocks:
-        return Tile(16, 4, 8)
+        return Tile(16, 128, 8, 4)
     if total <= 2048:
         return Tile(8, 256, 8)
     if total <= 8192:
@@ -142,6 +144,8 @@ def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], shape: Tile, cons
         BLOCK=shape.rows,
         WIDTH=shape.columns,
         STEPS=shape.steps,
+        HINT=shape.hint,
+        AGAIN=shape.again,
         **constants,
     )
     return codes, scales
@@ -161,13 +165,14 @@ def _by_blocks(arrays: list, rows: int, widths: tuple[int, ...], constants: dict
             jax.ShapeDtypeStruct((rows, sum(filled) * BLOCK), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((sum(filled), rows), jnp.float32),
         ],
-        (sum(-(-count // shape.columns) for count in filled), -(-rows // shape.rows)),
+        (sum(-(-rows * count // (shape.rows * shape.steps)) for count in filled),),
         warps=shape.warps,
         stages=1,
-        FIRSTS=tuple(BLOCK * sum(filled[:index]) for index in range(len(widths))),
+        PLACES=tuple(BLOCK * sum(filled[:index]) for index in range(len(widths))),
         TOTAL=sum(filled) * BLOCK,
         BLOCK=shape.rows,
-        COUNT=shape.columns,
+        STEPS=shape.steps,
+        HINT=shape.hint,
         **constants,
     )
     return codes, scales

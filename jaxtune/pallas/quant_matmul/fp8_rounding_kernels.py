@@ -8,6 +8,10 @@ LARGEST: tl.constexpr = tl.constexpr(448.0)  # the largest number of e4m3
 LEAST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
 
 
+# Whether kernels run in Triton's interpreter, which runs no assembly.
+_INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
 @triton.jit
 def _scale_of(magnitudes):
     """The scale of each row of float32[rows, columns] that are not negative, as formats.fp8.scale_of has it: [rows, 1].
@@ -27,6 +31,22 @@ def _sources(rows, tokens, ROWS: tl.constexpr, SOURCES: tl.constexpr, GATHERED: 
 
 
 @triton.jit
+def _code(number, scale, codes):
+    """float32 numbers over their scales as codes, whose dtype is that of `codes`. A GPU multiplies by the reciprocal of
+    a normal number where it divides by it, and a scale is normal or not finite; said so here, it takes one instruction
+    and not three. The bits are the same."""
+    quotient = number / scale if _INTERPRETED else number * (1.0 / scale)
+    return quotient.to(codes.dtype.element_ty)
+
+
+@triton.jit
+def _again(numbers):
+    """The same numbers, of 16 bits, which the compiler takes for others. What is computed from them is then computed
+    again, and the numbers, not that, are in registers in the meantime."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=numbers.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
 def _mask(there, numbers, ROOM: tl.constexpr, WIDTH: tl.constexpr):
     """Which numbers of a piece of WIDTH columns there are, if the array has ROOM more columns."""
     if ROOM < WIDTH:
@@ -35,14 +55,14 @@ def _mask(there, numbers, ROOM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _read(arrays, sources, there, WIDTHS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+def _read(arrays, sources, there, WIDTHS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, HINT: tl.constexpr):
     """The pieces of rows of the arrays, as they are."""
     numbers = tl.arange(0, WIDTH)[None, :]
     pieces = ()
     for index in tl.static_range(len(PIECES)):
         places = arrays[PIECES[index][0]] + sources * WIDTHS[PIECES[index][0]] + (PIECES[index][1] + numbers)
         mask = _mask(there, numbers, PIECES[index][3], WIDTH)
-        pieces = pieces + (tl.load(places, mask=mask, other=0.0, eviction_policy="evict_first"),)
+        pieces = pieces + (tl.load(places, mask=mask, other=0.0, eviction_policy=HINT),)
     return pieces
 
 
@@ -70,6 +90,8 @@ def to_fp8_rows_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
+    HINT: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """Rounds STEPS tiles of BLOCK rows, each row with one scale, and reads a tile while it rounds the one before. Grid:
     (ROWS / (STEPS BLOCK), rounded up,).
@@ -95,12 +117,12 @@ def to_fp8_rows_kernel(
         expert = tl.minimum(tl.load(experts + start // TILE_ROWS), EXPERTS - 1)
     rows = start + tl.arange(0, BLOCK)[:, None]
     sources, there = _sources(rows, tokens, ROWS, SOURCES, GATHERED)
-    following = _read(arrays, sources, there, WIDTHS, PIECES, WIDTH)
+    following = _read(arrays, sources, there, WIDTHS, PIECES, WIDTH, HINT)
     for step in range(STEPS):
         pieces = following
         if STEPS > 1:
             sources, there = _sources(rows + BLOCK, tokens, ROWS, SOURCES, GATHERED)
-            following = _read(arrays, sources, there & (step + 1 < STEPS), WIDTHS, PIECES, WIDTH)
+            following = _read(arrays, sources, there & (step + 1 < STEPS), WIDTHS, PIECES, WIDTH, HINT)
         wide = ()
         largest = tl.zeros([BLOCK, WIDTH], tl.float32)
         for index in tl.static_range(len(PIECES)):
@@ -117,7 +139,10 @@ def to_fp8_rows_kernel(
         targets = codes + rows.to(tl.int64) * TOTAL + numbers
         for index in tl.static_range(len(PIECES)):
             mask = _mask(real, numbers, PIECES[index][3], WIDTH)
-            tl.store(targets + PIECES[index][2], (wide[index] / scale).to(codes.dtype.element_ty), mask=mask)
+            number = wide[index]
+            if AGAIN and not _INTERPRETED:
+                number = _again(pieces[index]).to(tl.float32)
+            tl.store(targets + PIECES[index][2], _code(number, scale, codes), mask=mask)
         rows += BLOCK
 
 
@@ -127,34 +152,37 @@ def _round_blocks(
     tokens,
     codes,
     scales,
-    rows,
-    block,
+    first,
     ROWS: tl.constexpr,
     SOURCES: tl.constexpr,
     SIZE: tl.constexpr,
     TOTAL: tl.constexpr,
-    FIRST: tl.constexpr,
+    PLACE: tl.constexpr,
     GATHERED: tl.constexpr,
-    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    HINT: tl.constexpr,
 ):
-    """Rounds COUNT blocks of 128 columns of `array` [SOURCES, SIZE] from number `block` on. FIRST: the column of the
-    result where the array's begin."""
+    """Rounds STEPS times BLOCK blocks of `array` [SOURCES, SIZE], which are counted row after row, from number `first`
+    on. PLACE: the column of the result where the array's begin."""
     numbers = tl.arange(0, 128)[None, :]
-    sources, there = _sources(rows, tokens, ROWS, SOURCES, GATHERED)
-    source = array + sources * SIZE + numbers
     pieces = ()
-    for index in tl.static_range(COUNT):
-        column = (block + index) * 128
-        mask = there & (column + numbers < SIZE)
-        pieces = pieces + (tl.load(source + column, mask=mask, other=0.0, eviction_policy="evict_first"),)
-    for index in tl.static_range(COUNT):
-        column = (block + index) * 128
-        number = tl.cast(pieces[index], tl.float32)
+    for step in tl.static_range(STEPS):
+        block = first + step * BLOCK + tl.arange(0, BLOCK)[:, None]
+        column = block % tl.cdiv(SIZE, 128) * 128
+        sources, there = _sources(block // tl.cdiv(SIZE, 128), tokens, ROWS, SOURCES, GATHERED)
+        if SIZE % 128:
+            there = there & (column + numbers < SIZE)
+        places = array + sources * SIZE + column + numbers
+        pieces = pieces + (tl.load(places, mask=there, other=0.0, eviction_policy=HINT),)
+    for step in tl.static_range(STEPS):
+        block = first + step * BLOCK + tl.arange(0, BLOCK)[:, None]
+        column, row = block % tl.cdiv(SIZE, 128) * 128, block // tl.cdiv(SIZE, 128)
+        number = tl.cast(pieces[step], tl.float32)
         scale = _scale_of(tl.abs(number))
-        real = rows < tl.where(column < SIZE, ROWS, 0)
-        tl.store(scales + (FIRST // 128 + block + index) * ROWS + rows, scale, mask=real)
-        targets = codes + rows.to(tl.int64) * TOTAL + (FIRST + column + numbers)
-        tl.store(targets, (number / scale).to(codes.dtype.element_ty), mask=real)
+        tl.store(scales + (PLACE + column) // 128 * ROWS + row, scale, mask=row < ROWS)
+        targets = codes + row.to(tl.int64) * TOTAL + (PLACE + column) + numbers
+        tl.store(targets, _code(number, scale, codes), mask=row < ROWS)
 
 
 @triton.jit
@@ -169,14 +197,16 @@ def to_fp8_blocks_kernel(
     ROWS: tl.constexpr,
     SOURCES: tl.constexpr,
     WIDTHS: tl.constexpr,
-    FIRSTS: tl.constexpr,
+    PLACES: tl.constexpr,
     TOTAL: tl.constexpr,
     GATHERED: tl.constexpr,
     BLOCK: tl.constexpr,
-    COUNT: tl.constexpr,
+    STEPS: tl.constexpr,
+    HINT: tl.constexpr,
 ):
-    """Rounds BLOCK rows of COUNT times 128 columns, each 128 of a row with one scale. Grid: (the sum over the arrays of
-    width / (128 COUNT), rounded up, ROWS / BLOCK, rounded up).
+    """Rounds blocks of 128 numbers of a row, each with one scale: a program those of STEPS tiles of BLOCK blocks that
+    follow each other in an array, row after row. Grid: (the sum over the arrays of ROWS ceil(width / 128) / (STEPS
+    BLOCK), rounded up,).
 
     Args:
       a, b, c, d: [SOURCES, width] each; those beyond the number of WIDTHS are not read.
@@ -184,26 +214,26 @@ def to_fp8_blocks_kernel(
       codes: e4m3[ROWS, TOTAL]; the columns of an array end with zeros up to a multiple of 128.
       scales: float32[TOTAL / 128, ROWS].
       WIDTHS: the columns of each array.
-      FIRSTS: the first column of the result of each array, a multiple of 128.
+      PLACES: the first column of the result of each array, a multiple of 128.
     """
     arrays = (a, b, c, d)
-    group = tl.program_id(0)
-    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    program = tl.program_id(0)
     for index in tl.static_range(len(WIDTHS)):
-        if (group >= 0) & (group < tl.cdiv(WIDTHS[index], 128 * COUNT)):
+        if (program >= 0) & (program < tl.cdiv(ROWS * tl.cdiv(WIDTHS[index], 128), STEPS * BLOCK)):
             _round_blocks(
                 arrays[index],
                 tokens,
                 codes,
                 scales,
-                rows,
-                group * COUNT,
+                program * (STEPS * BLOCK),
                 ROWS,
                 SOURCES,
                 WIDTHS[index],
                 TOTAL,
-                FIRSTS[index],
+                PLACES[index],
                 GATHERED,
-                COUNT,
+                BLOCK,
+                STEPS,
+                HINT,
             )
-        group -= tl.cdiv(WIDTHS[index], 128 * COUNT)
+        program -= tl.cdiv(ROWS * tl.cdiv(WIDTHS[index], 128), STEPS * BLOCK)
