@@ -50,7 +50,7 @@ def triton_call(
     stages: int,
     contract: bool = True,
     aliases: Mapping[int, int] | None = None,
-    **constants: int | float,
+    **constants: int | float | tuple,
 ) -> list[jax.Array]:
     """Calls a Triton kernel, a function under triton.jit that takes pointers to `arguments` and to the outputs, and
     `constants`, through jax-triton, whatever its version. Within a shard_map each device calls it on its local arrays;

@@ -9,10 +9,10 @@ rounded. Scales of 128 x 128 numbers are inside both sums. Tensor cores accept e
 only, so for a sum along A the codes are transposed first, in each product (two bytes per weight), unless the weight has
 them transposed beside it (FP8.transposed).
 
-On Hopper fp8_mosaic.py multiplies. fp8_rounding.py rounds the rows before, which it can gather from the tokens; with
-scales of 128 x 128 numbers XLA does. On other GPUs that multiply in FP8, and where these kernels refuse, XLA rounds and
-fp8_triton.py multiplies. Elsewhere, and if that refuses too, rows are rounded all the same, and their decoded values
-are multiplied in x's dtype. The results then differ only by the rounding to that dtype, without a gain in speed.
+fp8_rounding.py rounds the rows, which it can gather from the tokens; where it refuses, XLA does. On Hopper
+fp8_mosaic.py multiplies. On other GPUs that multiply in FP8, and where that kernel refuses, fp8_triton.py does.
+Elsewhere, and if that refuses too, rows are rounded all the same, and their decoded values are multiplied in x's dtype.
+The results then differ only by the rounding to that dtype, without a gain in speed.
 """
 
 from __future__ import annotations
@@ -62,14 +62,13 @@ def product(
     blocks, sizes = fp8_product.in_blocks(weight), (weight.shape[contract], weight.shape[3 - contract])
     rank = 0 if extra is None else extra[1].shape[contract]
 
-    def mosaic():
-        reason = None if blocks else fp8_rounding.refusal([sizes[0]], x.dtype)
-        return reason or fp8_mosaic.refusal(groups.rows, *sizes, rank, x.dtype, blocks)
-
     def refusal(name: str):
         if groups.tile_rows != TILE_ROWS:
             return f"tiles of {groups.tile_rows} rows, not {TILE_ROWS}"
-        reason = mosaic() if name == "mosaic" else fp8_triton.refusal(*sizes, rank, x.dtype, blocks)
+        if name == "mosaic":
+            reason = fp8_mosaic.refusal(groups.rows, *sizes, rank, x.dtype, blocks)
+        else:
+            reason = fp8_triton.refusal(*sizes, rank, x.dtype, blocks)
         return reason or _first_use(name, blocks, x.dtype, rank, sizes[0] % fp8_product.BLOCK == 0)
 
     table = {name: functools.partial(refusal, name) for name in ("mosaic", "triton")} | {"reference": lambda: None}
@@ -98,7 +97,7 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
     """Rounds rows of x to FP8 in plain JAX. Returns (codes e4m3[rows, K], float32 scales by which the codes are
     multiplied again, [rows, 1], or [rows, ceil(K / 128)] with `blocks`). `_by_reference` calls it, and so does
-    `_by_kernel` for the kernel "triton", on any GPU, and with `blocks`; else the kernel of fp8_rounding.py rounds.
+    `_by_kernel` where the kernels of fp8_rounding.py refuse.
 
     Args:
       x: the sorted rows [rows, K], or [T, K] with `tokens`.
@@ -169,11 +168,11 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
     """
     blocks, (factors, scales) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
-        if blocks or name != "mosaic":
-            codes, scale = _rounded(x, factors, groups, tokens, blocks)
+        if fp8_product.by_rounding_kernel([x.shape[1]], x.dtype, blocks):
+            codes, scale = fp8_rounding.rounded([x], factors, groups.tile_expert, tokens, blocks)
+            codes, scale = codes[:, : x.shape[1]], scale.T if blocks else scale[:, None]
         else:
-            codes, scale = fp8_rounding.rounded([x], factors, groups.tile_expert, tokens)
-            scale = scale[:, None]
+            codes, scale = _rounded(x, factors, groups, tokens, blocks)
     side = weight.codes
     u, add = (None, None) if extra is None else extra
     if contract == 1:

@@ -11,9 +11,9 @@ e4m3 with the summed axis contiguous only. The transposed copy is made in each s
 an 8B step on an H200), unless the weights have their codes transposed beside them (FP8.transposed, another 7 GB). The
 kernel for Hopper then reads those of all weights where they are; elsewhere they are joined.
 
-On Hopper fp8_rounding.py rounds rows that have one scale, and fp8_mosaic.py multiplies. On other GPUs that multiply in
-FP8 (compute capability 8.9 and later), XLA uses the vendor's product for scales by rows, and fp8_triton.py multiplies
-blocks. Where a kernel refuses a call, and on a CPU, XLA computes the same: for blocks by a loop over products.
+fp8_rounding.py rounds on GPUs that multiply in FP8 (compute capability 8.9 and later). On Hopper fp8_mosaic.py
+multiplies. On the others XLA uses the vendor's product for scales by rows, and fp8_triton.py multiplies blocks. Where a
+kernel refuses a call, and on a CPU, XLA computes the same: for blocks by a loop over products.
 
 `operand`, `forward` and `backward` are the functions that as_stored.py describes, and `in_blocks` is its `kind`.
 `forward` and `backward` call `multiply`, which chooses the implementation; `by_kernel` calls a kernel, for
@@ -33,9 +33,9 @@ from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE, scale_of
 from jaxtune.pallas.gated import reference, thin, thin_triton
 from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_rounding, fp8_triton
+from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
 
 _KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
-BLOCK = 128  # numbers along the summed axis that share a scale, if rows do not
 _NO_SCALE = 1e-30  # replaces a weight's scale of zero, by which an adapter's operand is divided
 
 # A product u side^T that is added to another: (u [n, r], side [columns, r]).
@@ -57,7 +57,7 @@ def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array
     """Rounds rows [n, k] to e4m3: (codes e4m3[n, k], scales float32), where code times scale is the rounded number. If
     `blocks` is False, each row has a scale, [n, 1], its largest magnitude over 448; if True, each 128 numbers of a row
     have one, [n, ceil(k / 128)]. A row or run of zeros has scale 1. Where numbers are not finite, the scale is not
-    finite either. It is plain JAX, which the kernel of fp8_rounding.py replaces for scales of rows."""
+    finite either. It is plain JAX, which the kernels of fp8_rounding.py replace where they can."""
     wide = rows.astype(jnp.float32)
     if blocks:
         count, width = rows.shape
@@ -71,42 +71,62 @@ def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array
 
 
 def side_by_side(
-    arrays: Sequence[jax.Array], factors: jax.Array | None, implementation: str | None = None
+    arrays: Sequence[jax.Array], factors: jax.Array | None, blocks: bool = False, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Puts the rows of several arrays [n, k_i] side by side, multiplies them by `factors`, and rounds them to e4m3 with
-    one scale for each row: (codes e4m3[n, sum of k_i], scales float32[n, 1]). The backward needs it for the gradients
-    of all weights that share x, which are then multiplied by the weights in one product. `operand` calls it for x
-    alone.
+    """Puts the rows of several arrays [n, k_i] side by side, multiplies them by `factors`, and rounds them to e4m3:
+    (codes e4m3[n, K], scales float32[n, 1], or with `blocks` [n, K / 128]). K is the sum of k_i; with `blocks` zeros
+    fill each array's part up to a multiple of 128, so that each block of 128 numbers belongs to only one array. The
+    backward needs it for the gradients of all weights that share x, which are then multiplied by the weights in one
+    product. `operand` calls it for x alone.
 
     Args:
       arrays: [n, k_i] each, of one dtype.
-      factors: float32[sum of k_i], the factor of each column (scales of the weights); None: no factors.
-      implementation: "reference" for XLA; any other value, also None, for the Mosaic kernel if it can, else XLA.
+      factors: float32[sum of k_i], the factor of each column (scales of the weights); None, as with `blocks`: no
+        factors.
+      blocks: True: each 128 numbers of a row have a scale; False: a row has one.
+      implementation: "reference" for XLA; any other value, also None, for the Triton kernel if it can, else XLA.
+    """
+    with jax.named_scope("to_fp8"):
+        if not by_rounding_kernel([array.shape[1] for array in arrays], arrays[0].dtype, blocks, implementation):
+            if blocks:
+                arrays = [_whole_blocks(array, 1) for array in arrays]
+            wide = jnp.concatenate([array.astype(jnp.float32) for array in arrays], axis=1)
+            return rounded(wide if factors is None else wide * factors, blocks)
+        return meshes.on_each_device(_rounded_by_kernel, rows=1)(tuple(arrays), factors, blocks)
+
+
+def by_rounding_kernel(widths: Sequence[int], dtype, blocks: bool, implementation: str | None = None) -> bool:
+    """Whether the kernels of fp8_rounding.py round a call, and not XLA. `side_by_side` asks it, and grouped_matmul's
+    fp8_experts.py.
+
+    Args:
+      widths: the columns of each of the arrays whose rows are side by side.
+      dtype: of the arrays.
+      blocks: True: each 128 numbers of a row have a scale; False: a row has one.
+      implementation: "reference" for XLA; any other value, also None, for a kernel if it can.
     """
 
     def refusal():
-        return fp8_rounding.refusal([a.shape[1] for a in arrays], arrays[0].dtype) or _first_rounding(arrays[0].dtype)
+        return fp8_rounding.refusal(widths, dtype, blocks) or _first_rounding(dtype, blocks)
 
-    table = {"mosaic": refusal, "reference": lambda: None}
     wanted = implementation if implementation == "reference" else None
-    with jax.named_scope("to_fp8"):
-        if dispatch.choose("to_fp8", table, wanted) == "reference":
-            wide = jnp.concatenate([array.astype(jnp.float32) for array in arrays], axis=1)
-            return rounded(wide if factors is None else wide * factors)
-        codes, scale = meshes.on_each_device(fp8_rounding.rounded, rows=1)(tuple(arrays), factors)
-        return codes, scale[:, None]
+    return dispatch.choose("to_fp8", {"triton": refusal, "reference": lambda: None}, wanted) == "triton"
+
+
+def _rounded_by_kernel(arrays, factors, blocks: bool) -> tuple[jax.Array, jax.Array]:
+    """What `side_by_side` returns, by the kernel; it calls it on each device."""
+    codes, scales = fp8_rounding.rounded(arrays, factors, blocks=blocks)
+    return codes, scales.T if blocks else scales[:, None]
 
 
 def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Rounds x [n, k] to e4m3 for the forward: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k /
     128)]). quant_matmul calls it once for all weights of a call whose scales are of the same kind, and `forward` takes
     the result; api.in_e4m3 calls it too. blocks: True if these weights have scales of 128 x 128 numbers, False if not
-    (`in_blocks`). implementation: "reference" for XLA; any other value, also None, for the Mosaic kernel if it can,
-    else XLA. With `blocks` XLA always rounds."""
-    if not blocks:
-        return side_by_side([x], None, implementation)
-    with jax.named_scope("to_fp8"):
-        return rounded(x, blocks)
+    (`in_blocks`). implementation: "reference" for XLA; any other value, also None, for the Triton kernel if it can,
+    else XLA."""
+    codes, scales = side_by_side([x], None, blocks, implementation)
+    return codes[:, : x.shape[1]], scales
 
 
 def gated_operand(
@@ -180,14 +200,11 @@ def backward(
     """
     blocks = in_blocks(weights[0])
     if blocks:  # each weight's blocks start at its own first row
-        with jax.named_scope("to_fp8"):
-            parts = [rounded(_whole_blocks(dout, 1), blocks) for dout in douts]
-            coded = jnp.concatenate([c for c, _ in parts], axis=1), jnp.concatenate([s for _, s in parts], axis=1)
+        coded = side_by_side(douts, None, blocks, implementation)
         scales = jnp.concatenate([weight.scales for weight in weights]).astype(jnp.float32).T
     else:
         each = [jnp.broadcast_to(w.scales.astype(jnp.float32).reshape(-1), w.shape[:1]) for w in weights]
-        coded = side_by_side(douts, jnp.concatenate(each), implementation)
-        scales = None
+        coded, scales = side_by_side(douts, jnp.concatenate(each), blocks, implementation), None
     return multiply(coded, _sides(weights, blocks), scales, more, dtype, blocks, implementation)
 
 
@@ -432,25 +449,33 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
     return dispatch.first_use("fp8_matmul", name, call, compare)
 
 
-def _first_rounding(dtype) -> str | None:
-    """Compares the kernel of fp8_rounding.py with `rounded` for arrays of `dtype`, at the first use for each dtype.
-    Returns the reason, in words, why this GPU must not run the kernel, or None if the two agree. Without a GPU nothing
-    is compared, and the result is None. `side_by_side` calls it. A warpgroup reads a row in runs of 1,024 or 512
-    numbers; in one of the two small cases they divide the row, and in the other the last run overlaps the one before.
-    dtype: bfloat16 or float16, the dtypes that the kernel supports."""
+def _first_rounding(dtype, blocks: bool) -> str | None:
+    """Compares the kernel of fp8_rounding.py with `rounded` for arrays of `dtype`, at the first use for each dtype and
+    kind of scales. Returns the reason, in words, why this GPU must not run the kernel, or None if the two agree.
+    Without a GPU nothing is compared, and the result is None. `by_rounding_kernel` asks it. There is a case for each
+    way in which the kernel divides its work.
+
+    Args:
+      dtype: bfloat16 or float16, the dtypes that the kernels support.
+      blocks: True: each 128 numbers of a row have a scale; False: a row has one.
+    """
 
     def compare():
         got, wanted = [], []
-        for width in (3072, 2880):
-            x = jax.random.normal(jax.random.key(0), (5, width), dtype)
-            factors = jax.random.uniform(jax.random.key(1), (width,), jnp.float32, 0.5, 2.0)
-            codes, scale = jax.jit(fp8_rounding.rounded)((x[:, :1024], x[:, 1024:]), factors)
-            got.append(codes.astype(jnp.float32) * scale[:, None])
-            want, of_rows = rounded(x.astype(jnp.float32) * factors)
-            wanted.append(want.astype(jnp.float32) * of_rows)
+        for total, parts in ((1544, 1), (6144, 3)) if blocks else ((1544, 1), (6144, 3), (11264, 1), (20480, 2)):
+            x = jax.random.normal(jax.random.key(0), (333, total), dtype)
+            factors = None if blocks else jax.random.uniform(jax.random.key(1), (total,), jnp.float32, 0.5, 2.0)
+            arrays = tuple(jnp.split(x, parts, axis=1))
+            codes, scales = jax.jit(_rounded_by_kernel, static_argnums=2)(arrays, factors, blocks)
+            want, of_rows = rounded(x if factors is None else x.astype(jnp.float32) * factors, blocks)
+            for result, (all_codes, all_scales) in ((got, (codes, scales)), (wanted, (want, of_rows))):
+                if blocks:
+                    all_scales = jnp.repeat(all_scales, BLOCK, axis=1)[:, :total]
+                result.append(all_codes[:, :total].astype(jnp.float32) * all_scales)
         return got, wanted
 
-    return dispatch.first_use("to_fp8", "mosaic", str(jnp.dtype(dtype)), compare)
+    kind = f"{jnp.dtype(dtype)}, {'blocks' if blocks else 'rows'}"
+    return dispatch.first_use("to_fp8", "triton", kind, compare)
 
 
 def _first_gated(dtype, width: int, activation: str) -> str | None:

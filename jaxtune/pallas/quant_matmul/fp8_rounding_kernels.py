@@ -1,0 +1,239 @@
+"""The bodies of the Triton kernels of fp8_rounding.py, which round rows to e4m3: each number is read once. A row of the
+result consists of rows of up to four arrays side by side."""
+
+import triton
+import triton.language as tl
+
+LARGEST: tl.constexpr = tl.constexpr(448.0)  # the largest number of e4m3
+LEAST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
+
+
+# Whether kernels run in Triton's interpreter, which runs no assembly.
+_INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _scale_of(magnitudes):
+    """The scale of each row of float32[rows, columns] that are not negative, as formats.fp8.scale_of has it: [rows, 1].
+    The largest is found among their bits, as integers, of which NaN's are larger than any number's."""
+    largest = tl.max(magnitudes.to(tl.int32, bitcast=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
+    scale = largest * (1.0 / LARGEST)
+    return tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
+
+
+@triton.jit
+def _sources(rows, tokens, ROWS: tl.constexpr, SOURCES: tl.constexpr, GATHERED: tl.constexpr):
+    """(the rows of the arrays that these rows of the result are, whether they are there: others are zeros)."""
+    if GATHERED:
+        rows = tl.load(tokens + rows, mask=rows < ROWS, other=SOURCES)
+        return rows.to(tl.int64), rows < SOURCES
+    return rows.to(tl.int64), rows < ROWS
+
+
+@triton.jit
+def _code(number, scale, codes):
+    """float32 numbers over their scales as codes, whose dtype is that of `codes`. A GPU multiplies by the reciprocal of
+    a normal number where it divides by it, and a scale is normal or not finite; said so here, it takes one instruction
+    and not three. The bits are the same."""
+    quotient = number / scale if _INTERPRETED else number * (1.0 / scale)
+    return quotient.to(codes.dtype.element_ty)
+
+
+@triton.jit
+def _again(numbers):
+    """The same numbers, of 16 bits, which the compiler takes for others. What is computed from them is then computed
+    again, and the numbers, not that, are in registers in the meantime."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=numbers.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def _mask(there, numbers, ROOM: tl.constexpr, WIDTH: tl.constexpr):
+    """Which numbers of a piece of WIDTH columns there are, if the array has ROOM more columns."""
+    if ROOM < WIDTH:
+        there = there & (numbers < ROOM)
+    return there
+
+
+@triton.jit
+def _read(arrays, sources, there, WIDTHS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, HINT: tl.constexpr):
+    """The pieces of rows of the arrays, as they are."""
+    numbers = tl.arange(0, WIDTH)[None, :]
+    pieces = ()
+    for index in tl.static_range(len(PIECES)):
+        places = arrays[PIECES[index][0]] + sources * WIDTHS[PIECES[index][0]] + (PIECES[index][1] + numbers)
+        mask = _mask(there, numbers, PIECES[index][3], WIDTH)
+        pieces = pieces + (tl.load(places, mask=mask, other=0.0, eviction_policy=HINT),)
+    return pieces
+
+
+@triton.jit
+def to_fp8_rows_kernel(
+    a,
+    b,
+    c,
+    d,
+    factors,
+    experts,
+    tokens,
+    codes,
+    scales,
+    ROWS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    PIECES: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
+    HINT: tl.constexpr,
+    AGAIN: tl.constexpr,
+):
+    """Rounds STEPS tiles of BLOCK rows, each row with one scale, and reads a tile while it rounds the one before. Grid:
+    (ROWS / (STEPS BLOCK), rounded up,).
+
+    Args:
+      a, b, c, d: [SOURCES, width] each; those beyond the number of WIDTHS are not read.
+      factors: if SCALED, float32[EXPERTS, TOTAL], by which numbers are multiplied first.
+      experts: if GROUPED, int32[ROWS / TILE_ROWS], the expert of each TILE_ROWS rows, whose factors they get; a program
+        has rows of one expert.
+      tokens: if GATHERED, int32[ROWS], the row of the arrays for each row, SOURCES for a row of zeros.
+      codes: e4m3[ROWS, TOTAL].
+      scales: float32[ROWS].
+      WIDTHS: the columns of each array.
+      PIECES: of each WIDTH columns the array's number, the first column in it, the first column of the result, and how
+        many more columns the array has.
+    """
+    arrays = (a, b, c, d)
+    numbers = tl.arange(0, WIDTH)[None, :]
+    columns = tl.broadcast_to(numbers, [BLOCK, WIDTH])  # loaded in the layout of the rows
+    start = tl.program_id(0) * (STEPS * BLOCK)
+    expert = 0
+    if GROUPED:
+        expert = tl.minimum(tl.load(experts + start // TILE_ROWS), EXPERTS - 1)
+    rows = start + tl.arange(0, BLOCK)[:, None]
+    sources, there = _sources(rows, tokens, ROWS, SOURCES, GATHERED)
+    following = _read(arrays, sources, there, WIDTHS, PIECES, WIDTH, HINT)
+    for step in range(STEPS):
+        pieces = following
+        if STEPS > 1:
+            sources, there = _sources(rows + BLOCK, tokens, ROWS, SOURCES, GATHERED)
+            following = _read(arrays, sources, there & (step + 1 < STEPS), WIDTHS, PIECES, WIDTH, HINT)
+        wide = ()
+        largest = tl.zeros([BLOCK, WIDTH], tl.float32)
+        for index in tl.static_range(len(PIECES)):
+            number = tl.cast(pieces[index], tl.float32)
+            if SCALED:
+                places = factors + expert * TOTAL + (PIECES[index][2] + columns)
+                mask = _mask(columns >= 0, columns, PIECES[index][3], WIDTH)
+                number *= tl.load(places, mask=mask, other=0.0, eviction_policy="evict_last")
+            wide = wide + (number,)
+            largest = tl.maximum(largest, tl.abs(number), propagate_nan=tl.PropagateNan.ALL)
+        scale = _scale_of(largest)
+        real = rows < ROWS
+        tl.store(scales + rows, scale, mask=real)
+        targets = codes + rows.to(tl.int64) * TOTAL + numbers
+        for index in tl.static_range(len(PIECES)):
+            mask = _mask(real, numbers, PIECES[index][3], WIDTH)
+            number = wide[index]
+            if AGAIN and not _INTERPRETED:
+                number = _again(pieces[index]).to(tl.float32)
+            tl.store(targets + PIECES[index][2], _code(number, scale, codes), mask=mask)
+        rows += BLOCK
+
+
+@triton.jit
+def _round_blocks(
+    array,
+    tokens,
+    codes,
+    scales,
+    first,
+    ROWS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOTAL: tl.constexpr,
+    PLACE: tl.constexpr,
+    GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    HINT: tl.constexpr,
+):
+    """Rounds STEPS times BLOCK blocks of `array` [SOURCES, SIZE], which are counted row after row, from number `first`
+    on. PLACE: the column of the result where the array's begin."""
+    numbers = tl.arange(0, 128)[None, :]
+    pieces = ()
+    for step in tl.static_range(STEPS):
+        block = first + step * BLOCK + tl.arange(0, BLOCK)[:, None]
+        column = block % tl.cdiv(SIZE, 128) * 128
+        sources, there = _sources(block // tl.cdiv(SIZE, 128), tokens, ROWS, SOURCES, GATHERED)
+        if SIZE % 128:
+            there = there & (column + numbers < SIZE)
+        places = array + sources * SIZE + column + numbers
+        pieces = pieces + (tl.load(places, mask=there, other=0.0, eviction_policy=HINT),)
+    for step in tl.static_range(STEPS):
+        block = first + step * BLOCK + tl.arange(0, BLOCK)[:, None]
+        column, row = block % tl.cdiv(SIZE, 128) * 128, block // tl.cdiv(SIZE, 128)
+        number = tl.cast(pieces[step], tl.float32)
+        scale = _scale_of(tl.abs(number))
+        tl.store(scales + (PLACE + column) // 128 * ROWS + row, scale, mask=row < ROWS)
+        targets = codes + row.to(tl.int64) * TOTAL + (PLACE + column) + numbers
+        tl.store(targets, _code(number, scale, codes), mask=row < ROWS)
+
+
+@triton.jit
+def to_fp8_blocks_kernel(
+    a,
+    b,
+    c,
+    d,
+    tokens,
+    codes,
+    scales,
+    ROWS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    PLACES: tl.constexpr,
+    TOTAL: tl.constexpr,
+    GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    HINT: tl.constexpr,
+):
+    """Rounds blocks of 128 numbers of a row, each with one scale: a program those of STEPS tiles of BLOCK blocks that
+    follow each other in an array, row after row. Grid: (the sum over the arrays of ROWS ceil(width / 128) / (STEPS
+    BLOCK), rounded up,).
+
+    Args:
+      a, b, c, d: [SOURCES, width] each; those beyond the number of WIDTHS are not read.
+      tokens: if GATHERED, int32[ROWS], the row of the arrays for each row, SOURCES for a row of zeros.
+      codes: e4m3[ROWS, TOTAL]; the columns of an array end with zeros up to a multiple of 128.
+      scales: float32[TOTAL / 128, ROWS].
+      WIDTHS: the columns of each array.
+      PLACES: the first column of the result of each array, a multiple of 128.
+    """
+    arrays = (a, b, c, d)
+    program = tl.program_id(0)
+    for index in tl.static_range(len(WIDTHS)):
+        if (program >= 0) & (program < tl.cdiv(ROWS * tl.cdiv(WIDTHS[index], 128), STEPS * BLOCK)):
+            _round_blocks(
+                arrays[index],
+                tokens,
+                codes,
+                scales,
+                program * (STEPS * BLOCK),
+                ROWS,
+                SOURCES,
+                WIDTHS[index],
+                TOTAL,
+                PLACES[index],
+                GATHERED,
+                BLOCK,
+                STEPS,
+                HINT,
+            )
+        program -= tl.cdiv(ROWS * tl.cdiv(WIDTHS[index], 128), STEPS * BLOCK)
