@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # 1 / (1 + 2^(x * -log2 e)), without the steps that Triton's own exponential and division take for numbers near the ends
 # of float32's range.
 _SIGMOID = tl.constexpr("""{
@@ -19,7 +19,7 @@ _SIGMOID = tl.constexpr("""{
 @triton.jit
 def _sigmoid(x, FAST: tl.constexpr):
     """The sigmoid of x, float32. FAST: share_of's."""
-    if FAST == 0 or _INTERPRETED:
+    if FAST == 0 or INTERPRETED:
         return tl.sigmoid(x)
     # Instructions that are not pure are computed once.
     return tl.inline_asm_elementwise(_SIGMOID, "=r,r", [x], dtype=tl.float32, is_pure=FAST == 1, pack=1)

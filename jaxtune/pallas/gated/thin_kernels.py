@@ -4,13 +4,32 @@ multiplied by a thin array while it is in registers."""
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.gated.kernels import share_of
+from jaxtune.pallas.gated.kernels import INTERPRETED, share_of
 
 
 @triton.jit
 def _larger(one, other):
     """The larger number, NaN if one of them is."""
     return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _inverse(x):
+    """1 / x of float32 numbers of at least 2^-126, rounded to the nearest, without the branch that division has."""
+    if INTERPRETED:
+        return tl.div_rn(1.0, x)
+    near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
+    return tl.fma(tl.fma(-x, near, 1.0), near, near)
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    """float32 numbers, rounded to DTYPE, two by one instruction: what the compiler reads again it would round one by
+    one, which takes several times as long."""
+    if INTERPRETED or tl.float16 == DTYPE:
+        return x.to(DTYPE)
+    two: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return tl.inline_asm_elementwise(two, "=r,r,r", [x], tl.bfloat16, is_pure=False, pack=2)
 
 
 @triton.jit
@@ -60,7 +79,7 @@ def gated_thin_kernel(
         sides, real_sides = ranks[:, None] * SIZE + columns, (ranks < RANK)[:, None] & (columns < SIZE)
         side = tl.load(a + sides, mask=real_sides, other=0.0)
         share, _ = share_of(x, ACTIVATION, 1.0, 2)
-        product = (x * share * y).to(DTYPE)
+        product = _rounded(x * share * y, DTYPE)
         if RESULT == 1:
             tl.store(result + places, product, mask=real)
         if RESULT == 2:
@@ -70,10 +89,11 @@ def gated_thin_kernel(
             scale = tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
             tl.store(scales + (start // 128) * ROWS + rows, scale, mask=there)
             # Divided as exactly as by division: the second step adds what the first lacks.
-            inverse = tl.div_rn(1.0, scale)
+            inverse = _inverse(scale)
             quotient = number * inverse
-            quotient = tl.fma(tl.fma(-quotient, scale, number), inverse, quotient)
-            tl.store(result + places, quotient.to(result.dtype.element_ty), mask=real)
+            quotient = tl.fma(tl.fma(quotient, -scale, number), inverse, quotient)
+            # As many codes a thread as it has numbers of gate, which it would read in halves of sectors otherwise.
+            tl.store(result + tl.max_contiguous(places, [1, 8]), quotient.to(result.dtype.element_ty), mask=real)
         sums = tl.dot(product, tl.trans(side), sums)
     tl.store(inner + rows * RANK + ranks[None, :], sums.to(DTYPE), mask=there & (ranks < RANK)[None, :])
 
@@ -95,6 +115,7 @@ def gated_thin_backward_kernel(
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """Computes the gradients of gate and up in COLUMNS columns of STEPS tiles of BLOCK rows, in float32, and what these
     rows add to dinner^T gated, where gated is activation(gate) * up, rounded to gate's dtype. Grid: (blocks of columns,
@@ -109,7 +130,7 @@ def gated_thin_backward_kernel(
       dgate, dup: the gradients of gate and up, like gate.
       da: float32[ranges of rows, RANK, SIZE], what each range of rows adds to dinner^T gated.
       WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
-      ACTIVATION: of gate (share_of).
+      ACTIVATION, FAST: of the activation (share_of).
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -125,7 +146,7 @@ def gated_thin_backward_kernel(
         x = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
         y = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
         thin = tl.load(dinner + first * RANK + number * RANK + ranks, mask=there & real_ranks, other=0.0)
-        share, slope = share_of(x, ACTIVATION, 1.0, 1)
+        share, slope = share_of(x, ACTIVATION, 1.0, FAST)
         active = x * share
         sums = tl.dot(tl.trans((active * y).to(DTYPE)), thin, sums)
         tl.store(dgate + places, (dout * y * (share + x * slope)).to(DTYPE), mask=real)

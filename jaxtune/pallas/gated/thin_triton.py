@@ -29,6 +29,7 @@ class Tile(NamedTuple):
     warps: int  # of a program
     stages: int  # tiles in shared memory: those that are read while one is used, and that one
     programs: int = 0  # of the backward: for each multiprocessor, at most, if a program has more than one tile
+    fast: int = 1  # of the backward: how it computes sigmoids (kernels.share_of)
 
 
 TILE = Tile(32, 128, 4, 3)  # of gated_thin; a result in e4m3 needs 128 columns
@@ -168,5 +169,6 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.
         COLUMNS=shape.columns,
         STEPS=steps,
         ACTIVATION=ACTIVATIONS[activation],
+        FAST=shape.fast,
     )
     return dgate, dup, da.sum(0)
