@@ -472,7 +472,7 @@ def run_stack(
     given = tuple(map(dict, given or [{}] * len(layers)))
     short = any(layer != KEEP for layer in plan.layers)
     layers_of_program = tuple(
-        described(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(own), short)
+        described(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(own))
         for layer, split, spec, layer_plan, own in zip(layers, splits, specs, plan.layers, given, strict=True)
     )
     require_given(layers_of_program)

@@ -98,7 +98,7 @@ def require_given(layers: Sequence[StackLayer]) -> None:
 
 
 def described(
-    block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None, given: tuple[str, ...], short: bool
+    block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None, given: tuple[str, ...]
 ) -> StackLayer:
     """Makes the static description of a layer under a plan, by which its program is compiled. run_stack calls it.
 
@@ -111,7 +111,6 @@ def described(
       tile: tokens of each row in a tile of tokenwise segments, such as those of an MLP (ResidualPlan.tile_tokens);
         ignored, so that these run whole, unless the plan recomputes every value inside them. None: they run whole.
       given: names of what the decoder gives it; the others that it takes come from earlier layers.
-      short: whether the plan of some layer is another than KEEP.
     Raises:
       ValueError: the plan names a residual for a placement that it cannot have (LayerPlan.of).
     """
@@ -123,7 +122,7 @@ def described(
     in_fp8, offloaded = (tuple(name for name in placed[how] if name not in gives) for how in ("fp8", "offload"))
     kept = (*placed["keep"], *(name for name in gives if name not in placed["keep"]))
     if not tiled:
-        kept += tuple(map(low_rank_inputs, with_low_rank_kept(block.segments(), dropped, short)))
+        kept += tuple(map(low_rank_inputs, with_low_rank_kept(block.segments(), dropped)))
     return StackLayer(
         graph,
         spec,
@@ -144,19 +143,16 @@ def low_rank_inputs(segment: Segment) -> str:
     return f"{segment.name}_low_rank"
 
 
-def with_low_rank_kept(segments: Sequence[Segment], dropped: Collection[str], short: bool) -> list[Segment]:
+def with_low_rank_kept(segments: Sequence[Segment], dropped: Collection[str]) -> list[Segment]:
     """The segments whose low-rank inputs are kept from the forward to the backward, in device memory: those whose
-    outputs a plan does not recompute, of experts only if every layer keeps everything. Experts have a row for each pair
-    of token and expert, padded to 64 numbers, which is worth its memory only where there is enough. A
-    segment that is recomputed makes its own anew, and one with a Backward of its own does not use them. `described`
-    and the planner ask it.
+    outputs a plan does not recompute. A segment that is recomputed makes its own anew, and one with a Backward of its
+    own does not use them. `described` and the planner ask it.
 
     Args:
       segments: of a layer.
       dropped: the names of the layer's residuals that are recomputed.
-      short: whether some layer's plan is another than KEEP (StackProgram.short).
     """
-    linears = [s for s in segments if s.matrices and s.backward is None and not (short and s.experts_per_token)]
+    linears = [segment for segment in segments if segment.matrices and segment.backward is None]
     return [segment for segment in linears if not set(dropped).intersection(segment.outputs)]
 
 

@@ -151,11 +151,11 @@ def test_experts_count_as_a_token_meets_them():
     rank = 16 * parts.num_layers
     attention = rank * ((2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048))
     assert parts.trained == attention + 128 * rank * ((2048 + 1536) + (768 + 2048))
-    # In 16 bits, with 16 ranks in the room of 64, once for both directions where every residual is kept; then also the
-    # low-rank inputs of both matrices' rows, of which as good as a tile an expert may be empty.
-    rows = 2 * 48 * 128 * 64 * ((2048 + 1536) + (768 + 2048) + 2 * 127)
-    assert parts.shared == (rows, 2 * 48 * 64 * 2 * 8)
-    shared = parts.shared_in(8 * 2048)
+    # In 16 bits, with 16 ranks in the room of 64, once for both directions where every residual is kept.
+    shared = parts.shared
+    assert shared == 2 * 48 * 128 * 64 * ((2048 + 1536) + (768 + 2048))
+    # The low-rank inputs of a layer's segments: 16 numbers of two bytes for each of a token's eight experts.
+    assert [s.low_rank for s in parts.segments if s.name in ("expand", "contract")] == [2 * 16 * 8] * 2
     one = dataclasses.replace(config, micro_batches=1)
     keeps = choose(parts, one, H200, 140e9)
     assert residuals_text(keeps.plan.residuals) == "keep" and shared in keeps.parts.values()

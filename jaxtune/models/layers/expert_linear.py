@@ -259,14 +259,13 @@ class ExpertLinear(nnx.Module):
         bytes of one number in the compute dtype."""
         if self.lora is None:
             return 0.0
-        experts, _, in_size = self.lora.a.shape
-        return float(experts * (in_size + self.lora.b.shape[1]) * self.low_rank_bytes(itemsize))
+        experts, rank, in_size = self.lora.a.shape
+        return float(experts * (in_size + self.lora.b.shape[1]) * -(-rank // _RANK_STEP) * _RANK_STEP * itemsize)
 
     def low_rank_bytes(self, itemsize: int) -> float:
-        """Bytes of one row's low-rank input, its product with the adapter's A, as the Mosaic kernels make it: with the
-        rank padded to a multiple of 64; 0.0 without adapters. The planner counts it. itemsize: bytes of one number in
-        the compute dtype."""
-        return 0.0 if self.lora is None else float(-(-self.lora.rank // _RANK_STEP) * _RANK_STEP * itemsize)
+        """Bytes of one row's low-rank input, its product with the adapter's A; 0.0 without adapters. The planner counts
+        it. itemsize: bytes of one number in the compute dtype."""
+        return 0.0 if self.lora is None else float(self.lora.rank * itemsize)
 
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
         """Multiplies each token of x [T, in] by the matrices of its experts: [rows, out], one row for each pair of

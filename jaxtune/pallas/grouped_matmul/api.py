@@ -311,7 +311,7 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inn
         `gathers`. None: x is sorted, [rows, in].
       bias: [E, out], which is added to the rows of each expert, as by grouped_bias; the adapter's product does it where
         its rank is padded. Empty rows get it or not. None: there is none.
-      inner: the residual of that name of an earlier call with the same rows and adapter; None: it is computed.
+      inner: what `low_rank_of` returned in an earlier call with the same rows and adapter; None: it is computed.
     Returns:
       (the product [rows, out], residuals for `backward`). The residuals are (x, weight, lora, groups, inner), inner
       being x times the adapter's A, [rows, r] (r padded to a multiple of 64 by a Mosaic implementation), or None
@@ -321,7 +321,10 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inn
     extra = None
     if lora is not None:
         a, b = lora
-        inner = _thin(x, a, groups, 2, static.implementation, tokens) if inner is None else inner
+        if inner is None:
+            inner = _thin(x, a, groups, 2, static.implementation, tokens)
+        elif fills(static.implementation):
+            inner = mosaic.filled(inner, 1)
         u = scaled(inner, static.scale)
         if bias is not None and u.shape[1] > b.shape[2] and bias.dtype == u.dtype:
             (u, b), bias = _with_bias(u, b, bias), None
@@ -330,6 +333,14 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inn
     if bias is not None:
         out = _biased(out, bias, groups)
     return out, (x, weight, lora, groups, inner)
+
+
+def low_rank_of(residuals) -> jax.Array | None:
+    """The low-rank input of an adapter, the product of the rows and its A, [rows, r], from the residuals of `forward`:
+    without the columns to which a Mosaic implementation pads it. A layer keeps it for its backward. None without an
+    adapter."""
+    *_, lora, _, inner = residuals
+    return None if lora is None else inner[:, : lora[0].shape[1]]
 
 
 def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
@@ -368,15 +379,16 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 
 def adapter_gradients(static: Static, b, inner, groups, dout, dout_tokens=None):
     """Computes what an adapter's gradients need of that of a product, and the gradient of B: (the gradient of `inner`
-    [rows, at least r], padded as `inner` is, from which `rows_gradient` and the gradient of A are computed; that of B,
-    float32[E, out, r]). `backward` and the backward of routing's gated_to_tokens call it.
+    [rows, at least r], padded by a Mosaic implementation, from which `rows_gradient` and the gradient of A are
+    computed; that of B, float32[E, out, r]). `backward` and the backward of routing's gated_to_tokens call it.
 
     Args:
       static, groups, dout, dout_tokens: as for `backward`.
       b: the adapter's B, [E, out, r].
-      inner: the residual of that name.
+      inner: the low-rank input of `forward`, padded or not.
     """
-    dinner, db = _thin_pair(dout, b, scaled(inner, static.scale), groups, static.implementation, dout_tokens)
+    inner = scaled(mosaic.filled(inner, 1) if fills(static.implementation) else inner, static.scale)
+    dinner, db = _thin_pair(dout, b, inner, groups, static.implementation, dout_tokens)
     # Without this XLA would keep db and its sums until the end of the program, where each is copied.
     return scaled(dinner, static.scale), with_layout_constraint(db, Layout(major_to_minor=(0, 1, 2)))
 

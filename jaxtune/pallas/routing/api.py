@@ -312,7 +312,7 @@ def as_rows(x, routing, static):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _of_tokens(x, weight, lora, bias, routing, given, static):
     """Multiplies each token of x [T, in] by the weights of its experts, as `matmul_of_tokens` does, with a custom
-    derivative: (out [rows, out], the adapter's low-rank input [rows, at least r], None without an adapter). weight: in
+    derivative: (out [rows, out], the adapter's low-rank input [rows, r], None without an adapter). weight: in
     the form that grouped_matmul.api.prepared returns; lora: the adapter's (a, b), or None; bias: [E, out], or None;
     routing: which rows each token has; given: the low-rank input of an earlier run (quant_matmul/low_rank.py), or None;
     static: the settings of the product (grouped_matmul.api.Static)."""
@@ -325,7 +325,8 @@ def _of_tokens_fwd(x, weight, lora, bias, routing, given, static):
     large, they contain x [T, in]."""
     rows, tokens = as_rows(x, routing, static)
     out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens, bias, given)
-    return (out, residuals[-1]), ((x, *residuals), bias, routing)
+    kept = x, *residuals
+    return (out, grouped.low_rank_of(kept)), (kept, bias, routing)
 
 
 def _of_tokens_bwd(static, residuals, gradients):
@@ -398,8 +399,8 @@ def matmul_of_tokens(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _to_tokens(rows, weight, lora, routing, given, static):
     """Multiplies each of rows [rows, in] by the weight of its expert and sums the rows of each token, as
-    `matmul_to_tokens` does, with a custom derivative: (out [T, out], the adapter's low-rank input [rows, at least r],
-    None without an adapter). weight: in the form that grouped_matmul.api.prepared returns; lora: the adapter's (a, b),
+    `matmul_to_tokens` does, with a custom derivative: (out [T, out], the adapter's low-rank input [rows, r], None
+    without an adapter). weight: in the form that grouped_matmul.api.prepared returns; lora: the adapter's (a, b),
     or None; routing: which rows each token has; given: the low-rank input of an earlier run (quant_matmul/low_rank.py),
     or None; static: the settings of the product (grouped_matmul.api.Static)."""
     return _to_tokens_fwd(rows, weight, lora, routing, given, static)[0]
@@ -409,7 +410,7 @@ def _to_tokens_fwd(rows, weight, lora, routing, given, static):
     """The forward rule of `_to_tokens`, with its arguments: (its results, residuals). The residuals are those of
     grouped_matmul.api.forward and the routing; the product before the sum, [rows, out], is not among them."""
     out, residuals = grouped.forward(rows, weight, lora, routing.groups, static, inner=given)
-    return (reference.summed(out, routing.slots), residuals[-1]), (residuals, routing)
+    return (reference.summed(out, routing.slots), grouped.low_rank_of(residuals)), (residuals, routing)
 
 
 def _to_tokens_bwd(static, residuals, gradients):

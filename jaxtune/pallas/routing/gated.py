@@ -81,7 +81,7 @@ def _by_kernels(gate_up, lora, gate: RowGate, static: grouped.Static) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gated(gate: RowGate, static: grouped.Static, gate_up, row_weights, weight, lora, routing: Routing, given):
-    """What gated_to_tokens computes, and the adapters' low-rank input: ([T, out], [rows, at least r]).
+    """What gated_to_tokens computes, and the adapters' low-rank input: ([T, out], [rows, r]).
 
     Args:
       gate: how an inner row is computed from gate and up.
@@ -97,7 +97,7 @@ def _gated(gate: RowGate, static: grouped.Static, gate_up, row_weights, weight, 
     else:
         rows = gated_rows(gate_up, row_weights, gate)
     out, residuals = grouped.forward(rows, weight, lora, routing.groups, static, inner=inner)
-    return reference.summed(out, routing.slots), residuals[-1]
+    return reference.summed(out, routing.slots), grouped.low_rank_of(residuals)
 
 
 def _gated_fwd(gate, static, gate_up, row_weights, weight, lora, routing, given):

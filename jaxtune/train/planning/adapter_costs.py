@@ -10,39 +10,21 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.segment import Segment, matrix_of
 from jaxtune.models.stack_layers import with_low_rank_kept
-from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 
 
-def experts_adapters(layers: Sequence[Block], dtype) -> tuple[float, float]:
-    """(bytes, bytes per token) that `layers` keep for the adapters of their experts if every residual is kept; it is
-    StepCost.shared. dtype: the compute dtype."""
-    of_layers = ((_experts_bytes(layer, dtype), _experts_low_rank_bytes(layer, dtype)) for layer in layers)
-    copies, per_token = zip(*of_layers, strict=True)
-    return sum(copies), sum(per_token)
-
-
-def _experts_bytes(layer: Block, dtype) -> float:
-    """Bytes that a layer keeps for the adapters of its experts, whatever its tokens are, if every residual is kept: the
-    adapters, copied to the layout and compute dtype (`dtype`) of the kernels, unless that is float32, in which adapters
-    are stored, and the low-rank inputs of the empty rows that fill up each expert's tiles."""
-    experts = [matrix for *_, matrix in layer.matrices() if matrix.num_experts and matrix.lora is not None]
-    copies = sum(matrix.adapter_bytes(dtype.itemsize) for matrix in experts) if dtype.itemsize < 4 else 0.0
-    rows = sum(matrix.num_experts * matrix.low_rank_bytes(dtype.itemsize) for matrix in experts)
-    return copies + (TILE_ROWS - 1.0) * rows
-
-
-def _experts_low_rank_bytes(layer: Block, dtype) -> float:
-    """Bytes per token of the low-rank inputs of the segments with experts, which a layer keeps if every residual is
-    kept. dtype: the compute dtype."""
-    kept = with_low_rank_kept(layer.segments(), (), short=False)
-    return sum(_low_rank_bytes(layer, segment, dtype) for segment in kept if segment.experts_per_token)
+def experts_adapters(layers: Sequence[Block], dtype) -> float:
+    """Bytes that `layers` keep for the adapters of their experts if every residual is kept: the adapters, copied to the
+    layout and compute dtype (`dtype`) of the kernels, unless that is float32, in which adapters are stored. It is
+    StepCost.shared."""
+    matrices = [matrix for layer in layers for *_, matrix in layer.matrices() if matrix.num_experts and matrix.lora]
+    return sum(matrix.adapter_bytes(dtype.itemsize) for matrix in matrices) if dtype.itemsize < 4 else 0.0
 
 
 def low_rank_bytes(layer: Block, segment: tuple[str, tuple[str, ...]], dtype) -> float:
-    """Bytes per token of the low-rank inputs of a segment without experts, which a layer keeps unless the segment's
-    outputs are recomputed (SegmentCost.low_rank). segment: its name and outputs; the layer may have none like it.
-    dtype: the compute dtype."""
-    kept = with_low_rank_kept(layer.segments(), (), short=True)
+    """Bytes per token of the low-rank inputs of a segment, which a layer keeps unless the segment's outputs are
+    recomputed (SegmentCost.low_rank); the few of the empty rows that fill up experts' tiles are not counted. segment:
+    its name and outputs; the layer may have none like it. dtype: the compute dtype."""
+    kept = with_low_rank_kept(layer.segments(), ())
     return sum(_low_rank_bytes(layer, s, dtype) for s in kept if (s.name, s.outputs) == segment)
 
 

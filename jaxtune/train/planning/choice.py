@@ -418,7 +418,7 @@ def _best_pair(
     layers = (plans[first],) * number + (plans[last],) * (count - number)
     residuals = ResidualPlan(layers, tile, resident=resident)
     best = forecast(parts, StepPlan(residuals, micro, chunk_tokens, *parts.places), device)
-    alone = best.peak_bytes - parts.shared_in(parts.rows / micro / parts.devices * parts.length)
+    alone = best.peak_bytes - parts.shared
     if alone <= room < best.peak_bytes:  # only a plan that keeps everything has shared bytes; the others need less
         return _best_pair(parts, table, micro, chunk_tokens, device, alone - 1, tile, resident, relatives)
     return best

@@ -126,9 +126,8 @@ class StepCost:
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
     teacher: StepCost | None = None  # of the forward passes of the teacher, if the frozen model is one
     exchange: Exchange = NO_EXCHANGE  # bytes that this device receives from other devices
-    # what experts' adapters take if every residual is kept, and that per token: copies in the kernels' layout, which
-    # XLA makes once for forward and backward, and low-rank inputs
-    shared: tuple[float, float] = (0.0, 0.0)
+    # experts' adapters in the kernels' layout, if every residual is kept: XLA copies them once for forward and backward
+    shared: float = 0.0
     given_bytes: float = 0.0  # per token: values that layers take from outside, with their gradients
     dropout_bytes: float = 0.0  # per token: the largest adapter input with dropout, masked, and its mask
     whole_layer_bytes: float = 0.0  # weights of the largest layer that are divided over devices, gathered
@@ -181,10 +180,6 @@ class StepCost:
         rows = 2 * self.rows * self.length / self.devices * self.table.row_bytes
         fixed = {**self.fixed, "frozen weights": self.fixed["frozen weights"] - self.table.bytes, TABLE_ROWS: rows}
         return dataclasses.replace(self, fixed=fixed, table_on_host=True)
-
-    def shared_in(self, tokens: float) -> float:
-        """Bytes that experts' adapters take if every residual is kept; tokens: of a micro-batch on a device."""
-        return self.shared[0] + self.shared[1] * tokens
 
     def head_time(self, device: Device) -> float:
         """How many times as long a product with the head takes on `device` as one in the compute dtype, by which

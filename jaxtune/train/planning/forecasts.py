@@ -206,7 +206,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     what, residuals, work, whole, taken = max(moments, key=lambda moment: sum(moment[1:]))
     bytes_ = {"kept residuals": residuals, what: work, "gathered weights": whole}
     if all(layer == KEEP for layer in plan.residuals.layers):
-        bytes_["experts' adapters for the kernels"] = parts.shared_in(tokens)
+        bytes_["experts' adapters for the kernels"] = parts.shared
     bytes_["values that layers take from outside"] = parts.given_bytes * tokens
     bytes_["trainable weights in the compute dtype"] = parts.cast_bytes
     if parts.head_gradient_bytes and what.startswith("the backward"):

@@ -191,7 +191,7 @@ def layer_forecasts(
 
 def _low_rank_bytes(parts: StepCost, dropped, tokens: float) -> float:
     """Bytes of the low-rank inputs of `tokens` tokens that an average layer keeps if it recomputes the residuals whose
-    names are in `dropped`: those of the segments that are not recomputed. Experts have none here (shared_in)."""
+    names are in `dropped`: those of the segments that are not recomputed."""
     return tokens * sum(one.low_rank for one in parts.segments if set(dropped).isdisjoint(one.outputs))
 
 
