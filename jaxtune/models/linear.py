@@ -275,12 +275,12 @@ class Linear(nnx.Module):
         counts it. itemsize: bytes of one number in the compute dtype."""
         return 0.0 if self.lora is None else float(self.lora.rank * itemsize)
 
-    def only_adapted(self, dtype, key: jax.Array | None) -> bool:
-        """Whether the linear, applied to x in `dtype` with this dropout key, is no more than the product with a frozen
-        weight, an adapter and perhaps a bias. An adapter with DoRA or with dropout is more, and so are
-        quantisation-aware training, an observer, and a dtype of its own. MLP.down, which has another operation for such
-        a linear, asks it."""
-        if self.lora is None or self.lora.magnitude is not None or (key is not None and self.lora.rate > 0):
+    def only_adapted(self, dtype, drops: bool) -> bool:
+        """Whether the linear, applied to x in `dtype`, is no more than the product with a frozen weight, an adapter and
+        perhaps a bias. An adapter with DoRA is more, and so are quantisation-aware training, an observer, a dtype of
+        its own, and, if `drops`, an adapter with dropout. MLP, which has another operation for such a linear, asks
+        it."""
+        if self.lora is None or self.lora.magnitude is not None or (drops and self.lora.rate > 0):
             return False
         plain = self.fake_quant is None and self.observer is None and not isinstance(self.weight, nnx.Param)
         return plain and (self.compute is None or self.compute == dtype)

@@ -15,7 +15,7 @@ from jaxtune.models.fitted import MLP_BYTES, MLPBytes
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
+from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic, thin
 from jaxtune.pallas.quant_matmul import gated_matmul, low_rank
 
 
@@ -87,7 +87,7 @@ class MLP(nnx.Module):
 
         key: draws the dropout mask of down_proj's adapter; None: no dropout."""
         linear, activation = self.down_proj, self.config.activation
-        if linear.only_adapted(gate.dtype, key):
+        if linear.only_adapted(gate.dtype, key is not None):
             assert linear.lora is not None
             weight, bias = linear.stored_weight, None if linear.bias is None else linear.bias[...]
             lora = linear.lora.weights(weight)
@@ -178,14 +178,20 @@ class MLP(nnx.Module):
         return MLP_BYTES.of("mosaic" if self._in_place(sizes) else "reference", sizes.device)
 
     def _in_place(self, sizes: Sizes) -> bool:
-        """Whether the planner expects the kernel of pallas/gated to compute the activation's gradient for these sizes,
-        which writes the gradients of gate and up over gate and up. True for a Hopper GPU, for shapes, dtypes and
-        activations that the kernel supports and fewer than 2^32 numbers of gate; otherwise the reference implementation
-        runs, which needs more memory. sizes: the bytes of `gate` among the layer's residuals, with the compute dtype,
-        the tokens of a row, and whether the device is a Hopper GPU."""
-        numbers = sizes.length * self.config.intermediate_size
-        runs = mosaic.unsupported(sizes.dtype, numbers, self.config.activation) is None
-        return runs and sizes.hopper and sizes["gate"] / sizes.dtype.itemsize < mosaic.MOST
+        """Whether the planner expects a kernel of pallas/gated to compute the activation's gradient for these sizes,
+        which writes the gradients of gate and up over gate and up; otherwise the reference implementation runs, which
+        needs more memory. True on every GPU where gated_matmul multiplies by down_proj and its kernel supports the
+        call, and on a Hopper GPU for shapes, dtypes and activations that the other kernel supports and fewer than 2^32
+        numbers of gate. sizes: the bytes of `gate` among the layer's residuals, with the compute dtype, the tokens of a
+        row, and whether the device is a Hopper GPU."""
+        size, activation = self.config.intermediate_size, self.config.activation
+        numbers = sizes["gate"] / sizes.dtype.itemsize
+        linear = self.down_proj
+        if linear.lora is not None and linear.only_adapted(sizes.dtype, drops=True):
+            if thin.in_place(sizes.dtype, numbers / size, size, linear.lora.rank, activation):
+                return True
+        runs = mosaic.unsupported(sizes.dtype, sizes.length * size, activation) is None
+        return runs and sizes.hopper and numbers < mosaic.MOST
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -21,17 +21,15 @@ def _sigmoid(x, FAST: tl.constexpr):
     """The sigmoid of x, float32. FAST: share_of's."""
     if FAST == 0 or INTERPRETED:
         return tl.sigmoid(x)
-    # Instructions that are not pure are computed once.
-    return tl.inline_asm_elementwise(_SIGMOID, "=r,r", [x], dtype=tl.float32, is_pure=FAST == 1, pack=1)
+    # Not pure, so that it is computed once where the result is needed in two layouts of registers.
+    return tl.inline_asm_elementwise(_SIGMOID, "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
 def share_of(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constexpr):
     """(s(x), its derivative s'(x)) of x, float32; the activation is x s(x). ACTIVATION 0: s is the sigmoid of ALPHA x
     (silu, if ALPHA is 1). 1: s is the tanh approximation of the normal distribution function (gelu_tanh). FAST 0: the
-    sigmoid is Triton's. 1: it takes four instructions, whose error is below 2^-21, and may be computed twice, if the
-    results are needed in two layouts of registers. 2: the same, but it is computed once, and all of a tile before what
-    needs it, which takes more registers."""
+    sigmoid is Triton's; else it takes four instructions, whose error is below 2^-21."""
     if ACTIVATION == 0:
         share = _sigmoid(ALPHA * x, FAST)
         slope = ALPHA * share * (1.0 - share)

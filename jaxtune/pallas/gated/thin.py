@@ -27,7 +27,7 @@ def gated_thin(
       gate, up: [tokens, I] of one dtype: bfloat16, float16 or float32.
       a: float[r, I], the adapter's A; it is rounded to gate's dtype.
       activation: "silu", "gelu_tanh" or "gelu".
-      implementation: "triton" (the kernel: Hopper, 16 bits, "silu" or "gelu_tanh", a rank of at most 32), "reference"
+      implementation: "triton" (the kernel: 16 bits, "silu" or "gelu_tanh", a rank of at most 32), "reference"
         (plain JAX), or None: "triton" if it supports the call and there are at least 2,048 tokens and 512 numbers of
         each, else "reference".
     Returns:
@@ -85,7 +85,7 @@ def gated_thin_backward(
       dgated: [tokens, I] in gate's dtype, the gradient of activation(gate) * up.
       dinner: [tokens, r] in gate's dtype, the gradient of the adapter's low-rank input (x A^T).
       activation: "silu", "gelu_tanh" or "gelu".
-      implementation: "triton" (the kernel: Hopper, 16 bits, "silu" or "gelu_tanh", a rank of at most 32), "reference"
+      implementation: "triton" (the kernel: 16 bits, "silu" or "gelu_tanh", a rank of at most 32), "reference"
         (`gated_backward` and a product), or None: "triton" if it supports the call and there are at least 2,048 tokens
         and 512 numbers of each, else "reference".
     Returns:
@@ -116,14 +116,21 @@ def _checked(op: str, gate, up, activation: str) -> Arguments:
 def chosen(op: str, gate, rank: int, activation: str, implementation: str | None) -> str:
     """The name of the implementation that runs a call of an operation `op` of this module: "reference" for small calls
     without a requested one. The arguments are those of the operations and of `implementations`."""
-    if implementation is None and not is_large(gate):
+    if implementation is None and not is_large(*gate.shape):
         implementation = "reference"
     return dispatch.choose(op, implementations(gate, rank, activation), implementation)
 
 
-def is_large(gate) -> bool:
-    """Whether gate [tokens, I] is so large that a kernel is worth while."""
-    return len(gate) >= _TOKENS and gate.shape[1] >= _SIZE
+def is_large(tokens: float, size: int) -> bool:
+    """Whether calls with gate [tokens, size] are so large that a kernel is worth while."""
+    return tokens >= _TOKENS and size >= _SIZE
+
+
+def in_place(dtype, tokens: float, size: int, rank: int, activation: str) -> bool:
+    """Whether the kernel of `gated_thin_backward`, which writes over its arguments, runs such a call on the GPUs for
+    which there is one. The planner asks it. dtype, tokens, size: of gate, and its axes. rank, activation: those of the
+    call."""
+    return is_large(tokens, size) and thin_triton.unsupported(dtype, size, rank, activation) is None
 
 
 def implementations(gate, rank: int, activation: str) -> dispatch.Table:

@@ -15,11 +15,10 @@ def _larger(one, other):
 
 @triton.jit
 def _inverse(x):
-    """1 / x of float32 numbers of at least 2^-126, rounded to the nearest, without the branch that division has."""
+    """1 / x of float32 numbers from 2^-126 to 2^126: what XLA multiplies by on a GPU when it divides by x."""
     if INTERPRETED:
-        return tl.div_rn(1.0, x)
-    near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
-    return tl.fma(tl.fma(-x, near, 1.0), near, near)
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -78,7 +77,7 @@ def gated_thin_kernel(
         y = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
         sides, real_sides = ranks[:, None] * SIZE + columns, (ranks < RANK)[:, None] & (columns < SIZE)
         side = tl.load(a + sides, mask=real_sides, other=0.0)
-        share, _ = share_of(x, ACTIVATION, 1.0, 2)
+        share, _ = share_of(x, ACTIVATION, 1.0, 1)
         product = _rounded(x * share * y, DTYPE)
         if RESULT == 1:
             tl.store(result + places, product, mask=real)
@@ -88,12 +87,9 @@ def gated_thin_kernel(
             scale = largest * (1.0 / LARGEST)
             scale = tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
             tl.store(scales + (start // 128) * ROWS + rows, scale, mask=there)
-            # Divided as exactly as by division: the second step adds what the first lacks.
-            inverse = _inverse(scale)
-            quotient = number * inverse
-            quotient = tl.fma(tl.fma(quotient, -scale, number), inverse, quotient)
+            codes = (number * _inverse(scale)).to(result.dtype.element_ty)
             # As many codes a thread as it has numbers of gate, which it would read in halves of sectors otherwise.
-            tl.store(result + tl.max_contiguous(places, [1, 8]), quotient.to(result.dtype.element_ty), mask=real)
+            tl.store(result + tl.max_contiguous(places, [1, 8]), codes, mask=real)
         sums = tl.dot(product, tl.trans(side), sums)
     tl.store(inner + rows * RANK + ranks[None, :], sums.to(DTYPE), mask=there & (ranks < RANK)[None, :])
 
@@ -115,7 +111,6 @@ def gated_thin_backward_kernel(
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """Computes the gradients of gate and up in COLUMNS columns of STEPS tiles of BLOCK rows, in float32, and what these
     rows add to dinner^T gated, where gated is activation(gate) * up, rounded to gate's dtype. Grid: (blocks of columns,
@@ -130,7 +125,7 @@ def gated_thin_backward_kernel(
       dgate, dup: the gradients of gate and up, like gate.
       da: float32[ranges of rows, RANK, SIZE], what each range of rows adds to dinner^T gated.
       WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
-      ACTIVATION, FAST: of the activation (share_of).
+      ACTIVATION: of gate (share_of).
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -146,7 +141,7 @@ def gated_thin_backward_kernel(
         x = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
         y = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
         thin = tl.load(dinner + first * RANK + number * RANK + ranks, mask=there & real_ranks, other=0.0)
-        share, slope = share_of(x, ACTIVATION, 1.0, FAST)
+        share, slope = share_of(x, ACTIVATION, 1.0, 1)
         active = x * share
         sums = tl.dot(tl.trans((active * y).to(DTYPE)), thin, sums)
         tl.store(dgate + places, (dout * y * (share + x * slope)).to(DTYPE), mask=real)

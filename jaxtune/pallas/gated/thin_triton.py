@@ -1,5 +1,4 @@
-"""`gated_thin` and `gated_thin_backward` by Triton kernels, for Hopper. `refusal` says which calls
-they cannot compute on this GPU.
+"""`gated_thin` and `gated_thin_backward` by Triton kernels. `refusal` says which calls they cannot compute on this GPU.
 
 Their time is that of reading and writing memory, so neither array of activation(gate) * up is read again for a thin
 product. In the forward a program has a range of rows, and keeps their sums over all columns in registers. In the
@@ -29,28 +28,30 @@ class Tile(NamedTuple):
     warps: int  # of a program
     stages: int  # tiles in shared memory: those that are read while one is used, and that one
     programs: int = 0  # of the backward: for each multiprocessor, at most, if a program has more than one tile
-    fast: int = 1  # of the backward: how it computes sigmoids (kernels.share_of)
 
 
-TILE = Tile(32, 128, 4, 3)  # of gated_thin; a result in e4m3 needs 128 columns
+def tile(width: int, result: str) -> Tile:
+    """The Tile of `gated_thin` for a thin array of `width` columns and this `result`, on the GPU that is compiled for.
+    A result in e4m3 needs 128 columns."""
+    if dispatch.compute_capability() == (9, 0):
+        return Tile(32, 128, 4, 3) if width == 16 else Tile(16, 128, 4, 4)
+    return Tile(32, 128 if result == "e4m3" else 64, 4, 2)  # several programs in the shared memory of a small GPU
 
 
-def backward_tile(width: int) -> Tile:
-    """The Tile of `gated_thin_backward` for a thin array of `width` columns."""
-    return Tile(32, 128, 4, 3, 10) if width == 16 else Tile(32, 64, 4, 3, 8)
+def backward_tile() -> Tile:
+    """The Tile of `gated_thin_backward` on the GPU that is compiled for."""
+    return Tile(16, 128, 4, 3, 16) if dispatch.compute_capability() == (9, 0) else Tile(32, 64, 4, 2, 8)
 
 
 def refusal(gate, rank: int, activation: str) -> str | None:
-    """The reason why no kernel can compute a call, or None: a GPU that is not Hopper, jax-triton that is not installed,
-    another dtype than bfloat16 and float16, another activation than "silu" and "gelu_tanh", a number of columns that is
-    no multiple of 8, or a rank of more than 32. A call is also refused if the check at first use on this GPU found that
-    results differ from those of plain JAX. gate: [tokens, I]. rank: of the thin array. activation: a key of
-    reference.ACTIVATIONS."""
+    """The reason why no kernel can compute a call, or None: a GPU that does not run Triton kernels, jax-triton that is
+    not installed, another dtype than bfloat16 and float16, another activation than "silu" and "gelu_tanh", a number of
+    columns that is no multiple of 8, or a rank of more than 32. A call is also refused if the check at first use on
+    this GPU found that results differ from those of plain JAX. gate: [tokens, I]. rank: of the thin array. activation:
+    a key of reference.ACTIVATIONS."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    if dispatch.compute_capability() != (9, 0):
-        return "measured on Hopper GPUs (compute capability 9.0) only"
     reason = unsupported(gate.dtype, gate.shape[1], rank, activation)
     return reason or _first_use(jnp.dtype(gate.dtype), width_of(rank), activation)
 
@@ -113,6 +114,8 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
     from jaxtune.pallas.gated import thin_kernels
 
     (tokens, size), rank = gate.shape, a.shape[0]
+    width = width_of(rank)
+    shape = tile(width, result)
     wide, scales = jax.ShapeDtypeStruct((1,), gate.dtype), jax.ShapeDtypeStruct((1,), jnp.float32)  # not written
     if result != "none":
         wide = jax.ShapeDtypeStruct(gate.shape, jnp.float8_e4m3fn if result == "e4m3" else gate.dtype)
@@ -122,15 +125,15 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
         thin_kernels.gated_thin_kernel,
         (gate, up, a),
         [wide, scales, jax.ShapeDtypeStruct((tokens, rank), gate.dtype)],
-        (-(-tokens // TILE.rows),),
-        warps=TILE.warps,
-        stages=TILE.stages,
+        (-(-tokens // shape.rows),),
+        warps=shape.warps,
+        stages=shape.stages,
         ROWS=tokens,
         SIZE=size,
         RANK=rank,
-        WIDTH=width_of(rank),
-        BLOCK=TILE.rows,
-        COLUMNS=TILE.columns,
+        WIDTH=width,
+        BLOCK=shape.rows,
+        COLUMNS=shape.columns,
         ACTIVATION=ACTIVATIONS[activation],
         RESULT=("none", "gated", "e4m3").index(result),
         LARGEST=LARGEST,
@@ -146,8 +149,7 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.
     from jaxtune.pallas.gated import thin_kernels
 
     (tokens, size), rank = gate.shape, dinner.shape[1]
-    width = width_of(rank)
-    shape = backward_tile(width)
+    shape = backward_tile()
     tiles, blocks = -(-tokens // shape.rows), -(-size // shape.columns)
     ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // blocks))
     steps = -(-tiles // ranges)
@@ -164,11 +166,10 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.
         ROWS=tokens,
         SIZE=size,
         RANK=rank,
-        WIDTH=width,
+        WIDTH=width_of(rank),
         BLOCK=shape.rows,
         COLUMNS=shape.columns,
         STEPS=steps,
         ACTIVATION=ACTIVATIONS[activation],
-        FAST=shape.fast,
     )
     return dgate, dup, da.sum(0)

@@ -151,7 +151,7 @@ def gated_operand(
             return reason or _first_gated(gate.dtype, width, activation)
 
         table = {"triton": refusal, "reference": lambda: None}
-        if thin.is_large(gate) and dispatch.choose("gated_to_fp8", table, None) == "triton":
+        if thin.is_large(*gate.shape) and dispatch.choose("gated_to_fp8", table, None) == "triton":
             with jax.named_scope("to_fp8"):
                 codes, scales, inner = thin.by_kernel(gate, up, a, activation, "e4m3")
             return (codes, scales), inner

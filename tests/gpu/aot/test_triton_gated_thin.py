@@ -14,7 +14,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.gated import gated_thin, gated_thin_backward, thin
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import INNER, TOKENS, compiled
-from tests.gpu.aot.triton_compiler import SHARED_MEMORY_KB, compile_call, recorded_calls
+from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls
 
 CALL = 'custom_call_target="triton_kernel_call"'
 HOPPER = (9, 0)
@@ -38,6 +38,19 @@ def rounded(gate, up, dgated, dinner, a):
     return thin.by_kernel(gate, up, a, "silu", "e4m3")
 
 
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("run", [forward, backward])
+def test_other_gpus_have_room_for_several_programs(run, capability, tmp_path):
+    """What Hopper has, too: nothing spills, and 16 bytes are read ahead."""
+    jax.clear_caches()
+    with dispatch.compile_for(capability), recorded_calls() as calls:
+        jax.eval_shape(run, *arguments(14336, 32))
+    [call] = calls
+    kernel = compile_call(call, capability, tmp_path)
+    assert kernel.spilled_bytes == 0 and 3 * (kernel.shared_bytes + 1024) <= SHARED_MEMORY_KB[capability] * 1024
+    assert re.search(r"cp\.async\.cg\.shared\.global\S* .*0x10", kernel.ptx)
+
+
 @pytest.mark.parametrize("run", [forward, rounded, backward])
 @pytest.mark.parametrize(("size", "rank"), [(14336, 16), (2880, 8), (17408, 32)])
 def test_sums_stay_in_registers(run, size, rank, tmp_path):
@@ -51,7 +64,7 @@ def test_sums_stay_in_registers(run, size, rank, tmp_path):
     assert 3 * (kernel.shared_bytes + 1024) <= SHARED_MEMORY_KB[HOPPER] * 1024
     assert len(re.findall(r"cp\.async\.cg\.shared\.global\S* .*0x10", kernel.ptx)) >= 12
     # Codes are written 8 at once, by the threads that read 8 numbers of gate.
-    assert len(re.findall(rf"st\.global(?:\.[\w:]+)*\.v{2 if run is rounded else 4}\.b32", kernel.ptx)) >= 4
+    assert len(re.findall(rf"st\.global(?:\.[\w:]+)*\.v{2 if run is rounded else 4}\.b32", kernel.ptx)) >= 2
     # Nothing is divided, and nothing rounded to bfloat16 one by one.
     assert "ex2.approx.ftz" in kernel.ptx and not re.search(r"div\.|cvt\.rn\.bf16\.f32", kernel.ptx)
 
@@ -65,7 +78,7 @@ def test_the_backward_writes_over_its_arguments():
     text, memory = program.as_text(), program.memory_analysis()
     assert text.count(CALL) == 1 and " copy(" not in text
     assert memory.alias_size_in_bytes == 2 * TOKENS * INNER * 2
-    assert memory.temp_size_in_bytes < 12 * 16 * INNER * 4
+    assert memory.temp_size_in_bytes < 20 * 16 * INNER * 4
 
 
 def test_tokens_are_divided_between_devices():
