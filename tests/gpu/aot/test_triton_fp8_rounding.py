@@ -31,7 +31,15 @@ def vector(size: int, dtype=jnp.float32, lead: tuple[int, ...] = ()):
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize(
     ("widths", "scaled"),
-    [((14336,), False), ((4096,), False), ((4096, 1024, 1024), True), ((14336,) * 2, True), ((2880,), True)],
+    [
+        ((4096,), False),
+        ((14336,), False),
+        ((2880,), True),
+        ((4096, 1024, 1024), True),
+        ((8192,) * 2, True),
+        ((14336,) * 2, True),
+        ((25600,) * 2, True),
+    ],
 )
 @pytest.mark.parametrize("blocks", [False, True])
 def test_rows_stay_in_registers(widths, scaled, blocks, capability, tmp_path):
