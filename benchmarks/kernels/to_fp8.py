@@ -1,6 +1,6 @@
 """Rounding rows to FP8, beside XLA's form.
 
-    python benchmarks/kernels/to_fp8.py --output FILE.json [--only TEXT] [--tile 1,2048,16,0 ...]
+    python benchmarks/kernels/to_fp8.py --output FILE.json [--only TEXT] [--tile 1,2048,16,4 ...]
 
 For the calls of a layer of Llama-3.1-8B (16,384 tokens) and of the experts of Qwen3-30B-A3B (the same, eight experts a
 token), with a scale for each row and for each 128 numbers of a row, bfloat16: milliseconds, and the bytes that must be
@@ -12,8 +12,6 @@ many differ from XLA's.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +31,6 @@ from jaxtune.pallas.quant_matmul import fp8_product, fp8_rounding
 from jaxtune.pallas.quant_matmul.fp8_rounding import Tile
 
 TOKENS, EXPERTS, CHOSEN = 16384, 128, 8
-OLD = "jaxtune.pallas.quant_matmul.fp8_rounding_mosaic"
 
 
 class Call(NamedTuple):
@@ -49,6 +46,7 @@ CALLS = {
     "inner rows": Call((14336,)),
     "gradients of query, key and value": Call((4096, 1024, 1024), True),
     "gradients of gate and up": Call((14336, 14336), True),
+    "gradients of gate and up of Qwen3-32B": Call((25600, 25600), True),
     "experts' input": Call((2048,), False, True, True),
     "experts' inner rows": Call((768,), False, True),
     "gradients of experts' outputs": Call((2048,), True, True, True),
@@ -60,33 +58,14 @@ CALLS = {
     "blocks: experts' input": Call((2048,), False, True, True, True),
     "blocks: experts' inner rows": Call((768,), False, True, False, True),
 }
-EF = "evict_first"
-BLOCK_TILES = (
-    (16, 128, 8, 4, EF),
-    (16, 128, 8, 8),
-    (8, 128, 4, 8),
-    (32, 128, 4, 2),
-    (64, 128, 4),
-    (64, 128, 8, 2),
-)
+BLOCK_TILES = ((8, 128, 4, 8), (64, 128, 8, 2))
 TILES = {  # by the longest row, without factors and with
-    2048: (
-        ((4, 256, 4), (4, 256, 4, 1, "", 1), (4, 256, 4, 1, EF, 1), (8, 256, 8, 1, "", 1), (1, 1024, 4), (2, 256, 2, 1, "", 1)),
-        ((8, 256, 8, 4), (8, 256, 8, 4, EF), (8, 256, 8, 8), (4, 256, 4, 8), (2, 256, 2, 8), (1, 1024, 4, 8), (4, 256, 4)),
-    ),
-    4096: (
-        ((1, 1024, 4), (1, 1024, 4, 1, EF), (1, 1024, 4, 1, "", 1), (2, 1024, 8, 1, "", 1), (4, 256, 4, 1, "", 1), (1, 2048, 8, 1, "", 1)),
-        (),
-    ),
-    8192: ((), ((1, 1024, 4), (1, 1024, 4, 1, EF), (1, 1024, 4, 4), (1, 2048, 8, 4), (2, 1024, 8))),
-    16384: (
-        ((1, 2048, 8), (1, 2048, 8, 1, EF), (1, 2048, 8, 1, "", 1), (1, 1024, 4, 1, "", 1), (1, 2048, 16, 1, "", 1), (1, 4096, 16, 1, "", 1)),
-        (),
-    ),
-    28672: (
-        (),
-        ((1, 2048, 16, 8), (1, 2048, 16, 8, EF), (1, 2048, 16, 4), (1, 2048, 16, 16), (1, 2048, 16, 31), (1, 4096, 32, 8), (1, 4096, 32, 4), (1, 4096, 32, 16, EF)),
-    ),
+    2048: (((8, 256, 8), (1, 1024, 4)), ((8, 256, 8, 4), (1, 1024, 4, 4))),
+    4096: (((1, 2048, 8),), ()),
+    8192: ((), ((1, 1024, 4), (1, 2048, 8, 4))),
+    16384: (((1, 1024, 4), (1, 2048, 16)), ()),
+    28672: ((), ((1, 2048, 16, 8), (1, 4096, 32, 4))),
+    51200: ((), ((1, 2048, 32, 4), (1, 4096, 32))),
 }
 BYTES = 1.5e9  # that a program moves, at least
 
@@ -125,23 +104,21 @@ def measure(call: Call, copy: float, tiles: list[Tile]) -> dict:
             codes, scales = fp8_product.side_by_side(arrays, factors, call.blocks, "reference")
         return codes, scales.T if call.blocks else scales[:, 0]
 
-    def by_kernel(module, arrays, factors, groups, tokens):
-        options = {"blocks": True} if call.blocks else {}
-        return module.rounded(arrays, factors, groups.tile_expert if call.experts else None, tokens, **options)
+    def by_kernel(arrays, factors, groups, tokens):
+        experts = groups.tile_expert if call.experts else None
+        return fp8_rounding.rounded(arrays, factors, experts, tokens, call.blocks)
 
     def program(way: Callable):
         return compiled(lambda all, *others: [way(arrays, *others) for arrays in all], *given)
 
     made = {"XLA": program(by_xla)}
-    if not call.blocks and importlib.util.find_spec(OLD) is not None:
-        made["Mosaic"] = program(functools.partial(by_kernel, importlib.import_module(OLD)))
     own = fp8_rounding.tile(total, call.scaled, call.blocks)
     others = BLOCK_TILES
     if not call.blocks:
         others = next(found for most, found in TILES.items() if total <= most)[call.scaled]
     for tile in tiles or [own, *(Tile(*each) for each in others)]:
         with mock.patch.object(fp8_rounding, "tile", lambda *of, tile=tile: tile):
-            made[str(tuple(tile))] = program(functools.partial(by_kernel, fp8_rounding))
+            made[str(tuple(tile))] = program(by_kernel)
     times = in_turns({name: functools.partial(queued_ms, run, *given, count=10) for name, run in made.items()})
     want, found = made["XLA"](*given), {}
     for name, took in times.items():
@@ -153,7 +130,7 @@ def measure(call: Call, copy: float, tiles: list[Tile]) -> dict:
 
 
 def tile(text: str) -> Tile:
-    return Tile(*(int(part) if part.isdigit() else part for part in text.split(",")))
+    return Tile(*map(int, text.split(",")))
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ def same(got, want, but: int | None = None) -> None:
         np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
-TILES = [None, Tile(1, 256, 4, 0), Tile(2, 128, 4, 3)]
+TILES = [None, Tile(1, 256, 4, 8), Tile(2, 128, 4, 3)]
 
 
 # Widths that are and are no multiples of a piece, one and several arrays.

@@ -5,10 +5,10 @@ A row of the result may consist of rows of several arrays side by side. For grou
 expert can be multiplied by their expert's factors, one for each column, and gathered from tokens. `rounded` calls the
 kernels, and `refusal` says which rows they support.
 
-A program has a tile of rows in registers. If rows have one scale each, it finds their largest magnitudes, and writes
-codes and scales; of short rows a warp has one, and a program eight. Factors stay in the L1 cache, from which each row's
-program reads them once, because rows and codes do not. For long rows with factors each multiprocessor runs one program,
-which reads its next row while it rounds one.
+If a row has one scale, a program has whole rows in registers. It finds their largest magnitudes, and writes codes and
+scales. With factors it rounds several rows, one after another, and reads the next one before it rounds one: the factors
+are then in the multiprocessor's L1 cache. If each 128 numbers have a scale, a program rounds 64 such blocks that follow
+each other in memory.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ import jax.numpy as jnp
 from jaxtune.pallas import compat, dispatch
 
 _ARRAYS = 4  # that may be side by side
-_MOST = 28_672  # the longest row that has one scale
+_MOST = 51_200  # the longest row that has one scale, as long as fits in registers
 _LEAST_CAPABILITY = (8, 9)  # of GPUs that convert to e4m3
-_TILE_ROWS = 128  # sorted rows that have one expert
+_TILE_ROWS = 128  # sorted rows that have one expert; a program's rows, a power of two, are among them
 BLOCK = 128  # numbers that share a scale, if rows do not
 
 
 class Tile(NamedTuple):
-    """How a kernel divides its work."""
+    """How a kernel divides its work. The rows of a kernel for blocks are blocks of 128 columns."""
 
     rows: int  # that a program reads at once
-    columns: int  # that it reads at once
+    columns: int  # of them that it reads by one operation
     warps: int  # of a program
-    steps: int = 1  # how many times `rows` a program rounds, one after another; 0: as many as leave one program each
-    hint: str = ""
-    again: int = 0
+    steps: int = 1  # how many times `rows` a program rounds, one after another
 
 
 def tile(total: int, scaled: bool, blocks: bool) -> Tile:
-    """The Tile for rows of `total` numbers. scaled: whether they are multiplied by factors; blocks: whether each 128
-    numbers have a scale."""
+    """The Tile for rows of `total` numbers, as measured on an H200 (README.md). scaled: whether they are multiplied by
+    factors; blocks: whether each 128 numbers have a scale."""
     if blocks:
-        return Tile(16, 128, 8, 4)
+        return Tile(32, BLOCK, 4, 2)
     if total <= 2048:
-        return Tile(8, 256, 8)
+        return Tile(1, 1024, 4, 8) if scaled else Tile(4, 256, 4)
     if total <= 8192:
-        return Tile(1, 1024, 4)
-    return Tile(1, 2048, 8) if total <= 16384 else Tile(1, 2048, 16, 0)
+        return Tile(1, 1024, 4, 4 if scaled else 1)
+    if total <= 16384:
+        return Tile(1, 2048, 8, 4 if scaled else 1)
+    return Tile(1, 2048, 16, 4) if total <= 28672 else Tile(1, 2048, 32)  # no room for the next row
 
 
 def refusal(widths: Sequence[int], dtype, blocks: bool) -> str | None:
     """Returns the reason, in words, why the kernels cannot round rows that consist of rows of several arrays side by
     side, or None if they can. The reasons are a GPU that does not convert to e4m3 (a compute capability below 8.9) or
     runs no Triton kernels, a dtype that has not 16 bits, more than four arrays, columns that are no multiple of 8, and
-    rows of more than 28,672 numbers that have one scale.
+    rows of more than 51,200 numbers that have one scale.
 
     Args:
       widths: the number of columns of each array.
@@ -115,20 +115,16 @@ def rounded(
     grouped = experts is not None and factors is not None
     constants |= dict(SCALED=int(factors is not None), GROUPED=int(grouped))
     constants |= dict(EXPERTS=factors.shape[0] if factors is not None and grouped else 1, TILE_ROWS=_TILE_ROWS)
-    shape = tile(sum(widths), factors is not None, False)
-    steps = shape.steps or -(-rows // (shape.rows * dispatch.multiprocessors()))
-    if grouped:  # a program's rows have one expert
-        steps = min(1 << (steps - 1).bit_length(), _TILE_ROWS // shape.rows)
     others = [nothing if factors is None else factors, experts if grouped else nothing, tokens]
-    return _by_rows([*given, *others], rows, widths, shape._replace(steps=steps), constants)
+    return _by_rows([*given, *others], rows, widths, constants)
 
 
-def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], shape: Tile, constants: dict) -> tuple:
+def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) -> tuple:
     """For `rounded`: calls the kernel with a scale for each row. arrays: what the kernel takes; constants: those that
     do not follow from the other arguments."""
     from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
 
-    pieces, total = [], 0
+    shape, pieces, total = tile(sum(widths), bool(constants["SCALED"]), False), [], 0
     for index, width in enumerate(widths):
         pieces += [(index, first, total + first, width - first) for first in range(0, width, shape.columns)]
         total += width
@@ -144,8 +140,6 @@ def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], shape: Tile, cons
         BLOCK=shape.rows,
         WIDTH=shape.columns,
         STEPS=shape.steps,
-        HINT=shape.hint,
-        AGAIN=shape.again,
         **constants,
     )
     return codes, scales
@@ -172,7 +166,6 @@ def _by_blocks(arrays: list, rows: int, widths: tuple[int, ...], constants: dict
         TOTAL=sum(filled) * BLOCK,
         BLOCK=shape.rows,
         STEPS=shape.steps,
-        HINT=shape.hint,
         **constants,
     )
     return codes, scales

@@ -40,13 +40,6 @@ def _code(number, scale, codes):
 
 
 @triton.jit
-def _again(numbers):
-    """The same numbers, of 16 bits, which the compiler takes for others. What is computed from them is then computed
-    again, and the numbers, not that, are in registers in the meantime."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=numbers.dtype, is_pure=False, pack=2)
-
-
-@triton.jit
 def _mask(there, numbers, ROOM: tl.constexpr, WIDTH: tl.constexpr):
     """Which numbers of a piece of WIDTH columns there are, if the array has ROOM more columns."""
     if ROOM < WIDTH:
@@ -55,14 +48,14 @@ def _mask(there, numbers, ROOM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _read(arrays, sources, there, WIDTHS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, HINT: tl.constexpr):
+def _read(arrays, sources, there, WIDTHS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
     """The pieces of rows of the arrays, as they are."""
     numbers = tl.arange(0, WIDTH)[None, :]
     pieces = ()
     for index in tl.static_range(len(PIECES)):
         places = arrays[PIECES[index][0]] + sources * WIDTHS[PIECES[index][0]] + (PIECES[index][1] + numbers)
         mask = _mask(there, numbers, PIECES[index][3], WIDTH)
-        pieces = pieces + (tl.load(places, mask=mask, other=0.0, eviction_policy=HINT),)
+        pieces = pieces + (tl.load(places, mask=mask, other=0.0),)
     return pieces
 
 
@@ -90,8 +83,6 @@ def to_fp8_rows_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
-    HINT: tl.constexpr,
-    AGAIN: tl.constexpr,
 ):
     """Rounds STEPS tiles of BLOCK rows, each row with one scale, and reads a tile while it rounds the one before. Grid:
     (ROWS / (STEPS BLOCK), rounded up,).
@@ -117,12 +108,12 @@ def to_fp8_rows_kernel(
         expert = tl.minimum(tl.load(experts + start // TILE_ROWS), EXPERTS - 1)
     rows = start + tl.arange(0, BLOCK)[:, None]
     sources, there = _sources(rows, tokens, ROWS, SOURCES, GATHERED)
-    following = _read(arrays, sources, there, WIDTHS, PIECES, WIDTH, HINT)
+    following = _read(arrays, sources, there, WIDTHS, PIECES, WIDTH)
     for step in range(STEPS):
         pieces = following
         if STEPS > 1:
             sources, there = _sources(rows + BLOCK, tokens, ROWS, SOURCES, GATHERED)
-            following = _read(arrays, sources, there & (step + 1 < STEPS), WIDTHS, PIECES, WIDTH, HINT)
+            following = _read(arrays, sources, there & (step + 1 < STEPS), WIDTHS, PIECES, WIDTH)
         wide = ()
         largest = tl.zeros([BLOCK, WIDTH], tl.float32)
         for index in tl.static_range(len(PIECES)):
@@ -139,10 +130,7 @@ def to_fp8_rows_kernel(
         targets = codes + rows.to(tl.int64) * TOTAL + numbers
         for index in tl.static_range(len(PIECES)):
             mask = _mask(real, numbers, PIECES[index][3], WIDTH)
-            number = wide[index]
-            if AGAIN and not _INTERPRETED:
-                number = _again(pieces[index]).to(tl.float32)
-            tl.store(targets + PIECES[index][2], _code(number, scale, codes), mask=mask)
+            tl.store(targets + PIECES[index][2], _code(wide[index], scale, codes), mask=mask)
         rows += BLOCK
 
 
@@ -161,7 +149,6 @@ def _round_blocks(
     GATHERED: tl.constexpr,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
-    HINT: tl.constexpr,
 ):
     """Rounds STEPS times BLOCK blocks of `array` [SOURCES, SIZE], which are counted row after row, from number `first`
     on. PLACE: the column of the result where the array's begin."""
@@ -174,7 +161,7 @@ def _round_blocks(
         if SIZE % 128:
             there = there & (column + numbers < SIZE)
         places = array + sources * SIZE + column + numbers
-        pieces = pieces + (tl.load(places, mask=there, other=0.0, eviction_policy=HINT),)
+        pieces = pieces + (tl.load(places, mask=there, other=0.0),)
     for step in tl.static_range(STEPS):
         block = first + step * BLOCK + tl.arange(0, BLOCK)[:, None]
         column, row = block % tl.cdiv(SIZE, 128) * 128, block // tl.cdiv(SIZE, 128)
@@ -202,7 +189,6 @@ def to_fp8_blocks_kernel(
     GATHERED: tl.constexpr,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
-    HINT: tl.constexpr,
 ):
     """Rounds blocks of 128 numbers of a row, each with one scale: a program those of STEPS tiles of BLOCK blocks that
     follow each other in an array, row after row. Grid: (the sum over the arrays of ROWS ceil(width / 128) / (STEPS
@@ -234,6 +220,5 @@ def to_fp8_blocks_kernel(
                 GATHERED,
                 BLOCK,
                 STEPS,
-                HINT,
             )
         program -= tl.cdiv(ROWS * tl.cdiv(WIDTHS[index], 128), STEPS * BLOCK)
