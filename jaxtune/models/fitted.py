@@ -301,8 +301,8 @@ DELTA_NET_BYTES = Fitted(
 @dataclasses.dataclass(frozen=True)
 class MLPBytes:
     """Memory of an MLP in addition to the residuals, for the planner, in multiples of the bytes of the layer's input.
-    An MLP runs whole, or in tiles of tokens, a tile at a time. In the table "mosaic" is the kernel that overwrites gate
-    and up with their gradients."""
+    An MLP runs whole, or in tiles of tokens, a tile at a time. In the table "mosaic" stands for the kernels that
+    overwrite gate and up with their gradients."""
 
     forward: float  # temporary values at the end of the layer's forward
     forward_beside: float  # the same beside a quantised down_proj, which is decoded to be multiplied by

@@ -23,8 +23,8 @@ def _inverse(x):
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
-    """float32 numbers, rounded to DTYPE, two by one instruction: what the compiler reads again it would round one by
-    one, which takes several times as long."""
+    """Rounds float32 numbers to DTYPE, two in one instruction. The compiler itself would round numbers that are also
+    needed in float32 one by one, which takes longer."""
     if INTERPRETED or tl.float16 == DTYPE:
         return x.to(DTYPE)
     two: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"

@@ -35,7 +35,7 @@ def tile(width: int, result: str) -> Tile:
     A result in e4m3 needs 128 columns."""
     if dispatch.compute_capability() == (9, 0):
         return Tile(32, 128, 4, 3) if width == 16 else Tile(16, 128, 4, 4)
-    return Tile(32, 128 if result == "e4m3" else 64, 4, 2)  # several programs in the shared memory of a small GPU
+    return Tile(16, 128, 4, 2) if result == "e4m3" else Tile(32, 64, 4, 2)  # several fit the memory of a small GPU
 
 
 def backward_tile() -> Tile:

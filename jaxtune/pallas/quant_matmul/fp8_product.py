@@ -146,9 +146,11 @@ def gated_operand(
     if blocks and implementation != "reference":
 
         def refusal():
-            width = thin_triton.width_of(len(a))
+            capability = dispatch.compute_capability()
+            if capability is not None and capability < (8, 9):
+                return "needs a GPU that has e4m3 (compute capability 8.9)"
             reason = thin_triton.refusal(gate, len(a), activation)
-            return reason or _first_gated(gate.dtype, width, activation)
+            return reason or _first_gated(gate.dtype, thin_triton.width_of(len(a)), activation)
 
         table = {"triton": refusal, "reference": lambda: None}
         if thin.is_large(*gate.shape) and dispatch.choose("gated_to_fp8", table, None) == "triton":

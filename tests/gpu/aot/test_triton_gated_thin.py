@@ -39,9 +39,11 @@ def rounded(gate, up, dgated, dinner, a):
 
 
 @pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize("run", [forward, backward])
+@pytest.mark.parametrize("run", [forward, rounded, backward])
 def test_other_gpus_have_room_for_several_programs(run, capability, tmp_path):
     """What Hopper has, too: nothing spills, and 16 bytes are read ahead."""
+    if run is rounded and capability < (8, 9):
+        return  # it has no e4m3, and fp8_product does not call the kernel
     jax.clear_caches()
     with dispatch.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(run, *arguments(14336, 32))
