@@ -13,9 +13,15 @@ from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, quant_matmul
 
 RANK = 5
+
+
+@pytest.fixture(autouse=True)
+def few_rows_too(monkeypatch):
+    """Kernels round the operands, however few rows they have."""
+    monkeypatch.setattr(fp8_product, "_LEAST_ROWS", 1)
 
 
 def compared(function, dout, *arrays):
@@ -46,7 +52,7 @@ def test_linears(block, shape, rank):
         return quant_matmul(x, [weight], [LoraWeights(a, b, None, 0.5)], fp8=True, implementation=name)[0]
 
     compared(run, array(draw, 140, out), array(draw, 140, width), array(draw, rank, width), array(draw, out, rank))
-    assert dispatch.record["fp8_matmul"] == ("triton", {})
+    assert dispatch.record["fp8_matmul"] == dispatch.record["to_fp8"] == ("triton", {})
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -168,7 +168,7 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
     """
     blocks, (factors, scales) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
-        if fp8_product.by_rounding_kernel([x.shape[1]], x.dtype, blocks):
+        if fp8_product.by_rounding_kernel(groups.rows, [x.shape[1]], x.dtype, blocks):
             codes, scale = fp8_rounding.rounded([x], factors, groups.tile_expert, tokens, blocks)
             codes, scale = codes[:, : x.shape[1]], scale.T if blocks else scale[:, None]
         else:

@@ -36,6 +36,7 @@ from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_rounding, fp8_triton
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
 
 _KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
+_LEAST_ROWS = 512  # that are rounded by a kernel
 _NO_SCALE = 1e-30  # replaces a weight's scale of zero, by which an adapter's operand is divided
 
 # A product u side^T that is added to another: (u [n, r], side [columns, r]).
@@ -84,10 +85,12 @@ def side_by_side(
       factors: float32[sum of k_i], the factor of each column (scales of the weights); None, as with `blocks`: no
         factors.
       blocks: True: each 128 numbers of a row have a scale; False: a row has one.
-      implementation: "reference" for XLA; any other value, also None, for the Triton kernel if it can, else XLA.
+      implementation: "reference" for XLA; any other value, also None, for the Triton kernel if it can
+        (`by_rounding_kernel`), else XLA.
     """
     with jax.named_scope("to_fp8"):
-        if not by_rounding_kernel([array.shape[1] for array in arrays], arrays[0].dtype, blocks, implementation):
+        widths = [array.shape[1] for array in arrays]
+        if not by_rounding_kernel(len(arrays[0]), widths, arrays[0].dtype, blocks, implementation):
             if blocks:
                 arrays = [_whole_blocks(array, 1) for array in arrays]
             wide = jnp.concatenate([array.astype(jnp.float32) for array in arrays], axis=1)
@@ -95,11 +98,15 @@ def side_by_side(
         return meshes.on_each_device(_rounded_by_kernel, rows=1)(tuple(arrays), factors, blocks)
 
 
-def by_rounding_kernel(widths: Sequence[int], dtype, blocks: bool, implementation: str | None = None) -> bool:
-    """Whether the kernels of fp8_rounding.py round a call, and not XLA. `side_by_side` asks it, and grouped_matmul's
-    fp8_experts.py.
+def by_rounding_kernel(
+    rows: int, widths: Sequence[int], dtype, blocks: bool, implementation: str | None = None
+) -> bool:
+    """Whether the kernels of fp8_rounding.py round a call, and not XLA. Fewer than 512 rows, as in steps of generation,
+    are left to XLA, because calls of these kernels are no nodes of CUDA graphs. `side_by_side` asks it, and
+    grouped_matmul's fp8_experts.py.
 
     Args:
+      rows: the number of rows of the result.
       widths: the columns of each of the arrays whose rows are side by side.
       dtype: of the arrays.
       blocks: True: each 128 numbers of a row have a scale; False: a row has one.
@@ -109,7 +116,7 @@ def by_rounding_kernel(widths: Sequence[int], dtype, blocks: bool, implementatio
     def refusal():
         return fp8_rounding.refusal(widths, dtype, blocks) or _first_rounding(dtype, blocks)
 
-    wanted = implementation if implementation == "reference" else None
+    wanted = "reference" if implementation == "reference" or rows < _LEAST_ROWS else None
     return dispatch.choose("to_fp8", {"triton": refusal, "reference": lambda: None}, wanted) == "triton"
 
 
