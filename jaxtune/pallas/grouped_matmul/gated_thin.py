@@ -10,7 +10,7 @@ wrote, in one order.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def _both(gate_up, weights, a, dgated, dinner, groups: Groups, gate: RowGate):
     return *inner, jnp.where(inside, dgate_up, 0), *others
 
 
-def _constants(gate: RowGate) -> dict[str, int | float]:
+def _constants(gate: RowGate) -> dict[str, Any]:
     """The constants of the kernels that say how an inner row is computed."""
     clipped = gate.limit is not None
     return dict(
