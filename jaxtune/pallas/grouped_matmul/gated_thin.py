@@ -10,7 +10,7 @@ wrote, in one order.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,16 +100,28 @@ def _both(gate_up, weights, a, dgated, dinner, groups: Groups, gate: RowGate):
     return *inner, jnp.where(inside, dgate_up, 0), *others
 
 
-def _constants(gate: RowGate) -> dict[str, Any]:
-    """The constants of the kernels that say how an inner row is computed."""
+def _called(kernel, arrays, out_types, grid, tile: Tile, gate: RowGate, aliases: dict[int, int], **sizes: int):
+    """Calls a kernel with the constants that both have: how an inner row is computed, and the tile. The other arguments
+    are those of compat.triton_call; sizes: the kernel's other constants."""
     clipped = gate.limit is not None
-    return dict(
+    return compat.triton_call(
+        kernel,
+        arrays,
+        out_types,
+        grid,
+        warps=tile.warps,
+        stages=tile.stages,
+        contract=True,
+        aliases=aliases,
+        BLOCK=tile.rows,
+        COLUMNS=tile.columns,
         ACTIVATION=0 if clipped else gated.ACTIVATIONS[gate.activation],
         CLIPPED=int(clipped),
         LIMIT=float(gate.limit or 0.0),
         ALPHA=float(gate.alpha if clipped else 1.0),
         INTERLEAVED=int(gate.interleaved),
-        FAST=2,
+        FAST=1,
+        **sizes,
     )
 
 
