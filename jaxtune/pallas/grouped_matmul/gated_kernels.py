@@ -49,7 +49,6 @@ def gated_rows_thin_kernel(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    FAST: tl.constexpr,
     STORES: tl.constexpr,
 ):
     """Computes the inner rows of BLOCK rows, times their weights, in float32, rounds them once and multiplies them by
@@ -67,7 +66,7 @@ def gated_rows_thin_kernel(
       inner: [ROWS, INNER], gated a^T, rounded once from float32 sums; zeros from column RANK on.
       WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16, which
         divides INNER.
-      ACTIVATION, ALPHA, FAST: of the activation (share_of).
+      ACTIVATION, ALPHA: of the activation (share_of).
       CLIPPED, LIMIT: 1: gate and up are clipped at LIMIT, and 1 is added to up.
     """
     DTYPE: tl.constexpr = gated.dtype.element_ty
@@ -90,7 +89,7 @@ def gated_rows_thin_kernel(
             x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
         real_sides = (ranks < RANK)[:, None] & (columns < SIZE)
         side = tl.load(a + (ranks[:, None] * SIZE + columns), mask=real_sides, other=0.0)
-        share, _ = share_of(x, ACTIVATION, ALPHA, FAST)
+        share, _ = share_of(x, ACTIVATION, ALPHA, 1)
         product = (x * share * y * weight).to(DTYPE)
         if STORES:
             tl.store(gated + (number * SIZE + columns), product, mask=columns < SIZE)
@@ -125,7 +124,6 @@ def gated_rows_thin_backward_kernel(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """Computes the backward of experts' gated activation in COLUMNS columns of a chunk of rows, whole tiles of one
     expert, in float32, and what these rows add to dinner^T gated, where gated are the inner rows times their weights,
@@ -167,7 +165,7 @@ def gated_rows_thin_backward_kernel(
             dx_within = within(x, LIMIT)
             dy_within = within(y, LIMIT) * within(-y, LIMIT)
             x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
-        share, slope = share_of(x, ACTIVATION, ALPHA, FAST)
+        share, slope = share_of(x, ACTIVATION, ALPHA, 1)
         active = x * share
         product = active * y
         sums = tl.dot(tl.trans((product * weight).to(DTYPE)), thin, sums)

@@ -120,7 +120,6 @@ def _called(kernel, arrays, out_types, grid, tile: Tile, gate: RowGate, aliases:
         LIMIT=float(gate.limit or 0.0),
         ALPHA=float(gate.alpha if clipped else 1.0),
         INTERLEAVED=int(gate.interleaved),
-        FAST=1,
         **sizes,
     )
 
@@ -144,7 +143,7 @@ def gated_rows_thin(
     (rows, double), (experts, rank, size) = gate_up.shape, a.shape
     assert double == 2 * size
     width = mosaic.filled_rank(rank)
-    inner_rows, inner = compat.triton_call(
+    inner_rows, inner = _called(
         gated_kernels.gated_rows_thin_kernel,
         (gate_up, weights, a.astype(gate_up.dtype), groups.tile_expert, groups.tile_sizes),
         [
@@ -152,18 +151,16 @@ def gated_rows_thin(
             for shape in ((1, 1) if thin_alone else (rows, size), (rows, width))
         ],
         (rows // FORWARD.rows,),
-        warps=FORWARD.warps,
-        stages=FORWARD.stages,
+        FORWARD,
+        gate,
+        {},
         EXPERTS=experts,
         SIZE=size,
         RANK=rank,
         INNER=width,
         WIDTH=_WIDTH,
         TILE_ROWS=groups.tile_rows,
-        BLOCK=FORWARD.rows,
-        COLUMNS=FORWARD.columns,
         STORES=int(not thin_alone),
-        **_constants(gate),
     )
     return inner_rows, inner
 
@@ -190,7 +187,7 @@ def gated_rows_thin_backward(
     tile = _INTERLEAVED if gate.interleaved else BACKWARD
     blocks = -(-size // tile.columns)
     chunk_expert, chunk_first, chunk_rows = _chunks(groups)
-    dgate_up, dweights, da = compat.triton_call(
+    dgate_up, dweights, da = _called(
         gated_kernels.gated_rows_thin_backward_kernel,
         (gate_up, weights, dgated, dinner, chunk_first, chunk_rows),
         [
@@ -199,18 +196,15 @@ def gated_rows_thin_backward(
             jax.ShapeDtypeStruct((len(chunk_first), rank, size), jnp.float32),
         ],
         (blocks, len(chunk_first)),
-        warps=tile.warps,
-        stages=tile.stages,
-        aliases={0: 0},
+        tile,
+        gate,
+        {0: 0},
         ROWS=rows,
         SIZE=size,
         RANK=rank,
         INNER=dinner.shape[1],
         WIDTH=_WIDTH,
         TILE_ROWS=groups.tile_rows,
-        BLOCK=tile.rows,
-        COLUMNS=tile.columns,
-        **_constants(gate),
     )
     # Rows of tiles without an expert were not written: what is in them could be anything, also NaN.
     inside = jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]
