@@ -133,10 +133,10 @@ def gated_rows_thin_backward_kernel(
     reads it. Empty rows of a chunk get zeros; rows of tiles without an expert are not written.
 
     Args:
-      gate_up, INTERLEAVED: as for gated_rows_thin_kernel, and so are weights, ACTIVATION, CLIPPED, LIMIT, ALPHA and
-      FAST. dgated: [ROWS, SIZE], the gradient of gated. dinner: [ROWS, INNER], like gate_up, of which the first RANK
-      columns are used. chunk_first, chunk_rows: int32[chunks], each chunk's first row, and how many rows from there on
-      are not empty; 0
+      gate_up, weights: as for gated_rows_thin_kernel, and so are ACTIVATION, CLIPPED, LIMIT, ALPHA and INTERLEAVED.
+      dgated: [ROWS, SIZE], the gradient of gated.
+      dinner: [ROWS, INNER], like gate_up, of which the first RANK columns are used.
+      chunk_first, chunk_rows: int32[chunks], each chunk's first row, and how many rows from there on are not empty; 0
         for a chunk that is not needed.
       dgate_up: the gradient of gate_up.
       dweights: float32[blocks of columns, ROWS], what each block of columns adds to the gradient of the weights.
