@@ -144,16 +144,23 @@ def low_rank_inputs(segment: Segment) -> str:
 
 
 def with_low_rank_kept(segments: Sequence[Segment], dropped: Collection[str]) -> list[Segment]:
-    """The segments whose low-rank inputs are kept from the forward to the backward, in device memory: those whose
-    outputs a plan does not recompute. A segment that is recomputed makes its own anew, and one with a Backward of its
-    own does not use them. `described` and the planner ask it.
+    """The segments whose low-rank inputs are kept from the forward to the backward, in device memory: those of which a
+    plan recomputes nothing that keeps_low_rank names. A segment that is recomputed makes its own anew, and one with a
+    Backward of its own does not use them. `described` and the planner ask it.
 
     Args:
       segments: of a layer.
       dropped: the names of the layer's residuals that are recomputed.
     """
     linears = [segment for segment in segments if segment.matrices and segment.backward is None]
-    return [segment for segment in linears if not set(dropped).intersection(segment.outputs)]
+    return [segment for segment in linears if not set(dropped).intersection(keeps_low_rank(segment))]
+
+
+def keeps_low_rank(segment: Segment) -> tuple[str, ...]:
+    """The names of the residuals of which a plan must recompute none for the segment's low-rank inputs to be kept: its
+    outputs, and of experts what it reads, too. Experts have a row for each pair of token and expert: where memory is so
+    short that their gate and up are recomputed, these rows are as well. The planner asks it."""
+    return (*segment.outputs, *(segment.reads if segment.experts_per_token else ()))
 
 
 def total_over_layers(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

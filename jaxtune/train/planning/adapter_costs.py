@@ -21,8 +21,8 @@ def experts_adapters(layers: Sequence[Block], dtype) -> float:
 
 
 def low_rank_bytes(layer: Block, segment: tuple[str, tuple[str, ...]], dtype) -> float:
-    """Bytes per token of the low-rank inputs of a segment, which a layer keeps unless the segment's outputs are
-    recomputed (SegmentCost.low_rank); the few of the empty rows that fill up experts' tiles are not counted. segment:
+    """Bytes per token of the low-rank inputs of a segment, which a layer keeps unless the plan recomputes what they
+    need (SegmentCost.low_rank_with); the few of the empty rows that fill up experts' tiles are not counted. segment:
     its name and outputs; the layer may have none like it. dtype: the compute dtype."""
     kept = with_low_rank_kept(layer.segments(), ())
     return sum(_low_rank_bytes(layer, s, dtype) for s in kept if (s.name, s.outputs) == segment)

@@ -33,6 +33,7 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.reward import with_head
+from jaxtune.models.stack_layers import keeps_low_rank
 from jaxtune.pallas.linear_cross_entropy import fills_up
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
@@ -80,7 +81,8 @@ class SegmentCost:
     decodes_once: bool
     # True: its backward always runs its forward once more, which also recomputes its outputs; False: it does not
     runs_again: bool = False
-    low_rank: float = 0.0  # bytes per token of its low-rank inputs, which are kept if none of its outputs is recomputed
+    low_rank: float = 0.0  # bytes per token of its low-rank inputs
+    low_rank_with: tuple[str, ...] = ()  # the residuals of which none may be recomputed if these are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,7 +422,8 @@ def _segment_costs(kinds: list[LayerKind], dtype) -> tuple[SegmentCost, ...]:
         work = Work(*(_mean(list(column)) for column in zip(*map(dataclasses.astuple, of_layers))))
         flags = (segment.separable, segment.tokenwise, segment.decodes_once, segment.derivative_bytes is not None)
         low_rank = _mean([low_rank_bytes(kind.block, (name, outputs), dtype) for kind in kinds])
-        costs.append(SegmentCost(name, outputs, work, in_mixer, first, LAYER_OUTPUT in outputs, *flags, low_rank))
+        where = in_mixer, first, LAYER_OUTPUT in outputs
+        costs.append(SegmentCost(name, outputs, work, *where, *flags, low_rank, keeps_low_rank(segment)))
     return tuple(costs)
 
 

@@ -191,8 +191,8 @@ def layer_forecasts(
 
 def _low_rank_bytes(parts: StepCost, dropped, tokens: float) -> float:
     """Bytes of the low-rank inputs of `tokens` tokens that an average layer keeps if it recomputes the residuals whose
-    names are in `dropped`: those of the segments that are not recomputed."""
-    return tokens * sum(one.low_rank for one in parts.segments if set(dropped).isdisjoint(one.outputs))
+    names are in `dropped`: those of the segments for which it does not recompute what they need (low_rank_with)."""
+    return tokens * sum(one.low_rank for one in parts.segments if set(dropped).isdisjoint(one.low_rank_with))
 
 
 def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens, device, tiles) -> tuple[float, ...]:
