@@ -23,8 +23,6 @@ from jaxtune.pallas.grouped_matmul import mosaic, reference
 from jaxtune.pallas.grouped_matmul.layout import Groups, ends_of, groups_of
 
 _LARGEST_RANK = _WIDTH = 16  # as of thin_pair.py
-
-
 _CHUNK = 8  # tiles of rows that a program of the backward has, at most
 
 
