@@ -23,7 +23,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import low_format, partition
 from jaxtune.train.config import CheckpointConfig, ConfigError, MeshConfig
-from jaxtune.train.planning.cost import SYNC_ERRORS
+from jaxtune.train.planning.exchange import SYNC_ERRORS
 from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.gradient_sync import GradientSync
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
