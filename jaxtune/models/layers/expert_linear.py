@@ -263,8 +263,8 @@ class ExpertLinear(nnx.Module):
         return float(experts * (in_size + self.lora.b.shape[1]) * -(-rank // _RANK_STEP) * _RANK_STEP * itemsize)
 
     def low_rank_bytes(self, itemsize: int) -> float:
-        """Bytes of one row's low-rank input, its product with the adapter's A; 0.0 without adapters. The planner counts
-        it. itemsize: bytes of one number in the compute dtype."""
+        """Returns the bytes of a row's low-rank input, which is the product of the row and the adapter's A. It is 0.0
+        without adapters. The planner adds it to a plan's memory. itemsize: bytes of one number in the compute dtype."""
         return 0.0 if self.lora is None else float(self.lora.rank * itemsize)
 
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:

@@ -46,8 +46,8 @@ def _each(frozen: nnx.State, change: Callable[[Stored], Stored]) -> nnx.State:
 
 
 def _transposed(codes: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
-    """A copy of codes [..., out, in] with the last two axes swapped, which has been made when this returns; or, of a
-    shape, the shape of that copy."""
+    """Returns a copy of `codes` [..., out, in] with the last two axes swapped. It waits until the device has made the
+    copy. If `codes` is a shape (jax.ShapeDtypeStruct), it returns the shape of the copy."""
     if isinstance(codes, jax.ShapeDtypeStruct):
         shape = (*codes.shape[:-2], codes.shape[-1], codes.shape[-2])
         return jax.ShapeDtypeStruct(shape, codes.dtype, sharding=codes.sharding)

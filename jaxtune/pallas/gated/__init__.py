@@ -1,9 +1,10 @@
-"""Gated activations and their backward. `gated_backward` is the backward of an MLP's activation(gate) * up, for which a
-kernel writes the results over the memory of its arguments if it supports the call; the backward of a layer's MLP calls
-it, at the peak of a training step's memory. `gated_thin` and `gated_thin_backward` are forward and backward
-with the thin products that the down projection's adapter needs, and `thin_of_gated` is the forward's product alone.
-`gated_rows_backward` is the backward of experts, whose rows have weights and whose form a RowGate says; `gated_rows` is
-their forward. ACTIVATIONS: {name: the activation as a JAX function}."""
+"""Gated activations, such as an MLP's activation(gate) * up, and their backward.
+
+`gated_backward` computes the gradients of gate and up. Its kernel writes them over the memory of gate and up.
+`gated_thin` computes the activation and its product with the A of the down projection's adapter; `thin_of_gated`
+computes that product alone; `gated_thin_backward` computes the gradients of gate, up and A. `gated_rows` and
+`gated_rows_backward` are the forward and the backward of experts, whose rows have weights; a RowGate says how their
+rows are gated. ACTIVATIONS is {name: the activation as a JAX function}."""
 
 from jaxtune.pallas.gated.api import gated_backward, gated_rows_backward, in_place
 from jaxtune.pallas.gated.reference import ACTIVATIONS, RowGate, gated_rows

@@ -23,7 +23,10 @@ def _scale_of(magnitudes):
 
 @triton.jit
 def _sources(rows, tokens, ROWS: tl.constexpr, SOURCES: tl.constexpr, GATHERED: tl.constexpr):
-    """(the rows of the arrays that these rows of the result are, whether they are there: others are zeros)."""
+    """Returns (the rows of the arrays from which `rows` of the result are read, whether each of them exists). A row of
+    the result whose source does not exist is zero. rows: int[...], of the result. tokens: int32[ROWS], the source of
+    each row if GATHERED is 1; otherwise a row's source has the same number. SOURCES: the number of rows of the
+    arrays."""
     if GATHERED:
         rows = tl.load(tokens + rows, mask=rows < ROWS, other=SOURCES)
         return rows.to(tl.int64), rows < SOURCES
