@@ -115,8 +115,8 @@ def _gated_bwd(gate, static, residuals, gradients):
     """The backward rule of `_gated`: the gradients of gate_up, row_weights and lora, and None for the other arguments.
     residuals: from `_gated_fwd`. gradients: of both results, of which that of the output [T, out] is used.
 
-    Without the kernels, what reads the gradient of gate_up waits until that of A has been computed, whose large operand
-    can be freed then: that lowers the peak memory."""
+    What reads the gradient of gate_up waits until that of A has been computed, whose operands, the inner rows or sums
+    over chunks of rows, can be freed then: that lowers the peak memory."""
     (gate_up, row_weights, weight, lora, routing, inner), (dout, _) = residuals, gradients
     (a, b), groups = lora, routing.groups
     dout, tokens = as_rows(dout, routing, static)
@@ -128,7 +128,7 @@ def _gated_bwd(gate, static, residuals, gradients):
     else:
         rows, dgate_up, dweights = gated_rows_backward(gate_up, row_weights, drows, gate)
         da = grouped.contracted(dinner, rows, groups, a.shape[1], static.implementation, None)
-        dgate_up, da = optimization_barrier((dgate_up, da))
+    dgate_up, da = optimization_barrier((dgate_up, da))
     return dgate_up, dweights, None, (da.astype(a.dtype), db.astype(b.dtype)), None, None
 
 
