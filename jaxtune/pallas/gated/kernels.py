@@ -47,6 +47,40 @@ def within(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def clipped(x, y, CLIPPED: tl.constexpr, LIMIT: tl.constexpr):
+    """Gate and up, float32, as an expert's activation takes them: x and y, or, if CLIPPED is 1, x clipped at LIMIT from
+    above, and 1 plus y clipped at LIMIT from both sides."""
+    if CLIPPED:
+        x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
+    return x, y
+
+
+@triton.jit
+def row_gradients(
+    x,
+    y,
+    dout,
+    weight,
+    CLIPPED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Returns (an expert's inner rows, the gradient of gate, that of up), float32, from gate x, up y, the rows' weights
+    and dout, the gradient of the inner rows times their weights. The constants are those of clipped and share_of."""
+    dx_within, dy_within = 1.0, 1.0
+    if CLIPPED:
+        dx_within = within(x, LIMIT)
+        dy_within = within(y, LIMIT) * within(-y, LIMIT)
+    x, y = clipped(x, y, CLIPPED, LIMIT)
+    share, slope = share_of(x, ACTIVATION, ALPHA, FAST)
+    active = x * share
+    dout *= weight
+    return active * y, dout * y * (share + x * slope) * dx_within, dout * active * dy_within
+
+
+@triton.jit
 def gated_rows_gradient_kernel(
     gate_up,
     weights,
@@ -104,18 +138,8 @@ def gated_rows_gradient_kernel(
             y = tl.load(gate_up + SIZE + first, mask=real, other=0.0)
         dout = tl.load(dgated + inner, mask=real, other=0.0).to(tl.float32)
         x, y = x.to(tl.float32), y.to(tl.float32)
-        dx_within, dy_within = 1.0, 1.0
-        if CLIPPED:
-            dx_within = within(x, LIMIT)
-            dy_within = within(y, LIMIT) * within(-y, LIMIT)
-            x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
-        share, slope = share_of(x, ACTIVATION, ALPHA, 0)
-        active = x * share
-        product = active * y
+        product, dx, dy = row_gradients(x, y, dout, weight, CLIPPED, LIMIT, ACTIVATION, ALPHA, 0)
         sums += dout * product
-        dout *= weight
-        dx = dout * y * (share + x * slope) * dx_within
-        dy = dout * active * dy_within
         tl.store(gated + inner, (product * weight).to(DTYPE), mask=real)
         if INTERLEAVED:
             tl.store(dgate_up + paired, tl.interleave(dx.to(DTYPE), dy.to(DTYPE)), mask=real_pairs)

@@ -4,7 +4,7 @@ expert while they are in registers."""
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.gated.kernels import share_of, within
+from jaxtune.pallas.gated.kernels import clipped, row_gradients, share_of
 
 
 @triton.jit
@@ -85,8 +85,7 @@ def gated_rows_thin_kernel(
     for start in range(0, SIZE, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)[None, :]
         x, y = _loaded(gate_up, number, there, start, SIZE, COLUMNS, INTERLEAVED)
-        if CLIPPED:
-            x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
+        x, y = clipped(x, y, CLIPPED, LIMIT)
         real_sides = (ranks < RANK)[:, None] & (columns < SIZE)
         side = tl.load(a + (ranks[:, None] * SIZE + columns), mask=real_sides, other=0.0)
         share, _ = share_of(x, ACTIVATION, ALPHA, 1)
@@ -160,21 +159,12 @@ def gated_rows_thin_backward_kernel(
         dout = tl.load(dgated + row.to(tl.int64) * SIZE + (line * SIZE + columns), mask=there & within_size, other=0.0)
         weight = tl.load(weights + row + line, mask=there, other=0.0)
         thin = tl.load(dinner + row.to(tl.int64) * INNER + (line * INNER + ranks), mask=there & real_ranks, other=0.0)
-        dx_within, dy_within = 1.0, 1.0
-        if CLIPPED:
-            dx_within = within(x, LIMIT)
-            dy_within = within(y, LIMIT) * within(-y, LIMIT)
-            x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
-        share, slope = share_of(x, ACTIVATION, ALPHA, 1)
-        active = x * share
-        product = active * y
-        sums = tl.dot(tl.trans((product * weight).to(DTYPE)), thin, sums)
         dout = dout.to(tl.float32)
+        product, dx, dy = row_gradients(x, y, dout, weight, CLIPPED, LIMIT, ACTIVATION, ALPHA, 1)
+        sums = tl.dot(tl.trans((product * weight).to(DTYPE)), thin, sums)
         target = dweights + tl.program_id(0).to(tl.int64) * ROWS + row
         tl.store(target + number, tl.sum(dout * product, 1))
-        dout *= weight
-        dx = (dout * y * (share + x * slope) * dx_within).to(DTYPE)
-        dy = (dout * active * dy_within).to(DTYPE)
+        dx, dy = dx.to(DTYPE), dy.to(DTYPE)
         result = dgate_up + row.to(tl.int64) * (2 * SIZE)
         if INTERLEAVED:
             low, high = dx.to(tl.uint16, bitcast=True).to(tl.uint32), dy.to(tl.uint16, bitcast=True).to(tl.uint32)
