@@ -115,8 +115,9 @@ def _gated_bwd(gate, static, residuals, gradients):
     """The backward rule of `_gated`: the gradients of gate_up, row_weights and lora, and None for the other arguments.
     residuals: from `_gated_fwd`. gradients: of both results, of which that of the output [T, out] is used.
 
-    What reads the gradient of gate_up waits until that of A has been computed, whose operands, the inner rows or sums
-    over chunks of rows, can be freed then: that lowers the peak memory."""
+    What reads the gradient of gate_up waits until those of the adapters have been computed, whose operands, such as the
+    inner rows or sums over chunks of rows, can be freed then: that lowers the peak memory, also on several devices,
+    which exchange these gradients."""
     (gate_up, row_weights, weight, lora, routing, inner), (dout, _) = residuals, gradients
     (a, b), groups = lora, routing.groups
     dout, tokens = as_rows(dout, routing, static)
@@ -128,8 +129,8 @@ def _gated_bwd(gate, static, residuals, gradients):
     else:
         rows, dgate_up, dweights = gated_rows_backward(gate_up, row_weights, drows, gate)
         da = grouped.contracted(dinner, rows, groups, a.shape[1], static.implementation, None)
-    dgate_up, da = optimization_barrier((dgate_up, da))
-    return dgate_up, dweights, None, (da.astype(a.dtype), db.astype(b.dtype)), None, None
+    dgate_up, dlora = optimization_barrier((dgate_up, (da.astype(a.dtype), db.astype(b.dtype))))
+    return dgate_up, dweights, None, dlora, None, None
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)
