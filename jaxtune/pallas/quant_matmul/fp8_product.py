@@ -24,6 +24,7 @@ it can.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,8 @@ from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE, scale_of
 from jaxtune.pallas.gated import reference, thin, thin_triton
-from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_rounding, fp8_triton
+from jaxtune.pallas.normed_heads import normed
+from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_normed, fp8_rounding, fp8_triton
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
 
 _KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
@@ -41,6 +43,14 @@ _NO_SCALE = 1e-30  # replaces a weight's scale of zero, by which an adapter's op
 
 # A product u side^T that is added to another: (u [n, r], side [columns, r]).
 More = tuple[jax.Array, jax.Array]
+
+
+class NormRounding(NamedTuple):
+    """The settings of an RMS norm (normed_stream)."""
+
+    eps: float  # added to the mean square
+    offset: float  # added to the weight, if float32 is True
+    float32: bool  # whether the product with the weight is computed in float32
 
 
 def in_blocks(weight: FP8) -> bool:
@@ -166,6 +176,36 @@ def gated_operand(
             return (codes, scales), inner
     x, inner = thin.gated_thin(gate, up, a, activation)
     return operand(x, blocks, implementation), inner
+
+
+def normed_operand(
+    x: jax.Array, weight: jax.Array, rounding: NormRounding, a: jax.Array | None, blocks: bool
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+    """Norms x [n, k], rounds the normed x for the forward, and multiplies it by adapters' A, by a kernel that writes no
+    normed x: (`operand` of it, its product with a^T [n, r] in x's dtype, or None). `normed_refusal` says which calls
+    are supported. normed_matmul calls it.
+
+    Args:
+      x: bfloat16[n, k].
+      weight: float[k], the norm's.
+      rounding: the norm's settings.
+      a: float[r, k], the A's of all adapters; None: there are none.
+      blocks: True if the weights have scales of 128 x 128 numbers, False if not (`in_blocks`).
+    """
+    if rounding.float32:
+        factors = rounding.offset + weight.astype(jnp.float32)
+    else:
+        factors = weight.astype(x.dtype)
+    with jax.named_scope("to_fp8"):
+        run = meshes.on_each_device(fp8_normed.normed, rows=1)
+        codes, scales, inner = run(x, factors, a, rounding.eps, blocks)
+    return (codes, scales), inner
+
+
+def normed_refusal(x, rank: int, blocks: bool) -> str | None:
+    """The reason why no kernel can compute a call of `normed_operand`, or None. x: [n, k], as an array or as a shape.
+    rank: of all adapters together, 0 without one. blocks: that of `normed_operand`."""
+    return fp8_normed.refusal(x, rank) or _first_normed(fp8_normed.width_of(rank), blocks)
 
 
 def forward(
@@ -516,3 +556,35 @@ def _first_gated(dtype, width: int, activation: str) -> str | None:
         return jax.jit(by_kernel)(gate, up, a), dispatch.exactly(exact)(gate, up, a)
 
     return dispatch.first_use("gated_to_fp8", "triton", f"{dtype}, {width} columns, {activation}", compare)
+
+
+def _first_normed(width: int, blocks: bool) -> str | None:
+    """Compares the kernel of fp8_normed.py with plain JAX at the first use for each combination of arguments. Returns
+    the reason, in words, why this GPU must not run the kernel, or None if the two agree. Without a GPU nothing is
+    compared, and the result is None. width: the columns with which the kernel multiplies the A's, or 0. blocks: that of
+    `normed_operand`."""
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 3)
+        x = (2 * jax.random.normal(keys[0], (333, 2304))).astype(jnp.bfloat16)
+        weight = jax.random.uniform(keys[1], (2304,), jnp.float32, 0.5, 1.5)
+        a = jax.random.normal(keys[2], (width, 2304)) if width else None
+
+        def decoded(codes, scales, inner):
+            """The numbers that codes and scales stand for, and the product if there is one."""
+            wide = codes.astype(jnp.float32) * (jnp.repeat(scales, BLOCK, axis=1) if blocks else scales)
+            return (wide,) if inner is None else (wide, inner)
+
+        def exact(x, weight, a):
+            """The same of plain JAX in float32."""
+            wide = normed(x.astype(jnp.float32), weight, 1e-6, 0.0, True)
+            return decoded(*rounded(wide, blocks), None if a is None else _thin(wide, a))
+
+        def by_kernel(x, weight, a):
+            """The same of the kernel."""
+            return decoded(*fp8_normed.normed(x, weight, a, 1e-6, blocks))
+
+        return jax.jit(by_kernel)(x, weight, a), dispatch.exactly(exact)(x, weight, a)
+
+    call = f"{width} columns, {'blocks' if blocks else 'rows'}"
+    return dispatch.first_use("normed_to_fp8", "triton", call, compare)
