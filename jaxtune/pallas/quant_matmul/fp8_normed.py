@@ -19,6 +19,7 @@ from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
 
 _LARGEST_RANK = 64
+_WIDEST = 8192  # numbers of a row, whose scales of blocks registers hold
 
 
 class Tile(NamedTuple):
@@ -40,8 +41,8 @@ def tile(width: int, blocks: bool) -> Tile:
 
 def refusal(x, rank: int) -> str | None:
     """The reason why the kernel cannot compute a call, or None. It needs a GPU that runs Triton kernels and converts to
-    e4m3 (compute capability 8.9), jax-triton, bfloat16, a multiple of 128 numbers a row, and at most 64 ranks. x:
-    [rows, size], as an array or as a shape. rank: of the thin array, 0 without one."""
+    e4m3 (compute capability 8.9), jax-triton, bfloat16, rows of at most 8,192 numbers, a multiple of 128, and at most
+    64 ranks. x: [rows, size], as an array or as a shape. rank: of the thin array, 0 without one."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -53,6 +54,8 @@ def refusal(x, rank: int) -> str | None:
         return f"dtype {jnp.dtype(x.dtype)}"
     if x.shape[1] % BLOCK:
         return f"rows of {x.shape[1]} numbers, no multiple of {BLOCK}"
+    if x.shape[1] > _WIDEST:
+        return f"rows of {x.shape[1]} numbers, more than {_WIDEST}"
     return f"rank {rank}, more than {_LARGEST_RANK}" if rank > _LARGEST_RANK else None
 
 
