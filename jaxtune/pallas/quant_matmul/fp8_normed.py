@@ -34,9 +34,11 @@ class Tile(NamedTuple):
 def tile(width: int, blocks: bool) -> Tile:
     """The Tile for a thin array of `width` columns, and for scales of blocks or of rows, on the GPU that is compiled
     for. Blocks need 128 columns."""
+    if not width:
+        return Tile(16, 128, 4, 1)  # nothing is read ahead, but many programs run side by side
     if dispatch.compute_capability() == (9, 0):
-        return Tile(64, 128, 8, 3) if blocks else Tile(32, 128, 4, 3)
-    return Tile(32, 128, 4, 2) if width <= 32 else Tile(16, 128, 4, 2)
+        return Tile(64, 128, 8, 3)
+    return Tile(32, 128, 4, 2)
 
 
 def refusal(x, rank: int) -> str | None:

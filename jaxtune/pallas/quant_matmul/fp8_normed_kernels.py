@@ -116,7 +116,7 @@ def normed_to_fp8_kernel(
             tl.store(target, (wide * _inverse(scale)).to(codes.dtype.element_ty), mask=there)
         else:
             most = _larger(most, largest)
-    inverse = tl.rsqrt(tl.sum(squares, 1) / SIZE + EPS)[:, None]
+    inverse = tl.rsqrt(tl.sum(squares, 1) * (1.0 / SIZE) + EPS)[:, None]
     if WIDTH > 0:
         found = (sums * inverse).to(inner.dtype.element_ty)
         tl.store(inner + rows * RANK + ranks[None, :], found, mask=there & (ranks < RANK)[None, :])
