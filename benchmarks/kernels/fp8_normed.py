@@ -41,18 +41,20 @@ from jaxtune.pallas.quant_matmul.fp8_normed import Tile
 TOKENS, EPS = 16384, 1e-5
 # (size, ranks together, whether the size has all tiles): Llama-3.1-8B's query, key and value, its gate and up, the
 # latter without adapters; Qwen3-14B's query, key and value; two of 70B's
-SHAPES = ((4096, 48, True), (4096, 32, True), (4096, 0, False), (5120, 48, False), (8192, 48, False), (2048, 32, False))
+SHAPES = ((4096, 48, True), (4096, 32, True), (4096, 0, False), (5120, 48, True), (8192, 48, True), (2048, 32, True))
 TILES = (
-    Tile(64, 128, 8, 3),
-    Tile(64, 128, 8, 4),
-    Tile(64, 128, 4, 3),
-    Tile(64, 128, 4, 4),
-    Tile(128, 128, 8, 3),
-    Tile(128, 128, 8, 4),
-    Tile(128, 128, 16, 4),
-    Tile(32, 128, 4, 4),
+    Tile(64, 128, 8, 3, 0),
+    Tile(64, 128, 8, 3, 1),
+    Tile(64, 128, 8, 4, 1),
+    Tile(64, 128, 16, 3, 0),
+    Tile(64, 128, 16, 3, 1),
+    Tile(64, 128, 16, 4, 1),
+    Tile(128, 128, 16, 3, 1),
+    Tile(128, 128, 16, 4, 0),
+    Tile(128, 128, 16, 4, 1),
+    Tile(128, 128, 32, 4, 1),
 )
-ROW_TILES = (Tile(32, 128, 4, 3), Tile(16, 128, 4, 4), Tile(64, 256, 8, 3))  # beside those of blocks
+ROW_TILES = (Tile(64, 256, 8, 3, 1), Tile(64, 256, 16, 3, 1), Tile(64, 128, 8, 2, 1))  # beside those of blocks
 TIMES = 3  # calls in a program
 
 
@@ -60,16 +62,18 @@ def before(x, weight, a, blocks: bool):
     """The passes that the kernel replaces."""
     x = jax.lax.optimization_barrier(normed(x, weight, EPS, 0.0, False))
     inner = None if a is None else jnp.dot(x, a.astype(x.dtype).T, preferred_element_type=x.dtype)
-    return *fp8_product.operand(x, blocks), inner
+    codes, scales = fp8_product.operand(x, blocks)
+    return codes, scales.T, inner  # scales as the kernels write them
 
 
 def after(x, weight, a, blocks: bool):
-    return fp8_normed.normed(x, weight.astype(x.dtype), a, EPS, blocks)
+    codes, scales, inner = fp8_normed.normed(x, weight.astype(x.dtype), a, EPS, blocks)
+    return codes, scales.T, inner
 
 
 def decoded(codes, scales, inner) -> list[jax.Array]:
     """The numbers that codes and scales stand for, and the product if there is one."""
-    wide = codes.astype(jnp.float32).reshape(*scales.shape, -1) * scales[..., None]
+    wide = codes.astype(jnp.float32).reshape(*scales.T.shape, -1) * scales.T[..., None]
     return [wide.reshape(codes.shape), *([] if inner is None else [inner])]
 
 

@@ -40,6 +40,16 @@ def _at_least(scale):
 
 
 @triton.jit
+def _computed(sums):
+    """The sums of a product, which has ended here. Tensor cores read its operands from shared memory; without a use of
+    their sums in the same step of a loop, the compiler would let them do so in the next step, in which tiles that are
+    read ahead are already written over an operand that is used otherwise too."""
+    if _INTERPRETED:
+        return sums
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _by_eight(wide, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """[BLOCK, COLUMNS] as [BLOCK, COLUMNS / 8, 8], whose last axis is what a thread has."""
     return tl.reshape(wide, [BLOCK, COLUMNS // 8, 8])
@@ -61,6 +71,7 @@ def normed_to_fp8_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SKEW: tl.constexpr,
 ):
     """Computes the RMS norm of BLOCK rows times `factors`, rounds it from float32 to e4m3, and multiplies it by a thin
     array. Grid: (ROWS / BLOCK, rounded up,).
@@ -80,6 +91,8 @@ def normed_to_fp8_kernel(
       WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16, or 0.
       EPS: is added to the mean square.
       COLUMNS: the number of columns that are read at once; it divides SIZE.
+      SKEW: a program begins this many times COLUMNS further on in its rows than the one before, and ends with their
+        first columns, so that programs side by side read at different places of their rows.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     there = rows < ROWS
@@ -94,7 +107,9 @@ def normed_to_fp8_kernel(
     if BLOCKS:
         for _index in tl.static_range((SIZE // 128 + 15) // 16):
             kept = kept + (tl.zeros([BLOCK, 16], tl.float32),)
-    for start in range(0, SIZE, COLUMNS):
+    begin = tl.program_id(0) * SKEW % (SIZE // COLUMNS) * COLUMNS
+    for step in range(0, SIZE, COLUMNS):
+        start = tl.multiple_of((begin + step) % SIZE, COLUMNS)
         places = rows * SIZE + (start + numbers)
         factor = tl.load(factors + start + columns)
         number = tl.load(x + places, mask=there, other=0.0)
@@ -116,6 +131,8 @@ def normed_to_fp8_kernel(
             tl.store(target, (wide * _inverse(scale)).to(codes.dtype.element_ty), mask=there)
         else:
             most = _larger(most, largest)
+        if WIDTH > 0:
+            sums = _computed(sums)
     inverse = tl.rsqrt(tl.sum(squares, 1) * (1.0 / SIZE) + EPS)[:, None]
     if WIDTH > 0:
         found = (sums * inverse).to(inner.dtype.element_ty)
@@ -129,12 +146,13 @@ def normed_to_fp8_kernel(
         scale = _scale_of(tl.reduce(most, 1, _larger, keep_dims=True))
         tl.store(scales + rows, _at_least(scale * inverse), mask=there)
         by = _inverse(scale)
-        following = tl.load(x + rows * SIZE + (SIZE - COLUMNS + numbers), mask=there, other=0.0)
-        for start in range(0, SIZE, COLUMNS):
-            first = SIZE - COLUMNS - start
-            number = following
-            places = rows * SIZE + (first + numbers)
-            following = tl.load(x + places - COLUMNS, mask=there & (numbers < first), other=0.0)
-            wide = number.to(tl.float32) * tl.load(factors + first + columns).to(tl.float32)
+        start = tl.multiple_of((begin + SIZE - COLUMNS) % SIZE, COLUMNS)
+        following = tl.load(x + rows * SIZE + (start + numbers), mask=there, other=0.0)
+        for _ in range(0, SIZE, COLUMNS):
+            number, places = following, rows * SIZE + (start + numbers)
+            factor = tl.load(factors + start + columns)
+            start = tl.multiple_of((start + SIZE - COLUMNS) % SIZE, COLUMNS)
+            following = tl.load(x + rows * SIZE + (start + numbers), mask=there, other=0.0)
+            wide = number.to(tl.float32) * factor.to(tl.float32)
             target = codes + tl.max_contiguous(places, [1, 8])
             tl.store(target, (wide * by).to(codes.dtype.element_ty), mask=there)
