@@ -132,8 +132,9 @@ class Block(nnx.Module):
         segments of `_in_block` that declare so (Segment.norms) get it. part, x: those of `normed`."""
         name = places_of(self.stages)[0][part].norm
         norm = None if name is None else getattr(self, name)
-        fits = isinstance(norm, RMSNorm) and (norm.float32 or norm.compute is None)
-        return Normed(norm, x) if fits else self.normed(part, x)
+        if isinstance(norm, RMSNorm) and (norm.float32 or norm.compute is None):
+            return Normed(norm, x)
+        return self.normed(part, x)
 
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
         """Adds a part's output to x, after the part's post-norm if it has one; if x is None, the output is returned

@@ -204,7 +204,7 @@ def normed_operand(
 
 def normed_refusal(x, rank: int, blocks: bool) -> str | None:
     """The reason why no kernel can compute a call of `normed_operand`, or None. x: [n, k], as an array or as a shape.
-    rank: of all adapters together, 0 without one. blocks: that of `normed_operand`."""
+    rank: the sum of the adapters' ranks, 0 without one. blocks: that of `normed_operand`."""
     return fp8_normed.refusal(x, rank) or _first_normed(fp8_normed.width_of(rank), blocks)
 
 

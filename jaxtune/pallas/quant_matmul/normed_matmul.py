@@ -156,10 +156,16 @@ def _normed_bwd(rounding: NormRounding, residuals, gradients):
     the outputs are used."""
     pullback, trained = residuals
     douts, _ = gradients
-    zero = jax.custom_derivatives.SymbolicZero
-    douts = tuple(jnp.zeros(dout.shape, dout.dtype) if isinstance(dout, zero) else dout for dout in douts)
+    douts = tuple(map(_as_array, douts))
     dx, dweight, dloras, dbiases = pullback(douts)
     return dx, None if trained is None else dweight, None, dloras, dbiases, None
+
+
+def _as_array(gradient) -> jax.Array:
+    """The gradient of a result as an array: zeros for a symbolic zero, of a result that nothing reads."""
+    if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(gradient.shape, str(gradient.dtype))
+    return gradient
 
 
 _normed.defvjp(_normed_fwd, _normed_bwd, symbolic_zeros=True)
