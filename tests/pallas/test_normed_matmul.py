@@ -187,3 +187,16 @@ def test_which_calls_the_kernel_runs(rows, blocks, fp8, runs, hopper, monkeypatc
     found = jax.eval_shape(run, *(jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in each))
     assert [out.shape for out in found] == [(rows, 128)] * 2
     assert ran == ([(8, SIZE)] if runs else [])
+
+
+@pytest.mark.parametrize("rank", [0, 16, 48])
+@pytest.mark.parametrize("block", [TILE, ROW])
+def test_the_check_at_first_use_knows_right_from_wrong(rank, block, stand_in, monkeypatch):
+    found = []
+    monkeypatch.setattr(dispatch, "first_use", lambda *case: found.append(dispatch._difference(case[-1])))
+    fp8_product.normed_refusal(shape(4096, SIZE), rank, block == TILE)
+    right = fp8_normed.normed
+    monkeypatch.setattr(fp8_normed, "normed", lambda x, factors, a, *others: right(x, factors * 1.05, a, *others))
+    jax.clear_caches()
+    fp8_product.normed_refusal(shape(4096, SIZE), rank, block == TILE)
+    assert found[0] is None and "relative error" in found[1]
