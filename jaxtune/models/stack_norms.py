@@ -11,6 +11,7 @@ from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.places import places_of
 from jaxtune.models.layers.segment import Segment
 from jaxtune.models.norm import RMSNorm
+from jaxtune.models.stack_segments import differentiated
 from jaxtune.pallas.formats import dense
 
 
@@ -26,6 +27,7 @@ class NormsApart:
       tile, aux: the arguments of Block.segments.
     Attributes:
       segments: the layer's chain. In it the normed stream is a value with the norm's name, the block's attribute.
+      differentiated: the segments that the backward differentiates (stack_segments.differentiated).
     """
 
     def __init__(self, block: Block, x: jax.Array, tile: int | None, aux: Collection[str]):
@@ -35,9 +37,9 @@ class NormsApart:
         # {the norm's name: that of the value of the residual stream that it reads}
         self._stream = {n: read[n] for n, norm in norms.items() if isinstance(norm, RMSNorm) and norm.by_kernel(x)}
         self.segments: tuple = block.segments(tile, aux, apart=self._stream)
-        differentiated = [segment for segment in self.segments if segment.differentiable]
+        self.differentiated = differentiated(self.segments)
         # {the norm's name: the segment that reads the normed stream whose gradient comes last}
-        self._last = {name: next((s for s in differentiated if name in s.reads), None) for name in self._stream}
+        self._last = {name: next((s for s in self.differentiated if name in s.reads), None) for name in self._stream}
 
     def saved(self, segment: Segment) -> list[str]:
         """The names of the values from which `values` makes what the segment reads."""

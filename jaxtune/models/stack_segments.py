@@ -5,7 +5,8 @@ not compute again where the forward kept them."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -36,6 +37,40 @@ def run_segment(
     with scope_of(segment), low_rank.kept(given) as made:
         outputs = segment.run(block, context, *values)
     return outputs, {low_rank_inputs(segment): tuple(made)} if jax.tree.leaves(made) else {}
+
+
+def differentiated(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The segments that a layer's backward differentiates, in the order of the forward: those of the chain that are
+    differentiable, where the Segment.with_before of one stands for it and the one before it."""
+    found: list[Segment] = []
+    for segment in segments:
+        if segment.with_before is not None:
+            found[-1] = segment.with_before
+        elif segment.differentiable:
+            found.append(segment)
+    return tuple(found)
+
+
+def without_gradient(segments: Sequence[Segment], back: Sequence[Segment]) -> set[str]:
+    """The names of the values of a layer that get no gradient, because no segment that is differentiated makes them.
+    segments: the layer's chain. back: differentiated(segments)."""
+    return {name for s in segments for name in s.outputs} - {name for s in back for name in s.outputs}
+
+
+def low_rank_of(segment: Segment, segments: Sequence[Segment], values: Mapping) -> tuple | None:
+    """The low-rank inputs of a segment that a layer's backward differentiates, or None if not all of them are there.
+
+    Args:
+      segment: one of differentiated(segments).
+      segments: the layer's chain.
+      values: {name: value} of the layer.
+    """
+    pairs = itertools.pairwise(segments)
+    parts = next((pair for pair in pairs if pair[1].with_before is segment), (segment,))
+    names = [low_rank_inputs(part) for part in parts]
+    if any(name not in values for name in names):
+        return None
+    return tuple(made for name in names for made in values[name])
 
 
 def pullback_of_segment(

@@ -78,6 +78,25 @@ def test_rounded_to_e4m3_it_has_the_codes_of_plain_jax(tokens, size, rank):
     np.testing.assert_array_equal(np.float32(product), np.float32(inner))
 
 
+@pytest.mark.parametrize(("tokens", "size", "rank"), SHAPES)
+def test_rounded_to_e4m3_the_gradients_have_the_codes_of_plain_jax(tokens, size, rank):
+    """Side by side, filled up with zeros; the other results are those without codes, bit for bit."""
+    gate, up, dgated, dinner, _ = drawn(tokens, size, rank, jnp.float16)
+    factors = jnp.asarray([0.0, 1e-4, 1.0, 64.0], jnp.float16)
+    dgated = dgated * factors[jnp.arange(size) // 128 % 4]
+    with interpreted((9, 0)):
+        dgate, dup, codes, scales, da = thin.backward_by_kernel(gate, up, dgated, dinner, "silu", rounds=True)
+        others = thin.backward_by_kernel(gate, up, dgated, dinner, "silu")
+    for one, other in zip((dgate, dup, da), others, strict=True):
+        np.testing.assert_array_equal(np.float32(one), np.float32(other))
+    want, want_scales = fp8_product.side_by_side([dgate, dup], None, True, "reference")
+    assert codes.shape == want.shape
+    np.testing.assert_array_equal(scales, want_scales)
+    # The interpreter does not fuse multiply-adds, by which a GPU divides exactly.
+    assert (np.float32(codes) != np.float32(want)).mean() < 1e-3
+    np.testing.assert_allclose(np.float32(codes), np.float32(want), rtol=1 / 8, atol=2**-9)
+
+
 def test_the_product_alone_is_that_of_the_forward():
     gate, up, _, _, a = drawn(100, 264, 8, jnp.bfloat16)
     with interpreted((9, 0)):

@@ -16,7 +16,7 @@ from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic, thin
-from jaxtune.pallas.quant_matmul import gated_matmul, low_rank
+from jaxtune.pallas.quant_matmul import gated_matmul, gated_mlp, joins, low_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +100,13 @@ class MLP(nnx.Module):
         projection); both are tokenwise, so that they can run over tiles. They tell the stack how to run the MLP and the
         planner what it costs."""
         in_fp8 = self.down_proj.fp8  # then the product reads gate and up through e4m3, and their gradients too
+        whole = Segment(
+            "mlp",
+            (INPUT, "gate", "up"),
+            (Residual(OUTPUT),),
+            lambda mlp, context, x, gate, up: (mlp.whole(x, gate, up),),
+            matrices=("gate_proj", "up_proj", "down_proj"),
+        )
         return (
             Segment(
                 "expand",
@@ -117,8 +124,27 @@ class MLP(nnx.Module):
                 lambda mlp, context, gate, up: (mlp.down(gate, up, context.key),),
                 matrices=("down_proj",),
                 tokenwise=True,
+                with_before=whole if self._joins() else None,
             ),
         )
+
+    def _joins(self) -> bool:
+        """Whether the backward differentiates `expand` and `contract` at once, by gated_mlp: where all three matrices
+        have adapters and nothing else (Linear.only_adapted), and the weights of gate and up join."""
+        if self.config.fused_gate_up:
+            return False
+        linears = self.gate_proj, self.up_proj, self.down_proj
+        plain = all(each.fp8 and each.compute is None and each.only_adapted(None, drops=True) for each in linears)
+        return plain and joins(*(each.stored_weight for each in linears[:2]))
+
+    def whole(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """`down` of what `gate_up` returned of x [B, T, hidden], with the derivative of both. The backward calls it if
+        `_joins`."""
+        linears = self.gate_proj, self.up_proj, self.down_proj
+        weights = [linear.stored_weight for linear in linears]
+        loras = [linear.lora.weights(weight) for linear, weight in zip(linears, weights, strict=True) if linear.lora]
+        biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
+        return gated_mlp(x, gate, up, weights, loras, biases, activation=self.config.activation)
 
     # ---- for the planner
 
