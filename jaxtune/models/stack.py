@@ -198,7 +198,7 @@ def layer_backward(
       (gradients of trainable; of layer_input; {value taken: gradient}; to_device copied; gathers whole; Shards of sums)
     """
     values, pullbacks, block = dict(saved), {}, nnx.merge(graph, trainable, frozen)
-    norms = NormsApart(block, doutput, tile, tuple(dothers or {}))
+    norms = NormsApart(block, doutput, tile, tuple(dothers or {}), saved)
     segments, order = norms.segments, block.order
     context_of = _contexts(block, spec, layout, key)
     again = [s for s in segments[:-1] if not s.aux and any(name not in values for name in s.outputs)]

@@ -25,19 +25,20 @@ class NormsApart:
       block: the layer.
       x: [B, T, hidden], a value like the residual stream's, of which only shape and dtype matter.
       tile, aux: the arguments of Block.segments.
+      saved: {name: value} of the layer's residuals that are there.
     Attributes:
       segments: the layer's chain. In it the normed stream is a value with the norm's name, the block's attribute.
       differentiated: the segments that the backward differentiates (stack_segments.differentiated).
     """
 
-    def __init__(self, block: Block, x: jax.Array, tile: int | None, aux: Collection[str]):
+    def __init__(self, block: Block, x: jax.Array, tile: int | None, aux: Collection[str], saved: Mapping):
         self._block = block
         read = {} if tile is not None else {p.norm: p.reads for p in places_of(block.stages)[0].values() if p.norm}
         norms = {name: getattr(block, name) for name in read}
         # {the norm's name: that of the value of the residual stream that it reads}
         self._stream = {n: read[n] for n, norm in norms.items() if isinstance(norm, RMSNorm) and norm.by_kernel(x)}
         self.segments: tuple = block.segments(tile, aux, apart=self._stream)
-        self.differentiated = differentiated(self.segments)
+        self.differentiated = differentiated(self.segments, saved)
         # {the norm's name: the segment that reads the normed stream whose gradient comes last}
         self._last = {name: next((s for s in self.differentiated if name in s.reads), None) for name in self._stream}
 

@@ -39,12 +39,15 @@ def run_segment(
     return outputs, {low_rank_inputs(segment): tuple(made)} if jax.tree.leaves(made) else {}
 
 
-def differentiated(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+def differentiated(segments: Sequence[Segment], saved: Mapping) -> tuple[Segment, ...]:
     """The segments that a layer's backward differentiates, in the order of the forward: those of the chain that are
-    differentiable, where the Segment.with_before of one stands for it and the one before it."""
+    differentiable. The Segment.with_before of one stands for it and the one before it if the outputs of the one before
+    are saved as arrays. Where they are recomputed or in FP8, memory is short, and it needs more.
+
+    segments: the layer's chain. saved: {name: value} of residuals, arrays or FP8."""
     found: list[Segment] = []
     for segment in segments:
-        if segment.with_before is not None:
+        if segment.with_before is not None and all(isinstance(saved.get(n), jax.Array) for n in found[-1].outputs):
             found[-1] = segment.with_before
         elif segment.differentiable:
             found.append(segment)
@@ -53,7 +56,7 @@ def differentiated(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 def without_gradient(segments: Sequence[Segment], back: Sequence[Segment]) -> set[str]:
     """The names of the values of a layer that get no gradient, because no segment that is differentiated makes them.
-    segments: the layer's chain. back: differentiated(segments)."""
+    segments: the layer's chain. back: differentiated(segments, saved)."""
     return {name for s in segments for name in s.outputs} - {name for s in back for name in s.outputs}
 
 
@@ -61,7 +64,7 @@ def low_rank_of(segment: Segment, segments: Sequence[Segment], values: Mapping) 
     """The low-rank inputs of a segment that a layer's backward differentiates, or None if not all of them are there.
 
     Args:
-      segment: one of differentiated(segments).
+      segment: one of those that `differentiated` returns.
       segments: the layer's chain.
       values: {name: value} of the layer.
     """

@@ -1,5 +1,5 @@
-"""An MLP in FP8 with scales of 128 x 128, whose two segments the backward differentiates at once: the gradients are those
-of one segment after the next."""
+"""An MLP in FP8 with scales of 128 x 128, whose two segments the backward differentiates at once: the gradients are
+those of one segment after the next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan
 from jaxtune.models.stack import _differentiable
 from jaxtune.models.stack_layers import low_rank_inputs
 from jaxtune.models.stack_segments import differentiated, low_rank_of, without_gradient
-from jaxtune.pallas.quant_matmul import reference
+from jaxtune.pallas.quant_matmul import in_e4m3, reference
 
 SHAPE = (2, 12)
 # not the function that the package has under this name
@@ -34,8 +34,11 @@ def in_fp8(name: str = "qwen3", targets=NAMES, **settings):
     return model
 
 
-def segments_of(model):
-    return differentiated(model.layers[0].segments())
+KEPT = dict(gate=jnp.zeros(1), up=jnp.zeros(1))
+
+
+def segments_of(model, saved=KEPT):
+    return differentiated(model.layers[0].segments(), saved)
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def test_gradients_are_those_of_one_segment_after_the_next(plan, one_by_one, mon
         gated_module, "_second_half_backward", lambda *given: calls.append(len(given[4])) or rule(*given)
     )
     found = stack_gradients(model, PLANS[plan], SHAPE)
-    assert set(calls) == {2}
+    assert set(calls) == {2 if plan in ("keep", "some") else 0}
     calls.clear()
     one_by_one()
     assert_gradients_are(found, stack_gradients(model, PLANS[plan], SHAPE))
@@ -78,7 +81,7 @@ def test_gradients_are_those_of_one_segment_after_the_next(plan, one_by_one, mon
 def test_gate_and_up_get_no_gradient():
     """It would be arrays of zeros, which a barrier before a copy to the host would have XLA write."""
     chain = in_fp8().layers[0].segments()
-    assert without_gradient(chain, differentiated(chain)) == {"gate", "up"}
+    assert without_gradient(chain, differentiated(chain, KEPT)) == {"gate", "up"}
     assert not _differentiable(("gate", "mid"), [jnp.zeros(2)] * 2, {"gate"}).keys() - {"mid"}
 
 
@@ -96,10 +99,17 @@ def test_others_are_differentiated_alone(model):
     assert [segment.name for segment in segments_of(model())][-2:] == ["expand", "contract"]
 
 
+@pytest.mark.parametrize("up", [None, in_e4m3(jnp.ones((2, 128)))], ids=["recomputed", "in FP8"])
+def test_where_memory_is_short_each_is_differentiated_alone(up):
+    """As both at once need more of it."""
+    saved = {"gate": jnp.zeros(1), **({} if up is None else {"up": up})}
+    assert [segment.name for segment in segments_of(in_fp8(), saved)][-2:] == ["expand", "contract"]
+
+
 def test_it_takes_the_low_rank_inputs_of_both():
     chain = in_fp8().layers[0].segments()
-    joined = differentiated(chain)[-1]
-    assert joined.name == "mlp" and len(differentiated(chain)) == len(chain) - 1
+    *others, joined = differentiated(chain, KEPT)
+    assert joined.name == "mlp" and others == list(chain[:-2])
     first, second = (low_rank_inputs(segment) for segment in chain[-2:])
     assert low_rank_of(joined, chain, {first: (1,), second: (2,)}) == (1, 2)
     assert low_rank_of(joined, chain, {second: (2,)}) is None

@@ -166,7 +166,8 @@ class MLP(nnx.Module):
         forecast of the peak.
 
         If a kernel overwrites gate and up with their gradients (`_in_place`), `own` of the result is the gradient of
-        the activation's output alone, and covers_mixer is False: the mixer's memory is counted on its own. Otherwise
+        the activation's output, beside the rounded gradients of gate and up if the kernel rounds them (`_joins`), and
+        covers_mixer is False: the mixer's memory is counted on its own. Otherwise
         `own` is the activation's output, its gradient, the gradients of gate and up, and a multiple of the layer's
         input for values of the residual stream; covers_mixer is True, because these numbers include the mixer's memory.
 
@@ -182,7 +183,11 @@ class MLP(nnx.Module):
         if self._in_place(sizes):  # the activation's gradient; the gradients of gate and up overwrite them
             if sizes.tiles == 1:
                 around = max(around, fit.beside * stream + self._decoded_bytes(sizes))
-            return Scratch((gate + up) / 2, around, covers_mixer=False)
+            own = (gate + up) / 2
+            if sizes.tiles == 1 and not sizes.recomputed & {"gate", "up"} and self._joins():
+                # Their codes in e4m3, and a float32 scale for each 128.
+                own += (gate + up) / sizes.dtype.itemsize * (1 + 4 / 128)
+            return Scratch(own, around, covers_mixer=False)
         # The activation, its gradient, the gradients of gate and up, and partial gradients of other segments.
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
 

@@ -161,9 +161,9 @@ def gated_mlp(
     *,
     activation: str,
 ) -> jax.Array:
-    """A gated MLP whose gate and up an earlier run has computed: gated_matmul of these, with the derivative of the whole
-    MLP, whose first half is quant_matmul of x. The backward of a model calls it. What computes the gradients of gate
-    and up then also rounds them for the product with their weights. These must join (`joins`), and all weights are
+    """A gated MLP whose gate and up an earlier run has computed: gated_matmul of these, with the derivative of the
+    whole MLP, whose first half is quant_matmul of x. The backward of a model calls it. What computes the gradients of
+    gate and up then also rounds them for the product with their weights. These must join (`joins`), and all weights are
     multiplied as they are stored.
 
     Args:
