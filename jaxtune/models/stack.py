@@ -227,8 +227,7 @@ def layer_backward(
                     values |= low_rank
                 values = {**dict(zip(segment.outputs, finish(stage, outputs), strict=True)), **values}
         with jax.named_scope("backward"):
-            gradients = {LAYER_OUTPUT: doutput, **(dothers or {})}
-            total = None
+            gradients, total = {LAYER_OUTPUT: doutput, **(dothers or {})}, None
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(gradients[name] for name in segment.outputs if name in gradients)
                 saved_inputs = {name: values[name] for name in norms.saved(segment) if name not in order.shared}
@@ -241,8 +240,9 @@ def layer_backward(
                         found = segment.backward(block_of, trainable, context, tuple(inputs), outputs, doutputs)
                     dtrainable, dinputs = found
                 else:
-                    given = low_rank_of(segment, segments, values)
-                    pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs, given)[1]
+                    factors = () if to_device or gathers or scatters else norms.factors(segment, values | saved_inputs)
+                    given = low_rank_of(segment, segments, values), factors
+                    pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs, *given)[1]
                     dtrainable, *dinputs = pullback(doutputs)
                 if dtrainable is not None:
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.places import places_of
-from jaxtune.models.layers.segment import Segment
+from jaxtune.models.layers.segment import Segment, matrix_of
+from jaxtune.models.linear import Linear
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.stack_segments import differentiated
 from jaxtune.pallas.formats import dense
+from jaxtune.pallas.quant_matmul import low_rank
 
 
 class NormsApart:
@@ -56,6 +58,23 @@ class NormsApart:
             )
 
         return [value(name) for name in segment.reads]
+
+    def factors(self, segment: Segment, values: Mapping) -> list[low_rank.Factors | None]:
+        """For each value that the segment reads, its Factors if it is a normed stream that the segment's derivative
+        reads for the gradients of adapters' A alone; else None. So it is if all matrices are linears with an adapter
+        and nothing else (Linear.only_adapted). float16 has no room for a gradient times a row's factor. The caller does
+        not ask for them where copies or collectives wait for the normed stream, which XLA computes then in any case.
+        values: those of the layer."""
+        matrices = [matrix_of(self._block, name) for name in segment.matrices]
+
+        def of(name: str) -> low_rank.Factors | None:
+            x = values[self._stream[name]] if name in self._stream else None
+            if x is None or x.dtype == jnp.float16:
+                return None
+            plain = all(isinstance(m, Linear) and m.only_adapted(x.dtype, drops=False) for m in matrices)
+            return getattr(self._block, name).factors(x) if plain else None
+
+        return [of(name) for name in segment.reads]
 
     def added(self, segment: Segment, block_of, trainable, values: Mapping, gradients: dict, total):
         """Computes the gradients of the norms that no segment after this one reads, in the order of the backward. It

@@ -23,7 +23,7 @@ def scope_of(segment: Segment) -> contextlib.AbstractContextManager:
 
 
 def run_segment(
-    segment: Segment, block: Block, context: Context, values, given=None
+    segment: Segment, block: Block, context: Context, values, given=None, normed=()
 ) -> tuple[tuple, dict[str, low_rank.Made]]:
     """Runs a segment of the block in its profiling scope: (one result for each of the segment's outputs, {the name of
     its low-rank inputs: these}, which is empty if it has none).
@@ -33,8 +33,9 @@ def run_segment(
       context: the layer's spec, the batch's layout and the segment's dropout key.
       values: one for each of the segment's reads.
       given: its low-rank inputs if an earlier run computed them; None: they are computed.
+      normed: pairs of one of `values` and its Factors (low_rank.py).
     """
-    with scope_of(segment), low_rank.kept(given) as made:
+    with scope_of(segment), low_rank.kept(given, normed) as made:
         outputs = segment.run(block, context, *values)
     return outputs, {low_rank_inputs(segment): tuple(made)} if jax.tree.leaves(made) else {}
 
@@ -77,7 +78,7 @@ def low_rank_of(segment: Segment, segments: Sequence[Segment], values: Mapping) 
 
 
 def pullback_of_segment(
-    block_of, trainable, segment: Segment, context: Context, inputs, given=None
+    block_of, trainable, segment: Segment, context: Context, inputs, given=None, factors=()
 ) -> tuple[tuple, Callable]:
     """Runs a segment for its derivative: (outputs, the function from the outputs' gradients to the tuple of the
     gradients of the trainable tensors and of each input), where the segment has no Backward of its own.
@@ -87,10 +88,12 @@ def pullback_of_segment(
       trainable: the block's trainable tensors.
       segment, context, inputs: the segment, what its `run` receives beside values, and the values that it reads.
       given: its low-rank inputs if an earlier run computed them; None: they are computed.
+      factors: for each of the inputs its Factors (low_rank.py) or None; (): there are none.
     """
 
     def run(trainable, *values):
         """The segment as a function of the trainable tensors and its inputs."""
-        return tuple(run_segment(segment, block_of(trainable), context, values, given)[0])
+        normed = [pair for pair in zip(values, factors, strict=bool(factors)) if pair[1] is not None]
+        return tuple(run_segment(segment, block_of(trainable), context, values, given, normed)[0])
 
     return jax.vjp(run, trainable, *inputs)

@@ -6,11 +6,13 @@ from __future__ import annotations
 import jax
 import pytest
 from checks import assert_gradients_are, stack_gradients
-from tiny_models import golden_model
+from tiny_models import adapted_model, golden_model
 
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE
+from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan
+from jaxtune.models.stack_norms import NormsApart
 from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.normed_stream import api, triton
+from jaxtune.pallas.quant_matmul import low_rank
 
 SHAPE = (2, 12)
 
@@ -53,3 +55,19 @@ def test_gradients_are_the_same(name, plan, request):
     calls = request.getfixturevalue("by_kernel")
     assert_gradients_are(stack_gradients(model, plan, SHAPE), want)
     assert (calls.count(True), calls.count(False)) == NORMS[name]
+
+
+@pytest.mark.parametrize("plan", [KEEP, LayerPlan("keep", mid="offload")], ids=str)
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]], ids=str)
+def test_adapters_alone_do_not_need_the_normed_stream_again(plan, targets, by_kernel, monkeypatch):
+    """The gradients of A are computed from what was normed, where no copy waits for the normed stream, and no linear
+    needs it otherwise; they are the same."""
+    model = adapted_model(golden_model("qwen3"), r=3, target_modules=targets)
+    calls, own = [], low_rank.Factors.contracted
+    monkeypatch.setattr(low_rank.Factors, "contracted", lambda *given: calls.append(1) or own(*given))
+    found = stack_gradients(model, plan, SHAPE)
+    # Of the layers of an offloading plan only the last of the backward starts no copy.
+    assert len(calls) == (0 if targets != "all-linear" else 4 if plan == KEEP else 2)
+    monkeypatch.setattr(NormsApart, "factors", lambda norms, segment, values: ())
+    jax.clear_caches()
+    assert_gradients_are(found, stack_gradients(model, plan, SHAPE))

@@ -141,7 +141,7 @@ class MLP(nnx.Module):
         """`down` of what `gate_up` returned of x [B, T, hidden], with the derivative of both. The backward calls it if
         `_joins`."""
         linears = self.gate_proj, self.up_proj, self.down_proj
-        weights = [linear.stored_weight for linear in linears]
+        weights = [weight for linear in linears if isinstance(weight := linear.stored_weight, Stored)]
         loras = [linear.lora.weights(weight) for linear, weight in zip(linears, weights, strict=True) if linear.lora]
         biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
         return gated_mlp(x, gate, up, weights, loras, biases, activation=self.config.activation)

@@ -8,6 +8,7 @@ wrote, in one order. Tiles of gate and up are read ahead into shared memory.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -161,14 +162,14 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str, rounds: bool 
     steps = -(-tiles // ranges)
     ranges = -(-tiles // steps)
     like = jax.ShapeDtypeStruct(gate.shape, gate.dtype)
-    kernel, more, constants = thin_kernels.gated_thin_backward_kernel, [], {}
+    call, more = functools.partial(compat.triton_call, thin_kernels.gated_thin_backward_kernel), []
     if rounds:
-        kernel, filled = thin_kernels.gated_thin_backward_rounded_kernel, 2 * blocks * shape.columns
+        filled = 2 * blocks * shape.columns
         more = [jax.ShapeDtypeStruct((tokens, filled), jnp.float8_e4m3fn)]
         more.append(jax.ShapeDtypeStruct((filled // shape.columns, tokens), jnp.float32))
-        constants = dict(LARGEST=LARGEST, LEAST_SCALE=LEAST_SCALE)
-    dgate, dup, *coded, da = compat.triton_call(
-        kernel,
+        kernel = thin_kernels.gated_thin_backward_rounded_kernel
+        call = functools.partial(compat.triton_call, kernel, LARGEST=LARGEST, LEAST_SCALE=LEAST_SCALE)
+    dgate, dup, *coded, da = call(
         (gate, up, dgated, dinner),
         [like, like, *more, jax.ShapeDtypeStruct((ranges, rank, size), jnp.float32)],
         (blocks, ranges),
@@ -183,7 +184,6 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str, rounds: bool 
         COLUMNS=shape.columns,
         STEPS=steps,
         ACTIVATION=ACTIVATIONS[activation],
-        **constants,
     )
     if rounds:
         coded[1] = coded[1].T

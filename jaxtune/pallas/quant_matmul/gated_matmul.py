@@ -193,9 +193,12 @@ def gated_mlp(
         for owners, own, of in (((0, 1), loras[:2], weights[:2]), ((0,), loras[2:], weights[2:]))
     )
     pairs = tuple((lora.a, lora.b) for lora in loras)
+    source = low_rank.factors_of(x)
+    source = None if source is None else source.flat()
     x, *inputs = (each.reshape(-1, each.shape[-1]) for each in (x, gate, up))
     inner = reference.low_rank_input(x, pairs[:2])
-    run = functools.partial(_mlp, activation, first, second, x, *inputs, tuple(weights), pairs, tuple(biases), inner)
+    others = tuple(weights), pairs, tuple(biases), inner
+    run = functools.partial(_mlp, activation, first, second, x, source, *inputs, *others)
     out: jax.Array = low_rank.of_function(run)
     return out.reshape(*gate.shape[:-1], out.shape[-1])
 
@@ -208,13 +211,14 @@ def joins(gate: jax.Array | Stored, up: jax.Array | Stored) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _mlp(activation: str, first, second, x, gate, up, weights, loras, biases, inner, given):
+def _mlp(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, given):
     """What `_gated` returns of gate and up, for gated_mlp, whose arguments these are.
 
     Args:
       activation: a key of ACTIVATIONS.
       first, second: how the products with the weights of gate and up are computed, and that with the weight of down.
       x: [tokens, in].
+      source: the Factors of x (low_rank.py), or None.
       gate, up: [tokens, I].
       weights, loras, biases: of gate, up and down; an adapter is a pair (a, b).
       inner: the low-rank inputs of the adapters of gate and up, [tokens, sum of ranks].
@@ -223,10 +227,10 @@ def _mlp(activation: str, first, second, x, gate, up, weights, loras, biases, in
     return _gated(activation, second, gate, up, weights[2], loras[2], biases[2], given)
 
 
-def _mlp_fwd(activation: str, first, second, x, gate, up, weights, loras, biases, inner, given):
+def _mlp_fwd(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, given):
     """The forward rule of `_mlp`, with its arguments: (its results, the residuals for `_mlp_bwd`)."""
     results, of_second = _gated_fwd(activation, second, gate, up, weights[2], loras[2], biases[2], given)
-    return results, ((x, None, weights[:2], loras[:2], biases[:2], inner), of_second)
+    return results, ((x, source, weights[:2], loras[:2], biases[:2], inner), of_second)
 
 
 def _mlp_bwd(activation: str, first, second, residuals, gradients):
@@ -235,9 +239,9 @@ def _mlp_bwd(activation: str, first, second, residuals, gradients):
     (x, *others), of_second = residuals
     (dgate, dup, _, dlora, dbias), coded = _second_half_backward(activation, second, of_second, gradients[0], others[1])
     # As between the segments of a layer: what follows is not computed earlier, and the adapter's gradients not later.
-    x, dgate, dup, coded, dlora = optimization_barrier((x, dgate, dup, coded, dlora))
+    (x, *others), dgate, dup, coded, dlora = optimization_barrier(((x, *others), dgate, dup, coded, dlora))
     dx, _, _, dloras, dbiases, _ = reference.products_backward(first, (x, *others), (dgate, dup), coded)
-    return dx, None, None, None, (*dloras, dlora), (*dbiases, dbias), None, None
+    return dx, None, None, None, None, (*dloras, dlora), (*dbiases, dbias), None, None
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

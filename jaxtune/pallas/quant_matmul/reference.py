@@ -198,7 +198,8 @@ def _products(x, source, weights, loras, biases, inner, static: Static):
 
     Args:
       x: [tokens, in].
-      source: the adapters' input, [tokens, in], if it differs from x because of dropout; None: it is x.
+      source: the adapters' input, [tokens, in], if it differs from x because of dropout, or the Factors of x
+        (low_rank.py); None: it is x.
       weights: all that share x, each [out_i, in].
       loras: a pair (a [r, in], b [out_i, r]) for each adapter; weights without one have no entry.
       biases: for each weight [out_i] or None.
@@ -248,9 +249,9 @@ def _products_fwd(x, source, weights, loras, biases, inner, static: Static):
 
 def products_backward(static: Static, residuals, doutputs, coded=None):
     """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases, inner), in this structure.
-    An entry is None where the argument is None, for `inner`, and for a quantised weight, which gets no gradient. That
-    of an array is always computed; XLA removes it if the weight is frozen. The gradient of x does not include that of
-    `source`, through which the caller's dropout leads back to x.
+    An entry is None where the argument is None, for `inner`, for Factors as `source`, and for a quantised weight, which
+    gets no gradient. That of an array is always computed; XLA removes it if the weight is frozen. The gradient of x
+    does not include that of `source`, through which the caller's dropout leads back to x.
 
     Args:
       static: how the products are computed.
@@ -263,10 +264,14 @@ def products_backward(static: Static, residuals, doutputs, coded=None):
     dloras = ()
     if loras:
         dinner, dbs = adapter_gradients(doutputs, loras, inner, static)
-        da = _product(dinner, x if source is None else source, (0, 0), loras[0][0].dtype)
+        factors = isinstance(source, low_rank.Factors)
+        if factors:
+            da = source.contracted(dinner, loras[0][0].dtype)
+        else:
+            da = _product(dinner, x if source is None else source, (0, 0), loras[0][0].dtype)
         dloras = tuple((part.T, db) for part, db in zip(_parts(da.T, loras), dbs, strict=True))
         more = (dinner, _join(loras, x.dtype))
-        if source is not None:
+        if source is not None and not factors:
             dsource, more = _product(*more, (1, 0)), None
     dx = input_gradient(doutputs, weights, more, x.dtype, static, coded)
     dweights = tuple(weight_gradient(dout, x, weight) for dout, weight in zip(doutputs, weights, strict=True))
@@ -382,13 +387,16 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     source = None
     if owners and dropout_key is not None and dropout_rate > 0.0:
         source = dropout(flat, dropout_rate, dropout_key, dropout_part)
+    elif owners:
+        source = low_rank.factors_of(x)
+        source = None if source is None else source.flat()
     pairs = tuple((loras[index].a, loras[index].b) for index in owners)
     scales = tuple(loras[index].scale for index in owners)
     # A row scale is applied between the product and its bias.
     row_scales = [None if lora is None else lora.row_scale for lora in loras]
     added = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
     static = Static(owners, scales, kernels, as_stored)
-    inner = low_rank_input(flat if source is None else source, pairs)
+    inner = low_rank_input(source if isinstance(source, jax.Array) else flat, pairs)
     products: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, inner, static)
     finished = []
     for out, row_scale, bias in zip(products, row_scales, biases, strict=True):
