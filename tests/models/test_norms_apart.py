@@ -4,6 +4,7 @@ the stream otherwise, and the gradients are those that segments with norms in th
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
 from checks import assert_gradients_are, stack_gradients
 from tiny_models import adapted_model, golden_model
@@ -71,3 +72,14 @@ def test_adapters_alone_do_not_need_the_normed_stream_again(plan, targets, by_ke
     monkeypatch.setattr(NormsApart, "factors", lambda norms, segment, values: ())
     jax.clear_caches()
     assert_gradients_are(found, stack_gradients(model, plan, SHAPE))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_float16_keeps_the_normed_stream(dtype, by_kernel):
+    """A gradient times the factor of a row, which may be less than a hundredth, would end in zeros there."""
+    model = adapted_model(golden_model("qwen3"), r=3, target_modules="all-linear")
+    x = jnp.ones((*SHAPE, model.config.hidden_size), dtype)
+    norms = NormsApart(model.layers[0], x, None, (), {})
+    [project, *_] = norms.segments
+    [factors] = norms.factors(project, {"layer_input": x})
+    assert (factors is None) == (dtype == jnp.float16)

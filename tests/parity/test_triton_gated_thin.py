@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from triton_interpreter import interpreted
 
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.gated import gated_thin, gated_thin_backward, reference, thin, thin_of_gated
 from jaxtune.pallas.quant_matmul import fp8_product
 
@@ -95,6 +96,17 @@ def test_rounded_to_e4m3_the_gradients_have_the_codes_of_plain_jax(tokens, size,
     # The interpreter does not fuse multiply-adds, by which a GPU divides exactly.
     assert (np.float32(codes) != np.float32(want)).mean() < 1e-3
     np.testing.assert_allclose(np.float32(codes), np.float32(want), rtol=1 / 8, atol=2**-9)
+
+
+def test_the_check_of_rounded_gradients_compares_codes_with_those_of_the_kernel_s_own(monkeypatch):
+    """Of exact gradients, which differ from the kernel's in their last digit, some have other codes."""
+    checks = {}
+    monkeypatch.setattr(dispatch, "first_use", lambda op, name, kind, compare: checks.setdefault(op, compare) and None)
+    fp8_product._first_gradients(jnp.dtype(jnp.bfloat16), 16, "silu")
+    monkeypatch.setattr(jax, "jit", lambda function, **_: function)  # the interpreter runs on arrays
+    with interpreted((9, 0)):
+        (*_, codes), (*_, wanted) = checks["gated_gradients_to_fp8"]()
+    np.testing.assert_array_equal(codes, wanted)
 
 
 def test_the_product_alone_is_that_of_the_forward():

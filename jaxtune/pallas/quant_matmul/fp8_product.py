@@ -23,7 +23,7 @@ it can.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,7 @@ def gated_operand(
       blocks: True if the weight has scales of 128 x 128 numbers, False if not (`in_blocks`).
       implementation: that of `operand`.
     """
-    if _rounds_gated("gated_to_fp8", gate, len(a), activation, blocks, implementation):
+    if _rounds_gated("gated_to_fp8", _first_gated, gate, len(a), activation, blocks, implementation):
         with jax.named_scope("to_fp8"):
             codes, scales, inner = thin.by_kernel(gate, up, a, activation, "e4m3")
         return (codes, scales), inner
@@ -176,17 +176,21 @@ def gated_gradients(
       blocks: True if the weights of gate and up have scales of 128 x 128 numbers, False if not (`in_blocks`).
       implementation: that of `operand`.
     """
-    if _rounds_gated("gated_gradients_to_fp8", gate, dinner.shape[1], activation, blocks, implementation):
+    rank, op = dinner.shape[1], "gated_gradients_to_fp8"
+    if _rounds_gated(op, _first_gradients, gate, rank, activation, blocks, implementation):
         dgate, dup, *coded, da = thin.backward_by_kernel(gate, up, dgated, dinner, activation, rounds=True)
         return dgate, dup, da, (coded[0], coded[1])
     return *thin.gated_thin_backward(gate, up, dgated, dinner, activation), None
 
 
-def _rounds_gated(op: str, gate, rank: int, activation: str, blocks: bool, implementation: str | None) -> bool:
+def _rounds_gated(
+    op: str, first_use: Callable, gate, rank: int, activation: str, blocks: bool, implementation: str | None
+) -> bool:
     """Whether a kernel of pallas/gated/thin_triton.py rounds what it computes to e4m3.
 
     Args:
       op: the name under which the choice is recorded.
+      first_use: the check of the kernel at its first use.
       gate: [n, k].
       rank: of the adapter of the MLP's down projection.
       activation, blocks, implementation: those of gated_operand and gated_gradients.
@@ -199,7 +203,7 @@ def _rounds_gated(op: str, gate, rank: int, activation: str, blocks: bool, imple
         if capability is not None and capability < LEAST_CAPABILITY:
             return "needs a GPU that has e4m3 (compute capability 8.9)"
         reason = thin_triton.refusal(gate, rank, activation)
-        return reason or _first_gated(gate.dtype, thin_triton.width_of(rank), activation)
+        return reason or first_use(gate.dtype, thin_triton.width_of(rank), activation)
 
     return dispatch.choose(op, {"triton": refusal, "reference": lambda: None}, None) == "triton"
 
@@ -526,36 +530,60 @@ def _first_rounding(dtype, blocks: bool) -> str | None:
 
 
 def _first_gated(dtype, width: int, activation: str) -> str | None:
-    """Compares the kernels of pallas/gated/thin_triton.py that round what they compute with plain JAX, at the first use
-    for each combination of arguments. Returns the reason, in words, why this GPU must not run the kernels, or None if
+    """Compares the kernel of pallas/gated/thin_triton.py, as `gated_operand` calls it, with plain JAX, at the first use
+    for each combination of arguments. Returns the reason, in words, why this GPU must not run the kernel, or None if
     the two agree. Without a GPU nothing is compared, and the result is None. dtype: of gate. width: the columns with
-    which the kernels multiply the adapter's array. activation: its name."""
+    which the kernel multiplies A. activation: its name."""
 
     def compare():
-        keys = jax.random.split(jax.random.key(0), 5)
-        gate, up, dgated = (2 * jax.random.normal(key, (333, 1352)).astype(dtype) for key in keys[:3])
-        a, dinner = (jax.random.normal(key, n).astype(dtype) for key, n in zip(keys[3:], ((width, 1352), (333, width))))
+        keys = jax.random.split(jax.random.key(0), 3)
+        gate, up = (2 * jax.random.normal(key, (333, 1352)).astype(dtype) for key in keys[:2])
+        a = jax.random.normal(keys[2], (width, 1352)).astype(dtype)
 
-        def decoded(codes, scales):
-            """The numbers that codes and scales stand for."""
-            return codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]]
+        def decoded(codes, scales, inner):
+            """The numbers that codes and scales stand for, and the product."""
+            return codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]], inner
 
-        def exact(gate, up, dgated, a, dinner):
-            """The results of plain JAX, which rounds to `dtype` first."""
-            gate, up, dgated, a, dinner = (each.astype(jnp.float32) for each in (gate, up, dgated, a, dinner))
+        def exact(gate, up, a):
+            """The same of plain JAX, which rounds to `dtype` first."""
+            gate, up, a = (each.astype(jnp.float32) for each in (gate, up, a))
             x, inner = reference.gated_thin(gate, up, a, activation)
-            *both, da = reference.gated_thin_backward(gate, up, dgated, dinner, activation)
-            both = [each.astype(dtype) for each in both]
-            wide = jnp.concatenate([_whole_blocks(each, 1) for each in both], axis=1)
-            return decoded(*rounded(x.astype(dtype), True)), inner, *both, decoded(*rounded(wide, True)), da
+            return decoded(*rounded(x.astype(dtype), True), inner)
 
-        def by_kernels(gate, up, dgated, a, dinner):
-            """The same of the kernels."""
+        def by_kernel(gate, up, a):
+            """The same of the kernel."""
             codes, scales, inner = thin_triton.gated_thin(gate, up, a, activation, "e4m3")
-            dgate, dup, *coded, da = thin_triton.gated_thin_backward(gate, up, dgated, dinner, activation, True)
-            return decoded(codes, scales), inner, dgate, dup, decoded(*coded), da
+            return decoded(codes, scales, inner)
 
-        given = gate, up, dgated, a, dinner
-        return jax.jit(by_kernels)(*given), dispatch.exactly(exact)(*given)
+        return jax.jit(by_kernel)(gate, up, a), dispatch.exactly(exact)(gate, up, a)
 
     return dispatch.first_use("gated_to_fp8", "triton", f"{dtype}, {width} columns, {activation}", compare)
+
+
+def _first_gradients(dtype, width: int, activation: str) -> str | None:
+    """Compares the kernel of the backward, as `gated_gradients` calls it, with plain JAX, as `_first_gated` does, whose
+    arguments it has. The codes must be those of the kernel's own gradients: where two gradients differ in their last
+    digit, codes may differ by a sixteenth."""
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 4)
+        gate, up, dgated = (2 * jax.random.normal(key, (333, 1352)).astype(dtype) for key in keys[:3])
+        given = gate, up, dgated, jax.random.normal(keys[3], (333, width)).astype(dtype)
+
+        def by_kernel(*given):
+            """The gradients, that of A, and the numbers that the codes stand for."""
+            dgate, dup, codes, scales, da = thin_triton.gated_thin_backward(*given, activation, rounds=True)
+            return dgate, dup, da, codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)
+
+        def exact(dgate, dup, *given):
+            """The same of plain JAX, the codes of these gradients."""
+            wide = jnp.concatenate([_whole_blocks(each, 1) for each in (dgate, dup)], axis=1)
+            codes, scales = rounded(wide, True)
+            wanted = reference.gated_thin_backward(*(each.astype(jnp.float32) for each in given), activation)
+            return *wanted, codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)
+
+        got = jax.jit(by_kernel)(*given)
+        return got, dispatch.exactly(exact)(*got[:2], *given)
+
+    kind = f"{dtype}, {width} columns, {activation}"
+    return dispatch.first_use("gated_gradients_to_fp8", "triton", kind, compare)
