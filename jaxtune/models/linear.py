@@ -23,6 +23,7 @@ from flax import nnx
 from jax.lax import optimization_barrier
 
 from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.norm import Normed
 from jaxtune.models.placement import partition
 from jaxtune.models.qat_gradients import (
     adapter_gradients,
@@ -32,7 +33,7 @@ from jaxtune.models.qat_gradients import (
     unclipped_gradients,
 )
 from jaxtune.pallas.formats import Stored, dense
-from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, normed_matmul, quant_matmul
 from jaxtune.pallas.quant_matmul.reference import dropout
 
 
@@ -276,11 +277,16 @@ class Linear(nnx.Module):
         return 0.0 if self.lora is None else float(self.lora.rank * itemsize)
 
     def only_adapted(self, dtype, drops: bool) -> bool:
-        """Whether the linear, applied to x in `dtype`, is no more than the product with a frozen weight, an adapter and
-        perhaps a bias. An adapter with DoRA is more, and so are quantisation-aware training, an observer, a dtype of
-        its own, and, if `drops`, an adapter with dropout. MLP, which has another operation for such a linear, asks
-        it."""
-        if self.lora is None or self.lora.magnitude is not None or (drops and self.lora.rate > 0):
+        """Whether the linear is `plain` and has an adapter. MLP, which has another operation for such a linear, asks
+        it. The arguments are those of `plain`."""
+        return self.lora is not None and self.plain(dtype, drops)
+
+    def plain(self, dtype, drops: bool) -> bool:
+        """Whether the linear, applied to x in `dtype`, is no more than the product with a frozen weight, and perhaps an
+        adapter and a bias. An adapter with DoRA is more, and so are quantisation-aware training, an observer, a dtype
+        of its own, and, if `drops`, an adapter with dropout. apply_fused, which has another operation for such linears
+        that share a norm's result, asks it."""
+        if self.lora is not None and (self.lora.magnitude is not None or (drops and self.lora.rate > 0)):
             return False
         plain = self.fake_quant is None and self.observer is None and not isinstance(self.weight, nnx.Param)
         return plain and (self.compute is None or self.compute == dtype)
@@ -302,13 +308,15 @@ class Linear(nnx.Module):
         weight, x = jax.lax.stop_gradient((weight, x))
         return merged_and_rounded(self.fake_quant, weight, lora, x)
 
-    def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array | Normed, key: jax.Array | None = None) -> jax.Array:
         """x [..., in] -> [..., out] in x's dtype: the product with the weight, plus adapter and bias where there are
         any. `key` draws the adapter's dropout mask; None: no dropout."""
         return apply_fused(x, (self,), key)[0]
 
 
-def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None = None) -> tuple[jax.Array, ...]:
+def apply_fused(
+    x: jax.Array | Normed, linears: tuple[Linear, ...], key: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
     """Applies several linears to the same x [..., in] in one operation, which reads x once: a tuple with one output
     [..., out] for each, in x's dtype, adapters and biases included. Projections that share an input, such as query, key
     and value, are computed so, and a Linear that is called applies itself by it.
@@ -316,7 +324,18 @@ def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None
     Linears that multiply in different dtypes (`compute`) are one operation for each dtype, and linears that differ in
     `fake_quant` are one each if any of these rounds x. Weights with a `fake_quant` are rounded with their adapters
     merged in, and x is rounded before it multiplies them if `fake_quant.rounds_inputs`. key: draws the dropout mask,
-    which the adapters of an operation share, with the largest of their rates; None: no dropout."""
+    which the adapters of an operation share, with the largest of their rates; None: no dropout.
+
+    If x is a Normed, and the linears are all `plain` and multiply in FP8, the norm is part of the operation
+    (normed_matmul); for others it is computed first."""
+    if isinstance(x, Normed):
+        norm, given = x.norm, x.x
+        if all(linear.fp8 and linear.plain(given.dtype, key is not None) for linear in linears):
+            weights = [linear.stored_weight for linear in linears]
+            loras = [linear.lora and linear.lora.weights(linear.stored_weight) for linear in linears]
+            biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
+            return normed_matmul(given, norm.weight[...], weights, loras, biases, **norm.rounding, fp8=True)
+        x = x.value()
     kinds = dict.fromkeys(linear.compute for linear in linears)
     if any(kinds):
         found: dict[int, jax.Array] = {}

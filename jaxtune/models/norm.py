@@ -4,6 +4,8 @@ final norm, and norms of queries and keys are made so."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -47,6 +49,12 @@ class RMSNorm(nnx.Module):
         operation get it as a setting."""
         return self._float32 or self.compute == "float32"
 
+    @property
+    def rounding(self) -> dict:
+        """The keyword arguments eps, offset and float32 of operations that compute this norm (normed_stream), unless
+        `compute` names a dtype of 16 bits."""
+        return dict(eps=self.eps, offset=self.offset, float32=self.float32)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norms x [..., size] over its last axis, with the mean square in float32, and multiplies it by the weight
         (plus the offset): [..., size] in x's dtype."""
@@ -68,11 +76,29 @@ class RMSNorm(nnx.Module):
         added where that of the norm is computed (normed_stream)."""
         weight = self.weight[...]
         if self.float32 or self.compute is None:
-            return normed_stream(x, weight, eps=self.eps, offset=self.offset, float32=self.float32)
+            return normed_stream(x, weight, **self.rounding)
         dtype = jnp.dtype(self.compute)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return x, (wide.astype(dtype) * weight.astype(dtype)).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Normed:
+    """An RMSNorm of x that is not computed yet, as an input of linears, which may compute it within their products
+    (apply_fused). A segment gets it in place of INPUT if it declares so (Segment.norms)."""
+
+    norm: RMSNorm
+    x: jax.Array  # [..., size], what is normed
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of x, and of the normed x."""
+        return self.x.shape
+
+    def value(self) -> jax.Array:
+        """The normed x [..., size], computed by the norm itself."""
+        return self.norm(self.x)
 
 
 class LayerNorm(nnx.Module):

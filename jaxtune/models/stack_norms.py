@@ -61,18 +61,19 @@ class NormsApart:
 
     def factors(self, segment: Segment, values: Mapping) -> list[low_rank.Factors | None]:
         """For each value that the segment reads, its Factors if it is a normed stream that the segment's derivative
-        reads for the gradients of adapters' A alone; else None. So it is if all matrices are linears with an adapter
-        and nothing else (Linear.only_adapted). float16 has no room for a gradient times a row's factor. The caller does
-        not ask for them where copies or collectives wait for the normed stream, which XLA computes then in any case.
-        values: those of the layer."""
+        reads for the gradients of adapters' A alone; else None. So it is if all matrices are frozen linears, of which
+        some have adapters (Linear.plain). float16 has no room for a gradient times a row's factor, which may be less
+        than a hundredth. The caller does not ask for Factors where copies or collectives wait for the normed stream,
+        which XLA computes then in any case. values: those of the layer."""
         matrices = [matrix_of(self._block, name) for name in segment.matrices]
 
         def of(name: str) -> low_rank.Factors | None:
             x = values[self._stream[name]] if name in self._stream else None
             if x is None or x.dtype == jnp.float16:
                 return None
-            plain = all(isinstance(m, Linear) and m.only_adapted(x.dtype, drops=False) for m in matrices)
-            return getattr(self._block, name).factors(x) if plain else None
+            plain = all(isinstance(m, Linear) and m.plain(x.dtype, drops=False) for m in matrices)
+            adapted = any(m.lora is not None for m in matrices)
+            return getattr(self._block, name).factors(x) if plain and adapted else None
 
         return [of(name) for name in segment.reads]
 

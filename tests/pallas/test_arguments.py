@@ -40,7 +40,7 @@ from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
 from jaxtune.pallas.normed_heads import normed_heads
 from jaxtune.pallas.normed_stream import normed_stream
-from jaxtune.pallas.quant_matmul import LoraWeights, gated_matmul, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, gated_matmul, normed_matmul, quant_matmul
 from jaxtune.pallas.routing import (
     choose_experts,
     expert_weights,
@@ -206,6 +206,30 @@ OPS = {
         ("lora", LoraWeights(zeros(4, 64), zeros(6, 4), zeros(6)), ValueError, "lora.row_scale must be None.*DoRA"),
         ("bias", zeros(5), ValueError, r"bias is float32\[5\].*out = 6"),
         ("activation", "swish", ValueError, "activation = 'swish': must be .*silu"),
+        ("fp8", 1, TypeError, "fp8 is a int"),
+    ),
+    normed_matmul: (
+        dict(
+            x=zeros(2, 64),
+            norm_weight=zeros(64),
+            weights=[WEIGHT, WEIGHT],
+            loras=[None, LoraWeights(zeros(4, 64), zeros(6, 4))],
+            biases=[None, None],
+        ),
+        ("x", ints(2, 64), TypeError, "x is int32"),
+        ("norm_weight", zeros(63), ValueError, r"norm_weight is float32\[63\].*in = 64"),
+        ("weights", WEIGHT, TypeError, "weights is a NF4"),
+        ("weights", [WEIGHT, zeros(6, 63)], ValueError, r"weights\[1\] is float32\[6, 63\].*in = 64"),
+        ("loras", [None], ValueError, "loras has 1 entries; it must have 2"),
+        ("loras", [None, (zeros(4, 64), zeros(6, 4))], TypeError, r"loras\[1\] is a tuple"),
+        ("loras", [LoraWeights(zeros(4, 64), zeros(6, 3)), None], ValueError, r"loras\[0\].b is .*r_0 = 4"),
+        (
+            "loras",
+            [LoraWeights(zeros(4, 64), zeros(6, 4), zeros(6)), None],
+            ValueError,
+            r"loras\[0\].row_scale must be",
+        ),
+        ("biases", [zeros(5), None], ValueError, r"biases\[0\] is float32\[5\].*out_0 = 6"),
         ("fp8", 1, TypeError, "fp8 is a int"),
     ),
     grouped_matmul: (

@@ -18,7 +18,7 @@ from jaxtune.pallas.gated.mosaic import CHUNK
 from jaxtune.pallas.grouped_matmul import grouped_matmul
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
 from jaxtune.pallas.normed_stream import normed_stream
-from jaxtune.pallas.quant_matmul import LoraWeights, gated_matmul, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, gated_matmul, normed_matmul, quant_matmul
 from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, router_sums, row_weights, unpermute
 from jaxtune.pallas.thin_pair import thin_pair
 
@@ -67,6 +67,10 @@ def gated_linear(x, weight):
     return gated_matmul(x, x + 1, weight, LoraWeights(draw(4, HIDDEN), draw(32, 4)), activation="silu")
 
 
+def normed_linear(x, norm, weight):
+    return normed_matmul(x, norm, [weight], [LoraWeights(draw(4, HIDDEN), draw(32, 4))], [None])
+
+
 def gate_rows(x, weights):
     return gated_rows_backward(jnp.concatenate([x, x + 1], 1), weights, x, RowGate("silu"))
 
@@ -92,6 +96,7 @@ OPS = {
     delta_rule: ([draw(ROWS, LENGTH, HIDDEN), IDS], []),
     gate: ([draw(ROWS, LENGTH), draw(ROWS, LENGTH) + 1], []),
     gated_linear: ([draw(ROWS, LENGTH, HIDDEN)], [draw(32, HIDDEN)]),
+    normed_linear: ([draw(ROWS, LENGTH, HIDDEN)], [draw(HIDDEN), draw(32, HIDDEN)]),
     gate_rows: ([draw(ROWS, LENGTH), draw(ROWS)], []),
     adapter: ([draw(ROWS, LENGTH), draw(ROWS, 4)], [draw(LENGTH, 4)]),
     normed_stream: ([draw(ROWS, LENGTH, HIDDEN)], [draw(HIDDEN)]),

@@ -19,7 +19,7 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import ATTENTION_BYTES, ATTENTION_STAGE, WIDE_ATTENTION_TIME
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_fused
-from jaxtune.models.norm import norm_of
+from jaxtune.models.norm import Normed, norm_of
 from jaxtune.models.rope import rotate, rotate_normed, scaled_by_position
 from jaxtune.pallas.attention import attention_backward, attention_forward
 from jaxtune.pallas.decode_attention import (
@@ -202,13 +202,10 @@ class Attention(nnx.Module):
             Segment(
                 "project",
                 (INPUT,),
-                (
-                    Residual("query"),
-                    *own[: len(self.state_reads)],
-                    *gates,
-                ),
+                (Residual("query"), *own[: len(self.state_reads)], *gates),
                 Attention._project,
                 matrices=self.in_matrices,
+                norms=True,
             ),
             Segment(
                 "attend",
@@ -241,7 +238,7 @@ class Attention(nnx.Module):
         config = self.config
         return dict(scale=config.attention_scale, window=window, soft_cap=config.attention_soft_cap, sinks=sinks)
 
-    def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
+    def project(self, x: jax.Array | Normed, rotary, key: jax.Array | None = None):
         """Computes queries, keys and values of an attention that has its own, ready for the kernels (queries and keys
         normed and rotated, values normed, where the config says so): (query [B, T, heads, D], key and value [B, T,
         kv_heads, D]); with attention_gate, the gates [B, T, heads, D] follow. Generation calls it, and the segment
@@ -256,7 +253,7 @@ class Attention(nnx.Module):
         value = self._value(key_ if self.config.values_are_keys else others.pop(0))
         return self._query(query, rotary), self._key(key_, rotary), value, *others
 
-    def _projections(self, x: jax.Array, key: jax.Array | None):
+    def _projections(self, x: jax.Array | Normed, key: jax.Array | None):
         """Returns a tuple of the projections of x without norms and rotation, in the order query, key, value, gates. An
         array that this layer does not have is left out, so the tuple is shorter; it is not None. There is no value
         where values are keys, neither key nor value where both are another layer's, and no gates without
@@ -314,7 +311,7 @@ class Attention(nnx.Module):
             out = out * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*out.shape[:2], -1), key)
 
-    def _project(self, context: Context, x: jax.Array):
+    def _project(self, context: Context, x: jax.Array | Normed):
         """The function `run` of the segment `project`: (query, key, value, gates) from the layer's normed input x [B,
         T, hidden], without those that this attention does not have (_projections). They are normed and rotated here
         only if `_normed_late` is False; otherwise `attended` does it. context: has rotary tables and dropout key."""

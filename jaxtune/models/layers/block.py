@@ -44,7 +44,7 @@ from jaxtune.models.layers.segment import (
 )
 from jaxtune.models.layers.tiles import in_tiles
 from jaxtune.models.linear import NeverTrained
-from jaxtune.models.norm import norm_of
+from jaxtune.models.norm import Normed, RMSNorm, norm_of
 
 
 class PartMatrix(NamedTuple):
@@ -126,6 +126,15 @@ class Block(nnx.Module):
         unchanged if the part reads the stream without a norm. `step` and the segments of `_in_block` call it."""
         norm = places_of(self.stages)[0][part].norm
         return x if norm is None else getattr(self, norm)(x)
+
+    def to_norm(self, part: str, x: jax.Array) -> jax.Array | Normed:
+        """What `normed` returns, or a Normed, which the linears that read it may compute within their products. The
+        segments of `_in_block` that declare so (Segment.norms) get it. part, x: those of `normed`."""
+        name = places_of(self.stages)[0][part].norm
+        norm = None if name is None else getattr(self, name)
+        if isinstance(norm, RMSNorm) and (norm.float32 or norm.compute is None):
+            return Normed(norm, x)
+        return self.normed(part, x)
 
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
         """Adds a part's output to x, after the part's post-norm if it has one; if x is None, the output is returned
@@ -385,7 +394,8 @@ def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str
         """The `run` of the block's segment: the part's own, with the norm before it, and its output added if `adds`."""
         own = values[:-1] if added else values
         if not apart:
-            own = [block.normed(part, v) if name == INPUT else v for name, v in zip(segment.reads, own, strict=True)]
+            norm = block.to_norm if segment.norms else block.normed
+            own = [norm(part, v) if name == INPUT else v for name, v in zip(segment.reads, own, strict=True)]
         outputs = segment.run(getattr(block, part), context, *own)
         if not adds:
             return tuple(outputs)

@@ -14,6 +14,7 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import MLP_BYTES, MLPBytes
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_fused
+from jaxtune.models.norm import Normed
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic, thin
 from jaxtune.pallas.quant_matmul import gated_matmul, gated_mlp, joins, low_rank
@@ -68,7 +69,7 @@ class MLP(nnx.Module):
             self.up_proj = linear(keys[1], hidden, inner)
         self.down_proj = linear(keys[2], inner, hidden)
 
-    def gate_up(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def gate_up(self, x: jax.Array | Normed, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Multiplies x [B, T, hidden] by the gate and up matrices: (gate, up), each [B, T, intermediate], before the
         activation. The segment `expand` calls it, and a MoE for its shared expert. key: draws the adapters' dropout
         masks; None: no dropout."""
@@ -116,6 +117,7 @@ class MLP(nnx.Module):
                 matrices=("gate_up_proj",) if self.config.fused_gate_up else ("gate_proj", "up_proj"),
                 separable=True,
                 tokenwise=True,
+                norms=True,
             ),
             Segment(
                 "contract",

@@ -159,6 +159,8 @@ class Segment:
     # and these bytes are kept until its gradient arrives. None: the layer's BackwardOrder.derivatives_at_once decides;
     # if that is False too, the segment runs once more when its gradient arrives, and takes no memory before.
     derivative_bytes: Callable[[Sizes], float] | None = None
+    # True: what it reads as INPUT is only the input of linears, by apply_fused, and may be a Normed (models/norm.py)
+    norms: bool = False
     # True: its kernels have its name as their scope in profiles; False: it sets no scope, because it runs others that
     # do
     scoped: bool = True

@@ -1,14 +1,17 @@
 """Which modules multiply by weights as they are stored, without decoding them (PRODUCTS), by the value of the option
 model.compute that asks for it, such as "fp8". `product_of` returns the module for a weight.
 
-Such a module has six functions, which `reference.py` and `gated_matmul.py` call for weights whose format names it
-(Stored.compute), if the caller sets `fp8`:
+Such a module has eight functions, which `reference.py`, `gated_matmul.py` and `normed_matmul.py` call for weights whose
+format names it (Stored.compute), if the caller sets `fp8`:
 - kind(weight): a hashable value. Weights of one call with the same kind share one rounded x in the forward, and one
   product of their gradients in the backward.
 - operand(x, kind, implementation): x [tokens, in] rounded for a product with weights of that kind, as the module's
   forward takes it (`coded`).
 - gated_operand(gate, up, a, activation, kind, implementation): (the same of activation(gate) * up, that times a^T), for
   gated_matmul.
+- normed_refusal(x, rank, kind): the reason why `normed_operand` cannot compute a call, or None.
+- normed_operand(x, weight, rounding, a, kind): (`operand` of the RMS norm of x, that norm times a^T), for
+  normed_matmul.
 - forward(coded, weight, more, dtype, implementation): x W^T in `dtype`. `more` is None, or an adapter's two operands (u
   [tokens, r], b [out, r]), whose product u b^T is added.
 - gated_gradients(gate, up, dgated, dinner, activation, kind, implementation): (the gradients of gate and up, that of an
@@ -27,7 +30,7 @@ import jax
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul import fp8_product
 
-# {value of model.compute: the module with the six functions}
+# {value of model.compute: the module with the eight functions}
 PRODUCTS: dict[str, ModuleType] = {"fp8": fp8_product}
 
 

@@ -24,6 +24,7 @@ it can.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,8 @@ from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE, scale_of
 from jaxtune.pallas.gated import reference, thin, thin_triton
-from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_rounding, fp8_triton
+from jaxtune.pallas.normed_heads import normed
+from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_normed, fp8_rounding, fp8_triton
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK, LEAST_CAPABILITY
 
 _KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
@@ -41,6 +43,14 @@ _NO_SCALE = 1e-30  # replaces a weight's scale of zero, by which an adapter's op
 
 # A product u side^T that is added to another: (u [n, r], side [columns, r]).
 More = tuple[jax.Array, jax.Array]
+
+
+class NormRounding(NamedTuple):
+    """The settings of an RMS norm (normed_stream)."""
+
+    eps: float  # added to the mean square
+    offset: float  # added to the weight, if float32 is True
+    float32: bool  # whether the product with the weight is computed in float32
 
 
 def in_blocks(weight: FP8) -> bool:
@@ -206,6 +216,36 @@ def _rounds_gated(
         return reason or first_use(gate.dtype, thin_triton.width_of(rank), activation)
 
     return dispatch.choose(op, {"triton": refusal, "reference": lambda: None}, None) == "triton"
+
+
+def normed_operand(
+    x: jax.Array, weight: jax.Array, rounding: NormRounding, a: jax.Array | None, blocks: bool
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+    """Norms x [n, k], rounds the normed x for the forward, and multiplies it by adapters' A, by a kernel that writes no
+    normed x: (`operand` of it, its product with a^T [n, r] in x's dtype, or None). `normed_refusal` says which calls
+    are supported. normed_matmul calls it.
+
+    Args:
+      x: bfloat16[n, k].
+      weight: float[k], the norm's.
+      rounding: the norm's settings.
+      a: float[r, k], the A's of all adapters; None: there are none.
+      blocks: True if the weights have scales of 128 x 128 numbers, False if not (`in_blocks`).
+    """
+    if rounding.float32:
+        factors = rounding.offset + weight.astype(jnp.float32)
+    else:
+        factors = weight.astype(x.dtype)
+    with jax.named_scope("to_fp8"):
+        run = meshes.on_each_device(fp8_normed.normed, rows=1)
+        codes, scales, inner = run(x, factors, a, rounding.eps, blocks)
+    return (codes, scales), inner
+
+
+def normed_refusal(x, rank: int, blocks: bool) -> str | None:
+    """The reason why no kernel can compute a call of `normed_operand`, or None. x: [n, k], as an array or as a shape.
+    rank: the sum of the adapters' ranks, 0 without one. blocks: that of `normed_operand`."""
+    return fp8_normed.refusal(x, rank) or _first_normed(fp8_normed.width_of(rank), blocks)
 
 
 def forward(
@@ -587,3 +627,34 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
 
     kind = f"{dtype}, {width} columns, {activation}"
     return dispatch.first_use("gated_gradients_to_fp8", "triton", kind, compare)
+
+
+def _first_normed(width: int, blocks: bool) -> str | None:
+    """Compares the kernel of fp8_normed.py with plain JAX at the first use for each combination of arguments. Returns
+    the reason, in words, why this GPU must not run the kernel, or None if the two agree. Without a GPU nothing is
+    compared, and the result is None. width: the columns with which the kernel multiplies the A's, or 0. blocks: that of
+    `normed_operand`."""
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 3)
+        x = (2 * jax.random.normal(keys[0], (333, 2304))).astype(jnp.bfloat16)
+        weight = jax.random.uniform(keys[1], (2304,), jnp.float32, 0.5, 1.5)
+        a = jax.random.normal(keys[2], (width, 2304)) if width else None
+
+        def decoded(codes, scales, inner):
+            """The numbers that codes and scales stand for, and the product if there is one."""
+            wide = codes.astype(jnp.float32) * (jnp.repeat(scales, BLOCK, axis=1) if blocks else scales)
+            return (wide,) if inner is None else (wide, inner)
+
+        def exact(x, weight, a):
+            """The normed x, and the product if there is one, of plain JAX in float32."""
+            wide = normed(x.astype(jnp.float32), weight, 1e-6, 0.0, True)
+            return wide, None if a is None else _thin(wide, a)
+
+        got = jax.jit(fp8_normed.normed, static_argnums=(3, 4))(x, weight, a, 1e-6, blocks)
+        wide, inner = dispatch.exactly(exact)(x, weight, a)
+        # Not in one program: XLA leaves out a conversion to e4m3 that is followed by one back to float32.
+        return decoded(*got), decoded(*rounded(wide, blocks), inner)
+
+    call = f"{width} columns, {'blocks' if blocks else 'rows'}"
+    return dispatch.first_use("normed_to_fp8", "triton", call, compare)

@@ -211,8 +211,9 @@ def _products(x, source, weights, loras, biases, inner, static: Static):
     return outputs(x, weights, loras, biases, inner, static)
 
 
-def outputs(x, weights, loras, biases, inner, static: Static) -> tuple[jax.Array, ...]:
-    """What `_products` computes, without a derivative of its own. gated_matmul's forward calls it too.
+def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None = None) -> tuple[jax.Array, ...]:
+    """What `_products` computes, without a derivative of its own. The forwards of gated_matmul and normed_matmul call
+    it too.
 
     Args:
       x: [tokens, in].
@@ -221,12 +222,14 @@ def outputs(x, weights, loras, biases, inner, static: Static) -> tuple[jax.Array
       biases: for each weight [out_i] or None.
       inner: the product of the adapters' input with all A's, [tokens, sum of ranks]; None without adapters.
       static: how the products are computed.
+      coded: {(product_of(weight), its kind): x in the form of products with such weights}, for those for which it is
+        there already; None: it is computed for all. If it is there for all weights, only x's dtype matters.
     """
     more: list = [None] * len(weights)
     if loras:
         for owner, scale, part, (_, b) in zip(static.owners, static.scales, _parts(inner, loras), loras, strict=True):
             more[owner] = (scaled(part, scale), b)
-    coded: dict[tuple, tuple] = {}  # x in the form of products with one kind of weights
+    coded = dict(coded or {})
     found = []
     for weight, added, bias in zip(weights, more, biases, strict=True):
         stored = product_of(weight) if static.as_stored else None

@@ -1,0 +1,111 @@
+"""Norms rows, rounds them to e4m3 and multiplies them by a thin array, in one Triton kernel that writes no normed rows
+(`normed`). `refusal` says which calls it cannot compute on this GPU.
+
+Its time is that of reading and writing memory. The plain sequence reads rows three times and writes them once in 16
+bits beside the codes: for the norm, for the rounding and for the thin product. The kernel multiplies the rows by the
+norm's weight in float32 and rounds once, to e4m3, and its thin product is that of the rows themselves, times the norm's
+weight inside the thin array and the root mean square afterwards: so it rounds less often than the plain sequence, and
+needs a row's root mean square only at the end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
+
+_LARGEST_RANK = 64
+_WIDEST = 8192  # numbers of a row, whose scales of blocks registers hold
+
+
+class Tile(NamedTuple):
+    """How the kernel divides its work."""
+
+    rows: int  # of a program
+    columns: int  # that are read at once
+    warps: int  # of a program
+    stages: int  # tiles in shared memory: those that are read while one is used, and that one
+    skew: int = 0  # by how many times `columns` a program begins further on in its rows than the one before
+
+
+def tile(width: int, blocks: bool) -> Tile:
+    """The Tile for a thin array of `width` columns, and for scales of blocks or of rows, on the GPU that is compiled
+    for. Blocks need 128 columns."""
+    if not width:
+        return Tile(16, 128, 4, 1)  # nothing is read ahead, but many programs run side by side
+    if dispatch.compute_capability() == (9, 0):
+        return Tile(64, 128, 8, 3)
+    return Tile(32, 128, 4, 2)
+
+
+def refusal(x, rank: int) -> str | None:
+    """The reason why the kernel cannot compute a call, or None. It needs a GPU that runs Triton kernels and converts to
+    e4m3 (compute capability 8.9), jax-triton, bfloat16, rows of at most 8,192 numbers, a multiple of 128, and at most
+    64 ranks. x: [rows, size], as an array or as a shape. rank: of the thin array, 0 without one."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    capability = dispatch.compute_capability()
+    assert capability is not None
+    if capability < (8, 9):
+        return f"needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+    if x.dtype != jnp.bfloat16:
+        return f"dtype {jnp.dtype(x.dtype)}"
+    if x.shape[1] % BLOCK:
+        return f"rows of {x.shape[1]} numbers, no multiple of {BLOCK}"
+    if x.shape[1] > _WIDEST:
+        return f"rows of {x.shape[1]} numbers, more than {_WIDEST}"
+    return f"rank {rank}, more than {_LARGEST_RANK}" if rank > _LARGEST_RANK else None
+
+
+def width_of(rank: int) -> int:
+    """The number of columns with which the kernel multiplies a thin array of this rank; 0 for none."""
+    return max(16, 1 << (rank - 1).bit_length()) if rank else 0
+
+
+def normed(
+    x: jax.Array, factors: jax.Array, a: jax.Array | None, eps: float, blocks: bool
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Computes n, x's rows over their root mean squares times `factors`, by the kernel: (codes e4m3[rows, size] of n,
+    their scales float32[rows, 1] or with `blocks` [rows, size / 128], n a^T bfloat16[rows, r] or None). `refusal` says
+    which calls are supported.
+
+    Args:
+      x: bfloat16[rows, size].
+      factors: float32[size].
+      a: float[r, size]; None: no product is computed.
+      eps: the number that is added to the mean square.
+      blocks: True: each 128 numbers of a row have a scale; False: a row has one.
+    """
+    from jaxtune.pallas.quant_matmul import fp8_normed_kernels
+
+    rows, size = x.shape
+    rank = 0 if a is None else len(a)
+    shape = tile(width_of(rank), blocks)
+    side = x if a is None else (a.astype(jnp.float32) * factors).astype(x.dtype)
+    codes, scales, inner = compat.triton_call(
+        fp8_normed_kernels.normed_to_fp8_kernel,
+        (x, factors, side),
+        [
+            jax.ShapeDtypeStruct((rows, size), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((size // BLOCK, rows) if blocks else (rows,), jnp.float32),
+            jax.ShapeDtypeStruct((rows, max(rank, 1)), x.dtype),
+        ],
+        (-(-rows // shape.rows),),
+        warps=shape.warps,
+        stages=shape.stages,
+        ROWS=rows,
+        SIZE=size,
+        RANK=rank,
+        WIDTH=width_of(rank),
+        EPS=float(eps),
+        BLOCKS=int(blocks),
+        BLOCK=shape.rows,
+        COLUMNS=shape.columns,
+        SKEW=shape.skew,
+    )
+    return codes, scales.T if blocks else scales[:, None], inner if rank else None

@@ -1,0 +1,158 @@
+"""The body of the Triton kernel of fp8_normed.py, which norms rows, rounds them to e4m3 and multiplies them by a thin
+array, and writes no normed rows."""
+
+import triton
+import triton.language as tl
+
+LARGEST: tl.constexpr = tl.constexpr(448.0)  # the largest number of e4m3
+LEAST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
+
+
+# Whether kernels run in Triton's interpreter, which runs no assembly.
+_INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _larger(one, other):
+    """The larger number, NaN if one of them is."""
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _inverse(x):
+    """1 / x of float32 numbers from 2^-126 to 2^126."""
+    if _INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _scale_of(largest):
+    """The scale of float32 numbers whose largest magnitudes are given, as formats.fp8.scale_of has it."""
+    scale = largest * (1.0 / LARGEST)
+    return tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
+
+
+@triton.jit
+def _at_least(scale):
+    """float32 numbers that are not negative, but at least LEAST_SCALE; NaN stays NaN."""
+    return tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)
+
+
+@triton.jit
+def _computed(sums):
+    """The sums of a product, which has ended here. Tensor cores read its operands from shared memory; without a use of
+    their sums in the same step of a loop, the compiler would let them do so in the next step, in which tiles that are
+    read ahead are already written over an operand that is used otherwise too."""
+    if _INTERPRETED:
+        return sums
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _by_eight(wide, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """[BLOCK, COLUMNS] as [BLOCK, COLUMNS / 8, 8], whose last axis is what a thread has."""
+    return tl.reshape(wide, [BLOCK, COLUMNS // 8, 8])
+
+
+@triton.jit
+def normed_to_fp8_kernel(
+    x,
+    factors,
+    a,
+    codes,
+    scales,
+    inner,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SKEW: tl.constexpr,
+):
+    """Computes the RMS norm of BLOCK rows times `factors`, rounds it from float32 to e4m3, and multiplies it by a thin
+    array. Grid: (ROWS / BLOCK, rounded up,).
+
+    The inverse of a row's root mean square is a factor of the row's scales and of its product, and of no code, so that
+    with BLOCKS numbers are read once: it is known at the end. Else they are read a second time, from the last column to
+    the first: those that were read last are still in a cache.
+
+    Args:
+      x: bfloat16[ROWS, SIZE].
+      factors: [SIZE], bfloat16 or float32, by which normed numbers are multiplied.
+      a: bfloat16[RANK, SIZE], which has `factors` in it, as it multiplies x itself; not read if WIDTH is 0.
+      codes: e4m3[ROWS, SIZE].
+      scales: with BLOCKS float32[SIZE / 128, ROWS], one for each 128 numbers of a row, and COLUMNS is 128; else
+        float32[ROWS].
+      inner: bfloat16[ROWS, RANK], the normed rows times the thin array; not written if WIDTH is 0.
+      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16, or 0.
+      EPS: is added to the mean square.
+      COLUMNS: the number of columns that are read at once; it divides SIZE.
+      SKEW: a program begins this many times COLUMNS further on in its rows than the one before, and ends with their
+        first columns, so that programs side by side read at different places of their rows.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    there = rows < ROWS
+    numbers = tl.arange(0, COLUMNS)[None, :]
+    columns = tl.broadcast_to(numbers, [BLOCK, COLUMNS])  # factors are loaded in the layout of the rows
+    ranks = tl.arange(0, max(WIDTH, 1))
+    lanes = tl.arange(0, 16)[None, :]  # of the threads that have a row
+    squares = tl.zeros([BLOCK, COLUMNS // 8], tl.float32)
+    most = tl.zeros([BLOCK, COLUMNS // 8], tl.float32)
+    sums = tl.zeros([BLOCK, max(WIDTH, 1)], tl.float32)
+    kept = ()  # the scales of blocks, of which each of these threads has some
+    if BLOCKS:
+        for _index in tl.static_range((SIZE // 128 + 15) // 16):
+            kept = kept + (tl.zeros([BLOCK, 16], tl.float32),)
+    begin = tl.program_id(0) * SKEW % (SIZE // COLUMNS) * COLUMNS
+    for step in range(0, SIZE, COLUMNS):
+        start = tl.multiple_of((begin + step) % SIZE, COLUMNS)
+        places = rows * SIZE + (start + numbers)
+        factor = tl.load(factors + start + columns)
+        number = tl.load(x + places, mask=there, other=0.0)
+        if WIDTH > 0:
+            side = tl.load(a + ranks[:, None] * SIZE + (start + numbers), mask=(ranks < RANK)[:, None], other=0.0)
+            sums = tl.dot(number, tl.trans(side), sums)
+        wide = number.to(tl.float32)
+        squares += tl.sum(_by_eight(wide * wide, BLOCK, COLUMNS), 2)
+        wide = wide * factor.to(tl.float32)
+        largest = tl.reduce(_by_eight(tl.abs(wide), BLOCK, COLUMNS), 2, _larger)
+        if BLOCKS:
+            scale = _scale_of(tl.reduce(largest, 1, _larger, keep_dims=True))
+            filled = ()
+            for index in tl.static_range(len(kept)):
+                filled = filled + (tl.where(lanes == start // 128 - 16 * index, scale, kept[index]),)
+            kept = filled
+            # As many codes a thread as it has numbers of x, which it would read in halves of sectors otherwise.
+            target = codes + tl.max_contiguous(places, [1, 8])
+            tl.store(target, (wide * _inverse(scale)).to(codes.dtype.element_ty), mask=there)
+        else:
+            most = _larger(most, largest)
+        if WIDTH > 0:
+            sums = _computed(sums)
+    inverse = tl.rsqrt(tl.sum(squares, 1) * (1.0 / SIZE) + EPS)[:, None]
+    if WIDTH > 0:
+        found = (sums * inverse).to(inner.dtype.element_ty)
+        tl.store(inner + rows * RANK + ranks[None, :], found, mask=there & (ranks < RANK)[None, :])
+    if BLOCKS:
+        for index in tl.static_range(len(kept)):
+            block = 16 * index + lanes
+            mask = there & (block < SIZE // 128)
+            tl.store(scales + block * ROWS + rows, _at_least(kept[index] * inverse), mask=mask)
+    else:
+        scale = _scale_of(tl.reduce(most, 1, _larger, keep_dims=True))
+        tl.store(scales + rows, _at_least(scale * inverse), mask=there)
+        by = _inverse(scale)
+        start = tl.multiple_of((begin + SIZE - COLUMNS) % SIZE, COLUMNS)
+        following = tl.load(x + rows * SIZE + (start + numbers), mask=there, other=0.0)
+        for _ in range(0, SIZE, COLUMNS):
+            number, places = following, rows * SIZE + (start + numbers)
+            factor = tl.load(factors + start + columns)
+            start = tl.multiple_of((start + SIZE - COLUMNS) % SIZE, COLUMNS)
+            following = tl.load(x + rows * SIZE + (start + numbers), mask=there, other=0.0)
+            wide = number.to(tl.float32) * factor.to(tl.float32)
+            target = codes + tl.max_contiguous(places, [1, 8])
+            tl.store(target, (wide * by).to(codes.dtype.element_ty), mask=there)

@@ -1,0 +1,171 @@
+"""`normed_matmul`: quant_matmul of an RMS norm's result, for a forward in which nothing else reads the normed x, such
+as that of attention's query, key and value, or of an MLP's gate and up.
+
+Where all weights are multiplied as they are stored, a kernel computes from x what these products need (fp8_normed.py),
+and no normed x is written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.gated import thin
+from jaxtune.pallas.normed_stream import normed_stream
+from jaxtune.pallas.quant_matmul import low_rank, reference
+from jaxtune.pallas.quant_matmul.api import LoraWeights, quant_matmul
+from jaxtune.pallas.quant_matmul.as_stored import product_of
+from jaxtune.pallas.quant_matmul.fp8_product import NormRounding
+
+
+@meshes.on_any_mesh
+def normed_matmul(
+    x: jax.Array,
+    norm_weight: jax.Array,
+    weights: Sequence[jax.Array | Stored],
+    loras: Sequence[LoraWeights | None],
+    biases: Sequence[jax.Array | None],
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    float32: bool = False,
+    fp8: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Computes the RMS norm of x over its last axis, and multiplies it by weights, as quant_matmul does. It is
+    differentiable as normed_stream and quant_matmul are, whose derivatives its own consists of.
+
+    The kernel runs if all weights are multiplied in FP8 and have scales of one kind, there are at least 2,048 rows of
+    at least 512 numbers, and it supports the call (fp8_normed.refusal). It rounds the normed numbers to e4m3 alone,
+    where the two operations round them to x's dtype first, so its results are nearer to those of float32.
+
+    Args:
+      x: [..., in] bfloat16, float16 or float32, the compute dtype.
+      norm_weight: float[in], the norm's.
+      weights: each [out_i, in], an array or quantised.
+      loras: for each weight its adapter, without a row_scale, or None.
+      biases: for each weight its bias, float[out_i], or None.
+      eps, offset, float32: those of normed_stream.
+      fp8: that of quant_matmul.
+    Returns:
+      a tuple with one [..., out_i] in x's dtype for each weight.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("normed_matmul")
+    check.array("x", x, "... in", FLOATS)
+    check.array("norm_weight", norm_weight, "in", FLOATS)
+    check.sequence("weights", weights, "arrays or quantised weights")
+    check.sequence("loras", loras, "one for each weight, or None in its place", len(weights))
+    check.sequence("biases", biases, "one for each weight, or None in its place", len(weights))
+    check.is_a("fp8", fp8, bool, "True or False")
+    for i, (weight, lora, bias) in enumerate(zip(weights, loras, biases, strict=True)):
+        check.array(f"weights[{i}]", weight, f"out_{i} in", FLOATS, stored=(Stored,))
+        if lora is not None:
+            check.is_a(f"loras[{i}]", lora, LoraWeights, "a LoraWeights or None")
+            check.array(f"loras[{i}].a", lora.a, f"r_{i} in", FLOATS)
+            check.array(f"loras[{i}].b", lora.b, f"out_{i} r_{i}", FLOATS)
+            check.number(f"loras[{i}].scale", lora.scale)
+            if lora.row_scale is not None:
+                raise ValueError(f"normed_matmul: loras[{i}].row_scale must be None: use quant_matmul for DoRA")
+        if bias is not None:
+            check.array(f"biases[{i}]", bias, f"out_{i}", FLOATS)
+    rounding = NormRounding(eps, offset, float32)
+    if not (fp8 and _by_kernel(x, weights, loras)):
+        return _plain(x, norm_weight, weights, loras, biases, rounding, fp8)
+    rows, given = x.reshape(-1, x.shape[-1]), (tuple(weights), tuple(loras), tuple(biases))
+    run = functools.partial(_normed, rounding, rows, norm_weight, *given)
+    # Without adapters there is no low-rank input, so that none is kept.
+    outs = low_rank.of_function(run) if any(loras) else run(None)[0]
+    return tuple(out.reshape(*x.shape[:-1], out.shape[-1]) for out in outs)
+
+
+def _by_kernel(x, weights, loras) -> bool:
+    """Whether a kernel runs a call whose weights are multiplied as they are stored if they can be. The arguments are
+    those of normed_matmul."""
+    products = {product_of(weight) for weight in weights}
+    product = products.pop()
+    if products or product is None or not thin.is_large(x.size // x.shape[-1], x.shape[-1]):
+        return False
+    kinds = {product.kind(weight) for weight in weights}
+    kind = kinds.pop()
+    if kinds:
+        return False
+    rows = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), x.dtype)
+    rank = sum(lora.a.shape[0] for lora in loras if lora is not None)
+    table = {"triton": lambda: product.normed_refusal(rows, rank, kind), "reference": lambda: None}
+    return dispatch.choose("normed_to_fp8", table, None) == "triton"
+
+
+def _plain(x, norm_weight, weights, loras, biases, rounding: NormRounding, fp8: bool) -> tuple[jax.Array, ...]:
+    """What normed_matmul computes, by the two operations that it stands for."""
+    normed = normed_stream(x, norm_weight, **rounding._asdict())[1]
+    return quant_matmul(normed, weights, loras, biases, fp8=fp8)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, given):
+    """The kernel's way: (a tuple of the outputs [tokens, out_i], the adapters' low-rank inputs [tokens, sum of ranks],
+    or None without adapters).
+
+    Args:
+      rounding: the norm's settings.
+      x, norm_weight: [tokens, in] and [in].
+      weights: each [out_i, in], which the same product multiplies as they are stored, with scales of one kind.
+      loras, biases: for each weight its LoraWeights or None, and its bias or None.
+      given: the low-rank inputs that an earlier run made (low_rank.py); None: they are computed.
+    """
+    product = product_of(weights[0])
+    assert product is not None
+    kind = product.kind(weights[0])
+    adapters = [lora for lora in loras if lora is not None]
+    wanted = adapters and given is None
+    a = jnp.concatenate([lora.a.astype(jnp.float32) for lora in adapters]) if wanted else None
+    coded, inner = product.normed_operand(x, norm_weight, rounding, a, kind)
+    owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
+    static = reference.Static(owners, tuple(lora.scale for lora in adapters), reference, (None,))
+    pairs, inner = tuple((lora.a, lora.b) for lora in adapters), inner if given is None else given
+    return reference.outputs(x, weights, pairs, biases, inner, static, {(product, kind): coded}), inner
+
+
+def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, given):
+    """The forward rule of `_normed`: (its results, the function from the gradients of the outputs to those of x,
+    norm_weight, loras and biases, and None). Arrays tell here whether they get a gradient: the norm's weight does if it
+    is trained. It computes what `_normed` does by the two operations whose derivatives these are."""
+    trained = norm_weight.perturbed
+    values = (x, norm_weight, weights, loras, biases, given)
+    x, norm_weight, weights, loras, biases, given = jax.tree.map(lambda leaf: leaf.value, values)
+
+    def plain(x, norm_weight, loras, biases):
+        norm_weight = norm_weight if trained else jax.lax.stop_gradient(norm_weight)
+        with low_rank.kept(None if given is None else (given,)) as made:
+            outs = _plain(x, norm_weight, weights, loras, biases, rounding, True)
+        return outs, tuple(made)
+
+    outs, pullback, made = jax.vjp(plain, x, norm_weight, loras, biases, has_aux=True)
+    return (outs, made[0] if made else None), (pullback, None if not trained else ())
+
+
+def _normed_bwd(rounding: NormRounding, residuals, gradients):
+    """The backward rule of `_normed`: the gradients of x, of the norm's weight (None if it is frozen), None for the
+    weights, those of loras and biases, and None for the low-rank inputs. gradients: of both results, of which those of
+    the outputs are used."""
+    pullback, trained = residuals
+    douts, _ = gradients
+    douts = tuple(map(_as_array, douts))
+    dx, dweight, dloras, dbiases = pullback(douts)
+    return dx, None if trained is None else dweight, None, dloras, dbiases, None
+
+
+def _as_array(gradient) -> jax.Array:
+    """The gradient of a result as an array: zeros for a symbolic zero, of a result that nothing reads."""
+    if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(gradient.shape, str(gradient.dtype))
+    return gradient
+
+
+_normed.defvjp(_normed_fwd, _normed_bwd, symbolic_zeros=True)
