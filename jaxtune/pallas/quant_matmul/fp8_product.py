@@ -23,6 +23,7 @@ it can.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -612,14 +613,16 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
 
         def by_kernel(*given):
             """The gradients, that of A, and the numbers that the codes stand for."""
-            dgate, dup, codes, scales, da = thin_triton.gated_thin_backward(*given, activation, rounds=True)
+            run = functools.partial(thin_triton.gated_thin_backward, activation=activation, rounds=True)
+            dgate, dup, codes, scales, da = run(*given)
             return dgate, dup, da, codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)
 
         def exact(dgate, dup, *given):
             """The same of plain JAX, the codes of these gradients."""
             wide = jnp.concatenate([_whole_blocks(each, 1) for each in (dgate, dup)], axis=1)
             codes, scales = rounded(wide, True)
-            wanted = reference.gated_thin_backward(*(each.astype(jnp.float32) for each in given), activation)
+            run = functools.partial(reference.gated_thin_backward, activation=activation)
+            wanted = run(*(each.astype(jnp.float32) for each in given))
             return *wanted, codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)
 
         got = jax.jit(by_kernel)(*given)
