@@ -13,7 +13,7 @@ from jaxtune.models.layers.segment import Segment, matrix_of
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.stack_segments import differentiated
-from jaxtune.pallas.formats import dense
+from jaxtune.pallas.formats import Stored, dense
 from jaxtune.pallas.quant_matmul import low_rank
 
 
@@ -64,12 +64,13 @@ class NormsApart:
         reads for the gradients of adapters' A alone; else None. So it is if all matrices are frozen linears, of which
         some have adapters (Linear.plain). float16 has no room for a gradient times a row's factor, which may be less
         than a hundredth. The caller does not ask for Factors where copies or collectives wait for the normed stream,
-        which XLA computes then in any case. values: those of the layer."""
+        which XLA computes then in any case. There are none where residuals are in FP8, because memory is short and XLA
+        then leaves more of it between the buffers of a layer (0.1 GB of an 8B). values: those of the layer."""
         matrices = [matrix_of(self._block, name) for name in segment.matrices]
 
         def of(name: str) -> low_rank.Factors | None:
             x = values[self._stream[name]] if name in self._stream else None
-            if x is None or x.dtype == jnp.float16:
+            if x is None or x.dtype == jnp.float16 or any(isinstance(v, Stored) for v in values.values()):
                 return None
             plain = all(isinstance(m, Linear) and m.plain(x.dtype, drops=False) for m in matrices)
             adapted = any(m.lora is not None for m in matrices)
