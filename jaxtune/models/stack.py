@@ -232,7 +232,8 @@ def layer_backward(
                 doutputs = tuple(gradients[name] for name in segment.outputs if name in gradients)
                 saved_inputs = {name: values[name] for name in norms.saved(segment) if name not in order.shared}
                 saved_inputs, doutputs, total = _barrier(order, saved_inputs, doutputs, total)
-                inputs = start(stage, norms.values(segment, values | saved_inputs))
+                read = values | start(stage, {name: (values | saved_inputs)[name] for name in norms.saved(segment)})
+                inputs = norms.values(segment, read)
                 context, doutputs = context_of(segment, doutputs)
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
@@ -240,8 +241,7 @@ def layer_backward(
                         found = segment.backward(block_of, trainable, context, tuple(inputs), outputs, doutputs)
                     dtrainable, dinputs = found
                 else:
-                    factors = () if to_device or gathers or scatters else norms.factors(segment, values | saved_inputs)
-                    given = low_rank_of(segment, segments, values), factors
+                    given = low_rank_of(segment, segments, values), norms.factors(segment, read)
                     pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs, *given)[1]
                     dtrainable, *dinputs = pullback(doutputs)
                 if dtrainable is not None:

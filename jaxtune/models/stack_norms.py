@@ -63,9 +63,8 @@ class NormsApart:
         """For each value that the segment reads, its Factors if it is a normed stream that the segment's derivative
         reads for the gradients of adapters' A alone; else None. So it is if all matrices are frozen linears, of which
         some have adapters (Linear.plain). float16 has no room for a gradient times a row's factor, which may be less
-        than a hundredth. The caller does not ask for Factors where copies or collectives wait for the normed stream,
-        which XLA computes then in any case. There are none where residuals are in FP8, because memory is short and XLA
-        then leaves more of it between the buffers of a layer (0.1 GB of an 8B). values: those of the layer."""
+        than a hundredth. There are no Factors where residuals are in FP8, because memory is short and XLA then leaves
+        more of it between the buffers of a layer (0.1 GB of an 8B). values: those of the layer."""
         matrices = [matrix_of(self._block, name) for name in segment.matrices]
 
         def of(name: str) -> low_rank.Factors | None:
