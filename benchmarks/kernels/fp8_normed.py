@@ -43,18 +43,15 @@ TOKENS, EPS = 16384, 1e-5
 # latter without adapters; Qwen3-14B's query, key and value; two of 70B's
 SHAPES = ((4096, 48, True), (4096, 32, True), (4096, 0, False), (5120, 48, True), (8192, 48, True), (2048, 32, True))
 TILES = (
-    Tile(64, 128, 8, 3, 0),
-    Tile(64, 128, 8, 3, 1),
-    Tile(64, 128, 8, 4, 1),
-    Tile(64, 128, 16, 3, 0),
-    Tile(64, 128, 16, 3, 1),
-    Tile(64, 128, 16, 4, 1),
-    Tile(128, 128, 16, 3, 1),
-    Tile(128, 128, 16, 4, 0),
-    Tile(128, 128, 16, 4, 1),
-    Tile(128, 128, 32, 4, 1),
+    Tile(64, 128, 8, 3),
+    Tile(64, 128, 8, 4),
+    Tile(64, 128, 4, 3),
+    Tile(64, 128, 16, 3),
+    Tile(128, 128, 8, 4),
+    Tile(128, 128, 16, 4),
+    Tile(32, 128, 4, 4),
 )
-ROW_TILES = (Tile(64, 256, 8, 3, 1), Tile(64, 256, 16, 3, 1), Tile(64, 128, 8, 2, 1))  # beside those of blocks
+ROW_TILES = (Tile(64, 256, 8, 3), Tile(64, 256, 16, 3))  # beside those of blocks
 TIMES = 3  # calls in a program
 
 

@@ -223,12 +223,7 @@ OPS = {
         ("loras", [None], ValueError, "loras has 1 entries; it must have 2"),
         ("loras", [None, (zeros(4, 64), zeros(6, 4))], TypeError, r"loras\[1\] is a tuple"),
         ("loras", [LoraWeights(zeros(4, 64), zeros(6, 3)), None], ValueError, r"loras\[0\].b is .*r_0 = 4"),
-        (
-            "loras",
-            [LoraWeights(zeros(4, 64), zeros(6, 4), zeros(6)), None],
-            ValueError,
-            r"loras\[0\].row_scale must be",
-        ),
+        ("loras", [LoraWeights(zeros(4, 64), zeros(6, 4), zeros(6)), None], ValueError, r"loras\[0\].row_scale must"),
         ("biases", [zeros(5), None], ValueError, r"biases\[0\] is float32\[5\].*out_0 = 6"),
         ("fp8", 1, TypeError, "fp8 is a int"),
     ),

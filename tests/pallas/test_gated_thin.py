@@ -12,8 +12,16 @@ import pytest
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.formats import FP8, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
-from jaxtune.pallas.gated import ACTIVATIONS, gated_thin, gated_thin_backward, thin, thin_of_gated, thin_triton
-from jaxtune.pallas.quant_matmul import LoraWeights, gated_matmul, gated_mlp, low_rank, quant_matmul
+from jaxtune.pallas.gated import (
+    ACTIVATIONS,
+    gated_thin,
+    gated_thin_backward,
+    reference,
+    thin,
+    thin_of_gated,
+    thin_triton,
+)
+from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, gated_matmul, gated_mlp, low_rank, quant_matmul
 
 
 @pytest.fixture
@@ -179,6 +187,33 @@ def test_gated_matmul_through_the_kernel_of_the_activation_s_backward():
     for one, other in zip(got, jax.grad(total, (0, 1, 2, 3))(gate, up, a, b), strict=True):
         one, other = np.float32(one), np.float32(other)
         assert np.linalg.norm(one - other) <= 0.01 * np.linalg.norm(other) > 0
+
+
+@pytest.mark.parametrize("check", ["_first_gated", "_first_gradients"])
+def test_the_checks_of_what_is_rounded_compare_with_e4m3(check, monkeypatch, compiled_in_full):
+    """XLA leaves out a conversion to e4m3 and back in one program. What the kernels compute is that of plain JAX here;
+    numbers that are not rounded would differ by a fiftieth."""
+
+    def forward(gate, up, a, activation, result):
+        x, inner = reference.gated_thin(*(each.astype(jnp.float32) for each in (gate, up, a)), activation)
+        return *fp8_product.rounded(jax.lax.optimization_barrier(x.astype(gate.dtype)), True), inner
+
+    def backward(gate, up, dgated, dinner, activation, rounds):
+        found = reference.gated_thin_backward(gate, up, dgated, dinner, activation)
+        dgate, dup, da = jax.lax.optimization_barrier(found)
+        return dgate, dup, *fp8_product.side_by_side([dgate, dup], None, True, "reference"), da
+
+    found = []
+    monkeypatch.setattr(thin_triton, "gated_thin", forward)
+    monkeypatch.setattr(thin_triton, "gated_thin_backward", backward)
+    monkeypatch.setattr(dispatch, "first_use", lambda op, name, call, compare: found.append(compare()))
+    getattr(fp8_product, check)(jnp.dtype(jnp.bfloat16), 16, "silu")
+    [(got, want)] = found
+    place = 0 if check == "_first_gated" else 3
+    assert len(np.unique(np.abs(want[place][0, :128]))) < 128  # of the 127 magnitudes of e4m3
+    for one, other in zip(got, want, strict=True):
+        one, other = np.float32(one), np.float32(other)
+        assert np.linalg.norm(one - other) <= 0.01 * np.linalg.norm(other)
 
 
 def test_a_run_that_is_given_low_rank_inputs_does_not_compute_them(monkeypatch):

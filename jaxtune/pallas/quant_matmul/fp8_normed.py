@@ -29,7 +29,6 @@ class Tile(NamedTuple):
     columns: int  # that are read at once
     warps: int  # of a program
     stages: int  # tiles in shared memory: those that are read while one is used, and that one
-    skew: int = 0  # by how many times `columns` a program begins further on in its rows than the one before
 
 
 def tile(width: int, blocks: bool) -> Tile:
@@ -106,6 +105,5 @@ def normed(
         BLOCKS=int(blocks),
         BLOCK=shape.rows,
         COLUMNS=shape.columns,
-        SKEW=shape.skew,
     )
     return codes, scales.T if blocks else scales[:, None], inner if rank else None

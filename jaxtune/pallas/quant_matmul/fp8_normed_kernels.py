@@ -71,7 +71,6 @@ def normed_to_fp8_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SKEW: tl.constexpr,
 ):
     """Computes the RMS norm of BLOCK rows times `factors`, rounds it from float32 to e4m3, and multiplies it by a thin
     array. Grid: (ROWS / BLOCK, rounded up,).
@@ -91,8 +90,6 @@ def normed_to_fp8_kernel(
       WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16, or 0.
       EPS: is added to the mean square.
       COLUMNS: the number of columns that are read at once; it divides SIZE.
-      SKEW: a program begins this many times COLUMNS further on in its rows than the one before, and ends with their
-        first columns, so that programs side by side read at different places of their rows.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     there = rows < ROWS
@@ -107,9 +104,7 @@ def normed_to_fp8_kernel(
     if BLOCKS:
         for _index in tl.static_range((SIZE // 128 + 15) // 16):
             kept = kept + (tl.zeros([BLOCK, 16], tl.float32),)
-    begin = tl.program_id(0) * SKEW % (SIZE // COLUMNS) * COLUMNS
-    for step in range(0, SIZE, COLUMNS):
-        start = tl.multiple_of((begin + step) % SIZE, COLUMNS)
+    for start in range(0, SIZE, COLUMNS):
         places = rows * SIZE + (start + numbers)
         factor = tl.load(factors + start + columns)
         number = tl.load(x + places, mask=there, other=0.0)
@@ -146,13 +141,11 @@ def normed_to_fp8_kernel(
         scale = _scale_of(tl.reduce(most, 1, _larger, keep_dims=True))
         tl.store(scales + rows, _at_least(scale * inverse), mask=there)
         by = _inverse(scale)
-        start = tl.multiple_of((begin + SIZE - COLUMNS) % SIZE, COLUMNS)
-        following = tl.load(x + rows * SIZE + (start + numbers), mask=there, other=0.0)
-        for _ in range(0, SIZE, COLUMNS):
+        following = tl.load(x + rows * SIZE + (SIZE - COLUMNS + numbers), mask=there, other=0.0)
+        for back in range(0, SIZE, COLUMNS):
+            start = SIZE - COLUMNS - back
             number, places = following, rows * SIZE + (start + numbers)
-            factor = tl.load(factors + start + columns)
-            start = tl.multiple_of((start + SIZE - COLUMNS) % SIZE, COLUMNS)
-            following = tl.load(x + rows * SIZE + (start + numbers), mask=there, other=0.0)
-            wide = number.to(tl.float32) * factor.to(tl.float32)
+            following = tl.load(x + places - COLUMNS, mask=there & (numbers < start), other=0.0)
+            wide = number.to(tl.float32) * tl.load(factors + start + columns).to(tl.float32)
             target = codes + tl.max_contiguous(places, [1, 8])
             tl.store(target, (wide * by).to(codes.dtype.element_ty), mask=there)

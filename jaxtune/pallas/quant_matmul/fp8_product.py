@@ -570,6 +570,17 @@ def _first_rounding(dtype, blocks: bool) -> str | None:
     return dispatch.first_use("to_fp8", "triton", kind, compare)
 
 
+def _decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """The numbers that codes [n, k] with scales [n, ceil(k / 128)] stand for. Checks at first use call it outside of
+    the programs that round, as XLA leaves out a conversion to e4m3 that is followed by one back to float32."""
+    return codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]]
+
+
+def _rounded_alone(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `rounded` returns with `blocks`, by a program of its own, for checks at first use."""
+    return dispatch.exactly(functools.partial(rounded, blocks=True))(rows)
+
+
 def _first_gated(dtype, width: int, activation: str) -> str | None:
     """Compares the kernel of pallas/gated/thin_triton.py, as `gated_operand` calls it, with plain JAX, at the first use
     for each combination of arguments. Returns the reason, in words, why this GPU must not run the kernel, or None if
@@ -581,22 +592,19 @@ def _first_gated(dtype, width: int, activation: str) -> str | None:
         gate, up = (2 * jax.random.normal(key, (333, 1352)).astype(dtype) for key in keys[:2])
         a = jax.random.normal(keys[2], (width, 1352)).astype(dtype)
 
-        def decoded(codes, scales, inner):
-            """The numbers that codes and scales stand for, and the product."""
-            return codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]], inner
-
         def exact(gate, up, a):
-            """The same of plain JAX, which rounds to `dtype` first."""
+            """The activation, rounded to `dtype`, and the product in plain JAX."""
             gate, up, a = (each.astype(jnp.float32) for each in (gate, up, a))
             x, inner = reference.gated_thin(gate, up, a, activation)
-            return decoded(*rounded(x.astype(dtype), True), inner)
+            return x.astype(dtype), inner
 
         def by_kernel(gate, up, a):
-            """The same of the kernel."""
-            codes, scales, inner = thin_triton.gated_thin(gate, up, a, activation, "e4m3")
-            return decoded(codes, scales, inner)
+            """Codes, scales and the product."""
+            return thin_triton.gated_thin(gate, up, a, activation, "e4m3")
 
-        return jax.jit(by_kernel)(gate, up, a), dispatch.exactly(exact)(gate, up, a)
+        codes, scales, inner = jax.jit(by_kernel)(gate, up, a)
+        x, wanted = dispatch.exactly(exact)(gate, up, a)
+        return (_decoded(codes, scales), inner), (_decoded(*_rounded_alone(x)), wanted)
 
     return dispatch.first_use("gated_to_fp8", "triton", f"{dtype}, {width} columns, {activation}", compare)
 
@@ -611,22 +619,16 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
         gate, up, dgated = (2 * jax.random.normal(key, (333, 1352)).astype(dtype) for key in keys[:3])
         given = gate, up, dgated, jax.random.normal(keys[3], (333, width)).astype(dtype)
 
-        def by_kernel(*given):
-            """The gradients, that of A, and the numbers that the codes stand for."""
-            run = functools.partial(thin_triton.gated_thin_backward, activation=activation, rounds=True)
-            dgate, dup, codes, scales, da = run(*given)
-            return dgate, dup, da, codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)
+        def exact(*given):
+            """The gradients and that of A in plain JAX."""
+            gate, up, dgated, dinner = (each.astype(jnp.float32) for each in given)
+            return reference.gated_thin_backward(gate, up, dgated, dinner, activation)
 
-        def exact(dgate, dup, *given):
-            """The same of plain JAX, the codes of these gradients."""
-            wide = jnp.concatenate([_whole_blocks(each, 1) for each in (dgate, dup)], axis=1)
-            codes, scales = rounded(wide, True)
-            run = functools.partial(reference.gated_thin_backward, activation=activation)
-            wanted = run(*(each.astype(jnp.float32) for each in given))
-            return *wanted, codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)
-
-        got = jax.jit(by_kernel)(*given)
-        return got, dispatch.exactly(exact)(*got[:2], *given)
+        run = functools.partial(thin_triton.gated_thin_backward, activation=activation, rounds=True)
+        dgate, dup, codes, scales, da = jax.jit(run)(*given)
+        wide = jnp.concatenate([_whole_blocks(each, 1) for each in (dgate, dup)], axis=1)
+        want = *dispatch.exactly(exact)(*given), _decoded(*_rounded_alone(wide))
+        return (dgate, dup, da, _decoded(codes, scales)), want
 
     kind = f"{dtype}, {width} columns, {activation}"
     return dispatch.first_use("gated_gradients_to_fp8", "triton", kind, compare)

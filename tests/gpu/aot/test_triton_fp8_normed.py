@@ -57,6 +57,12 @@ def test_rows_are_read_ahead_and_nothing_spills(size, rank, blocks, capability, 
     if rank:
         assert re.search("wgmma.mma_async" if capability == HOPPER else r"mma\.sync", kernel.ptx)
         assert len(re.findall(r"cp\.async\.cg\.shared\.global\S* .*0x10", kernel.ptx)) >= 8
+    if rank and capability == HOPPER:
+        # Tensor cores have ended before a tile that they read is written over.
+        order = re.findall(r"wgmma\.(?:commit|wait_group)|bar\.sync|cp\.async\.cg", kernel.ptx)
+        after = order[order.index("wgmma.commit") + 1 :]
+        assert after[:3] == ["wgmma.wait_group", "bar.sync", "cp.async.cg"]
+        assert re.search(r"wgmma\.wait_group\S*\s+0;", kernel.ptx)
 
 
 def test_rows_are_divided_between_devices():
