@@ -210,7 +210,7 @@ def test_the_checks_of_what_is_rounded_compare_with_e4m3(check, monkeypatch, com
     getattr(fp8_product, check)(jnp.dtype(jnp.bfloat16), 16, "silu")
     [(got, want)] = found
     place = 0 if check == "_first_gated" else 3
-    assert len(np.unique(np.abs(want[place][0, :128]))) < 128  # of the 127 magnitudes of e4m3
+    np.testing.assert_array_equal(got[place], want[place])
     for one, other in zip(got, want, strict=True):
         one, other = np.float32(one), np.float32(other)
         assert np.linalg.norm(one - other) <= 0.01 * np.linalg.norm(other)
