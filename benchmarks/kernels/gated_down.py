@@ -5,8 +5,10 @@
 For MLPs of several widths and ranks, 16,384 tokens, bfloat16: milliseconds, and the bytes that the kernel must read and
 write per second as a share of the fastest copy's. "forward" is activation(gate) * up and its product with the adapter's
 A; "rounded" is that with the first rounded to e4m3 in blocks of 128; "backward" the gradients of gate and up, and that
-of A. Several tiles of the kernels (rows, columns, warps, stages, programs of a multiprocessor), or those given by
---tile, take turns with what they replace: XLA's passes, or in the backward the Mosaic kernel and a GEMM.
+of A; "backward_rounded" these, with the first two also rounded. Several tiles of the kernels (rows, columns, warps,
+stages, programs of a multiprocessor), or those given by --tile, take turns with what they replace: XLA's passes, or in
+the backward the Mosaic kernel and a GEMM, or the kernel without codes and that of fp8_rounding.py, with whose results
+theirs are compared (`same_as_two`: gradients, A's, codes and scales).
 `from_float32`: the largest distance of a result from plain JAX in float32. `same_bits`: whether 20 runs with the tile
 in use gave the same. `other_codes`: the shares of codes and of scales that differ from those of XLA.
 """
@@ -148,7 +150,7 @@ def backward(size: int, rank: int, copy: float, tiles: list[Tile]) -> dict:
     for tile in (None, *(tiles or BACKWARD_TILES)):
         run = before if tile is None else kernel
         name = "Mosaic and XLA" if tile is None else str(tuple(tile))
-        with mock.patch.object(thin_triton, "backward_tile", lambda tile=tile: tile):
+        with mock.patch.object(thin_triton, "backward_tile", lambda rounds=False, tile=tile: tile):
             program = compiled(functools.partial(often, run), *given, donate_argnums=(0, 1, 2))
             results[name] = compiled(lambda *given, run=run: run(*given)[0], *given)(*given)
         programs[name] = functools.partial(in_place_ms, program, given)
@@ -157,6 +159,45 @@ def backward(size: int, rank: int, copy: float, tiles: list[Tile]) -> dict:
     del wide
     found = turns(programs, results, want, 10 * TOKENS * size, copy)
     program = compiled(lambda *given: kernel(*given)[0], *given)
+    return found | {"same_bits": same_bits(lambda: program(*given))}
+
+
+def rounded_apart(gate, up, dgated, dinner):
+    """The two kernels that one replaces: the results, with the codes last, and what takes the memory of dgated."""
+    dgate, dup, da = thin.backward_by_kernel(gate, up, dgated, dinner, "silu")
+    return (dgate, dup, (da, *fp8_product.side_by_side([dgate, dup], None, True))), dgated
+
+
+def rounded_at_once(gate, up, dgated, dinner):
+    dgate, dup, *coded, da = thin.backward_by_kernel(gate, up, dgated, dinner, "silu", rounds=True)
+    return (dgate, dup, (da, *coded)), dgated
+
+
+def backward_rounded(size: int, rank: int, copy: float, tiles: list[Tile]) -> dict:
+    given = *(normal(k, TOKENS, size) for k in range(3)), normal(3, TOKENS, rank)
+    programs, results = {}, {}
+    for tile in (None, *(tiles or BACKWARD_TILES)):
+        run = rounded_apart if tile is None else rounded_at_once
+        name = "two kernels" if tile is None else str(tuple(tile))
+        own = thin_triton.backward_tile() if tile is None else tile
+        with mock.patch.object(thin_triton, "backward_tile", lambda rounds=False, own=own: own):
+            program = compiled(functools.partial(often, run), *given, donate_argnums=(0, 1, 2))
+            dgate, dup, (da, codes, scales) = compiled(lambda *given, run=run: run(*given)[0], *given)(*given)
+        results[name] = dgate, dup, da, codes.astype(jnp.float32), scales
+        programs[name] = functools.partial(in_place_ms, program, given)
+    want = results["two kernels"]
+    found = turns(programs, results, want, 12 * TOKENS * size, copy)
+    found["same_as_two"] = {
+        name: [bool((one == other).all()) for one, other in zip(result, want, strict=True)]
+        for name, result in results.items()
+    }
+
+    def all_results(*given):
+        """Codes as bfloat16, which has all of them."""
+        dgate, dup, (da, codes, scales) = rounded_at_once(*given)[0]
+        return dgate, dup, da, codes.astype(jnp.bfloat16), scales
+
+    program = compiled(all_results, *given)
     return found | {"same_bits": same_bits(lambda: program(*given))}
 
 
@@ -171,7 +212,7 @@ def main() -> int:
     copy = copy_gb_per_s(2**29)
     parts: dict[str, Callable] = {"copy_gb_per_s": lambda: copy}
     for size, rank in SHAPES:
-        for what in (backward, forward, *((rounded,) if size == 14336 else ())):
+        for what in (backward, forward, *((rounded, backward_rounded) if size == 14336 else ())):
             name = f"{what.__name__}, {TOKENS} x {size}, rank {rank}"
             parts[name] = functools.partial(what, size, rank, copy, options.tile)
     return record_parts("gated_down", options, parts, lambda record: ())

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.pallas.normed_stream import has_kernel, normed_stream
+from jaxtune.pallas.quant_matmul import low_rank
 
 
 class RMSNorm(nnx.Module):
@@ -62,6 +63,13 @@ class RMSNorm(nnx.Module):
     def by_kernel(self, x: jax.Array) -> bool:
         """Whether a kernel computes the gradient of this norm of x [..., size], so that `beside` saves a pass."""
         return (self.float32 or self.compute is None) and has_kernel(x, self.weight[...])
+
+    def factors(self, x: jax.Array) -> low_rank.Factors:
+        """The factors whose product, if it is rounded as the norm rounds, is the normed x [..., size]."""
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        weight = self.weight[...].astype(jnp.float32)
+        return low_rank.Factors(x, inverse, weight + self.offset if self.offset else weight)
 
     def beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(x [..., size], the normed x). Whoever takes x from here, and not from before the norm, has its gradient

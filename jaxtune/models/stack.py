@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,12 +38,11 @@ from jaxtune.models.stack_layers import (
     UNTUNED,
     StackProgram,
     described,
-    low_rank_inputs,
     require_given,
     total_over_layers,
 )
 from jaxtune.models.stack_norms import NormsApart
-from jaxtune.models.stack_segments import pullback_of_segment, run_segment, scope_of
+from jaxtune.models.stack_segments import low_rank_of, pullback_of_segment, run_segment, scope_of, without_gradient
 from jaxtune.pallas.attention import PackedLayout
 from jaxtune.pallas.quant_matmul import in_e4m3
 
@@ -63,11 +62,12 @@ def _barrier(order, saved_inputs, doutputs, total):
     return *optimization_barrier((saved_inputs, doutputs)), total
 
 
-def _differentiable(names, gradients) -> dict[str, jax.Array]:
-    """{name: gradient} of a segment's inputs, without those of integers, whose gradients are of dtype float0 and are
-    never used. names, gradients: of the inputs, in the same order. `layer_backward` adds up what is left."""
+def _differentiable(names, gradients, inside: Collection[str]) -> dict[str, jax.Array]:
+    """{name: gradient} of a segment's inputs, without those that are never used: those of integers, which are of dtype
+    float0, and of the names `inside`. names, gradients: of the inputs, in the same order. `layer_backward` adds up what
+    is left."""
     named = zip(names, gradients, strict=True)
-    return {name: value for name, value in named if value.dtype != jax.dtypes.float0}
+    return {name: value for name, value in named if value.dtype != jax.dtypes.float0 and name not in inside}
 
 
 def _differentiated_at_once(segment: Segment, order) -> bool:
@@ -198,11 +198,11 @@ def layer_backward(
       (gradients of trainable; of layer_input; {value taken: gradient}; to_device copied; gathers whole; Shards of sums)
     """
     values, pullbacks, block = dict(saved), {}, nnx.merge(graph, trainable, frozen)
-    norms = NormsApart(block, doutput, tile, tuple(dothers or {}))
+    norms = NormsApart(block, doutput, tile, tuple(dothers or {}), saved)
     segments, order = norms.segments, block.order
     context_of = _contexts(block, spec, layout, key)
     again = [s for s in segments[:-1] if not s.aux and any(name not in values for name in s.outputs)]
-    back = [s for s in reversed(segments) if s.differentiable]
+    back, inside = norms.differentiated[::-1], without_gradient(segments, norms.differentiated)
     work = [*_work(again, block, doutput), *_work(back, block, doutput, backward=True)]
     copies = TransferSchedule(to_device, work, jax.memory.Space.Device, last_is_thin=True)
     collectives = CollectiveSchedule(gathers, scatters, work)
@@ -227,13 +227,13 @@ def layer_backward(
                     values |= low_rank
                 values = {**dict(zip(segment.outputs, finish(stage, outputs), strict=True)), **values}
         with jax.named_scope("backward"):
-            gradients = {LAYER_OUTPUT: doutput, **(dothers or {})}
-            total = None
+            gradients, total = {LAYER_OUTPUT: doutput, **(dothers or {})}, None
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(gradients[name] for name in segment.outputs if name in gradients)
                 saved_inputs = {name: values[name] for name in norms.saved(segment) if name not in order.shared}
                 saved_inputs, doutputs, total = _barrier(order, saved_inputs, doutputs, total)
-                inputs = start(stage, norms.values(segment, values | saved_inputs))
+                read = values | start(stage, {name: (values | saved_inputs)[name] for name in norms.saved(segment)})
+                inputs = norms.values(segment, read)
                 context, doutputs = context_of(segment, doutputs)
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
@@ -241,12 +241,12 @@ def layer_backward(
                         found = segment.backward(block_of, trainable, context, tuple(inputs), outputs, doutputs)
                     dtrainable, dinputs = found
                 else:
-                    given = values.get(low_rank_inputs(segment))
-                    pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs, given)[1]
+                    given = low_rank_of(segment, segments, values), norms.factors(segment, read)
+                    pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs, *given)[1]
                     dtrainable, *dinputs = pullback(doutputs)
                 if dtrainable is not None:
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
-                for name, value in finish(stage, _differentiable(segment.reads, dinputs)).items():
+                for name, value in finish(stage, _differentiable(segment.reads, dinputs, inside)).items():
                     gradients[name] = gradients[name] + value if name in gradients else value
                 total = norms.added(segment, block_of, trainable, values | saved_inputs, gradients, total)
         dtaken = {name: gradients[name] for name in block.takes}

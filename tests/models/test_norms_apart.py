@@ -4,13 +4,16 @@ the stream otherwise, and the gradients are those that segments with norms in th
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
 from checks import assert_gradients_are, stack_gradients
-from tiny_models import golden_model
+from tiny_models import adapted_model, golden_model
 
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE
+from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan
+from jaxtune.models.stack_norms import NormsApart
 from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.normed_stream import api, triton
+from jaxtune.pallas.quant_matmul import low_rank
 
 SHAPE = (2, 12)
 
@@ -53,3 +56,30 @@ def test_gradients_are_the_same(name, plan, request):
     calls = request.getfixturevalue("by_kernel")
     assert_gradients_are(stack_gradients(model, plan, SHAPE), want)
     assert (calls.count(True), calls.count(False)) == NORMS[name]
+
+
+@pytest.mark.parametrize("plan", [KEEP, LayerPlan("keep", mid="offload")], ids=str)
+@pytest.mark.parametrize(
+    ("targets", "norms"), [("all-linear", 2), (["q_proj", "v_proj", "o_proj"], 1), (["o_proj"], 0)], ids=str
+)
+def test_adapters_alone_do_not_need_the_normed_stream_again(plan, targets, norms, by_kernel, monkeypatch):
+    """The gradients of A are computed from what was normed; they are the same."""
+    model = adapted_model(golden_model("qwen3"), r=3, target_modules=targets)
+    calls, own = [], low_rank.Factors.contracted
+    monkeypatch.setattr(low_rank.Factors, "contracted", lambda *given: calls.append(1) or own(*given))
+    found = stack_gradients(model, plan, SHAPE)
+    assert len(calls) % norms == 0 < len(calls) if norms else not calls
+    monkeypatch.setattr(NormsApart, "factors", lambda norms, segment, values: ())
+    jax.clear_caches()
+    assert_gradients_are(found, stack_gradients(model, plan, SHAPE))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_float16_keeps_the_normed_stream(dtype, by_kernel):
+    """A gradient times the factor of a row, which may be less than a hundredth, would end in zeros there."""
+    model = adapted_model(golden_model("qwen3"), r=3, target_modules="all-linear")
+    x = jnp.ones((*SHAPE, model.config.hidden_size), dtype)
+    norms = NormsApart(model.layers[0], x, None, (), {})
+    [project, *_] = norms.segments
+    [factors] = norms.factors(project, {"layer_input": x})
+    assert (factors is None) == (dtype == jnp.float16)

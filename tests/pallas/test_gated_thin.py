@@ -12,8 +12,16 @@ import pytest
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.formats import FP8, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
-from jaxtune.pallas.gated import ACTIVATIONS, gated_thin, gated_thin_backward, thin, thin_of_gated, thin_triton
-from jaxtune.pallas.quant_matmul import LoraWeights, gated_matmul, low_rank, quant_matmul
+from jaxtune.pallas.gated import (
+    ACTIVATIONS,
+    gated_thin,
+    gated_thin_backward,
+    reference,
+    thin,
+    thin_of_gated,
+    thin_triton,
+)
+from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, gated_matmul, gated_mlp, low_rank, quant_matmul
 
 
 @pytest.fixture
@@ -120,6 +128,51 @@ def test_gated_matmul_is_quant_matmul_of_the_activation(kind, fp8):
         assert one.dtype == other.dtype and np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other) > 0
 
 
+def drawn_mlp():
+    """(x, a pair (a, b) for each of gate, up and down, their biases), and their weights in FP8 with blocks."""
+    shapes = [(2, 6, 144)]
+    shapes += [(3, 144), (192, 3), (3, 144), (192, 3), (3, 192), (130, 3), (192,), (192,), (130,)]
+    shapes += [(192, 144), (192, 144), (130, 192)]
+    drawn = [jax.random.normal(jax.random.key(k), each) for k, each in enumerate(shapes)]
+    return (drawn[0], list(zip(drawn[1:7:2], drawn[2:7:2])), drawn[7:10]), [FP8.encode(w, TILE) for w in drawn[10:]]
+
+
+def test_gated_mlp_has_the_gradients_of_both_products(compiled_in_full):
+    given, weights = drawn_mlp()
+
+    def total(joined, x, pairs, biases):
+        loras = [LoraWeights(*pair, scale=scale) for pair, scale in zip(pairs, (0.5, 1.0, 2.0), strict=True)]
+        gate, up = quant_matmul(x, weights[:2], loras[:2], biases[:2], fp8=True)
+        if joined:
+            gate, up = jax.lax.stop_gradient((gate, up))
+            out = gated_mlp(x, gate, up, weights, loras, biases, activation="silu")
+        else:
+            out = gated_matmul(gate, up, weights[2], loras[2], biases[2], activation="silu", fp8=True)
+        return jnp.square(out).sum(), out
+
+    got, want = (
+        jax.jit(jax.grad(lambda *given, way=way: total(way, *given), (0, 1, 2), has_aux=True))(*given)
+        for way in (True, False)
+    )
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype and np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other) > 0
+
+
+@pytest.mark.parametrize("wrong", ["weights", "row_scale", "gate"])
+def test_what_gated_mlp_cannot_compute_is_refused(wrong):
+    (x, pairs, _), weights = drawn_mlp()
+    loras = [LoraWeights(*pair) for pair in pairs]
+    gate = x[..., :1] * jnp.ones(192)
+    if wrong == "weights":
+        weights[1] = FP8.encode(weights[1].decode(jnp.float32), ROW)
+    elif wrong == "row_scale":
+        loras[1] = LoraWeights(*pairs[1], row_scale=jnp.ones(192))
+    else:
+        gate = gate.astype(jnp.bfloat16)
+    with pytest.raises((TypeError, ValueError), match="gated_mlp: "):
+        gated_mlp(x, gate, gate, weights, loras, activation="silu")
+
+
 def test_gated_matmul_through_the_kernel_of_the_activation_s_backward():
     """In bfloat16, whose roundings the two make at other places."""
     gate, up, a, b, _, weight = drawn(jnp.bfloat16)
@@ -134,6 +187,33 @@ def test_gated_matmul_through_the_kernel_of_the_activation_s_backward():
     for one, other in zip(got, jax.grad(total, (0, 1, 2, 3))(gate, up, a, b), strict=True):
         one, other = np.float32(one), np.float32(other)
         assert np.linalg.norm(one - other) <= 0.01 * np.linalg.norm(other) > 0
+
+
+@pytest.mark.parametrize("check", ["_first_gated", "_first_gradients"])
+def test_the_checks_of_what_is_rounded_compare_with_e4m3(check, monkeypatch, compiled_in_full):
+    """XLA leaves out a conversion to e4m3 and back in one program. What the kernels compute is that of plain JAX here;
+    numbers that are not rounded would differ by a fiftieth."""
+
+    def forward(gate, up, a, activation, result):
+        x, inner = reference.gated_thin(*(each.astype(jnp.float32) for each in (gate, up, a)), activation)
+        return *fp8_product.rounded(jax.lax.optimization_barrier(x.astype(gate.dtype)), True), inner
+
+    def backward(gate, up, dgated, dinner, activation, rounds):
+        found = reference.gated_thin_backward(gate, up, dgated, dinner, activation)
+        dgate, dup, da = jax.lax.optimization_barrier(found)
+        return dgate, dup, *fp8_product.side_by_side([dgate, dup], None, True, "reference"), da
+
+    found = []
+    monkeypatch.setattr(thin_triton, "gated_thin", forward)
+    monkeypatch.setattr(thin_triton, "gated_thin_backward", backward)
+    monkeypatch.setattr(dispatch, "first_use", lambda op, name, call, compare: found.append(compare()))
+    getattr(fp8_product, check)(jnp.dtype(jnp.bfloat16), 16, "silu")
+    [(got, want)] = found
+    place = 0 if check == "_first_gated" else 3
+    np.testing.assert_array_equal(got[place], want[place])
+    for one, other in zip(got, want, strict=True):
+        one, other = np.float32(one), np.float32(other)
+        assert np.linalg.norm(one - other) <= 0.01 * np.linalg.norm(other)
 
 
 def test_a_run_that_is_given_low_rank_inputs_does_not_compute_them(monkeypatch):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,18 @@ def test_sums_of_tiles_are_the_references(case, shape):
     with gpu_kernel.interpreted():
         got = mosaic_sums.per_expert(values, groups)
     np.testing.assert_allclose(got, reference.per_expert(values, groups), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(16, 128), (8, 24)])  # of the kernel and of plain JAX
+@pytest.mark.gpu
+def test_sums_of_runs_leave_out_what_is_in_none(shape):
+    """In the order of the parts: the numbers are whole, and of any other order they would be the same."""
+    values = jnp.round(8 * jax.random.normal(jax.random.key(0), (7, *shape)))
+    bounds = [0, 2, 2, 5, 6]  # the second has none, and the last part is in none
+    with gpu_kernel.interpreted():
+        got = mosaic_sums.of_runs(values, jnp.asarray(bounds, jnp.int32))
+    want = [values[one:other].sum(0) for one, other in itertools.pairwise(bounds)]
+    np.testing.assert_array_equal(got, jnp.stack(want))
 
 
 @pytest.mark.parametrize(

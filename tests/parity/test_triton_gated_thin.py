@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from triton_interpreter import interpreted
 
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.gated import gated_thin, gated_thin_backward, reference, thin, thin_of_gated
 from jaxtune.pallas.quant_matmul import fp8_product
 
@@ -76,6 +77,36 @@ def test_rounded_to_e4m3_it_has_the_codes_of_plain_jax(tokens, size, rank):
     assert (np.float32(codes) != np.float32(want)).mean() < 1e-3
     np.testing.assert_allclose(np.float32(codes), np.float32(want), rtol=1 / 8, atol=2**-9)
     np.testing.assert_array_equal(np.float32(product), np.float32(inner))
+
+
+@pytest.mark.parametrize(("tokens", "size", "rank"), SHAPES)
+def test_rounded_to_e4m3_the_gradients_have_the_codes_of_plain_jax(tokens, size, rank):
+    """Side by side, filled up with zeros; the other results are those without codes, bit for bit."""
+    gate, up, dgated, dinner, _ = drawn(tokens, size, rank, jnp.float16)
+    factors = jnp.asarray([0.0, 1e-4, 1.0, 64.0], jnp.float16)
+    dgated = dgated * factors[jnp.arange(size) // 128 % 4]
+    with interpreted((9, 0)):
+        dgate, dup, codes, scales, da = thin.backward_by_kernel(gate, up, dgated, dinner, "silu", rounds=True)
+        others = thin.backward_by_kernel(gate, up, dgated, dinner, "silu")
+    for one, other in zip((dgate, dup, da), others, strict=True):
+        np.testing.assert_array_equal(np.float32(one), np.float32(other))
+    want, want_scales = fp8_product.side_by_side([dgate, dup], None, True, "reference")
+    assert codes.shape == want.shape
+    np.testing.assert_array_equal(scales, want_scales)
+    # The interpreter does not fuse multiply-adds, by which a GPU divides exactly.
+    assert (np.float32(codes) != np.float32(want)).mean() < 1e-3
+    np.testing.assert_allclose(np.float32(codes), np.float32(want), rtol=1 / 8, atol=2**-9)
+
+
+def test_the_check_of_rounded_gradients_compares_codes_with_those_of_the_kernel_s_own(monkeypatch):
+    """Of exact gradients, which differ from the kernel's in their last digit, some have other codes."""
+    checks = {}
+    monkeypatch.setattr(dispatch, "first_use", lambda op, name, kind, compare: checks.setdefault(op, compare) and None)
+    fp8_product._first_gradients(jnp.dtype(jnp.bfloat16), 16, "silu")
+    monkeypatch.setattr(jax, "jit", lambda function, **_: function)  # the interpreter runs on arrays
+    with interpreted((9, 0)):
+        (*_, codes), (*_, wanted) = checks["gated_gradients_to_fp8"]()
+    np.testing.assert_array_equal(codes, wanted)
 
 
 def test_the_product_alone_is_that_of_the_forward():

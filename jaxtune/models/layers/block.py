@@ -412,12 +412,16 @@ def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str
         assert INPUT not in segment.reads and not ending, "a backward of its own has no norm in it"
         backward = functools.partial(_backward_in_block, segment.backward, part)
     made = place.makes if adds else f"{part}_out"
+    with_before = segment.with_before
+    if with_before is not None:
+        with_before = _in_block(with_before, part, place, names, apart)[0]
     first = dataclasses.replace(
         segment,
         reads=(*reads, place.adds_to) if added else reads,
         makes=(dataclasses.replace(segment.makes[0], name=made),) if ending else _renamed(segment.makes, names),
         run=run,
         backward=backward,
+        with_before=with_before,
         matrices=tuple(f"{part}.{name}" for name in segment.matrices),
     )
     if not ending or adds:

@@ -17,7 +17,7 @@ from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import Normed
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic, thin
-from jaxtune.pallas.quant_matmul import gated_matmul, low_rank
+from jaxtune.pallas.quant_matmul import gated_matmul, gated_mlp, joins, low_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +101,13 @@ class MLP(nnx.Module):
         projection); both are tokenwise, so that they can run over tiles. They tell the stack how to run the MLP and the
         planner what it costs."""
         in_fp8 = self.down_proj.fp8  # then the product reads gate and up through e4m3, and their gradients too
+        whole = Segment(
+            "mlp",
+            (INPUT, "gate", "up"),
+            (Residual(OUTPUT),),
+            lambda mlp, context, x, gate, up: (mlp.whole(x, gate, up),),
+            matrices=("gate_proj", "up_proj", "down_proj"),
+        )
         return (
             Segment(
                 "expand",
@@ -119,8 +126,27 @@ class MLP(nnx.Module):
                 lambda mlp, context, gate, up: (mlp.down(gate, up, context.key),),
                 matrices=("down_proj",),
                 tokenwise=True,
+                with_before=whole if self._joins() else None,
             ),
         )
+
+    def _joins(self) -> bool:
+        """Whether the backward differentiates `expand` and `contract` at once, by gated_mlp: where all three matrices
+        have adapters and nothing else (Linear.only_adapted), and the weights of gate and up join."""
+        if self.config.fused_gate_up:
+            return False
+        linears = self.gate_proj, self.up_proj, self.down_proj
+        plain = all(each.fp8 and each.compute is None and each.only_adapted(None, drops=True) for each in linears)
+        return plain and joins(*(each.stored_weight for each in linears[:2]))
+
+    def whole(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """`down` of what `gate_up` returned of x [B, T, hidden], with the derivative of both. The backward calls it if
+        `_joins`."""
+        linears = self.gate_proj, self.up_proj, self.down_proj
+        weights = [weight for linear in linears if isinstance(weight := linear.stored_weight, Stored)]
+        loras = [linear.lora.weights(weight) for linear, weight in zip(linears, weights, strict=True) if linear.lora]
+        biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
+        return gated_mlp(x, gate, up, weights, loras, biases, activation=self.config.activation)
 
     # ---- for the planner
 
@@ -142,7 +168,8 @@ class MLP(nnx.Module):
         forecast of the peak.
 
         If a kernel overwrites gate and up with their gradients (`_in_place`), `own` of the result is the gradient of
-        the activation's output alone, and covers_mixer is False: the mixer's memory is counted on its own. Otherwise
+        the activation's output, beside the rounded gradients of gate and up if the kernel rounds them (`_joins`), and
+        covers_mixer is False: the mixer's memory is counted on its own. Otherwise
         `own` is the activation's output, its gradient, the gradients of gate and up, and a multiple of the layer's
         input for values of the residual stream; covers_mixer is True, because these numbers include the mixer's memory.
 
@@ -158,7 +185,11 @@ class MLP(nnx.Module):
         if self._in_place(sizes):  # the activation's gradient; the gradients of gate and up overwrite them
             if sizes.tiles == 1:
                 around = max(around, fit.beside * stream + self._decoded_bytes(sizes))
-            return Scratch((gate + up) / 2, around, covers_mixer=False)
+            own = (gate + up) / 2
+            if sizes.tiles == 1 and not sizes.recomputed & {"gate", "up"} and self._joins():
+                # Their codes in e4m3, and a float32 scale for each 128.
+                own += (gate + up) / sizes.dtype.itemsize * (1 + 4 / 128)
+            return Scratch(own, around, covers_mixer=False)
         # The activation, its gradient, the gradients of gate and up, and partial gradients of other segments.
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
 

@@ -32,6 +32,25 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _store_rounded(x, codes, scales, places, real, places_of_scales, there, LARGEST, LEAST_SCALE):
+    """Rounds a tile of 128 columns to e4m3, each row by its own scale, which is its largest magnitude over LARGEST, but
+    at least LEAST_SCALE, and 1 for zeros.
+
+    Args:
+      x: [BLOCK, 128], of 16 bits.
+      codes, scales: where codes and scales are written.
+      places, real: for each number, the place of its code, and whether it is written.
+      places_of_scales, there: [BLOCK, 1], for each row, the place of its scale, and whether it is written.
+    """
+    number = x.to(tl.float32)
+    largest = tl.reduce(tl.abs(number), 1, _larger, keep_dims=True)
+    scale = largest * (1.0 / LARGEST)
+    scale = tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
+    tl.store(scales + places_of_scales, scale, mask=there)
+    tl.store(codes + places, (number * _inverse(scale)).to(codes.dtype.element_ty), mask=real)
+
+
+@triton.jit
 def gated_thin_kernel(
     gate,
     up,
@@ -82,14 +101,9 @@ def gated_thin_kernel(
         if RESULT == 1:
             tl.store(result + places, product, mask=real)
         if RESULT == 2:
-            number = product.to(tl.float32)
-            largest = tl.reduce(tl.abs(number), 1, _larger, keep_dims=True)
-            scale = largest * (1.0 / LARGEST)
-            scale = tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
-            tl.store(scales + (start // 128) * ROWS + rows, scale, mask=there)
-            codes = (number * _inverse(scale)).to(result.dtype.element_ty)
             # As many codes a thread as it has numbers of gate, which it would read in halves of sectors otherwise.
-            tl.store(result + tl.max_contiguous(places, [1, 8]), codes, mask=real)
+            coded, scaled = tl.max_contiguous(places, [1, 8]), (start // 128) * ROWS + rows
+            _store_rounded(product, result, scales, coded, real, scaled, there, LARGEST, LEAST_SCALE)
         sums = tl.dot(product, tl.trans(side), sums)
     tl.store(inner + rows * RANK + ranks[None, :], sums.to(DTYPE), mask=there & (ranks < RANK)[None, :])
 
@@ -127,7 +141,72 @@ def gated_thin_backward_kernel(
       WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
       ACTIVATION: of gate (share_of).
     """
+    codes, scales = dgate, da  # they are not written
+    sizes: tl.constexpr = (ROWS, SIZE, RANK, WIDTH, BLOCK, COLUMNS, STEPS)
+    _backward(gate, up, dgated, dinner, dgate, dup, codes, scales, da, sizes, ACTIVATION, 0, 1.0, 1.0)
+
+
+@triton.jit
+def gated_thin_backward_rounded_kernel(
+    gate,
+    up,
+    dgated,
+    dinner,
+    dgate,
+    dup,
+    codes,
+    scales,
+    da,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_SCALE: tl.constexpr,
+):
+    """What gated_thin_backward_kernel computes, and the gradients of gate and up, side by side, rounded to e4m3
+    (_store_rounded). COLUMNS is 128. The arguments are those of gated_thin_backward_kernel and these:
+
+      codes: e4m3[ROWS, 2 width], where width is SIZE, rounded up to a multiple of 128: the codes of gate's gradient
+        begin at column 0, those of up's at `width`. Columns that fill up are zeros.
+      scales: float32[2 width / 128, ROWS].
+    """
+    sizes: tl.constexpr = (ROWS, SIZE, RANK, WIDTH, BLOCK, COLUMNS, STEPS)
+    _backward(gate, up, dgated, dinner, dgate, dup, codes, scales, da, sizes, ACTIVATION, 1, LARGEST, LEAST_SCALE)
+
+
+@triton.jit
+def _backward(
+    gate,
+    up,
+    dgated,
+    dinner,
+    dgate,
+    dup,
+    codes,
+    scales,
+    da,
+    sizes: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_SCALE: tl.constexpr,
+):
+    """The body of both kernels of the backward, which describe its arguments. sizes: ROWS, SIZE, RANK, WIDTH, BLOCK,
+    COLUMNS and STEPS. ROUNDS: 1 if codes and scales are written, else 0."""
+    ROWS: tl.constexpr = sizes[0]
+    SIZE: tl.constexpr = sizes[1]
+    RANK: tl.constexpr = sizes[2]
+    WIDTH: tl.constexpr = sizes[3]
+    BLOCK: tl.constexpr = sizes[4]
+    COLUMNS: tl.constexpr = sizes[5]
+    STEPS: tl.constexpr = sizes[6]
     DTYPE: tl.constexpr = gate.dtype.element_ty
+    FILLED: tl.constexpr = (SIZE + 127) // 128 * 128
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, WIDTH)[None, :]
     within, real_ranks = columns < SIZE, ranks < RANK
@@ -144,7 +223,19 @@ def gated_thin_backward_kernel(
         share, slope = share_of(x, ACTIVATION, 1.0, 1)
         active = x * share
         sums = tl.dot(tl.trans((active * y).to(DTYPE)), thin, sums)
-        tl.store(dgate + places, (dout * y * (share + x * slope)).to(DTYPE), mask=real)
-        tl.store(dup + places, (dout * active).to(DTYPE), mask=real)
+        if ROUNDS:
+            of_gate, of_up = _rounded(dout * y * (share + x * slope), DTYPE), _rounded(dout * active, DTYPE)
+            tl.store(dgate + places, of_gate, mask=real)
+            tl.store(dup + places, of_up, mask=real)
+            # As many codes a thread as it writes numbers of dgate, in halves of sectors otherwise.
+            coded = tl.max_contiguous(first * (2 * FILLED) + number * (2 * FILLED) + columns[None, :], [1, 8])
+            further = tl.max_contiguous(coded + FILLED, [1, 8])
+            scaled = tl.program_id(0) * ROWS + first + number
+            _store_rounded(of_gate, codes, scales, coded, there, scaled, there, LARGEST, LEAST_SCALE)
+            scaled += FILLED // 128 * ROWS
+            _store_rounded(of_up, codes, scales, further, there, scaled, there, LARGEST, LEAST_SCALE)
+        else:
+            tl.store(dgate + places, (dout * y * (share + x * slope)).to(DTYPE), mask=real)
+            tl.store(dup + places, (dout * active).to(DTYPE), mask=real)
     part = da + tl.program_id(1).to(tl.int64) * RANK * SIZE
     tl.store(part + ranks * SIZE + columns[:, None], sums, mask=within[:, None] & real_ranks)

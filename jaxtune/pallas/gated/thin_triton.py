@@ -8,6 +8,7 @@ wrote, in one order. Tiles of gate and up are read ahead into shared memory.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -38,9 +39,11 @@ def tile(width: int, result: str) -> Tile:
     return Tile(16, 128, 4, 2) if result == "e4m3" else Tile(32, 64, 4, 2)  # several fit the memory of a small GPU
 
 
-def backward_tile() -> Tile:
-    """The Tile of `gated_thin_backward` on the GPU that is compiled for."""
-    return Tile(16, 128, 4, 3, 16) if dispatch.compute_capability() == (9, 0) else Tile(32, 64, 4, 2, 8)
+def backward_tile(rounds: bool = False) -> Tile:
+    """The Tile of `gated_thin_backward` with this `rounds` on the GPU that is compiled for. Codes need 128 columns."""
+    if dispatch.compute_capability() == (9, 0):
+        return Tile(16, 128, 4, 3, 16)
+    return Tile(16, 128, 4, 2, 8) if rounds else Tile(32, 64, 4, 2, 8)
 
 
 def refusal(gate, rank: int, activation: str) -> str | None:
@@ -142,23 +145,33 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
     return {"gated": (found, inner), "e4m3": (found, scales.T, inner), "none": (inner,)}[result]
 
 
-def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+def gated_thin_backward(gate, up, dgated, dinner, activation: str, rounds: bool = False) -> tuple[jax.Array, ...]:
     """(the gradients of gate and up [tokens, I] in gate's dtype, dinner^T (activation(gate) * up) float32[r, I]) by the
     kernel. The first two take the memory of gate and up if nothing else reads these; otherwise XLA copies them first.
-    The arguments are those of thin.gated_thin_backward; `refusal` says which calls are supported."""
+    The arguments are those of thin.gated_thin_backward; `refusal` says which calls are supported.
+
+    With `rounds` two results more stand before the last: the gradients of gate and up, side by side, rounded to e4m3
+    with a scale for each 128 numbers of a row, as fp8_product.side_by_side has them: codes [tokens, K], scales
+    float32[tokens, K / 128]."""
     from jaxtune.pallas.gated import thin_kernels
 
     (tokens, size), rank = gate.shape, dinner.shape[1]
-    shape = backward_tile()
+    shape = backward_tile(rounds)
     tiles, blocks = -(-tokens // shape.rows), -(-size // shape.columns)
     ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // blocks))
     steps = -(-tiles // ranges)
     ranges = -(-tiles // steps)
     like = jax.ShapeDtypeStruct(gate.shape, gate.dtype)
-    dgate, dup, da = compat.triton_call(
-        thin_kernels.gated_thin_backward_kernel,
+    call, more = functools.partial(compat.triton_call, thin_kernels.gated_thin_backward_kernel), []
+    if rounds:
+        filled = 2 * blocks * shape.columns
+        more = [jax.ShapeDtypeStruct((tokens, filled), jnp.float8_e4m3fn)]
+        more.append(jax.ShapeDtypeStruct((filled // shape.columns, tokens), jnp.float32))
+        kernel = thin_kernels.gated_thin_backward_rounded_kernel
+        call = functools.partial(compat.triton_call, kernel, LARGEST=LARGEST, LEAST_SCALE=LEAST_SCALE)
+    dgate, dup, *coded, da = call(
         (gate, up, dgated, dinner),
-        [like, like, jax.ShapeDtypeStruct((ranges, rank, size), jnp.float32)],
+        [like, like, *more, jax.ShapeDtypeStruct((ranges, rank, size), jnp.float32)],
         (blocks, ranges),
         warps=shape.warps,
         stages=shape.stages,
@@ -172,4 +185,6 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.
         STEPS=steps,
         ACTIVATION=ACTIVATIONS[activation],
     )
-    return dgate, dup, da.sum(0)
+    if rounds:
+        coded[1] = coded[1].T
+    return dgate, dup, *coded, da.sum(0)

@@ -214,8 +214,8 @@ def contracted(thin, wide, groups, rank, implementation, tokens):
     it can (mosaic_sums.py). The backward of routing's gated_to_tokens calls it too.
 
     Args:
-      thin: the factor with the adapter's rank as columns, [rows, at least rank]; columns from `rank` on are padding. It
-        is multiplied by the adapter's scale already.
+      thin: the factor with the adapter's rank as columns, [rows, at least rank]; columns from `rank` on are padding, to
+        which the kernel's is added. It is multiplied by the adapter's scale already.
       wide: the other factor, the rows x or the gradients of their products: [rows, n], or [T, n] with `tokens`.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       rank: of the adapter.
@@ -223,7 +223,7 @@ def contracted(thin, wide, groups, rank, implementation, tokens):
       tokens: int32[rows], the row of `wide` for each sorted row; None: `wide` is sorted.
     """
     if implementation in _MOSAIC and mosaic_contract.refusal(wide.dtype) is None:
-        return mosaic_contract.contract_rows(thin, wide, groups, rank, tokens)
+        return mosaic_contract.contract_rows(mosaic.filled(thin, 1), wide, groups, rank, tokens)
     sums = mosaic_sums.per_expert if implementation in _MOSAIC else reference.per_expert
     return reference.contract_rows(thin[:, :rank], reference.rows_of(wide, tokens), groups, jnp.float32, sums)
 
@@ -314,8 +314,8 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inn
       inner: what `low_rank_of` returned in an earlier call with the same rows and adapter; None: it is computed.
     Returns:
       (the product [rows, out], residuals for `backward`). The residuals are (x, weight, lora, groups, inner), inner
-      being x times the adapter's A, [rows, r] (r padded to a multiple of 64 by a Mosaic implementation), or None
-      without an adapter.
+      being x times the adapter's A, [rows, r] (as it was given, or r padded to a multiple of 64 by a Mosaic
+      implementation), or None without an adapter.
     """
     contract = 1 if static.transposed else 2
     extra = None
@@ -323,9 +323,8 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inn
         a, b = lora
         if inner is None:
             inner = _thin(x, a, groups, 2, static.implementation, tokens)
-        elif fills(static.implementation):
-            inner = mosaic.filled(inner, 1)
         u = scaled(inner, static.scale)
+        u = mosaic.filled(u, 1) if fills(static.implementation) else u
         if bias is not None and u.shape[1] > b.shape[2] and bias.dtype == u.dtype:
             (u, b), bias = _with_bias(u, b, bias), None
         extra = (u, b.mT if static.transposed else b)
@@ -387,7 +386,7 @@ def adapter_gradients(static: Static, b, inner, groups, dout, dout_tokens=None):
       b: the adapter's B, [E, out, r].
       inner: the low-rank input of `forward`, padded or not.
     """
-    inner = scaled(mosaic.filled(inner, 1) if fills(static.implementation) else inner, static.scale)
+    inner = scaled(inner, static.scale)
     dinner, db = _thin_pair(dout, b, inner, groups, static.implementation, dout_tokens)
     # Without this XLA would keep db and its sums until the end of the program, where each is copied.
     return scaled(dinner, static.scale), with_layout_constraint(db, Layout(major_to_minor=(0, 1, 2)))

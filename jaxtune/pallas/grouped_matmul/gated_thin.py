@@ -4,8 +4,8 @@ rows sorted by expert. `refusal` says which calls they cannot compute; routing/g
 
 Their time is that of reading and writing memory, and neither reads the inner rows again for a thin product. In the
 forward a program has some rows of one expert, and all columns. In the backward it has a block of columns and a chunk of
-rows of one expert, so that it can keep the sums over rows in registers; XLA adds up what chunks and blocks of columns
-wrote, in one order.
+rows of one expert, so that it can keep the sums over rows in registers. mosaic_sums.py adds up what chunks wrote, and
+XLA what blocks of columns did, each in one order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.gated import RowGate
 from jaxtune.pallas.gated import triton as gated
 from jaxtune.pallas.gated.reference import gated_rows, gated_rows_backward
-from jaxtune.pallas.grouped_matmul import mosaic, reference
+from jaxtune.pallas.grouped_matmul import mosaic, mosaic_sums, reference
 from jaxtune.pallas.grouped_matmul.layout import Groups, ends_of, groups_of
 
 _LARGEST_RANK = _WIDTH = 16  # as of thin_pair.py
@@ -184,7 +184,7 @@ def gated_rows_thin_backward(
     rows, size = len(gate_up), dgated.shape[1]
     tile = _INTERLEAVED if gate.interleaved else BACKWARD
     blocks = -(-size // tile.columns)
-    chunk_expert, chunk_first, chunk_rows = _chunks(groups)
+    bounds, chunk_first, chunk_rows = _chunks(groups)
     dgate_up, dweights, da = _called(
         gated_kernels.gated_rows_thin_backward_kernel,
         (gate_up, weights, dgated, dinner, chunk_first, chunk_rows),
@@ -206,16 +206,13 @@ def gated_rows_thin_backward(
     )
     # Rows of tiles without an expert were not written: what is in them could be anything, also NaN.
     inside = jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]
-    # A product with zeros and ones in full float32 adds up the chunks of each expert.
-    of_expert = (chunk_expert == jnp.arange(groups.num_experts)[:, None]).astype(jnp.float32)
-    da = jnp.einsum("ec,crs->ers", of_expert, da, precision=jax.lax.Precision.HIGHEST)
-    return dgate_up, jnp.where(inside.reshape(-1), dweights.sum(0), 0), da
+    return dgate_up, jnp.where(inside.reshape(-1), dweights.sum(0), 0), mosaic_sums.of_runs(da, bounds)
 
 
 def _chunks(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Divides each expert's tiles into chunks of at most _CHUNK tiles: (the expert of each chunk, E for one that is not
-    needed; its first row; the number of its rows that are not empty), each int32[chunks]. There are as many chunks as
-    any sizes of experts can need."""
+    """Divides each expert's tiles into chunks of at most _CHUNK tiles: (int32[E + 1], the number of each expert's first
+    chunk, and of the chunk after the last; each chunk's first row; the number of its rows that are not empty, 0 for a
+    chunk that is not needed), the last two int32[chunks]. There are as many chunks as any sizes of experts can need."""
     chunk_rows = _CHUNK * groups.tile_rows
     count = -(-groups.sizes // chunk_rows)
     ends = ends_of(count)
@@ -224,4 +221,6 @@ def _chunks(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
     known = jnp.minimum(expert, groups.num_experts - 1)
     within = (number - (ends - count)[known]) * chunk_rows
     rows = jnp.where(expert < groups.num_experts, jnp.clip(groups.sizes[known] - within, 0, chunk_rows), 0)
-    return expert, jnp.where(rows > 0, groups.starts()[known] + within, 0).astype(jnp.int32), rows.astype(jnp.int32)
+    first = jnp.where(rows > 0, groups.starts()[known] + within, 0)
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends.astype(jnp.int32)])
+    return bounds, first.astype(jnp.int32), rows.astype(jnp.int32)

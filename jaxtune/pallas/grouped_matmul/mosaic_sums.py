@@ -7,7 +7,7 @@ number, in full float32. This kernel reads each number once instead: a program s
 over the consecutive tiles of one expert, from the first tile to the last. `per_expert` is the sum; it uses the kernel
 unless `refusal` gives a reason or a tile's numbers are no multiple of 512. grouped_matmul's backward sums an adapter's
 gradients by it where one of mosaic.py's products is used, but mosaic_contract.py's kernel, which needs no such sums,
-failed its check.
+failed its check. `of_runs` is the same for other parts than tiles: the chunks of rows of gated_thin.py.
 """
 
 from __future__ import annotations
@@ -44,13 +44,11 @@ def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
     out_ref[expert, here] = lax.fori_loop(bounds_ref[expert], bounds_ref[expert + 1], add, zeros)
 
 
-def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
-    """Calls the kernel: values float32[tiles, n] -> float32[E, n], the sums over each expert's tiles, which `groups`
-    says. A program of the grid sums `run` of the n columns for one expert; `run` is 512 or 1,024 and divides n.
-    `per_expert` calls it, and `refusal` for its check."""
-    experts = groups.num_experts
-    ends = jnp.arange(experts + 1, dtype=jnp.int32)
-    bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
+def _sums(values: jax.Array, bounds: jax.Array, run: int) -> jax.Array:
+    """Calls the kernel: values float32[tiles, n] -> float32[E, n], for each expert e the sum over the tiles from
+    bounds[e] to before bounds[e + 1]; bounds: int32[E + 1]. A program of the grid sums `run` of the n columns for one
+    expert; `run` is 512 or 1,024 and divides n. `of_runs` calls it, and `refusal` for its check."""
+    experts = len(bounds) - 1
     return gpu_kernel.kernel(
         functools.partial(_kernel, run=run),
         "expert_sums",
@@ -75,18 +73,44 @@ def refusal() -> str | None:
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
         values = jax.random.normal(jax.random.key(0), (groups.tiles, 3 * _RUNS[0]))
-        got = [jax.jit(_sums, static_argnums=2)(values, groups, run) for run in _RUNS]
+        got = [jax.jit(_sums, static_argnums=2)(values, _bounds(groups), run) for run in _RUNS]
         return got, [reference.per_expert(values, groups)] * len(_RUNS)
 
     return dispatch.first_use("grouped_matmul", "mosaic_sums", "float32", compare)
 
 
+def _bounds(groups: Groups) -> jax.Array:
+    """int32[E + 1], the number of each expert's first tile, and of the tile after the last."""
+    experts = jnp.arange(groups.num_experts + 1, dtype=jnp.int32)
+    return (groups.tile_expert < experts[:, None]).sum(1, dtype=jnp.int32)
+
+
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
     """values float32[tiles, ...] -> float32[E, ...]: the sums of the values of each expert's tiles; `groups` says which
-    expert each tile belongs to. The kernel computes them if `refusal` returns None and the number of values per tile is
-    a multiple of 512; otherwise reference.per_expert does. reference.contract_rows gets it as its `sums`."""
+    expert each tile belongs to. They are `of_runs`, or reference.per_expert's where the kernel cannot compute them.
+    reference.contract_rows gets it as its `sums`."""
+    if _run_of(values) is None:
+        return reference.per_expert(values, groups)
+    return of_runs(values, _bounds(groups))
+
+
+def of_runs(values: jax.Array, bounds: jax.Array) -> jax.Array:
+    """values float32[parts, ...] -> float32[E, ...]: for each e the sum of the values from bounds[e] to before
+    bounds[e + 1], in this order. bounds: int32[E + 1]. The kernel computes the sums if `refusal` returns None and the
+    number of values of a part is a multiple of 512; otherwise a product with zeros and ones in full float32 does. The
+    backward of gated_thin.py calls it, for chunks of rows."""
+    run = _run_of(values)
+    if run is None:
+        part = jnp.arange(len(values), dtype=jnp.int32)
+        member = (part >= bounds[:-1, None]) & (part < bounds[1:, None])
+        return jnp.tensordot(member.astype(jnp.float32), values, 1, precision=jax.lax.Precision.HIGHEST)
+    sums = _sums(values.reshape(len(values), -1), bounds, run)
+    return sums.reshape(-1, *values.shape[1:])
+
+
+def _run_of(values: jax.Array) -> int | None:
+    """How many numbers a program of the kernel sums, for values float32[parts, ...]; None if the kernel cannot compute
+    the sums."""
     size = math.prod(values.shape[1:])
     run = next((run for run in _RUNS if size % run == 0), None)
-    if run is None or refusal() is not None:
-        return reference.per_expert(values, groups)
-    return _sums(values.reshape(groups.tiles, size), groups, run).reshape(-1, *values.shape[1:])
+    return None if run is None or refusal() is not None else run

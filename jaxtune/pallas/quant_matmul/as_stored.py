@@ -1,7 +1,7 @@
 """Which modules multiply by weights as they are stored, without decoding them (PRODUCTS), by the value of the option
 model.compute that asks for it, such as "fp8". `product_of` returns the module for a weight.
 
-Such a module has seven functions, which `reference.py`, `gated_matmul.py` and `normed_matmul.py` call for weights whose
+Such a module has eight functions, which `reference.py`, `gated_matmul.py` and `normed_matmul.py` call for weights whose
 format names it (Stored.compute), if the caller sets `fp8`:
 - kind(weight): a hashable value. Weights of one call with the same kind share one rounded x in the forward, and one
   product of their gradients in the backward.
@@ -14,9 +14,11 @@ format names it (Stored.compute), if the caller sets `fp8`:
   normed_matmul.
 - forward(coded, weight, more, dtype, implementation): x W^T in `dtype`. `more` is None, or an adapter's two operands (u
   [tokens, r], b [out, r]), whose product u b^T is added.
-- backward(douts, weights, more, dtype, implementation): the sum of dy W over weights of one kind, in `dtype`; `douts`
-  has dy [tokens, out_i] for each of them. `more` is None, or the adapters' (u [tokens, r], a [in, r]), whose product u
-  a^T is added.
+- gated_gradients(gate, up, dgated, dinner, activation, kind, implementation): (the gradients of gate and up, that of an
+  adapter's A, the first two side by side as `backward` takes them rounded, or None), for gated_mlp.
+- backward(douts, weights, more, dtype, implementation, coded): the sum of dy W over weights of one kind, in `dtype`;
+  `douts` has dy [tokens, out_i] for each of them, and `coded` all of them rounded, or is None. `more` is None, or the
+  adapters' (u [tokens, r], a [in, r]), whose product u a^T is added.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import jax
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul import fp8_product
 
-# {value of model.compute: the module with the seven functions}
+# {value of model.compute: the module with the eight functions}
 PRODUCTS: dict[str, ModuleType] = {"fp8": fp8_product}
 
 

@@ -23,7 +23,8 @@ it can.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -35,7 +36,7 @@ from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE, scale_of
 from jaxtune.pallas.gated import reference, thin, thin_triton
 from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_normed, fp8_rounding, fp8_triton
-from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
+from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK, LEAST_CAPABILITY
 
 _KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
 _LEAST_ROWS = 512  # that are rounded by a kernel
@@ -160,22 +161,62 @@ def gated_operand(
       blocks: True if the weight has scales of 128 x 128 numbers, False if not (`in_blocks`).
       implementation: that of `operand`.
     """
-    if blocks and implementation != "reference":
-
-        def refusal():
-            capability = dispatch.compute_capability()
-            if capability is not None and capability < (8, 9):
-                return "needs a GPU that has e4m3 (compute capability 8.9)"
-            reason = thin_triton.refusal(gate, len(a), activation)
-            return reason or _first_gated(gate.dtype, thin_triton.width_of(len(a)), activation)
-
-        table = {"triton": refusal, "reference": lambda: None}
-        if thin.is_large(*gate.shape) and dispatch.choose("gated_to_fp8", table, None) == "triton":
-            with jax.named_scope("to_fp8"):
-                codes, scales, inner = thin.by_kernel(gate, up, a, activation, "e4m3")
-            return (codes, scales), inner
+    if _rounds_gated("gated_to_fp8", _first_gated, gate, len(a), activation, blocks, implementation):
+        with jax.named_scope("to_fp8"):
+            codes, scales, inner = thin.by_kernel(gate, up, a, activation, "e4m3")
+        return (codes, scales), inner
     x, inner = thin.gated_thin(gate, up, a, activation)
     return operand(x, blocks, implementation), inner
+
+
+def gated_gradients(
+    gate: jax.Array,
+    up: jax.Array,
+    dgated: jax.Array,
+    dinner: jax.Array,
+    activation: str,
+    blocks: bool,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """Computes the gradients of gate and up, which the backward of an MLP multiplies by the weights of both: (the three
+    results of pallas.gated.gated_thin_backward, these gradients as `backward` takes them rounded, or None). With
+    `blocks` a kernel rounds what it computes, where `backward` would read both again. gated_mlp calls it.
+
+    Args:
+      gate, up, dgated, dinner, activation: those of gated_thin_backward.
+      blocks: True if the weights of gate and up have scales of 128 x 128 numbers, False if not (`in_blocks`).
+      implementation: that of `operand`.
+    """
+    rank, op = dinner.shape[1], "gated_gradients_to_fp8"
+    if _rounds_gated(op, _first_gradients, gate, rank, activation, blocks, implementation):
+        dgate, dup, *coded, da = thin.backward_by_kernel(gate, up, dgated, dinner, activation, rounds=True)
+        return dgate, dup, da, (coded[0], coded[1])
+    return *thin.gated_thin_backward(gate, up, dgated, dinner, activation), None
+
+
+def _rounds_gated(
+    op: str, first_use: Callable, gate, rank: int, activation: str, blocks: bool, implementation: str | None
+) -> bool:
+    """Whether a kernel of pallas/gated/thin_triton.py rounds what it computes to e4m3.
+
+    Args:
+      op: the name under which the choice is recorded.
+      first_use: the check of the kernel at its first use.
+      gate: [n, k].
+      rank: of the adapter of the MLP's down projection.
+      activation, blocks, implementation: those of gated_operand and gated_gradients.
+    """
+    if not blocks or implementation == "reference" or not thin.is_large(*gate.shape):
+        return False
+
+    def refusal():
+        capability = dispatch.compute_capability()
+        if capability is not None and capability < LEAST_CAPABILITY:
+            return "needs a GPU that has e4m3 (compute capability 8.9)"
+        reason = thin_triton.refusal(gate, rank, activation)
+        return reason or first_use(gate.dtype, thin_triton.width_of(rank), activation)
+
+    return dispatch.choose(op, {"triton": refusal, "reference": lambda: None}, None) == "triton"
 
 
 def normed_operand(
@@ -235,6 +276,7 @@ def backward(
     more: More | None,
     dtype,
     implementation: str | None = None,
+    coded: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """The gradient of x: the sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`. dy is
     rounded to e4m3 first; unless scales are of blocks, it is multiplied by the scales of the weight's rows before. The
@@ -246,10 +288,11 @@ def backward(
       more: None, or the adapters' two operands (u [n, r], a [in, r]), whose product u a^T is added.
       dtype: of the result.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call (see `multiply`).
+      coded: dy of all weights rounded, side by side, if gated_gradients has done so; None: it is rounded here.
     """
     blocks = in_blocks(weights[0])
     if blocks:  # each weight's blocks start at its own first row
-        coded = side_by_side(douts, None, blocks, implementation)
+        coded = side_by_side(douts, None, blocks, implementation) if coded is None else coded
         scales = jnp.concatenate([weight.scales for weight in weights]).astype(jnp.float32).T
     else:
         each = [jnp.broadcast_to(w.scales.astype(jnp.float32).reshape(-1), w.shape[:1]) for w in weights]
@@ -527,6 +570,17 @@ def _first_rounding(dtype, blocks: bool) -> str | None:
     return dispatch.first_use("to_fp8", "triton", kind, compare)
 
 
+def _decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """The numbers that codes [n, k] with scales [n, ceil(k / 128)] stand for. Checks at first use call it outside of
+    the programs that round, as XLA leaves out a conversion to e4m3 that is followed by one back to float32."""
+    return codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]]
+
+
+def _rounded_alone(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `rounded` returns with `blocks`, by a program of its own, for checks at first use."""
+    return dispatch.exactly(functools.partial(rounded, blocks=True))(rows)
+
+
 def _first_gated(dtype, width: int, activation: str) -> str | None:
     """Compares the kernel of pallas/gated/thin_triton.py, as `gated_operand` calls it, with plain JAX, at the first use
     for each combination of arguments. Returns the reason, in words, why this GPU must not run the kernel, or None if
@@ -538,24 +592,46 @@ def _first_gated(dtype, width: int, activation: str) -> str | None:
         gate, up = (2 * jax.random.normal(key, (333, 1352)).astype(dtype) for key in keys[:2])
         a = jax.random.normal(keys[2], (width, 1352)).astype(dtype)
 
-        def decoded(codes, scales, inner):
-            """The numbers that codes and scales stand for, and the product."""
-            return codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]], inner
-
         def exact(gate, up, a):
-            """The same of plain JAX, which rounds to `dtype` first."""
+            """The activation, rounded to `dtype`, and the product in plain JAX."""
             gate, up, a = (each.astype(jnp.float32) for each in (gate, up, a))
             x, inner = reference.gated_thin(gate, up, a, activation)
-            return decoded(*rounded(x.astype(dtype), True), inner)
+            return x.astype(dtype), inner
 
         def by_kernel(gate, up, a):
-            """The same of the kernel."""
-            codes, scales, inner = thin_triton.gated_thin(gate, up, a, activation, "e4m3")
-            return decoded(codes, scales, inner)
+            """Codes, scales and the product."""
+            return thin_triton.gated_thin(gate, up, a, activation, "e4m3")
 
-        return jax.jit(by_kernel)(gate, up, a), dispatch.exactly(exact)(gate, up, a)
+        codes, scales, inner = jax.jit(by_kernel)(gate, up, a)
+        x, wanted = dispatch.exactly(exact)(gate, up, a)
+        return (_decoded(codes, scales), inner), (_decoded(*_rounded_alone(x)), wanted)
 
     return dispatch.first_use("gated_to_fp8", "triton", f"{dtype}, {width} columns, {activation}", compare)
+
+
+def _first_gradients(dtype, width: int, activation: str) -> str | None:
+    """Compares the kernel of the backward, as `gated_gradients` calls it, with plain JAX, as `_first_gated` does, whose
+    arguments it has. The codes must be those of the kernel's own gradients: where two gradients differ in their last
+    digit, codes may differ by a sixteenth."""
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 4)
+        gate, up, dgated = (2 * jax.random.normal(key, (333, 1352)).astype(dtype) for key in keys[:3])
+        given = gate, up, dgated, jax.random.normal(keys[3], (333, width)).astype(dtype)
+
+        def exact(*given):
+            """The gradients and that of A in plain JAX."""
+            gate, up, dgated, dinner = (each.astype(jnp.float32) for each in given)
+            return reference.gated_thin_backward(gate, up, dgated, dinner, activation)
+
+        run = functools.partial(thin_triton.gated_thin_backward, activation=activation, rounds=True)
+        dgate, dup, codes, scales, da = jax.jit(run)(*given)
+        wide = jnp.concatenate([_whole_blocks(each, 1) for each in (dgate, dup)], axis=1)
+        want = *dispatch.exactly(exact)(*given), _decoded(*_rounded_alone(wide))
+        return (dgate, dup, da, _decoded(codes, scales)), want
+
+    kind = f"{dtype}, {width} columns, {activation}"
+    return dispatch.first_use("gated_gradients_to_fp8", "triton", kind, compare)
 
 
 def _first_normed(width: int, blocks: bool) -> str | None:

@@ -23,7 +23,7 @@ from jaxtune.pallas import compat, dispatch
 
 _ARRAYS = 4  # that may be side by side
 _MOST = 51_200  # the longest row that has one scale, as long as fits in registers
-_LEAST_CAPABILITY = (8, 9)  # of GPUs that convert to e4m3
+LEAST_CAPABILITY = (8, 9)  # of GPUs that convert to e4m3
 _TILE_ROWS = 128  # sorted rows that have one expert; a program's rows, a power of two, are among them
 BLOCK = 128  # numbers that share a scale, if rows do not
 
@@ -67,7 +67,7 @@ def refusal(widths: Sequence[int], dtype, blocks: bool) -> str | None:
         return reason
     capability = dispatch.compute_capability()
     assert capability is not None
-    if capability < _LEAST_CAPABILITY:
+    if capability < LEAST_CAPABILITY:
         return f"needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"

@@ -1,5 +1,6 @@
 """`gated_matmul`: an MLP's second half, its down projection applied to activation(gate) * up, where the weight is
-frozen and has an adapter.
+frozen and has an adapter. `gated_mlp` is the same with the derivative of the whole MLP, for weights that `joins`
+accepts.
 
 activation(gate) * up is not kept from the forward to the backward. Both multiply it by the adapter's thin array where
 they compute it (pallas/gated/thin.py): the forward by A^T, the backward by the gradient of that product.
@@ -8,8 +9,10 @@ they compute it (pallas/gated/thin.py): the forward by A^T, the backward by the 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
+from jax.lax import optimization_barrier
 
 from jaxtune.pallas import meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
@@ -116,14 +119,129 @@ def _gated_bwd(activation: str, static: reference.Static, residuals, gradients):
     """The backward rule of `_gated`: the gradients of gate, up, weight (None for a quantised one), lora and bias, and
     None for the low-rank input. residuals: from `_gated_fwd`. gradients: of both results, of which that of the output
     [tokens, out] is used."""
-    gate, up, weight, lora, bias, inner = residuals
-    dout, _ = gradients
-    a = lora[0]
-    dinner, [db] = reference.adapter_gradients((dout,), (lora,), inner, static)
-    dgated = reference.input_gradient((dout,), (weight,), (dinner, a.astype(gate.dtype)), gate.dtype, static)
-    dgate, dup, da = gated_thin_backward(gate, up, dgated, dinner, activation)
-    dweight = reference.weight_gradient(dout, ACTIVATIONS[activation](gate) * up, weight)
-    return dgate, dup, dweight, (da.astype(a.dtype), db), reference.bias_gradient(dout, bias), None
+    found, _ = _second_half_backward(activation, static, residuals, gradients[0], ())
+    return *found, None
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)
+
+
+def _second_half_backward(activation: str, static: reference.Static, residuals, dout, before: tuple):
+    """The gradients of gate, up, weight (None for a quantised one), lora and bias, in a tuple, and those of gate and up
+    as the backward of their product takes them rounded, or None. `_gated_bwd` and `_mlp_bwd` call it.
+
+    Args:
+      activation, static: those of `_gated`.
+      residuals: from `_gated_fwd`.
+      dout: the gradient of the output [tokens, out].
+      before: the weights whose product gate and up are, if these are multiplied as they are stored; else ().
+    """
+    gate, up, weight, lora, bias, inner = residuals
+    a = lora[0]
+    dinner, [db] = reference.adapter_gradients((dout,), (lora,), inner, static)
+    dgated = reference.input_gradient((dout,), (weight,), (dinner, a.astype(gate.dtype)), gate.dtype, static)
+    product = product_of(before[0]) if before else None
+    if product is None:
+        dgate, dup, da = gated_thin_backward(gate, up, dgated, dinner, activation)
+        coded = None
+    else:
+        dgate, dup, da, coded = product.gated_gradients(gate, up, dgated, dinner, activation, product.kind(before[0]))
+    dweight = reference.weight_gradient(dout, ACTIVATIONS[activation](gate) * up, weight)
+    return (dgate, dup, dweight, (da.astype(a.dtype), db), reference.bias_gradient(dout, bias)), coded
+
+
+@meshes.on_any_mesh
+def gated_mlp(
+    x: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    weights: Sequence[Stored],
+    loras: Sequence[LoraWeights],
+    biases: Sequence[jax.Array | None] = (None, None, None),
+    *,
+    activation: str,
+) -> jax.Array:
+    """A gated MLP whose gate and up an earlier run has computed: gated_matmul of these, with the derivative of the
+    whole MLP, whose first half is quant_matmul of x. The backward of a model calls it. What computes the gradients of
+    gate and up then also rounds them for the product with their weights. These must join (`joins`), and all weights are
+    multiplied as they are stored.
+
+    Args:
+      x: [..., in] in the compute dtype: bfloat16, float16 or float32.
+      gate, up: [..., I] in x's dtype. They get no gradient of their own, as x and the adapters get it.
+      weights: those of gate [I, in], up [I, in] and down [out, I], quantised.
+      loras: their adapters, without a row_scale.
+      biases: for each weight its bias, or None.
+      activation: "silu", "gelu_tanh" or "gelu".
+    Returns:
+      [..., out] in x's dtype.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("gated_mlp")
+    check.array("x", x, "... in", FLOATS)
+    check.array("gate", gate, "... I", x.dtype)
+    check.array("up", up, " ".join(map(str, gate.shape)), x.dtype)
+    check.choice("activation", activation, tuple(ACTIVATIONS))
+    for name, given, what in (("weights", weights, "quantised weights"), ("loras", loras, "adapters")):
+        check.sequence(name, given, what, 3)
+    if any(lora.row_scale is not None for lora in loras) or not joins(*weights[:2]):
+        what = "weights of gate and up must be in FP8 with scales of 128 x 128, and loras without row_scale"
+        raise ValueError(f"gated_mlp: {what}: use quant_matmul and gated_matmul")
+    first, second = (
+        reference.Static(owners, tuple(lora.scale for lora in own), *chosen(of, x.dtype, True, None))
+        for owners, own, of in (((0, 1), loras[:2], weights[:2]), ((0,), loras[2:], weights[2:]))
+    )
+    pairs = tuple((lora.a, lora.b) for lora in loras)
+    source = low_rank.factors_of(x)
+    source = None if source is None else source.flat()
+    x, *inputs = (each.reshape(-1, each.shape[-1]) for each in (x, gate, up))
+    inner = reference.low_rank_input(x, pairs[:2])
+    others = tuple(weights), pairs, tuple(biases), inner
+    run = functools.partial(_mlp, activation, first, second, x, source, *inputs, *others)
+    out: jax.Array = low_rank.of_function(run)
+    return out.reshape(*gate.shape[:-1], out.shape[-1])
+
+
+def joins(gate: jax.Array | Stored, up: jax.Array | Stored) -> bool:
+    """Whether gated_mlp takes such weights of gate and up, and gains by it, as one kernel then computes the gradients
+    of both and rounds them: weights in FP8 with scales of 128 x 128 numbers."""
+    product = product_of(gate)
+    return product is not None and product is product_of(up) and bool(product.kind(gate) and product.kind(up))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _mlp(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, given):
+    """What `_gated` returns of gate and up, for gated_mlp, whose arguments these are.
+
+    Args:
+      activation: a key of ACTIVATIONS.
+      first, second: how the products with the weights of gate and up are computed, and that with the weight of down.
+      x: [tokens, in].
+      source: the Factors of x (low_rank.py), or None.
+      gate, up: [tokens, I].
+      weights, loras, biases: of gate, up and down; an adapter is a pair (a, b).
+      inner: the low-rank inputs of the adapters of gate and up, [tokens, sum of ranks].
+      given: the low-rank input of the adapter of down that an earlier run made; None: it is computed.
+    """
+    return _gated(activation, second, gate, up, weights[2], loras[2], biases[2], given)
+
+
+def _mlp_fwd(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, given):
+    """The forward rule of `_mlp`, with its arguments: (its results, the residuals for `_mlp_bwd`)."""
+    results, of_second = _gated_fwd(activation, second, gate, up, weights[2], loras[2], biases[2], given)
+    return results, ((x, source, weights[:2], loras[:2], biases[:2], inner), of_second)
+
+
+def _mlp_bwd(activation: str, first, second, residuals, gradients):
+    """The backward rule of `_mlp`: the gradients of its arguments, None for those that get none. residuals: from
+    `_mlp_fwd`. gradients: of both results, of which that of the output [tokens, out] is used."""
+    (x, *others), of_second = residuals
+    (dgate, dup, _, dlora, dbias), coded = _second_half_backward(activation, second, of_second, gradients[0], others[1])
+    # As between the segments of a layer: what follows is not computed earlier, and the adapter's gradients not later.
+    (x, *others), dgate, dup, coded, dlora = optimization_barrier(((x, *others), dgate, dup, coded, dlora))
+    dx, _, _, dloras, dbiases, _ = reference.products_backward(first, (x, *others), (dgate, dup), coded)
+    return dx, None, None, None, None, (*dloras, dlora), (*dbiases, dbias), None, None
+
+
+_mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -12,7 +12,11 @@ input once more for each adapter.
 
 `one` is called where a low-rank input is computed (reference.matmul). A function that JAX traces on its own, such as a
 custom_vjp, must return what it made and is called by `of_function`; otherwise its low-rank inputs are left out, because
-they exist only within its trace."""
+they exist only within its trace.
+
+With the low-rank inputs given, the derivative of a linear with frozen weights reads its input for the gradient of A
+alone, which is a sum over rows. Where a norm made the input, `kept` takes what the norm multiplied (Factors). That
+gradient is then computed from these, and XLA does not compute the normed input again for the backward."""
 
 from __future__ import annotations
 
@@ -20,12 +24,35 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 # a low-rank input [tokens, r], several of them, or None without an adapter
 type Made = jax.Array | Sequence[Made] | None
+
+
+class Factors(NamedTuple):
+    """The factors of a normed input of linears, which is their product, rounded to the dtype of `rows`."""
+
+    rows: jax.Array  # [..., in] in the input's dtype, what was normed
+    of_rows: jax.Array  # float32[..., 1], the factor of each row
+    of_columns: jax.Array  # float32[in], the factor of each column
+
+    def flat(self) -> Factors:
+        """The same for rows without further axes: [tokens, in]."""
+        return Factors(self.rows.reshape(-1, self.rows.shape[-1]), self.of_rows.reshape(-1, 1), self.of_columns)
+
+    def contracted(self, other: jax.Array, dtype) -> jax.Array:
+        """The product of other^T and the input, [r, in] in `dtype`, for `other` [tokens, r] in the input's dtype, which
+        gets the factors of the rows. Sums are float32. self.rows has no further axes."""
+        other = (other.astype(jnp.float32) * self.of_rows).astype(other.dtype)
+        numbers = (((0,), (0,)), ((), ()))
+        precision = jax.lax.Precision.HIGHEST if other.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        sums = jax.lax.dot_general(other, self.rows, numbers, precision=precision, preferred_element_type=jnp.float32)
+        return (sums * self.of_columns).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +61,7 @@ class _Run:
 
     made: list[Made]  # what was computed or given so far
     given: Iterator[Made] | None  # what an earlier run made and this one has not used yet; None: there was none
+    normed: Sequence[tuple[jax.Array, Factors]]  # normed inputs, and what the norms multiplied
     trace: object  # JAX's trace in which the function runs
 
 
@@ -41,11 +69,15 @@ _current: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("low_rank
 
 
 @contextlib.contextmanager
-def kept(given: Sequence[Made] | None = None) -> Iterator[list[Made]]:
+def kept(given: Sequence[Made] | None = None, normed: Sequence[tuple[jax.Array, Factors]] = ()) -> Iterator[list[Made]]:
     """A context in which the low-rank inputs of linears are collected: a list, to which each call of `one` appends what
-    it returns. given: that list of an earlier run of the same calls, whose values they then return; None: they compute
-    them."""
-    run = _Run([], None if given is None else iter(given), get_opaque_trace_state())
+    it returns.
+
+    Args:
+      given: that list of an earlier run of the same calls, whose values they then return; None: they compute them.
+      normed: pairs of an input of linears, the very object, and its factors, which `factors_of` finds.
+    """
+    run = _Run([], None if given is None else iter(given), normed, get_opaque_trace_state())
     token = _current.set(run)
     try:
         yield run.made
@@ -63,6 +95,14 @@ def one(make: Callable[[Made], Made]) -> Made:
     value = make(None if run.given is None else next(run.given))
     run.made.append(value)
     return value
+
+
+def factors_of(x: jax.Array) -> Factors | None:
+    """The Factors that `kept` was given for the input x of linears, if it was given low-rank inputs too; else None."""
+    run = _current.get()
+    if run is None or run.given is None:
+        return None
+    return next((factors for value, factors in run.normed if value is x), None)
 
 
 def of_function[Result](run: Callable[[Made], tuple[Result, Made]]) -> Result:

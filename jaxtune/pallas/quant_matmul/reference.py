@@ -133,7 +133,7 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
       more: None, or two thin operands, whose product over the same axes is added. In the forward they are those of this
         weight's adapter, (u [tokens, r], b [out, r]). In the backward they are those of all adapters of the call, (u
         [tokens, sum of ranks], a [sum of ranks, in]), and only the first product for the gradient of x gets them;
-        `_products_bwd` itself adds up the products of all weights.
+        `products_backward` itself adds up the products of all weights.
       bias: float[columns of the result], or None.
     """
     call = (weight, x.dtype, x.shape[0])
@@ -179,7 +179,7 @@ def _join(loras, dtype):
     return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
 
 
-def _low_rank_input(x, loras):
+def low_rank_input(x, loras):
     """The product of the adapters' input x [tokens, in] with all A's, [tokens, sum of ranks] in x's dtype, or that of
     an earlier run (low_rank.kept); None without adapters. loras: a pair (a [r, in], b [out_i, r]) for each adapter. No
     gradient flows through it, because `_products` returns the whole gradient."""
@@ -198,11 +198,12 @@ def _products(x, source, weights, loras, biases, inner, static: Static):
 
     Args:
       x: [tokens, in].
-      source: the adapters' input, [tokens, in], if it differs from x because of dropout; None: it is x.
+      source: the adapters' input, [tokens, in], if it differs from x because of dropout, or the Factors of x
+        (low_rank.py); None: it is x.
       weights: all that share x, each [out_i, in].
       loras: a pair (a [r, in], b [out_i, r]) for each adapter; weights without one have no entry.
       biases: for each weight [out_i] or None.
-      inner: the product of the adapters' input with all A's (_low_rank_input), [tokens, sum of ranks]; None without
+      inner: the product of the adapters' input with all A's (low_rank_input), [tokens, sum of ranks]; None without
         adapters. It gets no gradient of its own: those of x, source and the A's include it.
       static: how the products are computed.
     """
@@ -249,28 +250,33 @@ def _products_fwd(x, source, weights, loras, biases, inner, static: Static):
     return outputs(x, weights, loras, biases, inner, static), (x, source, weights, loras, biases, inner)
 
 
-def _products_bwd(static: Static, residuals, doutputs):
+def products_backward(static: Static, residuals, doutputs, coded=None):
     """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases, inner), in this structure.
-    An entry is None where the argument is None, for `inner`, and for a quantised weight, which gets no gradient. That
-    of an array is always computed; XLA removes it if the weight is frozen. The gradient of x does not include that of
-    `source`, through which the caller's dropout leads back to x.
+    An entry is None where the argument is None, for `inner`, for Factors as `source`, and for a quantised weight, which
+    gets no gradient. That of an array is always computed; XLA removes it if the weight is frozen. The gradient of x
+    does not include that of `source`, through which the caller's dropout leads back to x.
 
     Args:
       static: how the products are computed.
       residuals: from `_products_fwd`.
       doutputs: the gradients of the outputs, a tuple of [tokens, out_i].
+      coded: that of `input_gradient`; gated_mlp, which calls this function too, has it.
     """
     x, source, weights, loras, biases, inner = residuals
     dsource = more = None
     dloras = ()
     if loras:
         dinner, dbs = adapter_gradients(doutputs, loras, inner, static)
-        da = _product(dinner, x if source is None else source, (0, 0), loras[0][0].dtype)
+        factors = isinstance(source, low_rank.Factors)
+        if factors:
+            da = source.contracted(dinner, loras[0][0].dtype)
+        else:
+            da = _product(dinner, x if source is None else source, (0, 0), loras[0][0].dtype)
         dloras = tuple((part.T, db) for part, db in zip(_parts(da.T, loras), dbs, strict=True))
         more = (dinner, _join(loras, x.dtype))
-        if source is not None:
+        if source is not None and not factors:
             dsource, more = _product(*more, (1, 0)), None
-    dx = input_gradient(doutputs, weights, more, x.dtype, static)
+    dx = input_gradient(doutputs, weights, more, x.dtype, static, coded)
     dweights = tuple(weight_gradient(dout, x, weight) for dout, weight in zip(doutputs, weights, strict=True))
     dbiases = tuple(bias_gradient(dout, bias) for dout, bias in zip(doutputs, biases, strict=True))
     return dx, dsource, dweights, dloras, dbiases, None
@@ -294,7 +300,7 @@ def adapter_gradients(doutputs, loras, inner, static: Static):
     return jnp.concatenate(dinner, axis=1), dbs
 
 
-def input_gradient(doutputs, weights, more, dtype, static: Static) -> jax.Array:
+def input_gradient(doutputs, weights, more, dtype, static: Static, coded=None) -> jax.Array:
     """The gradient of the x that weights share: the sum of dy W over them, plus the adapters' product, [tokens, in] in
     `dtype`. Weights that are multiplied as they are stored get one product for all of the same kind.
 
@@ -305,6 +311,8 @@ def input_gradient(doutputs, weights, more, dtype, static: Static) -> jax.Array:
         [sum of ranks, in]), whose product is added.
       dtype: of x.
       static: how the products are computed.
+      coded: None; or the gradients of weights that are all of one kind and multiplied as they are stored, side by side,
+        as the module of such products takes them rounded (as_stored.py), if they are there already.
     """
     parts: dict[tuple, list] = {}  # {(module of products with weights as stored, or None; kind): weights and gradients}
     for pair in zip(doutputs, weights, strict=True):
@@ -320,7 +328,7 @@ def input_gradient(doutputs, weights, more, dtype, static: Static) -> jax.Array:
         else:
             added = None if more is None else (more[0], more[1].T)
             douts, of_kind = zip(*pairs, strict=True)
-            part = stored.backward(douts, of_kind, added, dtype, static.as_stored[0])
+            part = stored.backward(douts, of_kind, added, dtype, static.as_stored[0], coded)
             dx = part if dx is None else part + dx
             more = None
     assert dx is not None
@@ -338,7 +346,7 @@ def bias_gradient(dout, bias) -> jax.Array | None:
     return None if bias is None else dout.astype(jnp.float32).sum(0).astype(bias.dtype)
 
 
-_products.defvjp(_products_fwd, _products_bwd)
+_products.defvjp(_products_fwd, products_backward)
 
 
 def dropout(x, rate, key, part: jax.Array | int = 0):
@@ -382,13 +390,16 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     source = None
     if owners and dropout_key is not None and dropout_rate > 0.0:
         source = dropout(flat, dropout_rate, dropout_key, dropout_part)
+    elif owners:
+        source = low_rank.factors_of(x)
+        source = None if source is None else source.flat()
     pairs = tuple((loras[index].a, loras[index].b) for index in owners)
     scales = tuple(loras[index].scale for index in owners)
     # A row scale is applied between the product and its bias.
     row_scales = [None if lora is None else lora.row_scale for lora in loras]
     added = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
     static = Static(owners, scales, kernels, as_stored)
-    inner = _low_rank_input(flat if source is None else source, pairs)
+    inner = low_rank_input(source if isinstance(source, jax.Array) else flat, pairs)
     products: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, inner, static)
     finished = []
     for out, row_scale, bias in zip(products, row_scales, biases, strict=True):

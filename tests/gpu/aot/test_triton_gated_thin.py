@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.gated import gated_thin, gated_thin_backward, thin
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import INNER, TOKENS, compiled
@@ -38,11 +38,18 @@ def rounded(gate, up, dgated, dinner, a):
     return thin.by_kernel(gate, up, a, "silu", "e4m3")
 
 
+def rounded_backward(gate, up, dgated, dinner, a):
+    return thin.backward_by_kernel(gate, up, dgated, dinner, "silu", rounds=True)
+
+
+RUNS = [forward, rounded, backward, rounded_backward]
+
+
 @pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize("run", [forward, rounded, backward])
+@pytest.mark.parametrize("run", RUNS)
 def test_other_gpus_have_room_for_several_programs(run, capability, tmp_path):
     """What Hopper has, too: nothing spills, and 16 bytes are read ahead."""
-    if run is rounded and capability < (8, 9):
+    if run in (rounded, rounded_backward) and capability < (8, 9):
         return  # it has no e4m3, and fp8_product does not call the kernel
     jax.clear_caches()
     with dispatch.compile_for(capability), recorded_calls() as calls:
@@ -53,7 +60,7 @@ def test_other_gpus_have_room_for_several_programs(run, capability, tmp_path):
     assert re.search(r"cp\.async\.cg\.shared\.global\S* .*0x10", kernel.ptx)
 
 
-@pytest.mark.parametrize("run", [forward, rounded, backward])
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("size", "rank"), [(14336, 16), (2880, 8), (17408, 32)])
 def test_sums_stay_in_registers(run, size, rank, tmp_path):
     """Nothing spills, 16 bytes are read ahead and written at once, and several programs fit a multiprocessor."""
@@ -66,7 +73,9 @@ def test_sums_stay_in_registers(run, size, rank, tmp_path):
     assert 3 * (kernel.shared_bytes + 1024) <= SHARED_MEMORY_KB[HOPPER] * 1024
     assert len(re.findall(r"cp\.async\.cg\.shared\.global\S* .*0x10", kernel.ptx)) >= 12
     # Codes are written 8 at once, by the threads that read 8 numbers of gate.
-    assert len(re.findall(rf"st\.global(?:\.[\w:]+)*\.v{2 if run is rounded else 4}\.b32", kernel.ptx)) >= 2
+    widths = {rounded: (2,), rounded_backward: (2, 4)}.get(run, (4,))
+    for width in widths:
+        assert len(re.findall(rf"st\.global(?:\.[\w:]+)*\.v{width}\.b32", kernel.ptx)) >= 2
     # Nothing is divided, and nothing rounded to bfloat16 one by one.
     assert "ex2.approx.ftz" in kernel.ptx and not re.search(r"div\.|cvt\.rn\.bf16\.f32", kernel.ptx)
 
@@ -88,9 +97,11 @@ def test_tokens_are_divided_between_devices():
     with dispatch.compile_for(HOPPER), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((2,), ("data",))):
         dgate, dup, da = jax.eval_shape(backward, *arguments(1024, 16))
         gated, inner = jax.eval_shape(forward, *arguments(1024, 16))
+        *_, codes, scales, _ = jax.eval_shape(meshes.on_any_mesh(rounded_backward), *arguments(1024, 16))
+    assert codes.shape == (4096, 2048) and scales.shape == (4096, 16)
     assert dgate.shape == dup.shape == gated.shape == (4096, 1024)
     assert da.shape == (16, 1024) and inner.shape == (4096, 16)
-    assert [types[0].shape for _, types, _ in calls] == [(2048, 1024)] * 2
+    assert [types[0].shape for _, types, _ in calls] == [(2048, 1024)] * 3
 
 
 @pytest.mark.parametrize("plan", ["keep", "recompute"])
