@@ -229,7 +229,7 @@ def steps_of(rows: int, names) -> dict:
     *_, (cos, sin), positions, caches = operands(rows)
     layers = [decode_step.weights(seed) for seed in range(1, LAYERS + 1)]
     given = normal(0, rows, decode_step.HIDDEN), layers, normal(1, decode_step.HIDDEN), positions, (cos, sin)
-    ways = dict.fromkeys(decode_step.SHAPES, "default")
+    ways: dict[str, decode_step.Way] = dict.fromkeys(decode_step.SHAPES, "default")
     held = [caches]
     options = {"xla_gpu_dot_merger_threshold_mb": 0} if rows > few.MOST_ROWS else {}
 
