@@ -57,41 +57,22 @@ def soon(*tile: int, **flags: int) -> Form:
 
 
 FORMS = {
-    "in use": Form(),
-    "in use, three stages": Form((32, 4, 3)),
+    "in use": Form((32, 4, 3)),
     "late": form(32, 4, 3),
-    "late, four stages": form(32, 4, 4),
-    "early": form(32, 4, 3, EARLY=1),
-    "ahead": form(32, 4, 3, AHEAD=64),
-    "soon": soon(32, 4, 3),
-    "soon, four stages": soon(32, 4, 4),
-    "soon, sum": soon(32, 4, 3, SUM=1),
-    "four rows": form(32, 4, 4, OWN_ROWS=4),
-    "four rows, soon": soon(32, 4, 3, OWN_ROWS=4),
-    "four rows, soon, four stages": soon(32, 4, 4, OWN_ROWS=4),
-    "four rows, soon, sum, four stages": soon(32, 4, 4, OWN_ROWS=4, SUM=1),
-    "two warps, soon": soon(32, 2, 3),
-    "two warps, soon, four stages": soon(32, 2, 4),
-    "two warps, 16 keys, four rows, soon": soon(16, 2, 3, OWN_ROWS=4),
-    "two warps, 16 keys, four rows, soon, five stages": soon(16, 2, 5, OWN_ROWS=4),
-    "one warp, soon": soon(32, 1, 3),
-    "one warp, soon, four stages": soon(32, 1, 4),
-    "one warp, 16 keys, soon": soon(16, 1, 3),
-    "one warp, 16 keys, soon, four stages": soon(16, 1, 4),
-    "constants": form(32, 4, 3, OWN_PARTS=0),
-    "constants, no softmax": form(32, 4, 3, OWN_PARTS=0, MATH=0),
+    "one warp": form(16, 1, 3),
+    "one warp, early": form(16, 1, 3, EARLY=1),
+    "one warp, ahead": form(16, 1, 3, AHEAD=32),
+    "one warp, soon": soon(16, 1, 3),
+    "one warp, four rows": form(16, 1, 3, OWN_ROWS=4),
+    "one warp, four rows, soon": soon(16, 1, 3, OWN_ROWS=4),
+    "one warp, two stages": form(16, 1, 2),
+    "one warp, two stages, four rows": form(16, 1, 2, OWN_ROWS=4),
+    "one warp, 32 keys, two stages": form(32, 1, 2),
+    "two warps, four rows": form(16, 2, 3, OWN_ROWS=4),
+    "one warp in use": Form((16, 1, 3)),
 }
-FEW_FORMS = {
-    "in use": Form((128, 8, 3)),
-    "late": form(128, 8, 3),
-    "soon": soon(128, 8, 3),
-    "four rows": form(128, 8, 3, OWN_ROWS=4),
-    "four rows, soon": soon(128, 8, 3, OWN_ROWS=4),
-    "four rows, soon, 64 keys": soon(64, 8, 5, OWN_ROWS=4),
-    "four rows, soon, 64 keys, 4 warps": soon(64, 4, 5, OWN_ROWS=4),
-    "constants": form(128, 8, 3, OWN_PARTS=0),
-}
-TIMED = ("late", "soon", "four rows, soon, four stages", "two warps, 16 keys, four rows, soon", "one warp, soon")
+TIMED = ("late", "one warp", "one warp, soon")
+FEW_FORMS = {"in use": Form((128, 8, 3)), "larger tile": Form((256, 8, 2)), "64 keys": Form((64, 4, 6))}
 ONLY_FEW: dict[str, decode_step.Way] = {
     "eight stages of query, key and value": (decode_step.Tile(64, 128, 4, 8), 1),
     "six stages of query, key and value": (decode_step.Tile(64, 128, 4, 6), 1),
@@ -177,30 +158,6 @@ def medians(runs: dict[str, Callable]) -> dict[str, float]:
     return {name: round(1e3 * ms / LAYERS, 2) for name, ms in in_turns(ways, rounds=11).items()}
 
 
-def alone(rows: int, names) -> dict:
-    *given, caches = operands(rows)
-    held = [caches]
-
-    def lower(name: str):
-        return jax.jit(functools.partial(chain, FORMS[name]), donate_argnums=3).lower(*given, held[0])
-
-    programs, failed = compiled_forms({name: functools.partial(lower, name) for name in names})
-
-    def run(program):
-        every, _, held[0] = program(*given, held[0])
-        return every
-
-    runs, right = {}, None
-    for name, program in programs.items():
-        result = run(program)
-        right = result if right is None else right
-        apart = max(map(distance, result, right))
-        if not apart < 0.02 and "constants" not in name:
-            failed[name] = f"differs by {apart}"
-        runs[name] = functools.partial(run, program)
-    return {"us": medians(runs), "failed": failed}
-
-
 def course(before, layer) -> dict:
     """What the programs of a layer did, by their times and those of the layer before: [programs, 4] each."""
     begin, end = ((layer[:, i] - layer[:, 0].min()) / 1e3 for i in (0, 1))
@@ -275,12 +232,11 @@ def steps_of(rows: int, forms: dict[str, Form], products: dict[str, decode_step.
 def main() -> int:
     options = arguments(__doc__).parse_args()
     parts: dict[str, Callable] = {
-        f"steps, {rows} rows": functools.partial(steps_of, rows, FORMS, {}) for rows in (128, 64, 256)
+        f"steps, {rows} rows": functools.partial(steps_of, rows, FORMS, {}) for rows in (128, 256, 64, 32)
     }
     parts |= {
         "steps, 1 rows": functools.partial(steps_of, 1, FEW_FORMS, ONLY_FEW),
         "programs, 128 rows": functools.partial(programs_of, 128),
-        "alone, 128 rows": functools.partial(alone, 128, FORMS),
     }
     return record_parts("attended_forms", options, parts, lambda record: ())
 
