@@ -74,8 +74,8 @@ FORMS = {
 TIMED = ("late", "one warp", "one warp, soon")
 FEW_FORMS = {"in use": Form((128, 8, 3)), "larger tile": Form((256, 8, 2)), "64 keys": Form((64, 4, 6))}
 ONLY_FEW: dict[str, decode_step.Way] = {
-    "eight stages of query, key and value": (decode_step.Tile(64, 128, 4, 8), 1),
-    "six stages of query, key and value": (decode_step.Tile(64, 128, 4, 6), 1),
+    "four stages of query, key and value": (decode_step.Tile(64, 128, 4, 4), 1),
+    "ten stages of query, key and value": (decode_step.Tile(64, 128, 4, 10), 1),
 }
 
 
