@@ -58,7 +58,11 @@ def _own_parts(
     DTYPE, and what the attention to its own key and the sink has added up: the largest score, the sum of weights, and
     the weighted sum of values.
 
-    position: of the new token. newest: its place in the cache."""
+    Args:
+      row, head: of the token, and the key/value head.
+      later: 0, which the compiler does not know (attended_kernel).
+      position, newest: of the new token, and its place in the cache.
+    """
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     OWN: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
@@ -170,7 +174,8 @@ def attended_kernel(
     first = tl.where(length > CAPACITY, 0, (length - seen) // STEP * STEP) if WINDOW > 0 else 0
     end = tl.where(length > CAPACITY, CAPACITY, position)
 
-    # For larger heads the registers do not suffice.
+    # The own parts are read and computed in the first iteration, because the copies of the first tiles are issued
+    # before the loop and are on their way then. For larger heads the registers do not suffice for that.
     WITHIN: tl.constexpr = DIM <= 128
     if WITHIN:
         top, total = tl.full([GROUP], 0.0, tl.float32), tl.full([GROUP], 0.0, tl.float32)
@@ -178,9 +183,37 @@ def attended_kernel(
         q_low, q_high = tl.full([GROUP, HALF], 0.0, DTYPE), tl.full([GROUP, HALF], 0.0, DTYPE)
     else:
         q_low, q_high, top, total, acc = _own_parts(
-            parts, q_weight, k_weight, cos, sin, sinks, keys, values, row, 0, head, position, newest, COUNT, HEADS,
-            KV_HEADS, DIM, CAPACITY, SPLITS, NORMS, ROTATES, EPS, OFFSET, FLOAT32, SCALE, CAP, GROUP, DTYPE,
-        )  # fmt: skip
+            parts,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            sinks,
+            keys,
+            values,
+            row,
+            0,
+            head,
+            position,
+            newest,
+            COUNT,
+            HEADS,
+            KV_HEADS,
+            DIM,
+            CAPACITY,
+            SPLITS,
+            NORMS,
+            ROTATES,
+            EPS,
+            OFFSET,
+            FLOAT32,
+            SCALE,
+            CAP,
+            GROUP,
+            DTYPE,
+        )
+    # 0 in the first iteration. The addresses of own parts depend on it, so that the compiler does not compute them
+    # before the loop, as it does with all that is the same in each iteration: they would take 40 registers to its end.
     later = 0
     for begin in tl.range(first, tl.maximum(end, first + 1), STEP, num_stages=STAGES):
         if WITHIN:
@@ -206,7 +239,7 @@ def attended_kernel(
         value = tl.load(values + lines + columns[None, :], mask=written, other=0.0)
         acc = tl.dot(weights.to(DTYPE), value, acc * fade[:, None])
         top = new
-        later = 16
+        later = 16  # a multiple of a vector's numbers, by which the compiler knows that loads are aligned
     acc = acc / tl.maximum(total, 1e-30)[:, None]
     places = (row * HEADS + head * OWN + members)[:, None] * DIM + columns[None, :]
     tl.store(out + places, acc.to(DTYPE), mask=(members < OWN)[:, None] & (columns < DIM)[None, :])
