@@ -1,16 +1,18 @@
-"""Full slots of Llama-3.1-8B with the few-row kernels compiled and launched by XLA from Triton's representation, each
-while the kernel before it ends (programmatic dependent launch), or as they are.
+"""Full slots of Llama-3.1-8B, in one process, with other tiles of the attention, and with the few-row kernels compiled
+and launched by XLA from Triton's representation, each while the kernel before it ends (programmatic dependent launch).
 
-    python benchmarks/sampling_launch.py --output FILE.json [--usual] [--slots 256 128]
+    python benchmarks/sampling_launch.py --output FILE.json
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -21,7 +23,9 @@ from benchmarks.random_model import random_model
 from benchmarks.record import environment, write
 from benchmarks.sampling import full
 from benchmarks.shapes import SHAPES
+from jaxtune.models.generation.slots import programs
 from jaxtune.pallas import compat, dispatch, meshes
+from jaxtune.pallas.decode_attention.triton import Tile
 
 
 @functools.cache
@@ -63,22 +67,45 @@ def by_xla(kernel, arguments, out_types, grid, *, warps, stages, aliases=None, *
     return list(meshes.on_each_device(call)(*arguments))
 
 
+ATTENDED = importlib.import_module("jaxtune.pallas.few_rows.attended")
+FOUR, ONE = Tile(32, 4, 3), Tile(16, 1, 3)
+# (slots, tile, launched by XLA)
+WAYS = (
+    (64, FOUR, False),
+    (64, ONE, False),
+    (256, FOUR, False),
+    (256, ONE, False),
+    (256, ONE, True),
+    (256, FOUR, True),
+    (128, FOUR, False),
+    (128, ONE, False),
+    (64, FOUR, False),
+    (64, ONE, False),
+    (128, ONE, True),
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
-    parser.add_argument("--usual", action="store_true", help="launched as they are")
-    parser.add_argument("--slots", type=int, nargs="*", default=[256, 128])
     options = parser.parse_args()
     options.bandwidth, options.flops = 4.8e12, 650e12
-    if not options.usual:
-        compat.triton_graph_call = by_xla
-    record: dict = {"benchmark": "sampling_launch", "usual": options.usual, **environment()}
+    record: dict = {"benchmark": "sampling_launch", **environment()}
     began = time.perf_counter()
     model = random_model(SHAPES["llama-3.1-8b"], jax.random.key(0), None)
-    for slots in options.slots:
-        record[f"full_{slots}"] = full(model, slots, options)
+    usual = compat.triton_graph_call
+    for number, (slots, tile, launched) in enumerate(WAYS):
+        jax.clear_caches()
+        programs.cache_clear()
+        compat.triton_graph_call = by_xla if launched else usual
+        name = f"{number}: {slots} rows, {tile}{', launched by XLA' if launched else ''}"
+        try:
+            with mock.patch.object(ATTENDED, "_tile", lambda *_, tile=tile: tile):
+                record[name] = full(model, slots, options)
+        except Exception as error:
+            record[name] = f"{type(error).__name__}: {str(error)[:300]}"
         record["seconds"] = round(time.perf_counter() - began, 1)
-        print(slots, record[f"full_{slots}"], record["seconds"], flush=True)
+        print(name, record[name], record["seconds"], flush=True)
         write(options.output, record)
 
 

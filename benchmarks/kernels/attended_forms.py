@@ -66,13 +66,19 @@ FORMS = {
     "one warp, four rows": form(16, 1, 3, OWN_ROWS=4),
     "one warp, four rows, soon": soon(16, 1, 3, OWN_ROWS=4),
     "one warp, two stages": form(16, 1, 2),
-    "one warp, two stages, four rows": form(16, 1, 2, OWN_ROWS=4),
-    "one warp, 32 keys, two stages": form(32, 1, 2),
     "two warps, four rows": form(16, 2, 3, OWN_ROWS=4),
     "one warp in use": Form((16, 1, 3)),
 }
 TIMED = ("late", "one warp", "one warp, soon")
-FEW_FORMS = {"in use": Form((128, 8, 3)), "larger tile": Form((256, 8, 2)), "64 keys": Form((64, 4, 6))}
+FEW_FORMS = {
+    "in use": Form((128, 8, 3)),
+    "soon": soon(128, 8, 3),
+    "256 keys": Form((256, 8, 2)),
+    "256 keys, 16 warps": Form((256, 16, 2)),
+    "16 warps": Form((128, 16, 3)),
+    "4 warps": Form((128, 4, 3)),
+    "64 keys": Form((64, 4, 6)),
+}
 ONLY_FEW: dict[str, decode_step.Way] = {
     "four stages of query, key and value": (decode_step.Tile(64, 128, 4, 4), 1),
     "ten stages of query, key and value": (decode_step.Tile(64, 128, 4, 10), 1),
@@ -231,13 +237,9 @@ def steps_of(rows: int, forms: dict[str, Form], products: dict[str, decode_step.
 
 def main() -> int:
     options = arguments(__doc__).parse_args()
-    parts: dict[str, Callable] = {
-        f"steps, {rows} rows": functools.partial(steps_of, rows, FORMS, {}) for rows in (128, 256, 64, 32)
-    }
-    parts |= {
-        "steps, 1 rows": functools.partial(steps_of, 1, FEW_FORMS, ONLY_FEW),
-        "programs, 128 rows": functools.partial(programs_of, 128),
-    }
+    parts: dict[str, Callable] = {"steps, 1 rows": functools.partial(steps_of, 1, FEW_FORMS, ONLY_FEW)}
+    parts |= {f"steps, {rows} rows": functools.partial(steps_of, rows, FORMS, {}) for rows in (128, 256, 64, 32)}
+    parts |= {"programs, 128 rows": functools.partial(programs_of, 128)}
     return record_parts("attended_forms", options, parts, lambda record: ())
 
 
