@@ -25,10 +25,10 @@ _CORES = 132  # multiprocessors of a Hopper GPU
 # Tiles of a Hopper GPU by head dim. Where there are fewer programs than multiprocessors: the fewer tiles a program
 # reads one after another, the sooner it ends.
 _FEW_TILES = {128: Tile(128, 8, 3)}
-# Where there are more than three programs for each multiprocessor: a single warp waits for no other, and eight programs
-# share a multiprocessor.
+# Where there are more programs than run at once with four warps each: eight of a single warp share a multiprocessor,
+# and no warp waits for another.
 _MANY_TILES = {128: Tile(16, 1, 3)}
-_MANY = 3 * _CORES
+_AT_ONCE = 4 * _CORES
 
 
 def attended(
@@ -124,9 +124,9 @@ def _tile(keys, batch_invariant: bool) -> Tile:
     tile, programs = WHOLE_TILES[dim], rows * kv_heads
     if dispatch.compute_capability() != (9, 0):
         return tile
-    # The registers allow four programs a multiprocessor; less shared memory leaves more to the L1 cache.
+    # The registers allow four programs a multiprocessor (_AT_ONCE), with three stages or four.
     tile = dataclasses.replace(tile, stages=3) if dim == 128 else tile
-    if batch_invariant or _CORES < programs <= _MANY:
+    if batch_invariant or _CORES < programs <= _AT_ONCE:
         return tile
     other = (_FEW_TILES if programs <= _CORES else _MANY_TILES).get(dim, tile)
     return tile if capacity % other.step else other

@@ -150,7 +150,7 @@ def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
 
 @pytest.mark.parametrize(
     ("rows", "invariant", "step", "together"),
-    [(1, False, 128, 1), (1, True, 32, 4), (17, False, 32, 4), (64, False, 16, 8), (256, True, 32, 4)],
+    [(1, False, 128, 1), (1, True, 32, 4), (64, False, 32, 4), (67, False, 16, 8), (256, True, 32, 4)],
 )
 def test_tiles_of_the_attention_by_the_number_of_rows_fit_a_hopper_gpu(rows, invariant, step, together, tmp_path):
     """together: how many programs share a multiprocessor, of which each takes a further KB of its shared memory."""
