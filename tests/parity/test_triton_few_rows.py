@@ -223,6 +223,18 @@ def test_a_row_attends_with_the_same_bits_in_every_batch_slot_and_capacity():
     np.testing.assert_array_equal(some, whole[picked])
 
 
+@pytest.mark.parametrize("dim", [128, 512])
+def test_what_a_cache_holds_past_the_rows_end_is_not_read(dim):
+    """NaN there, of which no weight makes a zero."""
+    parts, keys, values, positions, table = attended_case(4, 2, dim, 128, 1, (0, -1, 5, 31, 32, 96))
+    past = jnp.arange(128)[None, None, :, None] >= jnp.maximum(positions, 0)[:, None, None, None]
+    with interpreted(HOPPER):
+        clean, *_ = attended(parts, keys, values, positions, table, scale=0.1)
+        spoilt = (jnp.where(past, jnp.nan, cache) for cache in (keys, values))
+        got, *_ = attended(parts, *spoilt, positions, table, scale=0.1)
+    np.testing.assert_array_equal(got, clean)
+
+
 def test_few_rows_may_attend_in_larger_tiles():
     """In other tiles the sums have other bits."""
     given = attended_case(4, 2, 128, 256, 2, (0, -1, 127, 128, 129, 200, 300))

@@ -22,9 +22,13 @@ from jaxtune.pallas.few_rows.cases import drawn, wide
 from jaxtune.pallas.few_rows.triton import placed_refusal
 
 _CORES = 132  # multiprocessors of a Hopper GPU
-# Tiles of a Hopper GPU by head dim, where there are fewer programs than multiprocessors: the fewer tiles a program
+# Tiles of a Hopper GPU by head dim. Where there are fewer programs than multiprocessors: the fewer tiles a program
 # reads one after another, the sooner it ends.
 _FEW_TILES = {128: Tile(128, 8, 3)}
+# Where there are more programs than run at once with four warps each: eight of a single warp share a multiprocessor,
+# and no warp waits for another.
+_MANY_TILES = {128: Tile(16, 1, 3)}
+_AT_ONCE = 4 * _CORES
 
 
 def attended(
@@ -120,13 +124,12 @@ def _tile(keys, batch_invariant: bool) -> Tile:
     tile, programs = WHOLE_TILES[dim], rows * kv_heads
     if dispatch.compute_capability() != (9, 0):
         return tile
-    few = _FEW_TILES.get(dim)
-    if few is not None and not batch_invariant and programs <= _CORES and capacity % few.step == 0:
-        return few
-    # With one stage less four programs of this head dim share a multiprocessor, not three: here all run at once then.
-    if dim == 128 and 3 * _CORES < programs <= 4 * _CORES:
-        return dataclasses.replace(tile, stages=tile.stages - 1)
-    return tile
+    # The registers allow four programs a multiprocessor (_AT_ONCE), with three stages or four.
+    tile = dataclasses.replace(tile, stages=3) if dim == 128 else tile
+    if batch_invariant or _CORES < programs <= _AT_ONCE:
+        return tile
+    other = (_FEW_TILES if programs <= _CORES else _MANY_TILES).get(dim, tile)
+    return tile if capacity % other.step else other
 
 
 def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile) -> str | None:

@@ -5,7 +5,7 @@ key/value head of each row."""
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.few_rows.triton_kernels import _sum, _turned
+from jaxtune.pallas.few_rows.triton_kernels import _loaded, _sum, _turned
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MASKED = tl.constexpr(-1e30)
@@ -20,6 +20,91 @@ def _in_log2(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
         scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP * _LOG2E))))
     return scores * _LOG2E
+
+
+@triton.jit
+def _own_parts(
+    parts,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    sinks,
+    keys,
+    values,
+    row,
+    later,
+    head,
+    position,
+    newest,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SPLITS: tl.constexpr,
+    NORMS: tl.constexpr,
+    ROTATES: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FLOAT32: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """For attended_kernel, whose arguments these are: norms and rotates the new token's heads that belong to one
+    key/value head of one row, and writes its key and value into the caches. Returns the halves of its queries, in
+    DTYPE, and what the attention to its own key and the sink has added up: the largest score, the sum of weights, and
+    the weighted sum of values.
+
+    Args:
+      row, head: of the token, and the key/value head.
+      later: 0, which the compiler does not know (attended_kernel).
+      position, newest: of the new token, and its place in the cache.
+    """
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    OWN: tl.constexpr = HEADS // KV_HEADS
+    HALF: tl.constexpr = DIM // 2
+    stride: tl.constexpr = COUNT * ALL * DIM
+    half, columns, members = tl.arange(0, HALF), tl.arange(0, DIM), tl.arange(0, GROUP)
+    real = (members < OWN)[:, None] & (half < HALF)[None, :]
+    places = (row * ALL + head * OWN + members)[:, None] * DIM + half[None, :]
+    own = (row * ALL + HEADS + head) * DIM
+
+    # All is read before anything that threads exchange, as a program waits for memory only once then.
+    sink = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
+    angles = row * HALF + half
+    k_turn, q_turn = _loaded(cos, sin, angles, ROTATES), _loaded(cos, sin, angles[None, :], ROTATES)
+    q_weight, k_weight = q_weight + later, k_weight + later
+    q_norm = _loaded(q_weight, q_weight + HALF, half[None, :], NORMS)
+    k_norm = _loaded(k_weight, k_weight + HALF, half, NORMS)
+    q_low = _sum(parts, places, real, stride, SPLITS, DTYPE)
+    q_high = _sum(parts, places + HALF, real, stride, SPLITS, DTYPE)
+    k_low = _sum(parts, own + half, half < HALF, stride, SPLITS, DTYPE)
+    k_high = _sum(parts, own + HALF + half, half < HALF, stride, SPLITS, DTYPE)
+    value = _sum(parts, own + KV_HEADS * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
+
+    inverse = tl.rsqrt((tl.sum(q_low * q_low, 1) + tl.sum(q_high * q_high, 1)) / DIM + EPS)[:, None]
+    q_low, q_high = _turned(q_low, q_high, inverse, q_norm, q_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
+    inverse = tl.rsqrt((tl.sum(k_low * k_low, 0) + tl.sum(k_high * k_high, 0)) / DIM + EPS)
+    k_low, k_high = _turned(k_low, k_high, inverse, k_norm, k_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
+    q_low, q_high = q_low.to(DTYPE), q_high.to(DTYPE)
+    k_low, k_high = k_low.to(DTYPE), k_high.to(DTYPE)
+    if position >= 0:
+        place = ((row * KV_HEADS + head).to(tl.int64) * CAPACITY + newest) * DIM
+        tl.store(keys + place + half, k_low)
+        tl.store(keys + place + HALF + half, k_high)
+        tl.store(values + place + columns, value.to(DTYPE))
+
+    score = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)[None, :], 1)
+    score += tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32)[None, :], 1)
+    score = tl.where(position >= 0, _in_log2(score, SCALE, CAP), _MASKED)
+    top = tl.maximum(score, sink)
+    weight = tl.where(position >= 0, tl.exp2(score - top), 0.0)
+    total = weight + tl.where(sink > _MASKED, tl.exp2(sink - top), 0.0)
+    acc = weight.to(DTYPE).to(tl.float32)[:, None] * value[None, :]
+    return q_low, q_high, top, total, acc
 
 
 @triton.jit
@@ -76,66 +161,72 @@ def attended_kernel(
       GROUP: the query heads of a key/value head, rounded up to a power of two of at least 16.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
-    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     OWN: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
     head, row = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + row)
     half, columns, members = tl.arange(0, HALF), tl.arange(0, DIM), tl.arange(0, GROUP)
-    stride: tl.constexpr = COUNT * ALL * DIM
-
-    # All that a program needs before the older keys is read first, as it waits for memory only once then.
-    queries = row * ALL + head * OWN + members
-    real = (members < OWN)[:, None] & (half < HALF)[None, :]
-    places = queries[:, None] * DIM + half[None, :]
-    own = (row * ALL + HEADS + head) * DIM
-    q_low = _sum(parts, places, real, stride, SPLITS, DTYPE)
-    q_high = _sum(parts, places + HALF, real, stride, SPLITS, DTYPE)
-    k_low = _sum(parts, own + half, half < HALF, stride, SPLITS, DTYPE)
-    k_high = _sum(parts, own + HALF + half, half < HALF, stride, SPLITS, DTYPE)
-    value = _sum(parts, own + KV_HEADS * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
-    sink = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
-
-    inverse = tl.rsqrt((tl.sum(q_low * q_low, 1) + tl.sum(q_high * q_high, 1)) / DIM + EPS)[:, None]
-    angles = row * HALF + half
-    q_low, q_high = _turned(
-        q_low, q_high, inverse, q_weight, half[None, :], cos, sin, angles[None, :], NORMS, ROTATES, OFFSET, FLOAT32,
-        HALF, DTYPE,
-    )  # fmt: skip
-    inverse = tl.rsqrt((tl.sum(k_low * k_low, 0) + tl.sum(k_high * k_high, 0)) / DIM + EPS)
-    k_low, k_high = _turned(
-        k_low, k_high, inverse, k_weight, half, cos, sin, angles, NORMS, ROTATES, OFFSET, FLOAT32, HALF, DTYPE
-    )
-    q_low, q_high = q_low.to(DTYPE), q_high.to(DTYPE)
-    k_low, k_high = k_low.to(DTYPE), k_high.to(DTYPE)
-
     cache = (row * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM
     newest = tl.maximum(position, 0) % CAPACITY
-    if position >= 0:
-        place = cache + newest * DIM
-        tl.store(keys + place + half, k_low)
-        tl.store(keys + place + HALF + half, k_high)
-        tl.store(values + place + columns, value.to(DTYPE))
-
-    # The new token's own key, and the sink.
-    score = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)[None, :], 1)
-    score += tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32)[None, :], 1)
-    score = tl.where(position >= 0, _in_log2(score, SCALE, CAP), _MASKED)
-    top = tl.maximum(score, sink)
-    weight = tl.where(position >= 0, tl.exp2(score - top), 0.0)
-    total = weight + tl.where(sink > _MASKED, tl.exp2(sink - top), 0.0)
-    acc = weight.to(DTYPE).to(tl.float32)[:, None] * value[None, :]
-
     length = position + 1
     seen = tl.minimum(length, WINDOW) if WINDOW > 0 else length
     # A row that fits the cache has its keys in order; in a longer one every key of the ring may be visible.
-    first = tl.where(length > CAPACITY, 0, (length - seen) // STEP * STEP)
+    first = tl.where(length > CAPACITY, 0, (length - seen) // STEP * STEP) if WINDOW > 0 else 0
     end = tl.where(length > CAPACITY, CAPACITY, position)
-    for begin in tl.range(first, end, STEP, num_stages=STAGES):
+
+    # The own parts are read and computed in the first iteration, because the copies of the first tiles are issued
+    # before the loop and are on their way then. For larger heads the registers do not suffice for that.
+    WITHIN: tl.constexpr = DIM <= 128
+    if WITHIN:
+        top, total = tl.full([GROUP], 0.0, tl.float32), tl.full([GROUP], 0.0, tl.float32)
+        acc = tl.full([GROUP, DIM], 0.0, tl.float32)
+        q_low, q_high = tl.full([GROUP, HALF], 0.0, DTYPE), tl.full([GROUP, HALF], 0.0, DTYPE)
+    else:
+        q_low, q_high, top, total, acc = _own_parts(
+            parts,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            sinks,
+            keys,
+            values,
+            row,
+            0,
+            head,
+            position,
+            newest,
+            COUNT,
+            HEADS,
+            KV_HEADS,
+            DIM,
+            CAPACITY,
+            SPLITS,
+            NORMS,
+            ROTATES,
+            EPS,
+            OFFSET,
+            FLOAT32,
+            SCALE,
+            CAP,
+            GROUP,
+            DTYPE,
+        )
+    # 0 in the first iteration. The addresses of own parts depend on it, so that the compiler does not compute them
+    # before the loop, as it does with all that is the same in each iteration: they would take 40 registers to its end.
+    later = 0
+    for begin in tl.range(first, tl.maximum(end, first + 1), STEP, num_stages=STAGES):
+        if WITHIN:
+            if begin == first:
+                q_low, q_high, top, total, acc = _own_parts(
+                    parts, q_weight, k_weight, cos, sin, sinks, keys, values, row + later, later, head, position,
+                    newest, COUNT, HEADS, KV_HEADS, DIM, CAPACITY, SPLITS, NORMS, ROTATES, EPS, OFFSET, FLOAT32, SCALE,
+                    CAP, GROUP, DTYPE,
+                )  # fmt: skip
         tokens = begin + tl.arange(0, STEP)
-        lines = cache + tokens[:, None] * DIM
-        low = tl.load(keys + lines + half[None, :])
-        high = tl.load(keys + lines + HALF + half[None, :])
+        lines, written = cache + tokens[:, None] * DIM, (tokens < end)[:, None]
+        low = tl.load(keys + lines + half[None, :], mask=written, other=0.0)
+        high = tl.load(keys + lines + HALF + half[None, :], mask=written, other=0.0)
         scores = tl.dot(q_high, tl.trans(high), tl.dot(q_low, tl.trans(low)))
         age = newest - tokens
         age = tl.where(age < 0, age + CAPACITY, age)
@@ -145,8 +236,10 @@ def attended_kernel(
         fade = tl.exp2(top - new)
         weights = tl.where(visible, tl.exp2(scores - new[:, None]), 0.0)
         total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(DTYPE), tl.load(values + lines + columns[None, :]), acc * fade[:, None])
+        value = tl.load(values + lines + columns[None, :], mask=written, other=0.0)
+        acc = tl.dot(weights.to(DTYPE), value, acc * fade[:, None])
         top = new
+        later = 16  # a multiple of a vector's numbers, by which the compiler knows that loads are aligned
     acc = acc / tl.maximum(total, 1e-30)[:, None]
     places = (row * HEADS + head * OWN + members)[:, None] * DIM + columns[None, :]
     tl.store(out + places, acc.to(DTYPE), mask=(members < OWN)[:, None] & (columns < DIM)[None, :])

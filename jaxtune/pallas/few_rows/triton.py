@@ -29,7 +29,8 @@ MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit 
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # the numbers of the kernels for activations
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _SHARED_BYTES = 227 * 1024  # of a program's shared memory on Hopper
-_ENOUGH = 96  # programs that occupy the 132 multiprocessors of a Hopper GPU well enough: fewer splits are less to add
+_CORES = 132  # multiprocessors of a Hopper GPU
+_ENOUGH = 96  # programs that occupy them well enough: fewer splits are less to add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Tile:
 _PLAIN, _GATED, _GATED_FEW = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4), Tile(64, 64, 8, 4)
 # Of products of 17 to 64 rows of x, for which a further step fits the shared memory.
 _AHEAD = Tile(64, 128, 4, 5)
+# Of products of up to 16 rows of x whose programs have a multiprocessor each and leave some of them idle.
+_FAR_AHEAD = Tile(64, 128, 4, 8)
 # Of gated products of more than 64 rows of x, and of products of more than 128.
 _GATED_MANY, _MANY = Tile(64, 64, 4, 3), Tile(64, 64, 4, 4)
 # Of products with adapters of more than 64 rows of x: larger tiles read and multiply by A half as often.
@@ -193,15 +196,18 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
 
 
 def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
-    """How a product of `products` is divided among programs: by the number of rows of x [N, in], and with adapters
-    (`loras`, empty if there are none) by the rows of the weights, each [out_i, in]."""
+    """How a product of `products` is divided among programs: by the number of rows of x [N, in], by the rows of the
+    weights, each [out_i, in], and by whether there are adapters (`loras`, empty if not)."""
     count = len(x)
     if count > MOST_ROWS:
         return _MANY
     if padded(count) > 64:
         whole = all(weight.shape[0] % _ADAPTED.rows == 0 for weight in weights)
         return _ADAPTED if padded_rank(loras) and whole else _PLAIN
-    return _AHEAD if padded(count) > 16 else _PLAIN
+    if padded(count) > 16:
+        return _AHEAD
+    programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows
+    return _FAR_AHEAD if _ENOUGH <= programs <= _CORES and not padded_rank(loras) else _PLAIN
 
 
 def products(x, weights, loras=()):

@@ -222,16 +222,12 @@ def _turned(
     low,
     high,
     inverse,
-    weight,
-    columns,
-    cos,
-    sin,
-    angles,
+    weights,
+    turn,
     NORMS: tl.constexpr,
     ROTATES: tl.constexpr,
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
-    HALF: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Norms and rotates heads of queries or keys, for placed_kernel and attended_kernel. Returns their two halves,
@@ -240,22 +236,29 @@ def _turned(
     Args:
       low, high: the halves of one head, [HALF], or of several, [heads, HALF], float32.
       inverse: the norm's factor, the reciprocal root of the mean square; one number, or [heads, 1].
-      weight: that of the norm, [2 HALF]; not read if NORMS is 0.
-      columns, angles: the indices of a half in `weight`, and in cos and sin, [HALF] or [1, HALF].
-      cos, sin: float32, of the rotation's angles; not read if ROTATES is 0.
+      weights: the halves of the norm's weight, [HALF] or [1, HALF] each; not used if NORMS is 0.
+      turn: cos and sin of the rotation's angles, float32, of the same shape; not used if ROTATES is 0.
       NORMS, ROTATES: 1: the heads are normed, rotated; 0: they are not.
       OFFSET, FLOAT32: of the norm (_times_weight).
     """
     if NORMS:
-        low = _times_weight(low * inverse, tl.load(weight + columns), OFFSET, FLOAT32, DTYPE)
-        high = _times_weight(high * inverse, tl.load(weight + HALF + columns), OFFSET, FLOAT32, DTYPE)
+        low = _times_weight(low * inverse, weights[0], OFFSET, FLOAT32, DTYPE)
+        high = _times_weight(high * inverse, weights[1], OFFSET, FLOAT32, DTYPE)
     if ROTATES:
-        c = tl.load(cos + angles)
-        s = tl.load(sin + angles)
-        turned = low * c - high * s
-        high = high * c + low * s
+        turned = low * turn[0] - high * turn[1]
+        high = high * turn[0] + low * turn[1]
         low = turned
     return low, high
+
+
+@triton.jit
+def _loaded(low, high, places, READS: tl.constexpr):
+    """For placed_kernel and attended_kernel: a pair of the numbers at `places`, offsets from the pointers low and high;
+    if READS is 0 nothing is read, and both are 0."""
+    if READS:
+        return tl.load(low + places), tl.load(high + places)
+    else:
+        return 0.0, 0.0
 
 
 @triton.jit
@@ -361,10 +364,9 @@ def placed_kernel(
         weight = q_weight
         if head >= HEADS:
             weight = k_weight
-        angles = row * HALF + columns
-        low, high = _turned(
-            low, high, inverse, weight, columns, cos, sin, angles, NORMS, ROTATES, OFFSET, FLOAT32, HALF, DTYPE
-        )
+        weights = _loaded(weight, weight + HALF, columns, NORMS)
+        turn = _loaded(cos, sin, row * HALF + columns, ROTATES)
+        low, high = _turned(low, high, inverse, weights, turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
     if head < HEADS:
         to = query + (row * HEADS + head) * DIM + columns
         tl.store(to, low.to(DTYPE))

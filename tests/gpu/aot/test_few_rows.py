@@ -148,18 +148,33 @@ def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
         assert compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024
 
 
-@pytest.mark.parametrize(("rows", "step"), [(1, 128), (17, 32), (64, 32)])
-def test_tiles_of_the_attention_by_the_number_of_rows_fit_a_hopper_gpu(rows, step, tmp_path):
+@pytest.mark.parametrize(
+    ("rows", "invariant", "step", "together"),
+    [(1, False, 128, 1), (1, True, 32, 4), (64, False, 32, 4), (67, False, 16, 8), (256, True, 32, 4)],
+)
+def test_tiles_of_the_attention_by_the_number_of_rows_fit_a_hopper_gpu(rows, invariant, step, together, tmp_path):
+    """together: how many programs share a multiprocessor, of which each takes a further KB of its shared memory."""
     parts, keys = array(2, rows, (HEADS + 2 * KV_HEADS) * DIM, dtype=jnp.float32), array(rows, KV_HEADS, 768, DIM)
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
-        run = functools.partial(attended, scale=0.1, batch_invariant=False)
+        run = functools.partial(attended, scale=0.1, batch_invariant=invariant)
         jax.eval_shape(run, parts, keys, keys, array(rows, dtype=jnp.int32))
     [call] = calls
     assert call[2]["STEP"] == step
     compiled = compile_call(call, (9, 0), tmp_path)
     assert compiled.spilled_bytes == 0
-    programs = rows * KV_HEADS
-    assert compiled.shared_bytes <= SHARED_MEMORY_KB[9, 0] * 1024 / (4 if 3 * 132 < programs <= 4 * 132 else 1)
+    assert together * (compiled.shared_bytes + 1024) <= (SHARED_MEMORY_KB[9, 0] + 1) * 1024
+
+
+@pytest.mark.parametrize(("dim", "group"), [(64, 8), (128, 4)])
+def test_the_attention_reads_keys_before_its_own_parts(dim, group, tmp_path):
+    """The only number that is read before the first keys is the row's position."""
+    parts = array(2, 64, (group + 2) * KV_HEADS * dim, dtype=jnp.float32)
+    keys, positions = array(64, KV_HEADS, 768, dim), array(64, dtype=jnp.int32)
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        jax.eval_shape(functools.partial(attended, scale=0.1, implementation="triton"), parts, keys, keys, positions)
+    [call] = calls
+    ptx = compile_call(call, (9, 0), tmp_path).ptx
+    assert ptx.split("cp.async", maxsplit=1)[0].count("ld.global") == 1
 
 
 @pytest.mark.parametrize("capability", GPUS)
