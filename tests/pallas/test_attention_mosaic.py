@@ -37,6 +37,8 @@ SEGMENTS = row((0, 5), (1, 90), (2, 1), (1, 60), (0, 7), (3, 110))
 CASES = {
     "packed": (SEGMENTS, {}, 4, 2),
     "window_sinks": (SEGMENTS, {"window": 50, "sinks": np.linspace(-1, 1, 2, dtype=np.float32)}, 2, 1),
+    # a sink that is far below all scores, and one far above, whose exponential is infinite
+    "far_sinks": (SEGMENTS, {"sinks": np.asarray([-90, 90, 0.5], np.float32)}, 3, 1),
     "soft_cap": (SEGMENTS, {"soft_cap": 4.0}, 2, 1),
     "one_document": (None, {}, 2, 1),
     "heads_that_share_nothing": (SEGMENTS, {"window": 100}, 1, 1),

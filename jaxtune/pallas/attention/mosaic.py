@@ -348,8 +348,7 @@ def _pairs(query, key) -> bool:
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (out [B, T, heads, D], lse float32[B, heads, T] in the natural logarithm) of packed causal attention,
-    computed by the Mosaic kernels. out has query's dtype and is 0 at padding, as is lse without sinks. The same call
-    gives the same bits.
+    computed by the Mosaic kernels. out has query's dtype; both are 0 at padding. The same call gives the same bits.
 
     Args:
       query: [B, T, heads, D] in 16 bits, D at most 512.
@@ -358,8 +357,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
       scale: the factor on scores.
       window: how many keys a query sees, itself included; None: all of its document before it.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
-      sinks: float[heads], an extra logit for each head that has no value, which scales the kernel's output after it;
-        None: none.
+      sinks: float[heads], an extra logit for each head that has no value; None: none.
     """
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
@@ -367,6 +365,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     rows, padded, heads, dim = query.shape
     blocks = _blocks("forward", query, layout, window)
     own, pairs = blocks.own, _pairs(query, key)
+    sinks = None if sinks is None else sinks.astype(jnp.float32) * LOG2E
     if dim == HALVED:
         kernel, buffers, bounds = mosaic_halves.half_forward_kernel, 2 * WARPGROUPS, WARPGROUPS
         brought = _halved_rings(blocks, query.dtype)
@@ -393,14 +392,8 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         pairs=pairs,
         scale=scale,
         soft_cap=soft_cap,
-    )(query, key, value, lower, _query_table(lower, blocks, pairs, layout.full))
-    out, lse = outputs[0][:, :length, :, :given_dim], outputs[1][..., :length]
-    if sinks is None:
-        return out, lse
-    # A sink is one more term of the softmax's sum without a value, so it only scales the output.
-    with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
-    share = jnp.moveaxis(jnp.exp(lse - with_sink), 1, 2)[..., None]
-    return (out * share).astype(out.dtype), with_sink
+    )(query, key, value, sinks, lower, _query_table(lower, blocks, pairs, layout.full))
+    return outputs[0][:, :length, :, :given_dim], outputs[1][..., :length]
 
 
 def _halved_rings(blocks: Blocks, dtype, pieces_first: bool = True) -> list:
@@ -609,7 +602,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     dsinks = None
     if sinks is not None:
         real = jnp.arange(length) < layout.doc_end
-        share = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse) * jnp.where(real, 1.0, 0.0)[:, None]
+        share = jnp.where(real[:, None], jnp.exp(sinks.astype(jnp.float32)[:, None] - lse), 0.0)
         dsinks = -(share * delta).sum((0, 2)).astype(sinks.dtype)
     gradients = (array[:, :length, :, :given_dim] for array in (dquery, dkey, dvalue))
     return (*gradients, dsinks)

@@ -84,19 +84,26 @@ class Softmax:
             weights = jnp.exp2(scores - rows_of(new, scores.shape))
         return weights, fade, (new, total * fade + weights.sum(axis=1))
 
-    def end(self, state):
+    def end(self, state, sink=None):
         """(1 / sum, log-sum-exp in the natural logarithm), float32[own] each, from the last state; meaningless for rows
-        that saw nothing."""
+        that saw nothing. sink: float32[], the head's sink in units of log2, one more term of the sum, which has no
+        value; None: there is none."""
         top, total = state
         if self.lean:
             top = top * self.unit
-        return 1.0 / total, (top + jnp.log2(total)) * (1.0 / LOG2E)
+        if sink is None:
+            return 1.0 / total, (top + jnp.log2(total)) * (1.0 / LOG2E)
+        new = jnp.maximum(top, sink)
+        fade = jnp.exp2(top - new)
+        total = total * fade + jnp.exp2(sink - new)
+        return fade / total, (new + jnp.log2(total)) * (1.0 / LOG2E)
 
 
 def forward_kernel(
     q_ref,
     k_ref,
     v_ref,
+    sinks_ref,
     lower_ref,
     table_ref,
     out_ref,
@@ -120,12 +127,13 @@ def forward_kernel(
     interpreted,
 ):
     """The body of the forward kernel of packed attention, which a program runs on each multiprocessor. It writes out
-    and lse (natural log, without sinks), both 0 at padding, of the tiles of queries that are dealt to the program. Two
+    and lse (natural log), both 0 at padding, of the tiles of queries that are dealt to the program. Two
     of its warpgroups compute, each `blocks.own` queries of one head at a time; a third loads the blocks of keys and
     values ahead of them. It is for head dims of 64, 128 and 256.
 
     Args:
       q_ref, k_ref, v_ref: query, key and value, [B, T, heads or kv_heads, D], in global memory as all refs.
+      sinks_ref: float32[heads], the heads' sinks in units of log2; None: there are none.
       lower_ref: int32[B, T], the first key that each query sees.
       table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, number of
         blocks.
@@ -178,6 +186,7 @@ def forward_kernel(
             plgpu.barrier_wait(own_full.at[barrier])
             lower = plgpu.load(lower_smem.at[buffer], layout=rows)
             last_lower = lower_smem[buffer, own - 1]
+            sink = None if sinks_ref is None else sinks_ref[head]
 
             def fetch_following():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left their buffer
@@ -222,7 +231,7 @@ def forward_kernel(
             acc, state = lax.fori_loop(1, item[4], step, start)
             # Padding saw nothing: what stands there is dropped.
             real = lower <= plgpu.broadcasted_iota(jnp.int32, (own,), 0, layout=rows) + base
-            inverse, lse = softmax.end(state)
+            inverse, lse = softmax.end(state, sink)
             inverse, lse = jnp.where(real, inverse, 0.0), jnp.where(real, lse, 0.0)
             qo[...] = (acc * rows_of(inverse, (own, dim))).astype(q_ref.dtype)
             lse_smem.at[wg][...] = lse

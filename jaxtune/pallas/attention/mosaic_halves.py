@@ -186,6 +186,7 @@ def half_forward_kernel(
     q_ref,
     k_ref,
     v_ref,
+    sinks_ref,
     lower_ref,
     table_ref,
     out_ref,
@@ -207,13 +208,14 @@ def half_forward_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the forward kernel for heads of 512: writes out and lse (natural log, without sinks), both 0 at
-    padding, of the tiles of queries that are dealt to a program. An item is one half, 256 columns, of the output of a
-    tile, for which all of the tile's scores are computed. Two warpgroups compute, each `blocks.own` queries; a third
-    loads the blocks of keys and values ahead of them.
+    """The body of the forward kernel for heads of 512: writes out and lse (natural log), both 0 at padding, of the
+    tiles of queries that are dealt to a program. An item is one half, 256 columns, of the output of a tile, for which
+    all of the tile's scores are computed. Two warpgroups compute, each `blocks.own` queries; a third loads the blocks
+    of keys and values ahead of them.
 
     Args:
       q_ref, k_ref, v_ref: query, key and value, [B, T, heads or kv_heads, 512], in global memory as all refs.
+      sinks_ref: float32[heads], the heads' sinks in units of log2; None: there are none.
       lower_ref: int32[B, T], the first key that each query sees.
       table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, number of
         blocks.
@@ -268,6 +270,7 @@ def half_forward_kernel(
             plgpu.barrier_wait(own_full.at[wg])
             lower = plgpu.load(lower_smem.at[wg], layout=rows)
             last_lower = lower_smem[wg, own - 1]
+            sink = None if sinks_ref is None else sinks_ref[head]
 
             def step(i, before):
                 acc, state = before
@@ -314,7 +317,7 @@ def half_forward_kernel(
 
             # Padding saw nothing: what stands there is dropped.
             real = lower <= plgpu.broadcasted_iota(jnp.int32, (own,), 0, layout=rows) + base
-            inverse, lse = softmax.end(state)
+            inverse, lse = softmax.end(state, sink)
             inverse, lse = jnp.where(real, inverse, 0.0), jnp.where(real, lse, 0.0)
             out = q_smem.at[wg * 2 + part]
             out[...] = (acc * rows_of(inverse, acc.shape)).astype(q_ref.dtype)

@@ -23,10 +23,11 @@ def spilled_bytes(monkeypatch, capfd):
     return lambda: [int(number) for number in re.findall(r"(\d+) bytes spill stores", "".join(capfd.readouterr()))]
 
 
-def compile_forward(dim, features, heads=HEADS):
-    def forward(query, key, value, segment_ids):
+def compile_forward(dim, features, heads=HEADS, sinks=False):
+    def forward(query, key, value, segment_ids, *sinks):
         layout = packed_layout((ROWS, LENGTH), segment_ids)
-        return attention_forward(query, key, value, layout, scale=dim**-0.5, implementation="mosaic", **features)
+        options = dict(features, scale=dim**-0.5, sinks=sinks[0] if sinks else None)
+        return attention_forward(query, key, value, layout, implementation="mosaic", **options)
 
     where = H200.sharding()
 
@@ -34,8 +35,10 @@ def compile_forward(dim, features, heads=HEADS):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     query, key = array(ROWS, LENGTH, heads, dim), array(ROWS, LENGTH, KV_HEADS, dim)
+    given = [array(heads)] if sinks else []
     with H200.lowering():
-        jax.jit(forward).lower(query, key, key, array(ROWS, LENGTH, dtype=jnp.int32)).compile()
+        lowered = jax.jit(forward).lower(query, key, key, array(ROWS, LENGTH, dtype=jnp.int32), *given)
+        return lowered.compile().as_text()
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,20 @@ def test_the_forms_of_the_forward_that_the_tuner_tries(dim, heads, change, spill
     with tuning.forced("attention forward", blocks):
         compile_forward(dim, {"window": 100}, heads)
     assert spilled_bytes() == [0]
+
+
+def passes_over(text, *shape):
+    """The lines of a program in which XLA makes an array of this shape, beside the kernels' results."""
+    made = [line for line in text.splitlines() if f" = bf16[{','.join(map(str, shape))}]" in line]
+    assert made
+    return [line for line in made if "get-tuple-element(" not in line and "parameter(" not in line]
+
+
+@pytest.mark.parametrize("dim", [64, 512])
+def test_sinks_take_no_pass_over_the_output(dim, spilled_bytes):
+    text = compile_forward(dim, {"window": 128}, sinks=True)
+    assert spilled_bytes() == [0]
+    assert not passes_over(text, ROWS, LENGTH, HEADS, dim)
 
 
 # (rows, length, query heads, key heads). The first has so few tiles of keys that dk and dv divide the query heads of a
