@@ -438,7 +438,7 @@ class Sampler:
     def _dispatch(self) -> None:
         """Dispatches a round, `tokens_per_round` more tokens of every active slot, which `_look` reads later."""
         if self._sent_rows is None:
-            self._sent_rows = jax.tree.map(jnp.asarray, self._rows)
+            self._sent_rows = jax.device_put(jax.tree.map(np.copy, self._rows))  # the host changes its arrays
         decode = self._programs.decode
         fixed = (self._structure, self._kind, self._steps)
         self._states, self._live, self._seen, emitted = decode(

@@ -351,7 +351,7 @@ def _decode(
         head = model.head_variable
         head.set_value(head_of_step(model, head[...]))
 
-    def one(before, _):
+    def one(before, uniform):
         """Makes a token in each active slot: (what the next step gets, what was made)."""
         states, live, seen = before
         with jax.named_scope("decode"):
@@ -359,20 +359,34 @@ def _decode(
             tables = rotary_tables(model.config, jnp.maximum(at, 0)[:, None], jnp.maximum(live.length, 1)[:, None])
             tokens, real = live.token[:, None], live.active
             hidden, states = through_layers(model, splits, tokens, states, at, tables, real, batch_invariant)
-            token, logprob, ranked = _chosen(model, kind, hidden, seen, live, rows)
+            token, logprob, ranked = _chosen(model, kind, hidden, seen, rows.numbers, uniform)
         length = live.length + live.active
-        continues = (token[:, None] != rows.ends).all(-1) & (length < rows.limit) & (length <= rows.pause)
+        continues = (length < rows.limit) & (length <= rows.pause)
+        for column in range(rows.ends.shape[1]):  # a reduction would be a kernel of its own
+            continues &= token != rows.ends[:, column]
         if kind.penalises:
             seen = seen.at[jnp.arange(len(token)), token].max(live.active)
         after = Live(jnp.where(live.active, token, live.token), length, live.active & continues)
         return (states, after, seen), (token, logprob, live.active, ranked)
 
-    (states, live, seen), made = jax.lax.scan(one, (states, live, seen), length=steps)
+    uniform = _uniform(rows, live.length, steps) if kind.draws else None
+    (states, live, seen), made = jax.lax.scan(one, (states, live, seen), uniform, length=steps)
     tokens, logprobs, were_active, ranked = made
     return states, live, seen, Emitted(tokens, logprobs, were_active.sum(0, dtype=jnp.int32), ranked)
 
 
-def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows):
+def _uniform(rows: Rows, lengths, steps: int) -> jax.Array:
+    """For `_decode`: float32[steps, N], the random numbers by which the next tokens of each row are drawn; -1 for a row
+    whose tokens are not drawn. All are computed before the first step, in which each would take three kernels. Those of
+    a row that ends or pauses before the last step are not used.
+
+    rows: what does not change while rows decode. lengths: int32[N], of the rows before the first step."""
+    made = lengths - rows.start + jnp.arange(steps, dtype=jnp.int32)[:, None]
+    drawn = jax.vmap(uniform_of, (None, None, 0))(rows.seed, rows.index, made)
+    return jnp.where(rows.numbers.draws, drawn, -1.0)
+
+
+def _chosen(model: Decoder, kind: Kind, hidden, seen, numbers: Numbers, uniform):
     """Chooses the next token of each row from its hidden state after the final norm, for `_decode`.
 
     Args:
@@ -380,14 +394,13 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows):
       kind: which sampling operations the program contains.
       hidden: [N, 1, hidden].
       seen: bool[N, V], whether each row contains a token; None without Kind.penalises.
-      live, rows: what decoding changes of the rows, and what it does not.
+      numbers: the rows' sampling settings.
+      uniform: float32[N], this step's of `_uniform`; None without Kind.draws.
     Returns:
       (the tokens int32[N], the log-probability of each under the model, float32[N]: that of the logits divided by the
         row's logprob_temperature, without penalty and filters; Emitted.ranked of this step, without the axis of steps)
     """
-    numbers, vocab_size, uniform = rows.numbers, model.config.vocab_size, None
-    if kind.draws:
-        uniform = jnp.where(numbers.draws, uniform_of(rows.seed, rows.index, live.length - rows.start), -1.0)
+    vocab_size = model.config.vocab_size
     own, logits = numbers.logprob_temperature, model.logits(hidden)[:, 0]
     token, logprob, peak, total = chosen_token(logits, vocab_size, numbers.temperature, own, uniform)
     logits = logits[:, :vocab_size].astype(jnp.float32)

@@ -173,15 +173,19 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, roun
     heads = width // dim - 2 * kv_heads
     weights = (parts, parts) if norms is None else norms
     cos, sin = (parts, parts) if table is None else table
+    # No sinks are no array, which XLA would fill in each step.
+    sinks = () if masking["sinks"] is None else (log2_sinks(masking["sinks"], heads),)
+    before = parts, *weights, cos, sin, positions, *sinks
     out, keys, values = compat.triton_graph_call(
         attended_kernels.attended_kernel,
-        (parts, *weights, cos, sin, positions, log2_sinks(masking["sinks"], heads), keys, values),
+        (*before, keys, values),
         [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
         + [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)],
         (kv_heads, count),
         warps=tile.warps,
         stages=tile.stages,
-        aliases={7: 1, 8: 2},
+        aliases={len(before): 1, len(before) + 1: 2},
+        **({} if sinks else {"sinks": None}),
         COUNT=count,
         HEADS=heads,
         KV_HEADS=kv_heads,

@@ -73,7 +73,10 @@ def _own_parts(
     own = (row * ALL + HEADS + head) * DIM
 
     # All is read before anything that threads exchange, as a program waits for memory only once then.
-    sink = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
+    if sinks is None:
+        sink = tl.full([GROUP], _MASKED, tl.float32)
+    else:
+        sink = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
     angles = row * HALF + half
     k_turn, q_turn = _loaded(cos, sin, angles, ROTATES), _loaded(cos, sin, angles[None, :], ROTATES)
     q_weight, k_weight = q_weight + later, k_weight + later
@@ -151,7 +154,7 @@ def attended_kernel(
       q_weight, k_weight: [DIM], those of the norms; not read if NORMS is 0.
       cos, sin: float32[COUNT, DIM / 2], of the rotation's angles; not read if ROTATES is 0.
       positions: int32[COUNT], of the new tokens; negative for a row without one.
-      sinks: float32[HEADS], in units of log2; _MASKED: no sink.
+      sinks: float32[HEADS], in units of log2; None: there are none.
       old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
       keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM], rings in which a token is at its position modulo
         CAPACITY.

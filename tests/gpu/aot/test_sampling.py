@@ -55,7 +55,15 @@ def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | N
     return structure, tuple(leaves)
 
 
-def lowered(name: str, layers: int, adapter: bool = False, load_in: str | None = None, decodes: int = 0, **changes):
+def lowered(
+    name: str,
+    layers: int,
+    adapter: bool = False,
+    load_in: str | None = None,
+    decodes: int = 0,
+    slots: int = SLOTS,
+    **changes,
+):
     """(the states' shapes, {program: it, lowered}) of a published shape with fewer layers and changed sizes, the first
     `decodes` layers of which are decoded."""
     structure, shapes = structure_and_shapes(name, layers, adapter, load_in, decodes, **changes)
@@ -68,12 +76,12 @@ def lowered(name: str, layers: int, adapter: bool = False, load_in: str | None =
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
 
     with H200.lowering():
-        states = placed(device.states_shape(structure, shapes, SLOTS, CAPACITY))
+        states = placed(device.states_shape(structure, shapes, slots, CAPACITY))
         staged = placed(device.states_shape(structure, shapes, 1, 256))
-        live = device.Live(ints(SLOTS), ints(SLOTS), placed(jax.ShapeDtypeStruct((SLOTS,), bool)))
-        rows = placed(device.empty_rows(SLOTS, 4, structure.config.vocab_size))
+        live = device.Live(ints(slots), ints(slots), placed(jax.ShapeDtypeStruct((slots,), bool)))
+        rows = placed(device.empty_rows(slots, 4, structure.config.vocab_size))
         programs, leaves = device.programs(False, False), list(placed(shapes))
-        changed = np.zeros(SLOTS, bool)
+        changed = np.zeros(slots, bool)
         kind = Kind(True, False, False)
         return states, {
             "decode": programs.decode.lower(structure, kind, STEPS, leaves, states, live, None, changed, live, rows),
@@ -120,6 +128,15 @@ def test_a_head_is_filled_up_once_for_all_tokens():
     text = programs["decode"].compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
     pads = [line for line in text.splitlines() if f"bf16[{vocab + 5},256]" in line and " pad(" in line]
     assert len(pads) == 1 and "while" not in pads[0]
+
+
+@pytest.mark.parametrize(("slots", "most"), [(1, 8), (64, 5)])
+def test_a_step_has_few_kernels_beside_its_layers(slots, most):
+    """Random numbers and what does not change are computed before the first step. A drawn token's number is copied."""
+    _, programs = lowered("llama-3.1-8b", 2, slots=slots)
+    text = programs["decode"].compile().as_text()
+    assert len(re.findall(r"^.* fusion\(.* kind=k(?:Loop|Input).*while/body", text, re.MULTILINE)) <= most
+    assert len(re.findall(r" fusion-start\(", text)) <= 4
 
 
 def test_a_decoded_layer_has_the_kernels_of_plain_weights():
