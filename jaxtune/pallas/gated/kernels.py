@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+from jaxtune.pallas.triton_parts import INTERPRETED
+
 # 1 / (1 + 2^(x * -log2 e)), without the steps that Triton's own exponential and division take for numbers near the ends
 # of float32's range.
 _SIGMOID = tl.constexpr("""{

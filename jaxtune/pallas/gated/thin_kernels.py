@@ -4,21 +4,8 @@ multiplied by a thin array while it is in registers."""
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.gated.kernels import INTERPRETED, share_of
-
-
-@triton.jit
-def _larger(one, other):
-    """The larger number, NaN if one of them is."""
-    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _inverse(x):
-    """1 / x of float32 numbers from 2^-126 to 2^126: what XLA multiplies by on a GPU when it divides by x."""
-    if INTERPRETED:
-        return 1.0 / x
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
+from jaxtune.pallas.gated.kernels import share_of
+from jaxtune.pallas.triton_parts import INTERPRETED, inverse_of, larger, scale_of
 
 
 @triton.jit
@@ -32,9 +19,8 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _store_rounded(x, codes, scales, places, real, places_of_scales, there, LARGEST, LEAST_SCALE):
-    """Rounds a tile of 128 columns to e4m3, each row by its own scale, which is its largest magnitude over LARGEST, but
-    at least LEAST_SCALE, and 1 for zeros.
+def _store_rounded(x, codes, scales, places, real, places_of_scales, there):
+    """Rounds a tile of 128 columns to e4m3, each row by its own scale (scale_of).
 
     Args:
       x: [BLOCK, 128], of 16 bits.
@@ -43,11 +29,9 @@ def _store_rounded(x, codes, scales, places, real, places_of_scales, there, LARG
       places_of_scales, there: [BLOCK, 1], for each row, the place of its scale, and whether it is written.
     """
     number = x.to(tl.float32)
-    largest = tl.reduce(tl.abs(number), 1, _larger, keep_dims=True)
-    scale = largest * (1.0 / LARGEST)
-    scale = tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
+    scale = scale_of(tl.reduce(tl.abs(number), 1, larger, keep_dims=True))
     tl.store(scales + places_of_scales, scale, mask=there)
-    tl.store(codes + places, (number * _inverse(scale)).to(codes.dtype.element_ty), mask=real)
+    tl.store(codes + places, (number * inverse_of(scale)).to(codes.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -66,8 +50,6 @@ def gated_thin_kernel(
     COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RESULT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    LEAST_SCALE: tl.constexpr,
 ):
     """Computes activation(gate) * up of BLOCK rows in float32, rounds it once, to gate's dtype, writes it as RESULT
     says, and multiplies it by a^T. Grid: (ROWS / BLOCK, rounded up,).
@@ -75,9 +57,8 @@ def gated_thin_kernel(
     Args:
       gate, up: [ROWS, SIZE], of 16 bits.
       a: [RANK, SIZE], like gate.
-      result: with RESULT 1 activation(gate) * up, like gate. With 2 its codes, e4m3[ROWS, SIZE]: each 128 numbers of a
-        row are divided by their largest magnitude over LARGEST, but at least by LEAST_SCALE, and zeros by 1; COLUMNS
-        is 128. With 0 it is not written.
+      result: with RESULT 1 activation(gate) * up, like gate. With 2 its codes, e4m3[ROWS, SIZE], of which each 128 of
+        a row have a scale (scale_of); COLUMNS is 128. With 0 it is not written.
       scales: with RESULT 2 float32[SIZE / 128, rounded up, ROWS], the scales of the codes; else it is not written.
       inner: [ROWS, RANK], like gate: activation(gate) * up times a^T, rounded once from float32 sums.
       WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
@@ -103,7 +84,7 @@ def gated_thin_kernel(
         if RESULT == 2:
             # As many codes a thread as it has numbers of gate, which it would read in halves of sectors otherwise.
             coded, scaled = tl.max_contiguous(places, [1, 8]), (start // 128) * ROWS + rows
-            _store_rounded(product, result, scales, coded, real, scaled, there, LARGEST, LEAST_SCALE)
+            _store_rounded(product, result, scales, coded, real, scaled, there)
         sums = tl.dot(product, tl.trans(side), sums)
     tl.store(inner + rows * RANK + ranks[None, :], sums.to(DTYPE), mask=there & (ranks < RANK)[None, :])
 
@@ -143,7 +124,7 @@ def gated_thin_backward_kernel(
     """
     codes, scales = dgate, da  # they are not written
     sizes: tl.constexpr = (ROWS, SIZE, RANK, WIDTH, BLOCK, COLUMNS, STEPS)
-    _backward(gate, up, dgated, dinner, dgate, dup, codes, scales, da, sizes, ACTIVATION, 0, 1.0, 1.0)
+    _backward(gate, up, dgated, dinner, dgate, dup, codes, scales, da, sizes, ACTIVATION, 0)
 
 
 @triton.jit
@@ -165,8 +146,6 @@ def gated_thin_backward_rounded_kernel(
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    LARGEST: tl.constexpr,
-    LEAST_SCALE: tl.constexpr,
 ):
     """What gated_thin_backward_kernel computes, and the gradients of gate and up, side by side, rounded to e4m3
     (_store_rounded). COLUMNS is 128. The arguments are those of gated_thin_backward_kernel and these:
@@ -176,7 +155,7 @@ def gated_thin_backward_rounded_kernel(
       scales: float32[2 width / 128, ROWS].
     """
     sizes: tl.constexpr = (ROWS, SIZE, RANK, WIDTH, BLOCK, COLUMNS, STEPS)
-    _backward(gate, up, dgated, dinner, dgate, dup, codes, scales, da, sizes, ACTIVATION, 1, LARGEST, LEAST_SCALE)
+    _backward(gate, up, dgated, dinner, dgate, dup, codes, scales, da, sizes, ACTIVATION, 1)
 
 
 @triton.jit
@@ -193,8 +172,6 @@ def _backward(
     sizes: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ROUNDS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    LEAST_SCALE: tl.constexpr,
 ):
     """The body of both kernels of the backward, which describe its arguments. sizes: ROWS, SIZE, RANK, WIDTH, BLOCK,
     COLUMNS and STEPS. ROUNDS: 1 if codes and scales are written, else 0."""
@@ -231,9 +208,9 @@ def _backward(
             coded = tl.max_contiguous(first * (2 * FILLED) + number * (2 * FILLED) + columns[None, :], [1, 8])
             further = tl.max_contiguous(coded + FILLED, [1, 8])
             scaled = tl.program_id(0) * ROWS + first + number
-            _store_rounded(of_gate, codes, scales, coded, there, scaled, there, LARGEST, LEAST_SCALE)
+            _store_rounded(of_gate, codes, scales, coded, there, scaled, there)
             scaled += FILLED // 128 * ROWS
-            _store_rounded(of_up, codes, scales, further, there, scaled, there, LARGEST, LEAST_SCALE)
+            _store_rounded(of_up, codes, scales, further, there, scaled, there)
         else:
             tl.store(dgate + places, (dout * y * (share + x * slope)).to(DTYPE), mask=real)
             tl.store(dup + places, (dout * active).to(DTYPE), mask=real)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
-from jaxtune.pallas.formats.fp8 import LARGEST, LEAST_SCALE
 from jaxtune.pallas.gated.triton import ACTIVATIONS
 
 _LARGEST_RANK = 32
@@ -139,8 +138,6 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
         COLUMNS=shape.columns,
         ACTIVATION=ACTIVATIONS[activation],
         RESULT=("none", "gated", "e4m3").index(result),
-        LARGEST=LARGEST,
-        LEAST_SCALE=LEAST_SCALE,
     )
     return {"gated": (found, inner), "e4m3": (found, scales.T, inner), "none": (inner,)}[result]
 
@@ -167,8 +164,7 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str, rounds: bool 
         filled = 2 * blocks * shape.columns
         more = [jax.ShapeDtypeStruct((tokens, filled), jnp.float8_e4m3fn)]
         more.append(jax.ShapeDtypeStruct((filled // shape.columns, tokens), jnp.float32))
-        kernel = thin_kernels.gated_thin_backward_rounded_kernel
-        call = functools.partial(compat.triton_call, kernel, LARGEST=LARGEST, LEAST_SCALE=LEAST_SCALE)
+        call = functools.partial(compat.triton_call, thin_kernels.gated_thin_backward_rounded_kernel)
     dgate, dup, *coded, da = call(
         (gate, up, dgated, dinner),
         [like, like, *more, jax.ShapeDtypeStruct((ranges, rank, size), jnp.float32)],

@@ -4,33 +4,7 @@ array, and writes no normed rows."""
 import triton
 import triton.language as tl
 
-LARGEST: tl.constexpr = tl.constexpr(448.0)  # the largest number of e4m3
-LEAST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
-
-
-# Whether kernels run in Triton's interpreter, which runs no assembly.
-_INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
-
-@triton.jit
-def _larger(one, other):
-    """The larger number, NaN if one of them is."""
-    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _inverse(x):
-    """1 / x of float32 numbers from 2^-126 to 2^126."""
-    if _INTERPRETED:
-        return 1.0 / x
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _scale_of(largest):
-    """The scale of float32 numbers whose largest magnitudes are given, as formats.fp8.scale_of has it."""
-    scale = largest * (1.0 / LARGEST)
-    return tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
+from jaxtune.pallas.triton_parts import INTERPRETED, LEAST_SCALE, inverse_of, larger, scale_of
 
 
 @triton.jit
@@ -44,7 +18,7 @@ def _computed(sums):
     """The sums of a product, which has ended here. Tensor cores read its operands from shared memory; without a use of
     their sums in the same step of a loop, the compiler would let them do so in the next step, in which tiles that are
     read ahead are already written over an operand that is used otherwise too."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return sums
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], tl.float32, is_pure=False, pack=1)
 
@@ -114,18 +88,18 @@ def normed_to_fp8_kernel(
         wide = number.to(tl.float32)
         squares += tl.sum(_by_eight(wide * wide, BLOCK, COLUMNS), 2)
         wide = wide * factor.to(tl.float32)
-        largest = tl.reduce(_by_eight(tl.abs(wide), BLOCK, COLUMNS), 2, _larger)
+        largest = tl.reduce(_by_eight(tl.abs(wide), BLOCK, COLUMNS), 2, larger)
         if BLOCKS:
-            scale = _scale_of(tl.reduce(largest, 1, _larger, keep_dims=True))
+            scale = scale_of(tl.reduce(largest, 1, larger, keep_dims=True))
             filled = ()
             for index in tl.static_range(len(kept)):
                 filled = filled + (tl.where(lanes == start // 128 - 16 * index, scale, kept[index]),)
             kept = filled
             # As many codes a thread as it has numbers of x, which it would read in halves of sectors otherwise.
             target = codes + tl.max_contiguous(places, [1, 8])
-            tl.store(target, (wide * _inverse(scale)).to(codes.dtype.element_ty), mask=there)
+            tl.store(target, (wide * inverse_of(scale)).to(codes.dtype.element_ty), mask=there)
         else:
-            most = _larger(most, largest)
+            most = larger(most, largest)
         if WIDTH > 0:
             sums = _computed(sums)
     inverse = tl.rsqrt(tl.sum(squares, 1) * (1.0 / SIZE) + EPS)[:, None]
@@ -138,9 +112,9 @@ def normed_to_fp8_kernel(
             mask = there & (block < SIZE // 128)
             tl.store(scales + block * ROWS + rows, _at_least(kept[index] * inverse), mask=mask)
     else:
-        scale = _scale_of(tl.reduce(most, 1, _larger, keep_dims=True))
+        scale = scale_of(tl.reduce(most, 1, larger, keep_dims=True))
         tl.store(scales + rows, _at_least(scale * inverse), mask=there)
-        by = _inverse(scale)
+        by = inverse_of(scale)
         following = tl.load(x + rows * SIZE + (SIZE - COLUMNS + numbers), mask=there, other=0.0)
         for back in range(0, SIZE, COLUMNS):
             start = SIZE - COLUMNS - back

@@ -4,12 +4,7 @@ result consists of rows of up to four arrays side by side."""
 import triton
 import triton.language as tl
 
-LARGEST: tl.constexpr = tl.constexpr(448.0)  # the largest number of e4m3
-LEAST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
-
-
-# Whether kernels run in Triton's interpreter, which runs no assembly.
-_INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+from jaxtune.pallas.triton_parts import INTERPRETED, scale_of
 
 
 @triton.jit
@@ -17,8 +12,7 @@ def _scale_of(magnitudes):
     """The scale of each row of float32[rows, columns] that are not negative, as formats.fp8.scale_of has it: [rows, 1].
     The largest is found among their bits, as integers, of which NaN's are larger than any number's."""
     largest = tl.max(magnitudes.to(tl.int32, bitcast=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
-    scale = largest * (1.0 / LARGEST)
-    return tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
+    return scale_of(largest)
 
 
 @triton.jit
@@ -38,7 +32,7 @@ def _code(number, scale, codes):
     """float32 numbers over their scales as codes, whose dtype is that of `codes`. A GPU multiplies by the reciprocal of
     a normal number where it divides by it, and a scale is normal or not finite; said so here, it takes one instruction
     and not three. The bits are the same."""
-    quotient = number / scale if _INTERPRETED else number * (1.0 / scale)
+    quotient = number / scale if INTERPRETED else number * (1.0 / scale)
     return quotient.to(codes.dtype.element_ty)
 
 

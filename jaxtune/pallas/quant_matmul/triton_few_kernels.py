@@ -8,6 +8,7 @@ import triton.language as tl
 
 from jaxtune.pallas.formats import NF4
 from jaxtune.pallas.quant_matmul.triton_kernels import _decoded, _looked_up
+from jaxtune.pallas.triton_parts import INTERPRETED
 
 
 def decoding_ptx(table) -> str:
@@ -42,7 +43,6 @@ def decoding_ptx(table) -> str:
 
 
 _PTX = tl.constexpr(decoding_ptx(NF4.table))
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def few_kernel(
         numbers = rows.to(tl.int64) * per_row + block
         stored = tl.load(absmax + numbers)
         scales = _decoded(stored, nested_absmax, nested_map, offset, numbers, OUTER * per_row, NESTED)[:, None]
-        if _INTERPRETED:
+        if INTERPRETED:
             high, low = _looked_up(tl.reshape(packed, (ROWS * 32,)), table)
             high, low = tl.reshape(high, (ROWS, 32)), tl.reshape(low, (ROWS, 32))
         else:
