@@ -323,7 +323,7 @@ def test_a_layer_of_gpt_oss_runs_each_product_once(plan, products):
     calls = text.count('custom_call_target="mosaic_gpu_v2"')
     attention = 3 if plan == "keep" else 4  # forward, dq, dk with dv
     thin = 2 if plan == "keep" else 3  # gate_up's adapter forward, again where it is not kept; and backward, of down
-    sums = 2  # of the tiles of adapters' gradients: gate_up's A and down's B
+    sums = 3  # of the tiles of adapters' gradients, gate_up's A and down's B, and of the chunks of down's A
     assert calls == layers * (products + attention + thin + sums), "products bring tokens' rows themselves"
     pairs = re.findall(r"= \(f32\[12,69504,16\].* custom_call_target=\"triton_kernel_call\"", text)
     assert len(pairs) == layers, "the gradient of gate and up is read once for their adapter"
