@@ -56,8 +56,10 @@ def differentiated(segments: Sequence[Segment], saved: Mapping) -> tuple[Segment
 
 
 def without_gradient(segments: Sequence[Segment], back: Sequence[Segment]) -> set[str]:
-    """The names of the values of a layer that get no gradient, because no segment that is differentiated makes them.
-    segments: the layer's chain. back: differentiated(segments, saved)."""
+    """Returns the names of a layer's values for which the backward computes no gradient. They are the outputs of
+    segments that are not differentiated: those of integers, and those for which Segment.with_before stands.
+
+    segments: the layer's chain. back: the segments that are differentiated, from `differentiated`."""
     return {name for s in segments for name in s.outputs} - {name for s in back for name in s.outputs}
 
 

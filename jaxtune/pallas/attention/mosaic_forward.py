@@ -85,9 +85,15 @@ class Softmax:
         return weights, fade, (new, total * fade + weights.sum(axis=1))
 
     def end(self, state, sink=None):
-        """(1 / sum, log-sum-exp in the natural logarithm), float32[own] each, from the last state; meaningless for rows
-        that saw nothing. sink: float32[], the head's sink in units of log2, one more term of the sum, which has no
-        value; None: there is none."""
+        """Ends the softmax of a tile of queries. Returns (the factor of the output, the log-sum-exp of the scores in
+        the natural logarithm), float32[own] each. The factor is 1 / sum, unless a sink raises the maximum. Both are
+        meaningless for a query that has seen no key.
+
+        Args:
+          state: the state after the last block, (maximum, sum).
+          sink: float32[], the head's sink in units of log2. The sum has one more term for it, to which no value
+            belongs. None: there is no sink.
+        """
         top, total = state
         if self.lean:
             top = top * self.unit

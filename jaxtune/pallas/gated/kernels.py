@@ -49,8 +49,9 @@ def within(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def clipped(x, y, CLIPPED: tl.constexpr, LIMIT: tl.constexpr):
-    """Gate and up, float32, as an expert's activation takes them: x and y, or, if CLIPPED is 1, x clipped at LIMIT from
-    above, and 1 plus y clipped at LIMIT from both sides."""
+    """Returns what an expert's activation takes as gate and up. If CLIPPED is 0, these are x and y. If it is 1, gate is
+    min(x, LIMIT), and up is y, clipped to the range from -LIMIT to LIMIT, plus 1. x, y: float32, the products with the
+    weights of gate and up."""
     if CLIPPED:
         x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
     return x, y

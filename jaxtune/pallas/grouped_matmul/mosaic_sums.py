@@ -86,9 +86,9 @@ def _bounds(groups: Groups) -> jax.Array:
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """values float32[tiles, ...] -> float32[E, ...]: the sums of the values of each expert's tiles; `groups` says which
-    expert each tile belongs to. They are `of_runs`, or reference.per_expert's where the kernel cannot compute them.
-    reference.contract_rows gets it as its `sums`."""
+    """Adds up the values of each expert's tiles: values float32[tiles, ...] -> float32[E, ...]. The kernel does so, by
+    `of_runs`, if it supports the number of values; otherwise reference.per_expert does. This function is the argument
+    `sums` of reference.contract_rows. groups: say which expert each tile belongs to."""
     if _run_of(values) is None:
         return reference.per_expert(values, groups)
     return of_runs(values, _bounds(groups))

@@ -9,7 +9,7 @@ from jaxtune.pallas.triton_parts import INTERPRETED, LEAST_SCALE, inverse_of, la
 
 @triton.jit
 def _at_least(scale):
-    """float32 numbers that are not negative, but at least LEAST_SCALE; NaN stays NaN."""
+    """Returns `scale`, and LEAST_SCALE where it is smaller. NaN stays NaN. scale: float32, not negative."""
     return tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)
 
 

@@ -117,15 +117,14 @@ def decoded(weight, x, kernels: ModuleType):
 
 
 def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
-    """The product of x [tokens, n] and one weight over one axis of each, plus an adapter's product, plus a bias:
-    [tokens, out or in] in x's dtype. Forward and backward call it for each weight that is not multiplied as it is
-    stored.
+    """Multiplies x by one weight, and adds an adapter's product and a bias, if they are given. The result is in x's
+    dtype: [tokens, out] in the forward, [tokens, in] in the backward. Both call it for each weight that is not
+    multiplied as it is stored.
 
     Args:
-      x: activations, or gradients of outputs.
-      weight: [out, in], an array or quantised. A quantised one is decoded first (kernels.dequantize), except in the
-        forward if kernels.small_refusal has no reason against this weight and number of tokens: kernels.small_matmul
-        then multiplies by its codes.
+      x: in the forward the activations, [tokens, in]; in the backward the gradients of the outputs, [tokens, out].
+      weight: [out, in], an array or quantised. A quantised weight is decoded first, by kernels.dequantize. In a forward
+        of few tokens kernels.small_matmul multiplies by its codes instead, if kernels.small_refusal returns None.
       contract: the axes that are summed over, (axis of x, axis of weight): (1, 1) in the forward, (1, 0) in the
         backward.
       kernels: the module whose dequantize, small_refusal and small_matmul decode weights and multiply few tokens: this
