@@ -134,7 +134,7 @@ def products(
     Returns:
       partial sums [splits, N, sum of out_i], in float32, or in x's dtype if there is one split. Their sum over the
         splits, rounded to x's dtype, is x times the transposed weights, adapters included, side by side in the order of
-        `weights`. "reference" gives one split. The function that takes the result (`added_norm`, `placed`) adds them
+        `weights`. "reference" gives one split if it is requested. The function that takes the result (`added_norm`, `placed`) adds them
         up.
     Raises:
       TypeError, ValueError: an argument does not fit this description, an adapter has a row_scale (DoRA), or the named
@@ -164,7 +164,9 @@ def products(
         return triton.products_refusal(x, weights, loras, most)
 
     chosen = _chosen_product("products", x, most, refusal, first_use, implementation)
-    return IMPLEMENTATIONS[chosen].products(x, weights, loras)
+    if chosen == "triton":
+        return triton.products(x, weights, loras)
+    return reference.products(x, weights, loras, 1 if implementation else triton.splits_of_many(x, weights, loras))
 
 
 def gated_product(

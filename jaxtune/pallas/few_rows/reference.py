@@ -29,12 +29,17 @@ def _each(x, weights, loras):
     return [_product(x, weight) for weight in weights]
 
 
-def products(x, weights, loras=()):
+def products(x, weights, loras=(), splits: int = 1):
     """Multiplies x [N, in] by the transposes of all weights, each [out_i, in], with their adapters `loras`: one for
     each weight or None, or none at all. Returns the results side by side in the form of the kernel's partial sums, with
-    a single split: [1, N, sum of out_i], in x's dtype. This plain implementation runs where the kernel refuses a call,
-    and the kernel is compared with it."""
-    return jnp.concatenate(_each(x, weights, loras), axis=-1)[None]
+    a single split: [1, N, sum of out_i], in x's dtype. With more `splits`, for a single weight without an adapter, it
+    returns the sums over as many equal ranges of the columns, float32[splits, N, out]. This plain implementation runs
+    where the kernel refuses a call, and the kernel is compared with it."""
+    if splits == 1:
+        return jnp.concatenate(_each(x, weights, loras), axis=-1)[None]
+    (weight,) = weights
+    ranges = (array.reshape(len(array), splits, -1) for array in (x, weight))
+    return jnp.einsum("nsi,osi->sno", *ranges, preferred_element_type=jnp.float32)
 
 
 def gated_product(x, gate, up, activation, loras=()):

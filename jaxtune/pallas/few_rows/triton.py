@@ -129,6 +129,21 @@ def _splits(inner: int, programs: int) -> int:
     return next((n for n in fitting if n * programs >= _ENOUGH), fitting[-1])
 
 
+def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> int:
+    """The number of splits, ranges of the columns that are summed apart, of a product of `products` that XLA multiplies
+    because x [N, in] has too many rows for the kernel: 1, 2, 4 or 8. On a Hopper GPU it is the smallest of them with
+    which tiles of 128 x 128 of the product occupy the multiprocessors, as XLA would divide it. But XLA then adds the
+    partial sums up in a kernel of its own, where `added_norm` adds them on its way. It is 1 for several weights, and
+    with adapters. weights: each [out_i, in]. loras: the adapter of each weight or None; empty if there are none."""
+    if dispatch.compute_capability() != (9, 0) or x.dtype not in _DTYPES or len(x) <= MOST_ROWS:
+        return 1
+    if len(weights) > 1 or padded_rank(loras):
+        return 1
+    tiles = -(-len(x) // 128) * -(-weights[0].shape[0] // 128)
+    fitting = [n for n in (1, 2, 4, 8) if x.shape[1] % (n * _PLAIN.depth) == 0]
+    return next((n for n in fitting if n * tiles >= _ENOUGH), fitting[-1] if fitting else 1)
+
+
 def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
     """How many steps a product with adapters reads ahead: those of `tile`, or fewer if the buffers of all these steps
     would not fit the shared memory, but at least 2. `_multiplied` calls it.
