@@ -8,6 +8,8 @@ kernel makes them relative to that of the row. A row's programs read nothing of 
 import triton
 import triton.language as tl
 
+_LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def chunk_kernel(
@@ -39,16 +41,22 @@ def chunk_kernel(
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     wide = tl.load(logits + row.to(tl.int64) * STRIDE + tokens, mask=tokens < VOCAB, other=float("-inf"))
     wide = wide.to(tl.float32)
-    top, place = tl.max(wide, 0, return_indices=True)
+    top = tl.max(wide, 0)
+    place = tl.min(tl.where(wide == top, tokens, CHUNKS * CHUNK), 0)
     least = tl.where(top == float("-inf"), 0.0, top)
     at = row * CHUNKS + chunk
     tl.store(tops + at, top)
-    tl.store(places + at, chunk * CHUNK + place)
-    tl.store(sums + at, tl.sum(tl.exp((wide - least) / tl.load(logprob_temperature + row)), 0))
+    tl.store(places + at, place)
+    # Instructions decide here beside memory: a division for each number would cost as much as all else.
+    own = tl.load(logprob_temperature + row)
+    weights = tl.exp2((wide - least) * (_LOG2E / own))
+    tl.store(sums + at, tl.sum(weights, 0))
     if DRAWS:
         count: tl.constexpr = CHUNK // BLOCK
-        weights = tl.reshape(tl.exp((wide - least) / tl.load(temperature + row)), [count, BLOCK])
-        tl.store(blocks + at * count + tl.arange(0, count), tl.sum(weights, 1))
+        heat = tl.load(temperature + row)
+        if heat != own:
+            weights = tl.exp2((wide - least) * (_LOG2E / heat))
+        tl.store(blocks + at * count + tl.arange(0, count), tl.sum(tl.reshape(weights, [count, BLOCK]), 1))
 
 
 @triton.jit
