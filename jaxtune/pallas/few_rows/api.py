@@ -226,7 +226,25 @@ def gated_product(
         return triton.gated_refusal(x, (gate, up), loras, activation)
 
     chosen = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
+    if chosen == "reference" and not implementation and len(x) > triton.MOST_ROWS:
+        return _activated(*reference.each_product(x, (gate, up), loras), activation)
     return IMPLEMENTATIONS[chosen].gated_product(x, gate, up, activation, loras)
+
+
+def _activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+    """Computes activation(gate) * up, each [N, out], for `gated_product` with more rows than its kernel supports, whose
+    products XLA multiplies: by a kernel where one supports the call, as XLA's takes longer, and in plain JAX else."""
+
+    def compare():
+        given = drawn(0, 33, 200, dtype=gate.dtype), drawn(1, 33, 200, dtype=gate.dtype)
+        got, want = (functools.partial(each.activated, activation=activation) for each in (triton, reference))
+        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+
+    def first_use():
+        return dispatch.first_use("activated", "triton", f"{gate.dtype}, {activation}", compare)
+
+    kernel = triton.activated_refusal(gate, activation) is None and first_use() is None
+    return (triton if kernel else reference).activated(gate, up, activation)
 
 
 def added_norm(

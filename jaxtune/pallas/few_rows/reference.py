@@ -14,13 +14,13 @@ from jaxtune.pallas.quant_matmul import quant_matmul
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [N, in] times the transpose of a weight [out, in]: [N, out] in x's dtype. `_each` multiplies by weights without
+    """x [N, in] times the transpose of a weight [out, in]: [N, out] in x's dtype. `each_product` multiplies by weights without
     adapters so. Numbers in float32 are multiplied in full float32, without TF32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("ni,oi->no", x, weight, precision=precision, preferred_element_type=x.dtype)
 
 
-def _each(x, weights, loras):
+def each_product(x, weights, loras):
     """For `products` and `gated_product`: multiplies x [N, in] by the transpose of each of `weights`, [out_i, in], with
     its adapter. Returns a list of [N, out_i] in x's dtype. loras: the adapter of each weight or None, or empty; if
     there is one, quant_matmul's plain implementation multiplies, else einsums do."""
@@ -36,7 +36,7 @@ def products(x, weights, loras=(), splits: int = 1):
     returns the sums over as many equal ranges of the columns, float32[splits, N, out]. This plain implementation runs
     where the kernel refuses a call, and the kernel is compared with it."""
     if splits == 1:
-        return jnp.concatenate(_each(x, weights, loras), axis=-1)[None]
+        return jnp.concatenate(each_product(x, weights, loras), axis=-1)[None]
     (weight,) = weights
     ranges = (array.reshape(len(array), splits, -1) for array in (x, weight))
     return jnp.einsum("nsi,osi->sno", *ranges, preferred_element_type=jnp.float32)
@@ -47,7 +47,12 @@ def gated_product(x, gate, up, activation, loras=()):
     projection. x is [N, in], gate and up are [out, in], with the adapters `loras` (of gate and up, each may be None; or
     none at all), and activation is a key of ACTIVATIONS. This plain implementation runs where the kernel refuses a
     call, and the kernel is compared with it."""
-    gate, up = _each(x, (gate, up), loras)
+    return activated(*each_product(x, (gate, up), loras), activation)
+
+
+def activated(gate, up, activation):
+    """Computes activation(gate) * up, [N, out] in gate's dtype, each step rounded to it. This plain implementation runs
+    where the kernel refuses a call, and the kernel is compared with it."""
     return ACTIVATIONS[activation](gate) * up
 
 

@@ -30,6 +30,7 @@ ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # the numbers of the kernels for acti
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _SHARED_BYTES = 227 * 1024  # of a program's shared memory on Hopper
 _CORES = 132  # multiprocessors of a Hopper GPU
+_BLOCK = 2048  # numbers of gate and up that a program of `activated` reads
 _ENOUGH = 96  # programs that occupy them well enough: fewer splits are less to add
 
 
@@ -43,6 +44,7 @@ class Tile:
     depth: int  # the number of columns that are read in one step
     warps: int  # the number of warps of a program
     stages: int  # how many steps are read ahead
+    tokens: int = MOST_ROWS_OF_SEVERAL  # the most rows of x that a program multiplies
 
 
 # Of products, and of gated products with many and with few rows of the weights, as measured on an H200.
@@ -175,6 +177,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
     from jaxtune.pallas.few_rows import triton_kernels
 
     (count, inner), padding = x.shape, 3 - len(weights)
+    tokens = min(padded(count), tile.tokens)
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
     rank = padded_rank(loras)
     stages = _stages(tile, padded(count), 2 if activation else 1, rank) if rank else tile.stages
@@ -190,7 +193,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
         triton_kernels.product_kernel,
         (x, *weights, *(weights[0],) * padding, *sides),
         (jax.ShapeDtypeStruct((splits, count, width), dtype),),
-        (width // tile.rows, splits),
+        (width // tile.rows, splits, -(-count // tokens)),
         warps=tile.warps,
         stages=stages,
         COUNT=count,
@@ -200,7 +203,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
         THIRD=sizes[2],
         ROWS=tile.rows,
         DEPTH=tile.depth,
-        TOKENS=padded(count),
+        TOKENS=tokens,
         SPLITS=splits,
         ACTIVATION=activation,
         STAGES=stages,
@@ -232,7 +235,7 @@ def products(x, weights, loras=()):
     `products_refusal` says which calls are supported."""
     width = sum(weight.shape[0] for weight in weights)
     tile = product_tile(x, weights, loras)
-    splits = _splits(x.shape[1], width // tile.rows)
+    splits = _splits(x.shape[1], width // tile.rows * -(-len(x) // tile.tokens))
     return _multiplied(x, weights, loras, tile, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
 
 
@@ -260,6 +263,36 @@ def gated_product(x, gate, up, activation, loras=()):
     which calls are supported."""
     rows, tile = gate.shape[0], gated_tile(gate.shape[0], len(x), loras)
     return _multiplied(x, (gate, up), loras, tile, 1, ACTIVATIONS[activation], rows, x.dtype)[0]
+
+
+def activated_refusal(gate, activation: str) -> str | None:
+    """The reason why the kernel of `activated` does not support gate [N, out] on this GPU, or None: no GPU on which
+    Triton kernels run, another dtype than 16-bit floats, or another activation than "silu" and "gelu_tanh"."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if gate.dtype not in _DTYPES:
+        return f"dtype {gate.dtype}"
+    return None if activation in ACTIVATIONS else f"activation {activation}"
+
+
+def activated(gate, up, activation):
+    """Computes activation(gate) * up by one kernel: the second half of a gated product whose products XLA multiplies.
+    gate, up: [N, out] of 16 bits. activation: "silu" or "gelu_tanh". It rounds as `gated_product` does."""
+    from jaxtune.pallas.few_rows import triton_kernels
+
+    (out,) = compat.triton_graph_call(
+        triton_kernels.activated_kernel,
+        (gate, up),
+        [jax.ShapeDtypeStruct(gate.shape, gate.dtype)],
+        (-(-gate.size // _BLOCK),),
+        warps=4,
+        stages=1,
+        BLOCK=_BLOCK,
+        SIZE=gate.size,
+        ACTIVATION=ACTIVATIONS[activation],
+    )
+    return out
 
 
 def added_norm_refusal(x) -> str | None:

@@ -97,7 +97,7 @@ def product_kernel(
     """The kernel of products and gated_product: out = x W^T. W consists of the weights first, second and third, [FIRST,
     INNER], [SECOND, INNER] and [THIRD, INNER], one below the other; a weight that is not used has 0 rows. out has the
     partial sums [SPLITS, COUNT, FIRST + SECOND + THIRD], float32, or with one split the product in x's dtype. Grid:
-    (rows of W / ROWS, SPLITS).
+    (rows of W / ROWS, SPLITS, COUNT / TOKENS rounded up).
 
     If ACTIVATION is not 0, first and second are the weights of gate and up, and out [1, COUNT, FIRST] is
     activation(gate) * up, gate and up being x times the weights; both, and each step of the activation, are rounded to
@@ -118,7 +118,7 @@ def product_kernel(
       FIRST, SECOND, THIRD: the number of rows of each weight, multiples of ROWS.
       ROWS: the rows of W of a program.
       DEPTH: the columns that are read in one step.
-      TOKENS: COUNT, rounded up to a power of two of at least 16.
+      TOKENS: the rows of x of a program: COUNT, rounded up to a power of two of at least 16, or less.
       ACTIVATION: 0: none; 1: silu; 2: the tanh approximation of gelu.
       SPLITS: the ranges of columns that different programs sum over.
       STAGES: how many steps are read ahead.
@@ -148,6 +148,8 @@ def product_kernel(
                     rank, scale = tl.full([], THIRD_RANK, tl.int32), tl.full([], THIRD_SCALE, tl.float32)
     rows = own + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
+    if COUNT > TOKENS:
+        tokens += tl.program_id(2) * TOKENS
     lines = rows.to(tl.int64)[:, None] * INNER
     real = (tokens < COUNT)[None, :]
     steps: tl.constexpr = INNER // DEPTH // SPLITS
@@ -187,6 +189,21 @@ def product_kernel(
         total = _activated_in_steps(_rounded(total, DTYPE), ACTIVATION, DTYPE) * _rounded(up, DTYPE)
     places = (split * COUNT + tokens[:, None]) * WIDTH + begin + tl.arange(0, ROWS)[None, :]
     tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=(tokens < COUNT)[:, None])
+
+
+@triton.jit
+def activated_kernel(
+    gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """The kernel of activated: writes activation(gate) * up to out, each of SIZE numbers, rounded as product_kernel
+    rounds them. Each program computes BLOCK numbers. ACTIVATION: 1: silu. 2: the tanh approximation of gelu."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = places < SIZE
+    wide = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
+    factor = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
+    wide = _activated_in_steps(wide, ACTIVATION, DTYPE) * factor
+    tl.store(out + places, wide.to(DTYPE), mask=real)
 
 
 @triton.jit
