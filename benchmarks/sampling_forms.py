@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib
 import sys
@@ -31,6 +32,7 @@ from benchmarks.shapes import SHAPES
 from jaxtune.models.generation import slots as slots_module
 from jaxtune.models.generation.slots import programs
 from jaxtune.pallas import compat, dispatch, meshes
+from jaxtune.pallas.decode_attention.triton import Tile
 from jaxtune.pallas.few_rows import drawing, drawing_kernels, reference
 from jaxtune.pallas.few_rows import triton as few
 from jaxtune.pallas.few_rows.api import products
@@ -125,11 +127,20 @@ def put(where, name, value):
 
 
 def many_tile(tile, splits):
-    usual = few._splits
-    return (
-        put(few, "_MANY", tile),
-        put(few, "_splits", lambda inner, programs: splits if programs >= 6144 // tile.rows else usual(inner, programs)),
-    )
+    return put(few, "_MANY", tile), put(few, "_splits", lambda *_: splits)
+
+
+def with_shared(least: int):
+    """More shared memory for each program of the attention, so that fewer share a multiprocessor."""
+    usual = compat._assembly
+
+    def built(kernel, *rest):
+        made = usual(kernel, *rest)
+        if kernel.__name__ != "attended_kernel":
+            return made
+        return dataclasses.replace(made, shared_bytes=max(least, made.shared_bytes))
+
+    return put(compat, "_assembly", built)
 
 
 def tile_of_many(*tile):
@@ -162,6 +173,7 @@ FORMS = {
     "concurrent": (options(xla_gpu_command_buffer_scheduling_mode="CONCURRENT"),),
     "cublaslt": (options(xla_gpu_enable_cublaslt=True),),
     "no_triton_gemm": (options(xla_gpu_enable_triton_gemm=False),),
+    "attended_8": (with_shared(28160),),
     "four_warps": (put(ATTENDED, "_MANY_TILES", {}),),
 }
 
@@ -281,6 +293,80 @@ def pieces(say) -> None:
             say(f"chosen_token, {name}", lambda choose=choose: microseconds(choose, (logits,), 3))
 
 
+ATTENTIONS = (
+    ((16, 1, 3), 0, False),
+    ((16, 1, 3), 28160, False),
+    ((16, 1, 3), 32256, False),
+    ((16, 1, 2), 28160, False),
+    ((16, 1, 7), 0, False),
+    ((32, 1, 2), 0, False),
+    ((32, 4, 3), 0, False),
+    ((32, 2, 3), 0, False),
+    ((16, 1, 3), 0, True),
+    ((32, 4, 3), 0, True),
+    ((16, 1, 3), 0, False),
+)
+
+
+def attentions(say) -> None:
+    """Microseconds of the attention of 256 rows over 456 keys, in a program of four, with caches of their own."""
+    rows, layers = 256, 4
+    parts = [0.3 * jax.random.normal(jax.random.key(i), (1, rows, 6144), jnp.bfloat16) for i in range(layers)]
+    angles = jax.random.normal(jax.random.key(9), (rows, 64), jnp.float32)
+    caches = [
+        [0.3 * jax.random.normal(jax.random.key(20 + 2 * i + j), (rows, 8, 768, 128), jnp.bfloat16) for j in range(2)]
+        for i in range(layers)
+    ]
+    positions = jnp.full(rows, 455, jnp.int32)
+    wanted: list = []
+
+    for tile, shared, launched in ATTENTIONS:
+
+        def measure(tile=tile, shared=shared, launched=launched) -> dict:
+            nonlocal caches
+
+            def layers_of(parts, caches, angles, positions):
+                made = []
+                for part, (keys, values) in zip(parts, caches, strict=True):
+                    made.append(
+                        ATTENDED._by_kernel(
+                            part,
+                            keys,
+                            values,
+                            positions,
+                            (jnp.cos(angles), jnp.sin(angles)),
+                            None,
+                            tile=Tile(*tile),
+                            rounding=dict(eps=1e-5, offset=0.0, float32=False),
+                            masking=dict(scale=128**-0.5, window=None, soft_cap=None, sinks=None),
+                        )
+                    )
+                return [out for out, *_ in made], [cache for _, *cache in made]
+
+            with contextlib.ExitStack() as stack:
+                if shared:
+                    stack.enter_context(with_shared(shared)())
+                if launched:
+                    stack.enter_context(
+                        mock.patch.object(compat, "triton_graph_call", functools.partial(by_xla, ("attended",)))
+                    )
+                run = jax.jit(layers_of, donate_argnums=1)
+                outs, caches = run(parts, caches, angles, positions)
+            jax.block_until_ready(outs)
+            wanted.append(outs[0])
+            times = []
+            for _ in range(3):
+                began = time.perf_counter()
+                for _ in range(20):
+                    outs, caches = run(parts, caches, angles, positions)
+                jax.block_until_ready(outs)
+                times.append((time.perf_counter() - began) / 20 / layers * 1e6)
+            apart = jnp.abs(outs[0].astype(jnp.float32) - wanted[0].astype(jnp.float32)).max()
+            return {"us": round(min(times), 2), "largest difference": float(apart)}
+
+        say(f"attention, {tile}, {shared} bytes{', by XLA' if launched else ''}", measure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
@@ -296,7 +382,7 @@ def main() -> None:
     except Exception as error:
         record["checks"] = f"{type(error).__name__}: {str(error)[:1000]}"
     print(record["checks"], flush=True)
-    if "pieces" in given.ways:
+    if "pieces" in given.ways or "attentions" in given.ways:
 
         def say(name, measure):
             try:
@@ -306,8 +392,10 @@ def main() -> None:
             print(name, record[name], round(time.perf_counter() - began, 1), flush=True)
             write(given.output, record)
 
-        pieces(say)
-    given.ways = [way for way in given.ways if way != "pieces"]
+        for name, measure in (("pieces", pieces), ("attentions", attentions)):
+            if name in given.ways:
+                measure(say)
+    given.ways = [way for way in given.ways if ":" in way]
     model = random_model(SHAPES["llama-3.1-8b"], jax.random.key(0), None)
     for number, way in enumerate(given.ways):
         if time.perf_counter() - began > given.seconds - 22:

@@ -192,9 +192,7 @@ def product_kernel(
 
 
 @triton.jit
-def activated_kernel(
-    gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr
-):
+def activated_kernel(gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr):
     """The kernel of activated: writes activation(gate) * up to out, each of SIZE numbers, rounded as product_kernel
     rounds them. Each program computes BLOCK numbers. ACTIVATION: 1: silu. 2: the tanh approximation of gelu."""
     DTYPE: tl.constexpr = out.dtype.element_ty
