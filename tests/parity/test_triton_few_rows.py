@@ -52,6 +52,33 @@ def test_products_add_up_to_those_of_xla(rows, sizes):
     near(parts.sum(0), reference.products(x.astype(jnp.float32), weights)[0], 1e-4)
 
 
+def test_a_product_of_many_rows_is_divided_for_the_kernel_that_adds_it():
+    """As XLA would divide it to occupy the multiprocessors; several weights, or adapters, are one sum."""
+    x, weight, wider = normal(129, 2048), normal(64, 2048, seed=1, scale=0.05), normal(6144, 2048, seed=2)
+    with interpreted(HOPPER):
+        parts = products(x, [weight])
+        assert products(x, [weight], [adapter(64, 2048, 8, 1.0, 3)]).shape == (1, 129, 64)
+        assert products(x, [wider]).shape == (1, 129, 6144)
+    assert dispatch.record["products"][0] == "reference"
+    assert parts.shape == (8, 129, 64) and parts.dtype == jnp.float32
+    near(parts.sum(0), reference.products(x.astype(jnp.float32), [weight])[0], 1e-4)
+    with interpreted((8, 0)):
+        assert products(x, [weight]).shape == (1, 129, 64)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_gated_product_of_many_rows_is_activated_by_a_kernel(activation, adapted):
+    x, gate, up = normal(130, 256), *(normal(136, 256, seed=i, scale=0.1) for i in (1, 2))
+    loras = [adapter(136, 256, 8, 2.0, seed) for seed in (3, 5)] if adapted else []
+    with interpreted(HOPPER):
+        got = gated_product(x, gate, up, activation, loras)
+    assert dispatch.record["activated"][0] == "triton"
+    want = gated_product(x, gate, up, activation, loras, implementation="reference")
+    assert (np.asarray(got) == np.asarray(want)).mean() > 0.98
+    near(got, want)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_a_gated_product(activation):
     x, gate, up = normal(5, 256), *(normal(128, 256, seed=i, scale=0.1) for i in (1, 2))
@@ -394,6 +421,7 @@ def test_a_token_is_chosen(size, draws):
     logits = 3 * normal(rows, size + 7, dtype=jnp.float32)
     logits = logits.at[:, size:].set(50.0).at[3, 7].set(20.0).at[3, size - 5].set(20.0).at[5, 11:].set(-jnp.inf)
     heat, own = jnp.linspace(0.3, 2.0, rows), jnp.where(jnp.arange(rows) % 3 == 0, 1.0, 0.7)
+    own = jnp.where(jnp.arange(rows) % 3 == 1, heat, own)
     uniform = jnp.where(jnp.arange(rows) % 4 == 3, -1.0, jnp.linspace(0.0, 0.999, rows)) if draws else None
     with interpreted():
         token, *numbers = chosen_token(logits, size, heat, own, uniform)

@@ -233,7 +233,7 @@ def gated_product(
 
 def _activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
     """Computes activation(gate) * up, each [N, out], for `gated_product` with more rows than its kernel supports, whose
-    products XLA multiplies: by a kernel where one supports the call, as XLA's takes longer, and in plain JAX else."""
+    products XLA multiplies: by a kernel where one supports the call, and in plain JAX else."""
 
     def compare():
         given = drawn(0, 33, 200, dtype=gate.dtype), drawn(1, 33, 200, dtype=gate.dtype)
@@ -243,8 +243,9 @@ def _activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
     def first_use():
         return dispatch.first_use("activated", "triton", f"{gate.dtype}, {activation}", compare)
 
-    kernel = triton.activated_refusal(gate, activation) is None and first_use() is None
-    return (triton if kernel else reference).activated(gate, up, activation)
+    plain = "reference" if triton.activated_refusal(gate, activation) else None
+    chosen = dispatch.choose("activated", {"triton": first_use, "reference": lambda: None}, plain)
+    return (triton if chosen == "triton" else reference).activated(gate, up, activation)
 
 
 def added_norm(

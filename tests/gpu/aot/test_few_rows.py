@@ -131,6 +131,16 @@ def test_other_kernels_fit(capability, tmp_path):
 
 
 @pytest.mark.parametrize("capability", GPUS)
+def test_the_activation_of_many_rows_fits(capability, tmp_path):
+    weight = array(INNER, HIDDEN)
+    with dispatch.compile_for(capability), recorded_calls() as calls:
+        jax.eval_shape(lambda x, gate: gated_product(x, gate, gate, "silu"), array(256, HIDDEN), weight)
+    [call] = calls
+    assert call[0].__name__ == "activated_kernel"
+    assert compile_call(call, capability, tmp_path).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize(("dim", "group"), [(64, 8), (128, 4), (256, 2), (512, 4)])
 def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
     rows = 64
