@@ -227,7 +227,8 @@ def gated_product(
 
     chosen = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
     if chosen == "reference" and not implementation and len(x) > triton.MOST_ROWS:
-        return _activated(*reference.each_product(x, (gate, up), loras), activation)
+        gate, up = reference.each_product(x, (gate, up), loras)
+        return _activated(gate, up, activation)
     return IMPLEMENTATIONS[chosen].gated_product(x, gate, up, activation, loras)
 
 

@@ -14,8 +14,8 @@ from jaxtune.pallas.quant_matmul import quant_matmul
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [N, in] times the transpose of a weight [out, in]: [N, out] in x's dtype. `each_product` multiplies by weights without
-    adapters so. Numbers in float32 are multiplied in full float32, without TF32."""
+    """x [N, in] times the transpose of a weight [out, in]: [N, out] in x's dtype. `each_product` multiplies by weights
+    without adapters so. Numbers in float32 are multiplied in full float32, without TF32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("ni,oi->no", x, weight, precision=precision, preferred_element_type=x.dtype)
 
@@ -47,7 +47,8 @@ def gated_product(x, gate, up, activation, loras=()):
     projection. x is [N, in], gate and up are [out, in], with the adapters `loras` (of gate and up, each may be None; or
     none at all), and activation is a key of ACTIVATIONS. This plain implementation runs where the kernel refuses a
     call, and the kernel is compared with it."""
-    return activated(*each_product(x, (gate, up), loras), activation)
+    gate, up = each_product(x, (gate, up), loras)
+    return activated(gate, up, activation)
 
 
 def activated(gate, up, activation):
