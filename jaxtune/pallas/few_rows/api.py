@@ -134,8 +134,8 @@ def products(
     Returns:
       partial sums [splits, N, sum of out_i], in float32, or in x's dtype if there is one split. Their sum over the
         splits, rounded to x's dtype, is x times the transposed weights, adapters included, side by side in the order of
-        `weights`. "reference" gives one split if it is requested. The function that takes the result (`added_norm`, `placed`) adds them
-        up.
+        `weights`. "reference" gives one split if it is requested. The function that takes the result (`added_norm`,
+        `placed`) adds them up.
     Raises:
       TypeError, ValueError: an argument does not fit this description, an adapter has a row_scale (DoRA), or the named
         implementation does not support the call.
