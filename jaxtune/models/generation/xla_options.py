@@ -25,13 +25,14 @@ def sampler_options(same_choices: bool, many_rows: bool) -> dict[str, bool | int
         False: those are taken that are fastest when timed, which can differ between processes.
       many_rows: whether more rows decode in one batch than the kernels of few_rows multiply (MOST_ROWS). XLA then
         multiplies them, and must not merge the products of query, key and value into one: that one has no kernel of the
-        vendor's, and separate ones make a decoding step of Llama-3.1-8B with 256 rows 4.5 % faster on an H200.
+        vendor's, and separate ones make a decoding step of Llama-3.1-8B with 256 rows 4.5 % faster on an H200. Nor may
+        it take Triton's products where they are faster alone: without them such a step is 1.3 % faster.
     """
     options = {**NO_REMATERIALIZATION, **_ROUNDING}
     if same_choices:
         options |= _SAME_CHOICES
     if many_rows:
-        options |= {"xla_gpu_dot_merger_threshold_mb": 0}
+        options |= {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}
     return options
 
 

@@ -123,7 +123,8 @@ def products(
     value, with their LoRA adapters. The kernel has no derivative.
 
     Args:
-      x: [N, in], the rows; "triton" supports N up to 128, and to 256 with several weights and no adapters.
+      x: [N, in], the rows; "triton" supports N up to 128, and to 256 without adapters for several weights or one of at
+        most 25 million numbers.
       weights: each [out_i, in], in x's dtype.
       loras: the adapter of each weight, or None for a weight without one; empty if no weight has one. An adapter adds
         scale * (x a^T) b^T to its weight's product. "triton" supports ranks up to 64. Arrays in another dtype than x's
@@ -149,9 +150,10 @@ def products(
     tile = triton.product_tile(x, weights, loras)
 
     def compare():
-        rows, columns = triton.padded(len(x)), 2048
-        given = drawn(0, rows, columns, dtype=x.dtype), [drawn(i, 64 * i, columns, dtype=x.dtype) for i in (1, 2, 1)]
-        given = *given, _small_adapters([*loras, None, None][:3] if loras else [], (64, 128, 64), columns, x.dtype)
+        rows, columns, sizes = triton.padded(len(x)), 2048, (tile.rows, 2 * tile.rows, tile.rows)
+        weights = [drawn(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
+        given = drawn(0, rows, columns, dtype=x.dtype), weights
+        given = *given, _small_adapters([*loras, None, None][:3] if loras else [], sizes, columns, x.dtype)
         return [jax.jit(triton.products)(*given).sum(0)], [dispatch.exactly(reference.products)(*wide(given))[0]]
 
     def first_use():

@@ -25,10 +25,12 @@ _CORES = 132  # multiprocessors of a Hopper GPU
 # Tiles of a Hopper GPU by head dim. Where there are fewer programs than multiprocessors: the fewer tiles a program
 # reads one after another, the sooner it ends.
 _FEW_TILES = {128: Tile(128, 8, 3)}
-# Where there are more programs than run at once with four warps each: eight of a single warp share a multiprocessor,
-# and no warp waits for another.
+# Where there are more programs than run at once with four warps each: up to ten of a single warp share a multiprocessor
+# (_TOGETHER), and no warp waits for another.
 _MANY_TILES = {128: Tile(16, 1, 3)}
 _AT_ONCE = 4 * _CORES
+_TOGETHER = 10
+_SHARED_BYTES = 228 * 1024  # of a Hopper multiprocessor, of which each program takes another KB than its own
 
 
 def attended(
@@ -132,6 +134,18 @@ def _tile(keys, batch_invariant: bool) -> Tile:
     return tile if capacity % other.step else other
 
 
+def _shared_bytes(tile: Tile, programs: int) -> int:
+    """Bytes of shared memory that each of `programs` programs gets at least; 0: as many as it needs. All programs take
+    about the same time, so they run in rounds. If ten shared a multiprocessor, 2,048 programs (256 rows of 8 key/value
+    heads) would fill half of the second round, and half of the programs read more slowly than all. So only so many
+    share one as fill each round."""
+    if tile not in _MANY_TILES.values():
+        return 0
+    rounds = -(-programs // (_TOGETHER * _CORES))
+    together = -(-programs // (rounds * _CORES))
+    return _SHARED_BYTES // together // 128 * 128 - 1024  # in units of 128 bytes
+
+
 def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile) -> str | None:
     """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
     reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
@@ -185,6 +199,7 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, roun
         warps=tile.warps,
         stages=tile.stages,
         aliases={len(before): 1, len(before) + 1: 2},
+        shared_bytes=_shared_bytes(tile, kv_heads * count),
         **({} if sinks else {"sinks": None}),
         COUNT=count,
         HEADS=heads,

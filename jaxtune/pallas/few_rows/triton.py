@@ -23,8 +23,9 @@ from jaxtune.pallas.quant_matmul import LoraWeights
 
 # The most rows of x that a product may have: with more it is bound by multiplications, and XLA's is the right choice.
 MOST_ROWS = 128
-# The most rows of a product of several weights: XLA multiplies each of them apart, and concatenates the products.
-MOST_ROWS_OF_SEVERAL = 256
+# The most rows of a product of several weights, which XLA multiplies apart and concatenates, or of a small one, whose
+# columns XLA divides, to add up the sums in a kernel of its own; and the most numbers of a small weight.
+MOST_ROWS_OF_OTHERS, _SMALL = 256, 6144 * 4096
 MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit the registers
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # the numbers of the kernels for activations
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -44,7 +45,7 @@ class Tile:
     depth: int  # the number of columns that are read in one step
     warps: int  # the number of warps of a program
     stages: int  # how many steps are read ahead
-    tokens: int = MOST_ROWS_OF_SEVERAL  # the most rows of x that a program multiplies
+    tokens: int = MOST_ROWS_OF_OTHERS  # the most rows of x that a program multiplies
 
 
 # Of products, and of gated products with many and with few rows of the weights, as measured on an H200.
@@ -53,8 +54,11 @@ _PLAIN, _GATED, _GATED_FEW = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4), Tile(64, 
 _AHEAD = Tile(64, 128, 4, 5)
 # Of products of up to 16 rows of x whose programs have a multiprocessor each and leave some of them idle.
 _FAR_AHEAD = Tile(64, 128, 4, 8)
-# Of gated products of more than 64 rows of x, and of products of more than 128.
-_GATED_MANY, _MANY = Tile(64, 64, 4, 3), Tile(64, 64, 4, 4)
+# Of gated products of more than 64 rows of x.
+_GATED_MANY = Tile(64, 64, 4, 3)
+# Of products of more than 128 rows of x, which are bound by what multiprocessors read from the L2 cache: a program of
+# 128 x 128 reads less than one of 64 x 256. And of those whose weights such tiles do not divide.
+_MANY, _MANY_UNEVEN = Tile(128, 64, 8, 6, 128), Tile(64, 64, 4, 4)
 # Of products with adapters of more than 64 rows of x: larger tiles read and multiply by A half as often.
 _ADAPTED = Tile(128, 64, 8, 6)
 
@@ -77,8 +81,10 @@ def padded_rank(loras: Sequence[LoraWeights | None]) -> int:
 
 def most_rows(weights: Sequence, loras: Sequence) -> int:
     """The most rows of x that the kernel of products multiplies by these weights with these adapters: 256
-    (MOST_ROWS_OF_SEVERAL) for several weights without adapters, else 128 (MOST_ROWS)."""
-    return MOST_ROWS_OF_SEVERAL if len(weights) > 1 and not padded_rank(loras) else MOST_ROWS
+    (MOST_ROWS_OF_OTHERS) without adapters for several weights, or for one of at most 25 million numbers (_SMALL), else
+    128 (MOST_ROWS)."""
+    others = len(weights) > 1 or weights[0].size <= _SMALL
+    return MOST_ROWS_OF_OTHERS if others and not padded_rank(loras) else MOST_ROWS
 
 
 def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int = MOST_ROWS) -> str | None:
@@ -134,7 +140,7 @@ def _splits(inner: int, programs: int) -> int:
 def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> int:
     """The number of splits, ranges of the columns that are summed apart, of a product of `products` that XLA multiplies
     because x [N, in] has too many rows for the kernel: 1, 2, 4 or 8. On a Hopper GPU it is the smallest of them with
-    which tiles of 128 x 128 of the product occupy the multiprocessors, as XLA would divide it. But XLA then adds the
+    which tiles of 128 x 128 of the product occupy the multiprocessors. XLA would divide it in the same way, but add the
     partial sums up in a kernel of its own, where `added_norm` adds them on its way. It is 1 for several weights, and
     with adapters. weights: each [out_i, in]. loras: the adapter of each weight or None; empty if there are none."""
     if dispatch.compute_capability() != (9, 0) or x.dtype not in _DTYPES or len(x) <= MOST_ROWS:
@@ -142,8 +148,8 @@ def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) ->
     if len(weights) > 1 or padded_rank(loras):
         return 1
     tiles = -(-len(x) // 128) * -(-weights[0].shape[0] // 128)
-    fitting = [n for n in (1, 2, 4, 8) if x.shape[1] % (n * _PLAIN.depth) == 0]
-    return next((n for n in fitting if n * tiles >= _ENOUGH), fitting[-1] if fitting else 1)
+    fitting = [n for n in (1, 2, 4, 8) if x.shape[1] % (n * _PLAIN.depth) == 0] or [1]
+    return next((n for n in fitting if n * tiles >= _ENOUGH), fitting[-1])
 
 
 def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
@@ -216,11 +222,10 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
 def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
     """How a product of `products` is divided among programs: by the number of rows of x [N, in], by the rows of the
     weights, each [out_i, in], and by whether there are adapters (`loras`, empty if not)."""
-    count = len(x)
+    count, whole = len(x), all(weight.shape[0] % _MANY.rows == 0 for weight in weights)
     if count > MOST_ROWS:
-        return _MANY
+        return _MANY if whole else _MANY_UNEVEN
     if padded(count) > 64:
-        whole = all(weight.shape[0] % _ADAPTED.rows == 0 for weight in weights)
         return _ADAPTED if padded_rank(loras) and whole else _PLAIN
     if padded(count) > 16:
         return _AHEAD

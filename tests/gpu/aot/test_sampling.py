@@ -80,7 +80,7 @@ def lowered(
         staged = placed(device.states_shape(structure, shapes, 1, 256))
         live = device.Live(ints(slots), ints(slots), placed(jax.ShapeDtypeStruct((slots,), bool)))
         rows = placed(device.empty_rows(slots, 4, structure.config.vocab_size))
-        programs, leaves = device.programs(False, False), list(placed(shapes))
+        programs, leaves = device.programs_of(False, slots), list(placed(shapes))
         changed = np.zeros(slots, bool)
         kind = Kind(True, False, False)
         return states, {

@@ -76,7 +76,8 @@ def compile_call(call, capability: tuple[int, int], folder) -> Compiled:
 
     kernel, types, settings = call
     pointers = {jnp.dtype(dtype): name for dtype, name in _POINTERS.items()}
-    constants = {k: v for k, v in settings.items() if k not in ("warps", "stages", "contract", "aliases")}
+    others = ("warps", "stages", "contract", "aliases", "shared_bytes")
+    constants = {k: v for k, v in settings.items() if k not in others}
     arrays = [name for name in kernel.arg_names if name not in constants]
     signature = {name: pointers[array.dtype] for name, array in zip(arrays, types, strict=True)}
     source = ASTSource(
