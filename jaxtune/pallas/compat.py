@@ -110,7 +110,7 @@ def triton_graph_call(
     warps: int,
     stages: int,
     aliases: Mapping[int, int] | None = None,
-    shared_bytes: int = 0,
+    shared_bytes: int | None = None,
     **constants: int | float | None,
 ) -> list[jax.Array]:
     """Calls a Triton kernel as XLA launches its own kernels: the call becomes a node of a CUDA graph beside the kernels
@@ -130,7 +130,7 @@ def triton_graph_call(
       aliases: {index of an argument: index of the output that takes its memory, for a kernel that changes it in place}.
         The kernel gets both pointers.
       shared_bytes: bytes of shared memory that a program gets at least, so that fewer programs share a multiprocessor
-        than its registers and its own use of that memory allow.
+        than its registers and its own use of that memory allow; None: as many as it uses.
       constants: its compile-time constants; None for an array that the kernel takes but does not read in this call.
     Returns:
       the outputs, one for each of out_types.
@@ -153,7 +153,7 @@ def triton_graph_call(
         block_x=np.int32(32 * warps),
         block_y=np.int32(1),
         block_z=np.int32(1),
-        shared_mem_bytes=np.int32(max(built.shared_bytes, shared_bytes)),
+        shared_mem_bytes=np.int32(max(built.shared_bytes, shared_bytes or 0)),
         **sizes,
     )
     return list(meshes.on_each_device(call)(*arguments))[: len(out_types)]

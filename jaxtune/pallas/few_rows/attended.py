@@ -26,10 +26,10 @@ _CORES = 132  # multiprocessors of a Hopper GPU
 # reads one after another, the sooner it ends.
 _FEW_TILES = {128: Tile(128, 8, 3)}
 # Where there are more programs than run at once with four warps each: up to ten of a single warp share a multiprocessor
-# (_TOGETHER), and no warp waits for another.
+# (_MOST_SHARING), and no warp waits for another.
 _MANY_TILES = {128: Tile(16, 1, 3)}
 _AT_ONCE = 4 * _CORES
-_TOGETHER = 10
+_MOST_SHARING = 10
 _SHARED_BYTES = 228 * 1024  # of a Hopper multiprocessor, of which each program takes another KB than its own
 
 
@@ -134,16 +134,16 @@ def _tile(keys, batch_invariant: bool) -> Tile:
     return tile if capacity % other.step else other
 
 
-def _shared_bytes(tile: Tile, programs: int) -> int:
-    """Bytes of shared memory that each of `programs` programs gets at least; 0: as many as it needs. All programs take
-    about the same time, so they run in rounds. If ten shared a multiprocessor, 2,048 programs (256 rows of 8 key/value
-    heads) would fill half of the second round, and half of the programs read more slowly than all. So only so many
-    share one as fill each round."""
+def _shared_bytes(tile: Tile, programs: int) -> int | None:
+    """Bytes of shared memory that each of `programs` programs gets at least; None: as many as it uses. All programs
+    take about the same time, so they run in rounds. If ten shared a multiprocessor, 2,048 programs (256 rows of 8
+    key/value heads) would fill half of the second round, in which fewer copies of keys are on their way than memory
+    needs. With eight both rounds are full. `tile` is how the keys are read."""
     if tile not in _MANY_TILES.values():
-        return 0
-    rounds = -(-programs // (_TOGETHER * _CORES))
-    together = -(-programs // (rounds * _CORES))
-    return _SHARED_BYTES // together // 128 * 128 - 1024  # in units of 128 bytes
+        return None
+    rounds = -(-programs // (_MOST_SHARING * _CORES))
+    sharing = -(-programs // (rounds * _CORES))
+    return _SHARED_BYTES // sharing // 128 * 128 - 1024  # in units of 128 bytes
 
 
 def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile) -> str | None:
