@@ -192,7 +192,7 @@ def gated_product(
         to its weight's product. "triton" supports ranks up to 64.
       implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns, "silu"
         or "gelu_tanh"), "reference" (plain JAX), or None for the first that supports the call; for a larger N
-        that is "reference", without a warning.
+        XLA multiplies, without a warning, and a kernel computes the activation times up, where there is one.
     Returns:
       [N, out] in x's dtype.
     Raises:

@@ -1,10 +1,10 @@
-"""The operations of a decoding step (`products`, `gated_product`, `added_norm` and `placed`) as Triton kernels, for
-NVIDIA GPUs of compute capability 8.0 and higher; `products` and `gated_product` are for Hopper only, because they were
-not measured on other GPUs. api.py calls them; those of experts are in experts_triton.py. Functions named ..._refusal
-say which calls they do not support.
+"""The operations of a decoding step (`products`, `gated_product`, `activated`, `added_norm` and `placed`) as Triton
+kernels, for NVIDIA GPUs of compute capability 8.0 and higher; `products` and `gated_product` are for Hopper only,
+because they were not measured on other GPUs. api.py calls them; those of experts are in experts_triton.py. Functions
+named ..._refusal say which calls they do not support.
 
 Products read each weight once, in tiles of its rows, which are the left side of the tensor cores' product, and all rows
-of x, which are the right side. If the weights of `products` have too few rows to occupy the multiprocessors, the
+of x, or 128 of many, which are the right side. If the weights of `products` have too few rows to occupy the multiprocessors, the
 columns that are summed over are divided into splits, and the function that takes the partial sums adds them in order. A
 product thus needs no second kernel, and the bits of a row's result do not depend on the other rows. The kernels' bodies
 are in triton_kernels.py, which imports triton and is imported only when a kernel runs.

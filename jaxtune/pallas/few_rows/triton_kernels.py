@@ -1,6 +1,6 @@
 """The bodies of the Triton kernels of a decoding step, which triton.py calls (that of experts is in
-experts_kernels.py): product_kernel (products and gated products), added_norm_kernel, and placed_kernel, which norms,
-rotates and writes into the caches.
+experts_kernels.py): product_kernel (products and gated products), activated_kernel, added_norm_kernel, and
+placed_kernel, which norms, rotates and writes into the caches.
 
 The result of `products` is given as partial sums: float32 [SPLITS, COUNT, ...], or if SPLITS is 1 the product itself in
 the compute dtype. The kernel that reads partial sums adds the splits in ascending order and rounds the result to the
