@@ -4,10 +4,10 @@ because they were not measured on other GPUs. api.py calls them; those of expert
 named ..._refusal say which calls they do not support.
 
 Products read each weight once, in tiles of its rows, which are the left side of the tensor cores' product, and all rows
-of x, or 128 of many, which are the right side. If the weights of `products` have too few rows to occupy the multiprocessors, the
-columns that are summed over are divided into splits, and the function that takes the partial sums adds them in order. A
-product thus needs no second kernel, and the bits of a row's result do not depend on the other rows. The kernels' bodies
-are in triton_kernels.py, which imports triton and is imported only when a kernel runs.
+of x, or 128 of many, which are the right side. If the weights of `products` have too few rows to occupy the
+multiprocessors, the columns that are summed over are divided into splits, and the function that takes the partial sums
+adds them in order. A product thus needs no second kernel, and the bits of a row's result do not depend on the other
+rows. The kernels' bodies are in triton_kernels.py, which imports triton and is imported only when a kernel runs.
 """
 
 from __future__ import annotations
