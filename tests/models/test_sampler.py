@@ -16,11 +16,12 @@ from jaxtune.models.components import stored_as
 from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import plain_layer
+from jaxtune.models.generation import sampler as sampler_module
 from jaxtune.models.generation.converted import Convertible
 from jaxtune.models.generation.divided import DividedSampler, copy_on, devices_of
 from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.models.generation.prefills import Prefills
-from jaxtune.models.generation.slot_plan import plan_slots, room_bytes, slots_for
+from jaxtune.models.generation.slot_plan import SlotPlan, plan_slots, prefilled_at_once, room_bytes, slots_for
 from jaxtune.models.generation.structure import flattened
 from jaxtune.models.lora import experts as experts_of
 from jaxtune.models.lora import freeze
@@ -194,6 +195,23 @@ def test_prompts_of_unequal_lengths_are_packed(case, monkeypatch):
     found = mixed(sampler, prompts, 6)
     assert packed == expected
     assert_same(found, one_by_one(Sampler(model, slots=8, length=160), prompts, 6))
+
+
+def test_prompts_fill_a_longer_row_while_most_slots_are_free(monkeypatch):
+    """If there is memory for it. Those that do not fill it are packed as while rows decode."""
+    packed = []
+    pack = Prefills._pack
+    monkeypatch.setattr(
+        Prefills, "_pack", lambda self, *given: packed.append((len(given[1]), given[3])) or pack(self, *given)
+    )
+    monkeypatch.setattr(sampler_module, "room_bytes", lambda share: 1e9)
+    model = tiny_model(initializer_range=0.5, max_position_embeddings=512)
+    prompts = prompts_of(48, (100, 101, 102) * 4)
+    found = mixed(Sampler(model, slots=16, length=160, prefill_tokens=256), prompts, 6)
+    assert packed == [(10, 1024), (2, 256)]
+    packed.clear()
+    assert_same(mixed(Sampler(model, slots=5, length=160, prefill_tokens=256), prompts, 6), found)
+    assert len(packed) > 1 and {size for _, size in packed} == {256}
 
 
 def test_the_most_likely_tokens_come_with_each_token(model):
@@ -529,6 +547,13 @@ def test_several_samplers_share_the_memory_left(monkeypatch):
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 20})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert [room_bytes(), room_bytes(0.25)] == [80, 20]
+
+
+def test_prompts_are_prefilled_at_once_if_memory_is_left():
+    plan = SlotPlan(slots=4, length=1000, bytes=4_000_000, converted_bytes=1_000_000)
+    # 1,000 bytes a token: the states of 4 x 500 tokens take twice as much, and their activations as well.
+    found = [prefilled_at_once(plan, room, 500) for room in (None, 12_999_999, 13_000_000)]
+    assert found == [500, 500, 2000]
 
 
 def test_slots_and_length_follow_from_the_memory_left():

@@ -75,9 +75,9 @@ class Prefills:
     For models whose mixers are attention and whose layers exchange nothing, one program computes several prompts packed
     into one row of `chunk` tokens, or of half as many, without padding between them, if they fill at least half of the
     row, and if the length to which each would be padded alone (`_bucket`) is the same, from 128 tokens to half of
-    `chunk`: their states have room for that length. All other prompts are padded rows of a batch. A prompt longer than
-    `chunk` tokens is prefilled in several programs: a forward pass over its first tokens, as many as leave whole
-    chunks, and then one program for each chunk.
+    `chunk`: their states have room for that length. While most slots are free the row has `at_once` tokens, if prompts
+    fill it. All other prompts are padded rows of a batch. A prompt longer than `chunk` tokens is prefilled in several
+    programs: a forward pass over its first tokens, as many as leave whole chunks, and then one program for each chunk.
 
     A program takes also prompts that get no slot yet, unless `one`: when slots become free one at a time, prompts would
     otherwise be prefilled one at a time, and a program of few tokens takes about as long as one of several times as
@@ -88,6 +88,7 @@ class Prefills:
       structure: the model without its arrays.
       shapes: the shapes and dtypes of the model's arrays.
       chunk: the most tokens that one program prefills, without padding.
+      at_once: the most tokens of a program that packs prompts while most slots are free, at least `chunk`.
       one: True: each prompt is prefilled alone, so that its states do not depend on which other prompts wait; False:
         several prompts may share a program.
 
@@ -101,10 +102,11 @@ class Prefills:
         structure: Structure,
         shapes: Sequence[jax.ShapeDtypeStruct],
         chunk: int,
+        at_once: int,
         one: bool,
     ):
         self._programs, self._structure, self._shapes, self._one = programs, structure, shapes, one
-        self._chunk = chunk
+        self._chunk, self._at_once = chunk, at_once
         layers = structure.model(shapes).layers
         mixers = [mixer for layer in layers for mixer in layer.mixers.values()]
         alone = not any(layer.takes or layer.gives for layer in layers)
@@ -161,7 +163,7 @@ class Prefills:
         states of the weights before are used."""
         self._batches, self._long = [], None
 
-    def advance(self, leaves: Sequence[jax.Array], waiting: Iterable[Request], free: int) -> int:
+    def advance(self, leaves: Sequence[jax.Array], waiting: Iterable[Request], free: int, left: float) -> int:
         """Dispatches one program that prefills the prompt of the first of these requests, and the prompts of others
         that are padded to the same length, if there are enough of them for a program. When a prompt is complete,
         `ready` finds its states.
@@ -174,6 +176,7 @@ class Prefills:
           waiting: the requests that wait, in the order in which they get slots, at least one; the states of the first
             are not ready.
           free: how many of them get a slot now, at least one.
+          left: how many tokens may be prefilled before the next round; infinity while most slots are free.
         Returns:
           the number of tokens that the program computes, padding included; the sampler adds them up for its limit.
         """
@@ -197,9 +200,12 @@ class Prefills:
         alike = {r.key: r for r in nearest if len(r.tokens) > 1 and _bucket(len(r.tokens) - 1) == width}
         alike = [request for request in alike.values() if self.ready(request) is None]
         if self._packs and _SHORTEST_PACKED <= width <= self._chunk // 2:
-            for size in (self._chunk, self._chunk // 2):
+            # (tokens of a row, the least that prompts must fill of it): the largest row must leave room for none.
+            sizes = [(self._at_once, self._at_once - width)] if self._chunk < self._at_once <= left else []
+            sizes += [(size, size / 2) for size in (self._chunk, self._chunk // 2)]
+            for size, least in sizes:
                 packed = self._fitting(alike, 2 * size // width, size)
-                if len(packed) > 1 and 2 * sum(len(request.tokens) - 1 for request in packed) >= size:
+                if len(packed) > 1 and sum(len(request.tokens) - 1 for request in packed) >= least:
                     states = self._pack(leaves, packed, width, size)
                     self._keep(Batch(states, {request.key: row for row, request in enumerate(packed)}))
                     return size

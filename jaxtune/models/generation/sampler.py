@@ -47,6 +47,7 @@ from jaxtune.models.generation.slot_plan import (
     SlotPlan,
     capacity_bucket,
     plan_slots,
+    prefilled_at_once,
     room_bytes,
     slot_bytes,
 )
@@ -91,8 +92,9 @@ class Sampler:
         converted, and matrix products use the vendor's first algorithm instead of the fastest.
       tokens_per_round: tokens that each row makes in one round. Fewer stream more smoothly and free slots earlier, but
         need more dispatches; each value needs a program of its own.
-      prefill_tokens: the most tokens that one program prefills. While at least half of the slots decode, programs are
-        dispatched between two rounds only until they have as many, so that these rows do not stall.
+      prefill_tokens: the most tokens that one program prefills (four times as many while most slots are free, if memory
+        is left). While at least half of the slots decode, programs are dispatched between two rounds only until they
+        have as many, so that these rows do not stall.
       prefills_alone: True: each prompt has a prefill of its own, so that a row's bits do not depend on other prompts
         (`deterministic` implies it). Training sets it for dialogues with tools, whose turns are submitted at any time.
     Attributes:
@@ -124,10 +126,11 @@ class Sampler:
         self.config, self._ends = model.config, end_token_ids(model)
         self._structure, self._leaves = flattened(model)
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
+        room = room_bytes(memory_share)
         self.plan: SlotPlan = plan_slots(
             self._bytes,
             self.config.context_length,
-            room_bytes(memory_share),
+            room,
             slots,
             length,
             most_slots,
@@ -140,7 +143,8 @@ class Sampler:
             self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
         count, one = self.plan.slots, deterministic or prefills_alone
-        self._prefills = Prefills(self._programs, self._structure, self._shapes, prefill_tokens, one=one)
+        at_once = prefilled_at_once(self.plan, room, prefill_tokens)
+        self._prefills = Prefills(self._programs, self._structure, self._shapes, prefill_tokens, at_once, one=one)
         self._waiting: collections.deque[Request] = collections.deque()
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
@@ -150,10 +154,10 @@ class Sampler:
         self._kind = Kind(False, False, False)
         self._number, self._capacity, self._states, self._seen = 0, 0, None, None
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
-        self._changed = np.zeros(count, bool)
-        self._given = device.Live(np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, bool))
+        self._unchanged = jnp.zeros(count, bool), jax.tree.map(jnp.copy, self._live)  # for rounds without changes
+        self._changed, self._given = np.zeros(count, bool), jax.tree.map(np.array, self._live)
         self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size)
-        self._sent_rows: device.Rows | None = None  # as the device has them; None after a change
+        self._sent_rows: device.Rows | None = None  # as the last round got them; None after a change
 
     # ---- requests
 
@@ -274,8 +278,7 @@ class Sampler:
         limits = [max_new_tokens] * len(prompts) if not isinstance(max_new_tokens, Sequence) else max_new_tokens
         if len(limits) != len(prompts):
             raise ValueError(f"Sampler: {len(limits)} numbers of max_new_tokens for {len(prompts)} prompts")
-        rows: dict[int, Row] = {}
-        earlier, self._pieces = self._pieces, []
+        rows, earlier, self._pieces = {}, self._pieces, []
         try:
             for index, (prompt, limit, (own, place)) in enumerate(zip(prompts, limits, seeds, strict=True)):
                 number = self.submit(prompt, limit, temperature, own, index=place, **settings)
@@ -340,13 +343,13 @@ class Sampler:
         if not free or not self._waiting:
             return
         left = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
-        self._reserve(self._nearest(len(free)))
+        self._reserve(list(itertools.islice(self._waiting, len(free))))
         while free and self._waiting:
             batch = self._prefills.ready(self._waiting[0])
             if batch is None:
                 if left <= 0:
                     break
-                left -= self._prefills.advance(self._leaves, self._waiting, len(free))
+                left -= self._prefills.advance(self._leaves, self._waiting, len(free), left)
                 continue
             placed = []
             while free and self._waiting and self._prefills.ready(self._waiting[0]) is batch:
@@ -354,11 +357,6 @@ class Sampler:
                 placed.append((self._prefills.take(request), free[0]))
                 self._place(request, free.pop(0))
             self._states = batch.insert(self._programs, self._states, placed)
-
-    def _nearest(self, count: int) -> list[Request]:
-        """The first `count` waiting requests in the order of the queue, which get the next slots. `_fill` reserves
-        caches for them."""
-        return list(itertools.islice(self._waiting, count))
 
     def _place(self, request: Request, slot: int) -> None:
         """For `_fill`: puts a request into a free slot: sets the slot's numbers and settings for the next round, and
@@ -386,8 +384,7 @@ class Sampler:
             self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
 
     def _widen_ends(self, needed: int) -> None:
-        """Gives the array of end tokens at least `needed` columns, a row's number of end tokens, padded with -1.
-        `_place` calls it for the row that gets a slot."""
+        """For `_place`: gives the array of end tokens at least `needed` columns, a row's number, padded with -1."""
         have = self._rows.ends.shape[1]
         if needed > have:
             more = (1 << (needed - 1).bit_length()) - have
@@ -437,13 +434,12 @@ class Sampler:
 
     def _dispatch(self) -> None:
         """Dispatches a round, `tokens_per_round` more tokens of every active slot, which `_look` reads later."""
-        if self._sent_rows is None:
-            self._sent_rows = jax.device_put(jax.tree.map(np.copy, self._rows))  # the host changes its arrays
-        decode = self._programs.decode
-        fixed = (self._structure, self._kind, self._steps)
-        self._states, self._live, self._seen, emitted = decode(
-            *fixed, self._leaves, self._states, self._live, self._seen, *self._changes(), self._sent_rows
-        )
+        rows = self._sent_rows or jax.tree.map(np.copy, self._rows)  # the host changes its arrays
+        if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
+            rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
+        self._sent_rows = rows
+        before = self._structure, self._kind, self._steps, self._leaves, self._states, self._live, self._seen
+        self._states, self._live, self._seen, emitted = self._programs.decode(*before, *self._changes(), rows)
         for array in jax.tree.leaves(emitted):
             array.copy_to_host_async()
         requests = {slot: (request, request.placed) for slot, request in enumerate(self._slots) if request is not None}
@@ -451,9 +447,12 @@ class Sampler:
             request.rounds += 1
         self._rounds.append(_Round(emitted, requests))
 
-    def _changes(self) -> tuple[np.ndarray, device.Live]:
+    def _changes(self) -> tuple[device.Array, device.Live]:
         """For `_dispatch`: (bool[slots]: True for slots that the host changed since the last call; the newest token,
-        length and activity of each slot, valid for these). Marks are cleared, numbers copied, as they are read late."""
+        length and activity of each slot, valid for these). Marks are cleared, numbers copied, as they are read late.
+        Without changes nothing is sent: the device would wait for it between two rounds."""
+        if not self._changed.any():
+            return self._unchanged
         changed, self._changed = self._changed, np.zeros_like(self._changed)
         return changed, device.Live(*(array.copy() for array in self._given))
 

@@ -1,7 +1,8 @@
 """Plans how many rows a sampler decodes at the same time and how long they may be, by the free device memory. The
 memory of one such row, with the caches of its keys and values, is a slot (slots.py). `plan_slots` makes a SlotPlan for
 a sampler, from `room_bytes`, the free memory, and `slot_bytes`, what slots take; `slots_for` makes it for the plan of a
-training run. `capacity_bucket` rounds the length of caches up."""
+training run. `prefilled_at_once` says how large a program of prompts may be. `capacity_bucket` rounds the length of
+caches up."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from jaxtune.models.generation.structure import Structure, structure_of
 SLOTS = 64  # the default number of slots
 PREFILL_TOKENS = 2048  # the default of the most tokens that one program prefills
 _LEAST_LENGTH = 256  # the number of slots is halved until rows of this many tokens fit
+_AT_ONCE = 4  # how many times prefill_tokens one program prefills while most slots are free
 _SPARED = 0.1  # the share of free memory that is left for activations of prefills and other buffers of programs
 
 
@@ -148,6 +150,21 @@ def plan_slots(
         plan = _planned(bytes_of, positions, room - whole, plan.slots, length, most_slots)
     layers, size = convertible.within(room - plan.bytes)
     return dataclasses.replace(plan, converted_bytes=size, converted_layers=layers)
+
+
+def prefilled_at_once(plan: SlotPlan, room_bytes: float | None, prefill_tokens: int) -> int:
+    """The most tokens that one program of a sampler prefills while most of its slots are free: `prefill_tokens`, or
+    four times as many, if memory for them is left beside the slots and the converted weights. Prompts fill a longer row
+    better. The constructor of Sampler calls it.
+
+    plan: the sampler's. room_bytes: the free memory by which it was planned, in bytes; None: it is not known, and
+    `prefill_tokens` is returned. prefill_tokens: as for the sampler.
+    """
+    if room_bytes is None:
+        return prefill_tokens
+    # The states have room for up to twice the tokens. As much again is for the activations.
+    needed = 2 * 2 * _AT_ONCE * prefill_tokens * plan.bytes / (plan.slots * plan.length)
+    return (_AT_ONCE if needed <= room_bytes - plan.bytes - plan.converted_bytes else 1) * prefill_tokens
 
 
 def _planned(

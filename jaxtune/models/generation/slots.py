@@ -58,7 +58,7 @@ class Live(NamedTuple):
     """What each decoding step changes of the row in each of the N slots, apart from its states. `decode` takes and
     returns it."""
 
-    token: Array  # int32[N]: the newest token, which no state contains yet
+    token: Array  # int32[N]: the newest token, which no state contains yet; any, where `active` is False
     length: Array  # int32[N]: tokens of the row, the newest one included
     # bool[N]: True while the slot's row decodes; False if it has ended or paused, or if the slot is empty
     active: Array
@@ -351,28 +351,48 @@ def _decode(
         head = model.head_variable
         head.set_value(head_of_step(model, head[...]))
 
-    def one(before, uniform):
-        """Makes a token in each active slot: (what the next step gets, what was made)."""
-        states, live, seen = before
+    order = jnp.arange(steps, dtype=jnp.int32)
+    uniform = _uniform(rows, live.length, steps) if kind.draws else None
+
+    def one(before, step):
+        """Makes a token in each active slot: (what the next step gets, Emitted.ranked of this one)."""
+        states, live, at, drawn, seen, tokens, logprobs = before
         with jax.named_scope("decode"):
-            at = jnp.where(live.active, live.length - 1, -1)
             tables = rotary_tables(model.config, jnp.maximum(at, 0)[:, None], jnp.maximum(live.length, 1)[:, None])
-            tokens, real = live.token[:, None], live.active
-            hidden, states = through_layers(model, splits, tokens, states, at, tables, real, batch_invariant)
-            token, logprob, ranked = _chosen(model, kind, hidden, seen, rows.numbers, uniform)
+            new, real = live.token[:, None], live.active
+            hidden, states = through_layers(model, splits, new, states, at, tables, real, batch_invariant)
+            token, logprob, ranked = _chosen(model, kind, hidden, seen, rows.numbers, drawn)
         length = live.length + live.active
-        continues = (length < rows.limit) & (length <= rows.pause)
+        continues = live.active & (length < rows.limit) & (length <= rows.pause)
         for column in range(rows.ends.shape[1]):  # a reduction would be a kernel of its own
             continues &= token != rows.ends[:, column]
         if kind.penalises:
             seen = seen.at[jnp.arange(len(token)), token].max(live.active)
-        after = Live(jnp.where(live.active, token, live.token), length, live.active & continues)
-        return (states, after, seen), (token, logprob, live.active, ranked)
+        live = Live(token, length, continues)
+        # What a scan slices and stacks would be copied, and the next kernels wait for copies.
+        drawn = None if uniform is None else jnp.where(continues, _of_step(uniform, step + 1), -1.0)
+        own = (order == step)[:, None]
+        tokens, logprobs = jnp.where(own, token, tokens), jnp.where(own, logprob, logprobs)
+        return (states, live, _position(length, continues), drawn, seen, tokens, logprobs), ranked
 
-    uniform = _uniform(rows, live.length, steps) if kind.draws else None
-    (states, live, seen), made = jax.lax.scan(one, (states, live, seen), uniform, length=steps)
-    tokens, logprobs, were_active, ranked = made
-    return states, live, seen, Emitted(tokens, logprobs, were_active.sum(0, dtype=jnp.int32), ranked)
+    made = jnp.zeros((steps, len(live.token)), jnp.int32), jnp.zeros((steps, len(live.token)), jnp.float32)
+    before = states, live, _position(live.length, live.active), None if uniform is None else uniform[0], seen, *made
+    (states, after, _, _, seen, tokens, logprobs), ranked = jax.lax.scan(one, before, order)
+    return states, after, seen, Emitted(tokens, logprobs, jnp.subtract(after.length, live.length), ranked)
+
+
+def _of_step(uniform: jax.Array, step: jax.Array) -> jax.Array:
+    """For `_decode`: float32[N], the random numbers of a step, uniform[step], or the last ones. uniform: of `_uniform`,
+    float32[steps, N]. step: int32[]. Comparisons become part of another kernel, a slice would not."""
+    return functools.reduce(
+        lambda found, at: jnp.where(step == at, uniform[at], found), range(len(uniform)), uniform[-1]
+    )
+
+
+def _position(length, active) -> jax.Array:
+    """For `_decode`: int32[N], the position of each row's newest token, or -1 for a slot that does not decode. It is
+    computed with what a step changes of `length` and `active`, int32[N] and bool[N] (Live), in one kernel."""
+    return jnp.where(active, length - 1, -1)
 
 
 def _uniform(rows: Rows, lengths, steps: int) -> jax.Array:

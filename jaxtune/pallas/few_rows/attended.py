@@ -186,10 +186,10 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, roun
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim - 2 * kv_heads
     weights = (parts, parts) if norms is None else norms
-    cos, sin = (parts, parts) if table is None else table
+    turns = parts if table is None else jnp.concatenate(table, axis=-1)  # cos and sin of a step by one kernel of XLA's
     # No sinks are no array, which XLA would fill in each step.
     sinks = () if masking["sinks"] is None else (log2_sinks(masking["sinks"], heads),)
-    before = parts, *weights, cos, sin, positions, *sinks
+    before = parts, *weights, turns, positions, *sinks
     out, keys, values = compat.triton_graph_call(
         attended_kernels.attended_kernel,
         (*before, keys, values),

@@ -27,8 +27,7 @@ def _own_parts(
     parts,
     q_weight,
     k_weight,
-    cos,
-    sin,
+    turns,
     sinks,
     keys,
     values,
@@ -77,8 +76,9 @@ def _own_parts(
         sink = tl.full([GROUP], _MASKED, tl.float32)
     else:
         sink = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
-    angles = row * HALF + half
-    k_turn, q_turn = _loaded(cos, sin, angles, ROTATES), _loaded(cos, sin, angles[None, :], ROTATES)
+    angles = row * DIM + half
+    k_turn = _loaded(turns, turns + HALF, angles, ROTATES)
+    q_turn = _loaded(turns, turns + HALF, angles[None, :], ROTATES)
     q_weight, k_weight = q_weight + later, k_weight + later
     q_norm = _loaded(q_weight, q_weight + HALF, half[None, :], NORMS)
     k_norm = _loaded(k_weight, k_weight + HALF, half, NORMS)
@@ -115,8 +115,7 @@ def attended_kernel(
     parts,
     q_weight,
     k_weight,
-    cos,
-    sin,
+    turns,
     positions,
     sinks,
     old_keys,
@@ -152,7 +151,7 @@ def attended_kernel(
     Args:
       parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], the partial sums of queries, keys and values.
       q_weight, k_weight: [DIM], those of the norms; not read if NORMS is 0.
-      cos, sin: float32[COUNT, DIM / 2], of the rotation's angles; not read if ROTATES is 0.
+      turns: float32[COUNT, DIM], cos of the rotation's angles and then sin; not read if ROTATES is 0.
       positions: int32[COUNT], of the new tokens; negative for a row without one.
       sinks: float32[HEADS], in units of log2; None: there are none.
       old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
@@ -189,8 +188,7 @@ def attended_kernel(
             parts,
             q_weight,
             k_weight,
-            cos,
-            sin,
+            turns,
             sinks,
             keys,
             values,
@@ -222,7 +220,7 @@ def attended_kernel(
         if WITHIN:
             if begin == first:
                 q_low, q_high, top, total, acc = _own_parts(
-                    parts, q_weight, k_weight, cos, sin, sinks, keys, values, row + later, later, head, position,
+                    parts, q_weight, k_weight, turns, sinks, keys, values, row + later, later, head, position,
                     newest, COUNT, HEADS, KV_HEADS, DIM, CAPACITY, SPLITS, NORMS, ROTATES, EPS, OFFSET, FLOAT32, SCALE,
                     CAP, GROUP, DTYPE,
                 )  # fmt: skip
