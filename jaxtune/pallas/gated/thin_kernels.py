@@ -155,7 +155,9 @@ def rounded_gradients_kernel(
     codes,
     scales,
     parts,
-    sums,
+    da,
+    db_gate,
+    db_up,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     RANK: tl.constexpr,
@@ -180,8 +182,10 @@ def rounded_gradients_kernel(
       scales: float32[2 width / 128, ROWS].
       parts: float32[blocks of columns, ROWS, 2, RANK], what each block adds to the products of the gradients of gate
         and up with `sides`.
-      sums: float32[ranges of rows, 3, RANK, SIZE], what each range adds to the products of `thins` with
-        activation(gate) * up, the gradient of gate and that of up.
+      da: float32[ranges of rows, RANK, SIZE], what each range adds to the product of the first of `thins` with
+        activation(gate) * up.
+      db_gate, db_up: float32[ranges of rows, SIZE, RANK], what each range adds to the products of the transposed
+        gradients of gate and up with the others.
       WIDTH: the ranks with which is multiplied, at least RANK: a power of two of at least 16.
       ACTIVATION: of gate (share_of).
     """
@@ -196,7 +200,7 @@ def rounded_gradients_kernel(
     sums_down = tl.zeros([WIDTH, COLUMNS], tl.float32)
     sums_gate = tl.zeros([WIDTH, COLUMNS], tl.float32)
     sums_up = tl.zeros([WIDTH, COLUMNS], tl.float32)
-    number, across = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    number, row = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     for step in range(STEPS):
         first = (tl.program_id(1).to(tl.int64) * STEPS + step) * BLOCK
         there = number < ROWS - first
@@ -204,7 +208,7 @@ def rounded_gradients_kernel(
         dout = tl.load(dgated + places, mask=real, other=0.0).to(tl.float32)
         x = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
         y = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
-        long, real_long = first + ranks * ROWS + across, real_ranks & (across < ROWS - first)
+        long, real_long = first + ranks * ROWS + row, real_ranks & (row < ROWS - first)
         thin_down = tl.load(thins + long, mask=real_long, other=0.0)
         thin_gate = tl.load(thins + RANK * ROWS + long, mask=real_long, other=0.0)
         thin_up = tl.load(thins + 2 * RANK * ROWS + long, mask=real_long, other=0.0)
@@ -227,7 +231,8 @@ def rounded_gradients_kernel(
         sums_gate = tl.dot(thin_gate, of_gate, sums_gate)
         sums_up = tl.dot(thin_up, of_up, sums_up)
         sums_down = tl.dot(thin_down, product, sums_down)
-    added = sums + tl.program_id(1).to(tl.int64) * (3 * RANK * SIZE) + wide
-    tl.store(added, sums_down, mask=real_wide)
-    tl.store(added + RANK * SIZE, sums_gate, mask=real_wide)
-    tl.store(added + 2 * RANK * SIZE, sums_up, mask=real_wide)
+    added = tl.program_id(1).to(tl.int64) * (RANK * SIZE)
+    tl.store(da + added + wide, sums_down, mask=real_wide)
+    across, real_across = tl.trans(columns) * RANK + tl.trans(ranks), tl.trans(real_wide)
+    tl.store(db_gate + added + across, tl.trans(sums_gate), mask=real_across)
+    tl.store(db_up + added + across, tl.trans(sums_up), mask=real_across)

@@ -215,14 +215,15 @@ def rounded_gradients(
         """Transposes arrays [n, r] and stacks them: [parts, the largest rank, n]; fewer ranks are filled up."""
         return jnp.stack([jnp.pad(part.astype(gate.dtype).T, ((0, rank - part.shape[1]), (0, 0))) for part in parts])
 
-    codes, scales, parts, sums = compat.triton_call(
+    codes, scales, parts, da, *dbs = compat.triton_call(
         thin_kernels.rounded_gradients_kernel,
         (gate, up, dgated, lines((dinner, *inners)), lines(bs)),
         [
             jax.ShapeDtypeStruct((tokens, 2 * blocks * shape.columns), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((2 * blocks, tokens), jnp.float32),
             jax.ShapeDtypeStruct((blocks, tokens, 2, rank), jnp.float32),
-            jax.ShapeDtypeStruct((ranges, 3, rank, size), jnp.float32),
+            jax.ShapeDtypeStruct((ranges, rank, size), jnp.float32),
+            *[jax.ShapeDtypeStruct((ranges, size, rank), jnp.float32)] * 2,
         ],
         (blocks, ranges),
         warps=shape.warps,
@@ -238,5 +239,5 @@ def rounded_gradients(
     )
     both = parts.sum(0).astype(gate.dtype)
     thins = [both[:, index, :r] for index, r in enumerate(ranks[1:])]
-    da, *dbs = [part[:r] for part, r in zip(sums.sum(0), ranks, strict=True)]
-    return (codes, scales.T), thins, da, [db.T for db in dbs]
+    dbs = [db.sum(0)[:, :r] for db, r in zip(dbs, ranks[1:], strict=True)]
+    return (codes, scales.T), thins, da.sum(0)[: ranks[0]], dbs
