@@ -187,8 +187,8 @@ def rounded_apart(gate, up, dgated, dinner, inners, bs):
     return (coded, [*thins], da, [*dbs]), (dgate, dup, dgated, thins[0])
 
 
-def rounded_at_once(gate, up, dgated, dinner, inners, bs):
-    results = thin.rounded_gradients(gate, up, dgated, dinner, inners, bs, "silu")
+def rounded_at_once(gate, up, dgated, dinner, inners, bs, tile: Tile):
+    results = thin_triton.rounded_gradients(gate, up, dgated, dinner, inners, bs, "silu", tile)
     return results, (gate, up, dgated, results[1][0])
 
 
@@ -198,12 +198,10 @@ def backward_rounded(size: int, rank: int, copy: float, tiles: list[Tile]) -> di
     bs = [normal(k, size, rank, size=0.1, dtype=jnp.float32) for k in (6, 7)]
     programs, results = {}, {}
     for tile in (None, *(tiles or ROUNDED_TILES)):
-        run = rounded_apart if tile is None else rounded_at_once
+        run = rounded_apart if tile is None else functools.partial(rounded_at_once, tile=tile)
         name = "four kernels" if tile is None else str(tuple(tile))
-        own = thin_triton.rounded_tile() if tile is None else tile
-        with mock.patch.object(thin_triton, "rounded_tile", lambda own=own: own):
-            program = compiled(functools.partial(often, run), given, inners, bs, donate_argnums=0)
-            once = compiled(lambda *given, run=run: run(*given)[0], *given, inners, bs)
+        program = compiled(functools.partial(often, run), given, inners, bs, donate_argnums=0)
+        once = compiled(lambda *given, run=run: run(*given)[0], *given, inners, bs)
         results[name] = jax.tree.leaves(once(*given, inners, bs))
         programs[name] = functools.partial(in_place_ms, program, given, inners, bs)
     want = results["four kernels"]
@@ -216,7 +214,7 @@ def backward_rounded(size: int, rank: int, copy: float, tiles: list[Tile]) -> di
 
     def all_results(*given):
         """Codes as bfloat16, which has all of them."""
-        (codes, scales), *others = rounded_at_once(*given)[0]
+        (codes, scales), *others = rounded_at_once(*given, thin_triton.rounded_tile())[0]
         return codes.astype(jnp.bfloat16), scales, others
 
     program = compiled(all_results, *given, inners, bs)

@@ -108,7 +108,7 @@ def gated_thin_backward(
 def rounded_gradients(gate, up, dgated, dinner, inners, bs, activation: str) -> tuple:
     """What thin_triton.rounded_gradients returns, on each device; fp8_product calls it."""
     run = meshes.on_each_device(thin_triton.rounded_gradients, rows=5, results=2)
-    return run(gate, up, dgated, dinner, inners, bs, activation)
+    return run(gate, up, dgated, dinner, inners, bs, activation, thin_triton.rounded_tile())
 
 
 def _checked(op: str, gate, up, activation: str) -> Arguments:

@@ -186,7 +186,7 @@ def _divided(tokens: int, size: int, shape: Tile) -> tuple[int, int, int]:
 
 
 def rounded_gradients(
-    gate, up, dgated, dinner, inners: Sequence[jax.Array], bs: Sequence[jax.Array], activation: str
+    gate, up, dgated, dinner, inners: Sequence[jax.Array], bs: Sequence[jax.Array], activation: str, shape: Tile
 ) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array], jax.Array, list[jax.Array]]:
     """The backward of an MLP's gated activation where gate and up are products with weights that take their gradients
     in e4m3, and have adapters: by the kernel, which does not write these gradients in 16 bits. `refusal` says which
@@ -196,6 +196,7 @@ def rounded_gradients(
       gate, up, dgated, dinner, activation: those of thin.gated_thin_backward.
       inners: for gate and for up the low-rank input of its adapter, [tokens, r] in gate's dtype.
       bs: for gate and for up its adapter's B, float[I, r]; it is rounded to gate's dtype.
+      shape: how the kernel divides its work: rounded_tile().
     Returns:
       (the gradients of gate and up, side by side, rounded to e4m3 with a scale for each 128 numbers of a row, as
       fp8_product.side_by_side has them: codes [tokens, K] and scales float32[tokens, K / 128];
@@ -208,7 +209,7 @@ def rounded_gradients(
 
     tokens, size = gate.shape
     ranks = [part.shape[1] for part in (dinner, *inners)]
-    rank, shape = max(ranks), rounded_tile()
+    rank = max(ranks)
     blocks, ranges, steps = _divided(tokens, size, shape)
 
     def lines(parts):

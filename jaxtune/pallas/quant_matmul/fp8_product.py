@@ -642,7 +642,8 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
 
         apart = functools.partial(thin_triton.gated_thin_backward, activation=activation)
         *gradients, da = jax.jit(apart)(gate, up, dgated, dinner)
-        run = functools.partial(thin_triton.rounded_gradients, activation=activation)
+        shape = thin_triton.rounded_tile()._replace(programs=0)  # one program for all rows, which reads tiles ahead
+        run = functools.partial(thin_triton.rounded_gradients, activation=activation, shape=shape)
         coded, *found = jax.jit(run)(gate, up, dgated, dinner, inners, bs)
         thins, dbs = dispatch.exactly(exact)(gradients, inners, bs)
         wide = jnp.concatenate([_whole_blocks(each, 1) for each in gradients], axis=1)
