@@ -30,6 +30,7 @@ class Tile(NamedTuple):
     warps: int  # of a program
     stages: int  # tiles in shared memory: those that are read while one is used, and that one
     programs: int = 0  # of the backward: for each multiprocessor, at most, if a program has more than one tile
+    registers: int | None = None  # of a thread of rounded_gradients, at most; None: the compiler's choice
 
 
 def tile(width: int, result: str) -> Tile:
@@ -187,7 +188,7 @@ def _divided(tokens: int, size: int, shape: Tile) -> tuple[int, int, int]:
 
 def rounded_gradients(
     gate, up, dgated, dinner, inners: Sequence[jax.Array], bs: Sequence[jax.Array], activation: str, shape: Tile
-) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array], jax.Array, list[jax.Array]]:
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array, list[jax.Array]]:
     """The backward of an MLP's gated activation where gate and up are products with weights that take their gradients
     in e4m3, and have adapters: by the kernel, which does not write these gradients in 16 bits. `refusal` says which
     calls are supported, by the largest rank.
@@ -200,7 +201,7 @@ def rounded_gradients(
     Returns:
       (the gradients of gate and up, side by side, rounded to e4m3 with a scale for each 128 numbers of a row, as
       fp8_product.side_by_side has them: codes [tokens, K] and scales float32[tokens, K / 128];
-      for gate and up the gradient times B, [tokens, r] in gate's dtype;
+      the gradient of gate times B and that of up times B, side by side, [tokens, sum of ranks] in gate's dtype;
       dinner^T (activation(gate) * up), float32[r, I];
       for gate and up the transposed gradient times the low-rank input, float32[I, r]).
       Products are those of gradients, and of an activation, that are rounded to gate's dtype, with float32 sums.
@@ -229,6 +230,7 @@ def rounded_gradients(
         (blocks, ranges),
         warps=shape.warps,
         stages=shape.stages,
+        registers=shape.registers,
         ROWS=tokens,
         SIZE=size,
         RANK=rank,
@@ -238,7 +240,8 @@ def rounded_gradients(
         STEPS=steps,
         ACTIVATION=ACTIVATIONS[activation],
     )
-    both = parts.sum(0).astype(gate.dtype)
-    thins = [both[:, index, :r] for index, r in enumerate(ranks[1:])]
+    thin = parts.sum(0).astype(gate.dtype).reshape(tokens, 2 * rank)
+    if ranks[1] + ranks[2] < 2 * rank:
+        thin = jnp.concatenate([thin[:, : ranks[1]], thin[:, rank : rank + ranks[2]]], axis=1)
     dbs = [db.sum(0)[:, :r] for db, r in zip(dbs, ranks[1:], strict=True)]
-    return (codes, scales.T), thins, da.sum(0)[: ranks[0]], dbs
+    return (codes, scales.T), thin, da.sum(0)[: ranks[0]], dbs

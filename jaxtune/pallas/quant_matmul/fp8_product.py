@@ -192,15 +192,16 @@ def gated_gradients(
       implementation: that of `operand`.
     Returns:
       ((the gradient of gate, that of up), dinner^T (activation(gate) * up) float32[r, k], None), or where the kernel
-      runs ((None, None), the same, (the gradients of gate and up as `backward` takes them rounded; for each its product
-      with B, [n, r] in gate's dtype; for each its transpose times the low-rank input, float32[k, r])).
+      runs ((None, None), the same, (the gradients of gate and up as `backward` takes them rounded; their products with
+      the B's, side by side, [n, sum of ranks] in gate's dtype; for each its transpose times the low-rank input,
+      float32[k, r])).
     """
     inners, bs = zip(*adapters, strict=True) if adapters is not None else ((), ())
     rank, op = max(part.shape[1] for part in (dinner, *inners)), "gated_gradients_to_fp8"
     blocks = blocks and adapters is not None
     if _rounds_gated(op, _first_gradients, gate, rank, activation, blocks, implementation):
-        coded, thins, da, dbs = thin.rounded_gradients(gate, up, dgated, dinner, inners, bs, activation)
-        return (None, None), da, (coded, thins, dbs)
+        coded, products, da, dbs = thin.rounded_gradients(gate, up, dgated, dinner, inners, bs, activation)
+        return (None, None), da, (coded, products, dbs)
     *gradients, da = thin.gated_thin_backward(gate, up, dgated, dinner, activation)
     return tuple(gradients), da, None
 
@@ -638,16 +639,16 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
             gradients, inners, bs = jax.tree.map(lambda each: each.astype(jnp.float32), (gradients, inners, bs))
             thins = [reference.thin_product(*pair, (1, 0), jnp.float32) for pair in zip(gradients, bs, strict=True)]
             dbs = [reference.thin_product(*pair, (0, 0), jnp.float32) for pair in zip(gradients, inners, strict=True)]
-            return thins, dbs
+            return jnp.concatenate(thins, axis=1), dbs
 
         apart = functools.partial(thin_triton.gated_thin_backward, activation=activation)
         *gradients, da = jax.jit(apart)(gate, up, dgated, dinner)
         shape = thin_triton.rounded_tile()._replace(programs=0)  # one program for all rows, which reads tiles ahead
         run = functools.partial(thin_triton.rounded_gradients, activation=activation, shape=shape)
         coded, *found = jax.jit(run)(gate, up, dgated, dinner, inners, bs)
-        thins, dbs = dispatch.exactly(exact)(gradients, inners, bs)
+        products, dbs = dispatch.exactly(exact)(gradients, inners, bs)
         wide = jnp.concatenate([_whole_blocks(each, 1) for each in gradients], axis=1)
-        want = *thins, da, *dbs, _decoded(*_rounded_alone(wide))
+        want = products, da, *dbs, _decoded(*_rounded_alone(wide))
         return [*jax.tree.leaves(found), _decoded(*coded)], want
 
     kind = f"{dtype}, {width} columns, {activation}"

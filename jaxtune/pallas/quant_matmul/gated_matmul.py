@@ -163,9 +163,9 @@ def _rounded_gradients(given: tuple, static: reference.Static, weights, loras, b
     gradients, da, found = product.gated_gradients(*given, adapters, product.kind(weights[0]))
     if found is None:
         return gradients, da, None
-    coded, thins, dbs = found
+    coded, products, dbs = found
     dbs = [db.astype(b.dtype) for db, (_, b) in zip(dbs, loras, strict=True)]
-    return gradients, da, reference.Rounded(coded, reference.of_thin_products(thins, static), dbs)
+    return gradients, da, reference.Rounded(coded, reference.scaled_parts(products, loras, static), dbs)
 
 
 @meshes.on_any_mesh

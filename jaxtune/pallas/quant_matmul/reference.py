@@ -311,7 +311,7 @@ def adapter_gradients(doutputs, loras, inner, static: Static):
         thin_pair(doutputs[owner], b, part) for owner, part, (_, b) in zip(static.owners, parts, loras, strict=True)
     ]
     thins, dbs = zip(*pairs, strict=True)
-    return of_thin_products(thins, static), list(dbs)
+    return jnp.concatenate([*map(scaled, thins, static.scales)], axis=1), list(dbs)
 
 
 def adapter_inputs(loras, inner, static: Static) -> list[jax.Array]:
@@ -321,10 +321,12 @@ def adapter_inputs(loras, inner, static: Static) -> list[jax.Array]:
     return [scaled(part, scale) for scale, part in zip(static.scales, _parts(inner, loras), strict=True)]
 
 
-def of_thin_products(thins, static: Static) -> jax.Array:
-    """The gradient of the low-rank inputs, [tokens, sum of ranks], from the products of the outputs' gradients with the
-    B's: for each adapter [tokens, r], in `thins`. static: has the adapters' scales."""
-    return jnp.concatenate([scaled(thin, scale) for scale, thin in zip(static.scales, thins, strict=True)], axis=1)
+def scaled_parts(joined, loras, static: Static) -> jax.Array:
+    """Multiplies what adapters have side by side, `joined` [n, sum of ranks], each part by its adapter's scale. loras,
+    static: those of `adapter_gradients`."""
+    if len(set(static.scales)) == 1:
+        return scaled(joined, static.scales[0])  # parts would be cut out first, and joined again
+    return jnp.concatenate([*map(scaled, _parts(joined, loras), static.scales)], axis=1)
 
 
 def input_gradient(doutputs, weights, more, dtype, static: Static, coded=None) -> jax.Array:
