@@ -49,7 +49,6 @@ def triton_call(
     warps: int,
     stages: int,
     contract: bool = True,
-    registers: int | None = None,
     aliases: Mapping[int, int] | None = None,
     **constants: int | float | tuple,
 ) -> list[jax.Array]:
@@ -66,8 +65,6 @@ def triton_call(
       grid: number of programs along each axis.
       warps, stages: Triton's num_warps and num_stages.
       contract: True: products and sums may be fused into multiply-adds; False: each is rounded separately.
-      registers: of a thread, at most, so that more programs fit a multiprocessor; None: as many as the compiler takes.
-        jax-triton 0.3 does not let us say it.
       aliases: {index of an argument: index of the output that takes its memory, for a kernel that changes it in place}.
         The kernel gets both pointers.
       constants: its compile-time constants.
@@ -80,11 +77,11 @@ def triton_call(
     assert capability is not None
     parameters = inspect.signature(jax_triton.triton_call).parameters
     options: dict[str, Any] = {"out_type" if "out_type" in parameters else "out_shape": list(out_types)}
-    if "backend_options" in parameters:
-        fused = {} if contract else {"enable_fp_fusion": False}
-        options["backend_options"] = fused | ({} if registers is None else {"maxnreg": registers})
-    elif not contract:
-        options["enable_fp_fusion"] = False
+    if not contract:
+        if "backend_options" in parameters:
+            options["backend_options"] = {"enable_fp_fusion": False}
+        else:
+            options["enable_fp_fusion"] = False
     call = functools.partial(
         jax_triton.triton_call,
         kernel=kernel,

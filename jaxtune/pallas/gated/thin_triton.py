@@ -30,7 +30,6 @@ class Tile(NamedTuple):
     warps: int  # of a program
     stages: int  # tiles in shared memory: those that are read while one is used, and that one
     programs: int = 0  # of the backward: for each multiprocessor, at most, if a program has more than one tile
-    registers: int | None = None  # of a thread of rounded_gradients, at most; None: the compiler's choice
 
 
 def tile(width: int, result: str) -> Tile:
@@ -230,7 +229,6 @@ def rounded_gradients(
         (blocks, ranges),
         warps=shape.warps,
         stages=shape.stages,
-        registers=shape.registers,
         ROWS=tokens,
         SIZE=size,
         RANK=rank,

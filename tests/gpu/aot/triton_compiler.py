@@ -76,7 +76,7 @@ def compile_call(call, capability: tuple[int, int], folder) -> Compiled:
 
     kernel, types, settings = call
     pointers = {jnp.dtype(dtype): name for dtype, name in _POINTERS.items()}
-    constants = {k: v for k, v in settings.items() if k not in ("warps", "stages", "contract", "registers", "aliases")}
+    constants = {k: v for k, v in settings.items() if k not in ("warps", "stages", "contract", "aliases")}
     arrays = [name for name in kernel.arg_names if name not in constants]
     signature = {name: pointers[array.dtype] for name, array in zip(arrays, types, strict=True)}
     source = ASTSource(
@@ -89,7 +89,6 @@ def compile_call(call, capability: tuple[int, int], folder) -> Compiled:
         "num_warps": settings["warps"],
         "num_stages": settings["stages"],
         "enable_fp_fusion": settings.get("contract", True),
-        "maxnreg": settings.get("registers"),
     }
     number = 10 * capability[0] + capability[1]
     said = recall(
