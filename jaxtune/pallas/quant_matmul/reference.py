@@ -269,8 +269,8 @@ def products_backward(static: Static, residuals, doutputs, rounded: Rounded | No
       static: how the products are computed.
       residuals: from `_products_fwd`.
       doutputs: the gradients of the outputs, a tuple of [tokens, out_i].
-      rounded: what there is of them in place of `doutputs`, which are then Nones, for weights of one kind without
-        biases; gated_mlp, which calls this function too, may have it.
+      rounded: what the backward takes of them where a kernel has rounded them: `doutputs` are then Nones, the weights
+        of one kind, and there is no bias. gated_mlp, which calls this function too, may have it.
     """
     x, source, weights, loras, biases, inner = residuals
     dsource = more = None
