@@ -5,12 +5,13 @@
 For MLPs of several widths and ranks, 16,384 tokens, bfloat16: milliseconds, and the bytes that the kernel must read and
 write per second as a share of the fastest copy's. "forward" is activation(gate) * up and its product with the adapter's
 A; "rounded" is that with the first rounded to e4m3 in blocks of 128; "backward" the gradients of gate and up, and that
-of A; "backward_rounded" these, with the first two also rounded. Several tiles of the kernels (rows, columns, warps,
-stages, programs of a multiprocessor), or those given by --tile, take turns with what they replace: XLA's passes, or in
-the backward the Mosaic kernel and a GEMM, or the kernel without codes and that of fp8_rounding.py, with whose results
-theirs are compared (`same_as_two`: gradients, A's, codes and scales).
-`from_float32`: the largest distance of a result from plain JAX in float32. `same_bits`: whether 20 runs with the tile
-in use gave the same. `other_codes`: the shares of codes and of scales that differ from those of XLA.
+of A; "backward_rounded" these, the first two rounded and multiplied by the thin arrays of the adapters of gate and up.
+Several tiles of the kernels (rows, columns, warps, stages, programs of a multiprocessor), or those given by --tile,
+take turns with what they replace: XLA's passes, or in the backward the Mosaic kernel and a GEMM, or the kernel without
+codes, that of fp8_rounding.py and twice that of thin_pair.
+`from_float32`: the largest distance of a result from plain JAX in float32, or with "backward_rounded" from those of the
+four kernels (`from_four`), whose codes and scales are also compared bit for bit (`same_codes`). `same_bits`: whether 20
+runs with the tile in use gave the same. `other_codes`: the shares of codes and of scales that differ from those of XLA.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -41,6 +42,7 @@ from benchmarks.kernels.timing import (
 from jaxtune.pallas.gated import gated_backward, gated_thin, gated_thin_backward, reference, thin, thin_triton
 from jaxtune.pallas.gated.thin_triton import Tile
 from jaxtune.pallas.quant_matmul import fp8_product
+from jaxtune.pallas.thin_pair import thin_pair
 
 TOKENS = 16384
 # (I, rank): Llama-3.1-8B with two ranks, Qwen3-1.7B, Qwen3-14B
@@ -56,16 +58,24 @@ BACKWARD_TILES = (
     Tile(16, 128, 4, 4, 16),
     Tile(32, 128, 4, 3, 10),
 )
+ROUNDED_TILES = (
+    Tile(16, 128, 4, 3, 12),
+    Tile(16, 128, 4, 3, 6),
+    Tile(16, 128, 4, 2, 12),
+    Tile(16, 128, 8, 3, 8),
+    Tile(32, 128, 4, 2, 8),
+)
 TIMES = 3  # calls in a program
 
 
-def turns(programs: dict, results: dict, want: tuple, moved: float, copy: float) -> dict:
-    """{name: the figures of a program}, of which each makes TIMES calls; results: what one call of each gave."""
+def turns(programs: dict, results: dict, want, moved: float, copy: float, far: str = "from_float32") -> dict:
+    """{name: the figures of a program}, of which each makes TIMES calls; results: what one call of each gave. far: the
+    name of the distance from `want`."""
     found = {}
     for name, took in in_turns(programs).items():
         ms = took / TIMES
-        far = max(distance(one, other) for one, other in zip(results[name], want, strict=True))
-        found[name] = {"ms": round(ms, 4), "of_copy": round(moved / ms / 1e6 / copy, 3), "from_float32": round(far, 5)}
+        furthest = max(distance(one, other) for one, other in zip(results[name], want, strict=True))
+        found[name] = {"ms": round(ms, 4), "of_copy": round(moved / ms / 1e6 / copy, 3), far: round(furthest, 5)}
     return found
 
 
@@ -115,31 +125,33 @@ def rounded(*of) -> dict:
 
 
 def before(gate, up, dgated, dinner):
-    """The passes that the kernel of the backward replaces: the results, and what takes the memory of dgated."""
+    """The passes that the kernel of the backward replaces: the results, and what the next call takes, with an array in
+    the memory of dgated."""
     gated, dgate, dup = gated_backward(gate, up, dgated, "silu", implementation="mosaic")
-    return (dgate, dup, reference.thin_product(dinner, gated, (0, 0), jnp.float32)), gated
+    return (dgate, dup, reference.thin_product(dinner, gated, (0, 0), jnp.float32)), (dgate, dup, gated, dinner)
 
 
 def kernel(gate, up, dgated, dinner):
-    return gated_thin_backward(gate, up, dgated, dinner, "silu", implementation="triton"), dgated
+    results = gated_thin_backward(gate, up, dgated, dinner, "silu", implementation="triton")
+    return results, (*results[:2], dgated, dinner)
 
 
-def often(run: Callable, gate, up, dgated, dinner):
-    """Each result is the next call's argument, so that no call needs a copy of its arguments."""
-    das = []
+def often(run: Callable, wide: Sequence[jax.Array], dinner, *others):
+    """Results of each call are arguments of the next one, so that no call needs a copy of its arguments."""
+    found = []
     for _ in range(TIMES):
-        (gate, up, da), dgated = run(gate, up, dgated, dinner)
-        das.append(da)
-    return gate, up, dgated, das
+        results, (*wide, dinner) = run(*wide, dinner, *others)
+        found.append([each for each in jax.tree.leaves(results) if not any(each is other for other in wide)])
+    return wide, found
 
 
-def in_place_ms(program: Callable, given, count: int = 6) -> float:
+def in_place_ms(program: Callable, given: tuple, *others, count: int = 6) -> float:
     """Milliseconds of a program that takes the memory of its first three arguments and gives it back."""
-    *wide, dinner = [*map(jnp.copy, given[:3]), given[3]]
-    *wide, _ = jax.block_until_ready(program(*wide, dinner))
+    wide, dinner = [*map(jnp.copy, given[:3])], given[3]
+    wide, _ = jax.block_until_ready(program(wide, dinner, *others))
     begun = time.perf_counter()
     for _ in range(count):
-        *wide, _ = program(*wide, dinner)
+        wide, _ = program(wide, dinner, *others)
     jax.block_until_ready(wide)
     return (time.perf_counter() - begun) / count * 1e3
 
@@ -150,8 +162,8 @@ def backward(size: int, rank: int, copy: float, tiles: list[Tile]) -> dict:
     for tile in (None, *(tiles or BACKWARD_TILES)):
         run = before if tile is None else kernel
         name = "Mosaic and XLA" if tile is None else str(tuple(tile))
-        with mock.patch.object(thin_triton, "backward_tile", lambda rounds=False, tile=tile: tile):
-            program = compiled(functools.partial(often, run), *given, donate_argnums=(0, 1, 2))
+        with mock.patch.object(thin_triton, "backward_tile", lambda tile=tile: tile):
+            program = compiled(functools.partial(often, run), [*given[:3]], given[3], donate_argnums=0)
             results[name] = compiled(lambda *given, run=run: run(*given)[0], *given)(*given)
         programs[name] = functools.partial(in_place_ms, program, given)
     wide = [each.astype(jnp.float32) for each in given]
@@ -162,43 +174,51 @@ def backward(size: int, rank: int, copy: float, tiles: list[Tile]) -> dict:
     return found | {"same_bits": same_bits(lambda: program(*given))}
 
 
-def rounded_apart(gate, up, dgated, dinner):
-    """The two kernels that one replaces: the results, with the codes last, and what takes the memory of dgated."""
-    dgate, dup, da = thin.backward_by_kernel(gate, up, dgated, dinner, "silu")
-    return (dgate, dup, (da, *fp8_product.side_by_side([dgate, dup], None, True))), dgated
+def rounded_apart(gate, up, dgated, dinner, inners, bs):
+    """The four kernels that one replaces: the results of rounded_gradients, and what the next call takes."""
+    dgate, dup, da = gated_thin_backward(gate, up, dgated, dinner, "silu", implementation="triton")
+    coded = fp8_product.side_by_side([dgate, dup], None, True)
+    pairs = [
+        thin_pair(dout, b, inner, implementation="triton")
+        for dout, b, inner in zip((dgate, dup), bs, inners, strict=True)
+    ]
+    thins, dbs = zip(*pairs, strict=True)
+    return (coded, jnp.concatenate(thins, axis=1), da, [*dbs]), (dgate, dup, dgated, thins[0])
 
 
-def rounded_at_once(gate, up, dgated, dinner):
-    dgate, dup, *coded, da = thin.backward_by_kernel(gate, up, dgated, dinner, "silu", rounds=True)
-    return (dgate, dup, (da, *coded)), dgated
+def rounded_at_once(gate, up, dgated, dinner, inners, bs, tile: Tile):
+    results = thin_triton.rounded_gradients(gate, up, dgated, dinner, inners, bs, "silu", tile)
+    return results, (gate, up, dgated, results[1][:, : dinner.shape[1]])
 
 
 def backward_rounded(size: int, rank: int, copy: float, tiles: list[Tile]) -> dict:
     given = *(normal(k, TOKENS, size) for k in range(3)), normal(3, TOKENS, rank)
+    inners = [normal(k, TOKENS, rank) for k in (4, 5)]
+    bs = [normal(k, size, rank, size=0.1, dtype=jnp.float32) for k in (6, 7)]
     programs, results = {}, {}
-    for tile in (None, *(tiles or BACKWARD_TILES)):
-        run = rounded_apart if tile is None else rounded_at_once
-        name = "two kernels" if tile is None else str(tuple(tile))
-        own = thin_triton.backward_tile() if tile is None else tile
-        with mock.patch.object(thin_triton, "backward_tile", lambda rounds=False, own=own: own):
-            program = compiled(functools.partial(often, run), *given, donate_argnums=(0, 1, 2))
-            dgate, dup, (da, codes, scales) = compiled(lambda *given, run=run: run(*given)[0], *given)(*given)
-        results[name] = dgate, dup, da, codes.astype(jnp.float32), scales
-        programs[name] = functools.partial(in_place_ms, program, given)
-    want = results["two kernels"]
-    found = turns(programs, results, want, 12 * TOKENS * size, copy)
-    found["same_as_two"] = {
-        name: [bool((one == other).all()) for one, other in zip(result, want, strict=True)]
-        for name, result in results.items()
-    }
+    for tile in (None, *(tiles or ROUNDED_TILES)):
+        run: Callable = rounded_apart if tile is None else functools.partial(rounded_at_once, tile=tile)
+        name = "four kernels" if tile is None else str(tuple(tile))
+        program = compiled(functools.partial(often, run), [*given[:3]], given[3], inners, bs, donate_argnums=0)
+        once = compiled(lambda *given, run=run: run(*given)[0], *given, inners, bs)
+        results[name] = jax.tree.leaves(once(*given, inners, bs))
+        programs[name] = functools.partial(in_place_ms, program, given, inners, bs)
+        print(f"{name}: {programs[name]() / TIMES:.4f} ms", flush=True)
+    want = results["four kernels"]
+    found = turns(programs, results, want, 8 * TOKENS * size, copy, "from_four")
+    for name, result in results.items():
+        pairs = zip(result[:2], want[:2], strict=True)
+        found[name]["same_codes"] = all(
+            bool((one.astype(jnp.float32) == other.astype(jnp.float32)).all()) for one, other in pairs
+        )
 
     def all_results(*given):
         """Codes as bfloat16, which has all of them."""
-        dgate, dup, (da, codes, scales) = rounded_at_once(*given)[0]
-        return dgate, dup, da, codes.astype(jnp.bfloat16), scales
+        (codes, scales), *others = rounded_at_once(*given, thin_triton.rounded_tile())[0]
+        return codes.astype(jnp.bfloat16), scales, others
 
-    program = compiled(all_results, *given)
-    return found | {"same_bits": same_bits(lambda: program(*given))}
+    program = compiled(all_results, *given, inners, bs)
+    return found | {"same_bits": same_bits(lambda: program(*given, inners, bs))}
 
 
 def tile(text: str) -> Tile:

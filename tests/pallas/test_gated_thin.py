@@ -189,6 +189,50 @@ def test_gated_matmul_through_the_kernel_of_the_activation_s_backward():
         assert np.linalg.norm(one - other) <= 0.01 * np.linalg.norm(other) > 0
 
 
+def rounded_gradients(gate, up, dgated, dinner, inners, bs, activation, shape=None):
+    """thin_triton.rounded_gradients in plain JAX."""
+    found = reference.gated_thin_backward(gate, up, dgated, dinner, activation)
+    *gradients, da = jax.lax.optimization_barrier(found)
+    pairs = [reference_pair(*each) for each in zip(gradients, bs, inners, strict=True)]
+    thins, dbs = zip(*pairs, strict=True)
+    coded = fp8_product.side_by_side(gradients, None, True, "reference")
+    return coded, jnp.concatenate(thins, axis=1), da, list(dbs)
+
+
+def reference_pair(dout, b, inner):
+    b = b.astype(dout.dtype)
+    return reference.thin_product(dout, b, (1, 0), dout.dtype), reference.thin_product(dout, inner, (0, 0), jnp.float32)
+
+
+@pytest.mark.parametrize("scales", [(0.5, 1.0, 2.0), (0.5, 0.5, 2.0)])
+@pytest.mark.parametrize("with_biases", [False, True])
+def test_gated_mlp_takes_what_the_kernel_has_rounded(scales, with_biases, monkeypatch, compiled_in_full):
+    """Where no bias needs the gradients themselves; its results are those without the kernel. The adapters' ranks
+    differ."""
+    (x, pairs, biases), weights = drawn_mlp()
+    pairs[1] = pairs[1][0][:2], pairs[1][1][:, :2]
+    biases = biases if with_biases else [None] * 3
+    gate, up = (jax.random.normal(jax.random.key(k), (2, 6, 192)) for k in (20, 21))
+    calls = []
+
+    def total(x, pairs):
+        loras = [LoraWeights(*pair, scale=scale) for pair, scale in zip(pairs, scales, strict=True)]
+        return jnp.square(gated_mlp(x, gate, up, weights, loras, biases, activation="silu")).sum()
+
+    def run(*given):
+        calls.append(len(given))
+        return rounded_gradients(*given)
+
+    want = jax.jit(jax.grad(total, (0, 1)))(x, pairs)
+    rounds = fp8_product._first_gradients  # not what the forward rounds
+    monkeypatch.setattr(fp8_product, "_rounds_gated", lambda op, first, *others: first is rounds and others[3])
+    monkeypatch.setattr(thin, "rounded_gradients", run)
+    got = jax.jit(jax.grad(lambda *given: total(*given), (0, 1)))(x, pairs)
+    assert len(calls) == (0 if with_biases else 1)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype and np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other) > 0
+
+
 @pytest.mark.parametrize("check", ["_first_gated", "_first_gradients"])
 def test_the_checks_of_what_is_rounded_compare_with_e4m3(check, monkeypatch, compiled_in_full):
     """XLA leaves out a conversion to e4m3 and back in one program. What the kernels compute is that of plain JAX here;
@@ -198,18 +242,14 @@ def test_the_checks_of_what_is_rounded_compare_with_e4m3(check, monkeypatch, com
         x, inner = reference.gated_thin(*(each.astype(jnp.float32) for each in (gate, up, a)), activation)
         return *fp8_product.rounded(jax.lax.optimization_barrier(x.astype(gate.dtype)), True), inner
 
-    def backward(gate, up, dgated, dinner, activation, rounds):
-        found = reference.gated_thin_backward(gate, up, dgated, dinner, activation)
-        dgate, dup, da = jax.lax.optimization_barrier(found)
-        return dgate, dup, *fp8_product.side_by_side([dgate, dup], None, True, "reference"), da
-
     found = []
     monkeypatch.setattr(thin_triton, "gated_thin", forward)
-    monkeypatch.setattr(thin_triton, "gated_thin_backward", backward)
+    monkeypatch.setattr(thin_triton, "gated_thin_backward", reference.gated_thin_backward)
+    monkeypatch.setattr(thin_triton, "rounded_gradients", rounded_gradients)
     monkeypatch.setattr(dispatch, "first_use", lambda op, name, call, compare: found.append(compare()))
     getattr(fp8_product, check)(jnp.dtype(jnp.bfloat16), 16, "silu")
     [(got, want)] = found
-    place = 0 if check == "_first_gated" else 3
+    place = 0 if check == "_first_gated" else -1
     np.testing.assert_array_equal(got[place], want[place])
     for one, other in zip(got, want, strict=True):
         one, other = np.float32(one), np.float32(other)

@@ -79,23 +79,43 @@ def test_rounded_to_e4m3_it_has_the_codes_of_plain_jax(tokens, size, rank):
     np.testing.assert_array_equal(np.float32(product), np.float32(inner))
 
 
-@pytest.mark.parametrize(("tokens", "size", "rank"), SHAPES)
-def test_rounded_to_e4m3_the_gradients_have_the_codes_of_plain_jax(tokens, size, rank):
-    """Side by side, filled up with zeros; the other results are those without codes, bit for bit."""
-    gate, up, dgated, dinner, _ = drawn(tokens, size, rank, jnp.float16)
-    factors = jnp.asarray([0.0, 1e-4, 1.0, 64.0], jnp.float16)
+def drawn_adapters(tokens: int, size: int, ranks, dtype):
+    """(low-rank inputs, B's) of the adapters of gate and up: of numbers that `dtype` has, B's in float32."""
+    keys = jax.random.split(jax.random.key(1), 4)
+    inners = [jax.random.normal(key, (tokens, rank)).astype(dtype) for key, rank in zip(keys, ranks, strict=False)]
+    bs = [jax.random.normal(key, (size, rank)).astype(dtype) for key, rank in zip(keys[2:], ranks, strict=True)]
+    return inners, wide(*bs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "ranks"),
+    [(37, 1032, (16, 16, 16)), (48, 256, (8, 3, 20)), (65, 520, (1, 1, 1)), (130, 136, (31, 31, 31))],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rounded_gradients_are_those_of_the_backward(tokens, size, ranks, dtype):
+    """Codes side by side, filled up with zeros, and the adapters' products with what the backward returns unrounded."""
+    gate, up, dgated, dinner, _ = drawn(tokens, size, ranks[0], dtype)
+    factors = jnp.asarray([0.0, 1e-3, 1.0, 64.0], dtype)
     dgated = dgated * factors[jnp.arange(size) // 128 % 4]
+    inners, bs = drawn_adapters(tokens, size, ranks[1:], dtype)
     with interpreted((9, 0)):
-        dgate, dup, codes, scales, da = thin.backward_by_kernel(gate, up, dgated, dinner, "silu", rounds=True)
-        others = thin.backward_by_kernel(gate, up, dgated, dinner, "silu")
-    for one, other in zip((dgate, dup, da), others, strict=True):
-        np.testing.assert_array_equal(np.float32(one), np.float32(other))
-    want, want_scales = fp8_product.side_by_side([dgate, dup], None, True, "reference")
+        dgate, dup, da_apart = gated_thin_backward(gate, up, dgated, dinner, "silu", implementation="triton")
+        (codes, scales), products, da, dbs = thin.rounded_gradients(gate, up, dgated, dinner, inners, bs, "silu")
+    gradients = [dgate, dup]
+    want, want_scales = fp8_product.side_by_side(gradients, None, True, "reference")
     assert codes.shape == want.shape
     np.testing.assert_array_equal(scales, want_scales)
     # The interpreter does not fuse multiply-adds, by which a GPU divides exactly.
     assert (np.float32(codes) != np.float32(want)).mean() < 1e-3
     np.testing.assert_allclose(np.float32(codes), np.float32(want), rtol=1 / 8, atol=2**-9)
+    np.testing.assert_allclose(da, da_apart, rtol=1e-5, atol=1e-4)
+    assert products.dtype == dtype
+    exact = np.concatenate([np.float64(gradient) @ np.float64(b) for gradient, b in zip(gradients, bs)], axis=1)
+    assert np.linalg.norm(np.float64(products) - exact) <= jnp.finfo(dtype).eps * np.linalg.norm(exact)
+    for gradient, db, inner in zip(gradients, dbs, inners, strict=True):
+        assert db.dtype == jnp.float32
+        exact = np.float64(gradient).T @ np.float64(inner)
+        assert np.linalg.norm(np.float64(db) - exact) <= 1e-6 * np.linalg.norm(exact)
 
 
 def test_the_check_of_rounded_gradients_compares_codes_with_those_of_the_kernel_s_own(monkeypatch):

@@ -168,10 +168,11 @@ class MLP(nnx.Module):
         forecast of the peak.
 
         If a kernel overwrites gate and up with their gradients (`_in_place`), `own` of the result is the gradient of
-        the activation's output, beside the rounded gradients of gate and up if the kernel rounds them (`_joins`), and
-        covers_mixer is False: the mixer's memory is counted on its own. Otherwise
-        `own` is the activation's output, its gradient, the gradients of gate and up, and a multiple of the layer's
-        input for values of the residual stream; covers_mixer is True, because these numbers include the mixer's memory.
+        the activation's output, beside the rounded gradients of gate and up and the partial sums of their products with
+        adapters if the kernel computes these (`_joins`), and covers_mixer is False: the mixer's memory is counted on
+        its own. Otherwise `own` is the activation's output, its gradient, the gradients of gate and up, and a multiple
+        of the layer's input for values of the residual stream; covers_mixer is True, because these numbers include the
+        mixer's memory.
 
         `around` is another multiple of the layer's input, for gradients of the layer's other segments (the functions in
         which its parts run) that are in memory at the same time. With the kernel it has at least the whole
@@ -187,8 +188,9 @@ class MLP(nnx.Module):
                 around = max(around, fit.beside * stream + self._decoded_bytes(sizes))
             own = (gate + up) / 2
             if sizes.tiles == 1 and not sizes.recomputed & {"gate", "up"} and self._joins():
-                # Their codes in e4m3, and a float32 scale for each 128.
-                own += (gate + up) / sizes.dtype.itemsize * (1 + 4 / 128)
+                # For each 128 of them codes in e4m3, a float32 scale, and float32 products with the adapters' B's.
+                rank = max(each.lora.rank for each in (self.gate_proj, self.up_proj) if each.lora is not None)
+                own += (gate + up) / sizes.dtype.itemsize * (1 + 4 / 128 + 4 * rank / 128)
             return Scratch(own, around, covers_mixer=False)
         # The activation, its gradient, the gradients of gate and up, and partial gradients of other segments.
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)

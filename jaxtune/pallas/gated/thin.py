@@ -100,14 +100,15 @@ def gated_thin_backward(
     if chosen("gated_thin_backward", gate, dinner.shape[1], activation, implementation) == "reference":
         gated, dgate, dup = gated_backward(gate, up, dgated, activation)
         return dgate, dup, reference.thin_product(dinner, gated, (0, 0), jnp.float32)
-    dgate, dup, da = backward_by_kernel(gate, up, dgated, dinner, activation)
+    run = meshes.on_each_device(thin_triton.gated_thin_backward, rows=4, results=2)
+    dgate, dup, da = run(gate, up, dgated, dinner, activation)
     return dgate, dup, da
 
 
-def backward_by_kernel(gate, up, dgated, dinner, activation: str, rounds: bool = False) -> tuple[jax.Array, ...]:
-    """What thin_triton.gated_thin_backward returns, on each device. fp8_product calls it too, with `rounds`."""
-    run = meshes.on_each_device(thin_triton.gated_thin_backward, rows=4, results=4 if rounds else 2)
-    return run(gate, up, dgated, dinner, activation, rounds)
+def rounded_gradients(gate, up, dgated, dinner, inners, bs, activation: str) -> tuple:
+    """What thin_triton.rounded_gradients returns, on each device; fp8_product calls it."""
+    run = meshes.on_each_device(thin_triton.rounded_gradients, rows=5, results=2)
+    return run(gate, up, dgated, dinner, inners, bs, activation, thin_triton.rounded_tile())
 
 
 def _checked(op: str, gate, up, activation: str) -> Arguments:

@@ -1,5 +1,5 @@
-"""The bodies of the Triton kernels of `gated_thin` and `gated_thin_backward` (thin_triton.py): activation(gate) * up is
-multiplied by a thin array while it is in registers."""
+"""The bodies of the Triton kernels of `gated_thin`, `gated_thin_backward` and `rounded_gradients` (thin_triton.py):
+what they compute is multiplied by thin arrays before it leaves the multiprocessor."""
 
 import triton
 import triton.language as tl
@@ -122,68 +122,7 @@ def gated_thin_backward_kernel(
       WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
       ACTIVATION: of gate (share_of).
     """
-    codes, scales = dgate, da  # they are not written
-    sizes: tl.constexpr = (ROWS, SIZE, RANK, WIDTH, BLOCK, COLUMNS, STEPS)
-    _backward(gate, up, dgated, dinner, dgate, dup, codes, scales, da, sizes, ACTIVATION, 0)
-
-
-@triton.jit
-def gated_thin_backward_rounded_kernel(
-    gate,
-    up,
-    dgated,
-    dinner,
-    dgate,
-    dup,
-    codes,
-    scales,
-    da,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
-    """What gated_thin_backward_kernel computes, and the gradients of gate and up, side by side, rounded to e4m3
-    (_store_rounded). COLUMNS is 128. The arguments are those of gated_thin_backward_kernel and these:
-
-      codes: e4m3[ROWS, 2 width], where width is SIZE, rounded up to a multiple of 128: the codes of gate's gradient
-        begin at column 0, those of up's at `width`. Columns that fill up are zeros.
-      scales: float32[2 width / 128, ROWS].
-    """
-    sizes: tl.constexpr = (ROWS, SIZE, RANK, WIDTH, BLOCK, COLUMNS, STEPS)
-    _backward(gate, up, dgated, dinner, dgate, dup, codes, scales, da, sizes, ACTIVATION, 1)
-
-
-@triton.jit
-def _backward(
-    gate,
-    up,
-    dgated,
-    dinner,
-    dgate,
-    dup,
-    codes,
-    scales,
-    da,
-    sizes: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ROUNDS: tl.constexpr,
-):
-    """The body of both kernels of the backward, which describe its arguments. sizes: ROWS, SIZE, RANK, WIDTH, BLOCK,
-    COLUMNS and STEPS. ROUNDS: 1 if codes and scales are written, else 0."""
-    ROWS: tl.constexpr = sizes[0]
-    SIZE: tl.constexpr = sizes[1]
-    RANK: tl.constexpr = sizes[2]
-    WIDTH: tl.constexpr = sizes[3]
-    BLOCK: tl.constexpr = sizes[4]
-    COLUMNS: tl.constexpr = sizes[5]
-    STEPS: tl.constexpr = sizes[6]
     DTYPE: tl.constexpr = gate.dtype.element_ty
-    FILLED: tl.constexpr = (SIZE + 127) // 128 * 128
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, WIDTH)[None, :]
     within, real_ranks = columns < SIZE, ranks < RANK
@@ -200,19 +139,100 @@ def _backward(
         share, slope = share_of(x, ACTIVATION, 1.0, 1)
         active = x * share
         sums = tl.dot(tl.trans((active * y).to(DTYPE)), thin, sums)
-        if ROUNDS:
-            of_gate, of_up = _rounded(dout * y * (share + x * slope), DTYPE), _rounded(dout * active, DTYPE)
-            tl.store(dgate + places, of_gate, mask=real)
-            tl.store(dup + places, of_up, mask=real)
-            # As many codes a thread as it writes numbers of dgate, in halves of sectors otherwise.
-            coded = tl.max_contiguous(first * (2 * FILLED) + number * (2 * FILLED) + columns[None, :], [1, 8])
-            further = tl.max_contiguous(coded + FILLED, [1, 8])
-            scaled = tl.program_id(0) * ROWS + first + number
-            _store_rounded(of_gate, codes, scales, coded, there, scaled, there)
-            scaled += FILLED // 128 * ROWS
-            _store_rounded(of_up, codes, scales, further, there, scaled, there)
-        else:
-            tl.store(dgate + places, (dout * y * (share + x * slope)).to(DTYPE), mask=real)
-            tl.store(dup + places, (dout * active).to(DTYPE), mask=real)
+        tl.store(dgate + places, (dout * y * (share + x * slope)).to(DTYPE), mask=real)
+        tl.store(dup + places, (dout * active).to(DTYPE), mask=real)
     part = da + tl.program_id(1).to(tl.int64) * RANK * SIZE
     tl.store(part + ranks * SIZE + columns[:, None], sums, mask=within[:, None] & real_ranks)
+
+
+@triton.jit
+def rounded_gradients_kernel(
+    gate,
+    up,
+    dgated,
+    thins,
+    sides,
+    codes,
+    scales,
+    parts,
+    da,
+    db_gate,
+    db_up,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Computes the gradients of gate and up in 128 columns of STEPS tiles of BLOCK rows, in float32, rounded to gate's
+    dtype. They are not written so, but rounded once more, to e4m3, and multiplied by the thin arrays of the adapters of
+    gate and up. activation(gate) * up, rounded to gate's dtype, is multiplied by that of the adapter of down. Grid:
+    (blocks of columns, ranges of rows): (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up. COLUMNS is 128.
+
+    Args:
+      gate, up, dgated: [ROWS, SIZE], of 16 bits; dgated is the gradient of activation(gate) * up.
+      thins: [3, RANK, ROWS], like gate: of the adapters of down, gate and up. The first is the gradient of a low-rank
+        input, the others are low-rank inputs.
+      sides: [2, RANK, SIZE], like gate: the B's of gate and up, transposed.
+      codes: e4m3[ROWS, 2 width], where width is SIZE, rounded up to a multiple of 128: the codes of gate's gradient
+        begin at column 0, those of up's at `width`. Columns that fill up are zeros.
+      scales: float32[2 width / 128, ROWS].
+      parts: float32[blocks of columns, ROWS, 2, RANK], what each block adds to the products of the gradients of gate
+        and up with `sides`.
+      da: float32[ranges of rows, RANK, SIZE], what each range adds to the product of the first of `thins` with
+        activation(gate) * up.
+      db_gate, db_up: float32[ranges of rows, SIZE, RANK], what each range adds to the products of the transposed
+        gradients of gate and up with the others.
+      WIDTH: the ranks with which is multiplied, at least RANK: a power of two of at least 16.
+      ACTIVATION: of gate (share_of).
+    """
+    DTYPE: tl.constexpr = gate.dtype.element_ty
+    FILLED: tl.constexpr = (SIZE + 127) // 128 * 128
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    ranks = tl.arange(0, WIDTH)[:, None]
+    within, real_ranks = columns < SIZE, ranks < RANK
+    wide, real_wide = ranks * SIZE + columns, real_ranks & within
+    side_gate = tl.load(sides + wide, mask=real_wide, other=0.0)
+    side_up = tl.load(sides + RANK * SIZE + wide, mask=real_wide, other=0.0)
+    sums_down = tl.zeros([WIDTH, COLUMNS], tl.float32)
+    sums_gate = tl.zeros([WIDTH, COLUMNS], tl.float32)
+    sums_up = tl.zeros([WIDTH, COLUMNS], tl.float32)
+    number, row = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    for step in range(STEPS):
+        first = (tl.program_id(1).to(tl.int64) * STEPS + step) * BLOCK
+        there = number < ROWS - first
+        places, real = first * SIZE + number * SIZE + columns, there & within
+        dout = tl.load(dgated + places, mask=real, other=0.0).to(tl.float32)
+        x = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
+        y = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
+        long, real_long = first + ranks * ROWS + row, real_ranks & (row < ROWS - first)
+        thin_down = tl.load(thins + long, mask=real_long, other=0.0)
+        thin_gate = tl.load(thins + RANK * ROWS + long, mask=real_long, other=0.0)
+        thin_up = tl.load(thins + 2 * RANK * ROWS + long, mask=real_long, other=0.0)
+        share, slope = share_of(x, ACTIVATION, 1.0, 1)
+        active = x * share
+        product = _rounded(active * y, DTYPE)
+        of_gate, of_up = _rounded(dout * y * (share + x * slope), DTYPE), _rounded(dout * active, DTYPE)
+        # As many codes a thread as it reads numbers of gate, which it would read in halves of sectors otherwise.
+        coded = tl.max_contiguous(first * (2 * FILLED) + number * (2 * FILLED) + columns, [1, 8])
+        further = tl.max_contiguous(coded + FILLED, [1, 8])
+        scaled = tl.program_id(0) * ROWS + first + number
+        part = parts + (tl.program_id(0).to(tl.int64) * ROWS + first) * (2 * RANK) + number * (2 * RANK)
+        part, real_part = part + tl.trans(ranks), there & tl.trans(real_ranks)
+        # The products of `sides` are the first: Triton divides the warps for all products as for the last one, whose
+        # columns are enough for them.
+        _store_rounded(of_gate, codes, scales, coded, there, scaled, there)
+        tl.store(part, tl.trans(tl.dot(side_gate, tl.trans(of_gate))), mask=real_part)
+        _store_rounded(of_up, codes, scales, further, there, scaled + FILLED // 128 * ROWS, there)
+        tl.store(part + RANK, tl.trans(tl.dot(side_up, tl.trans(of_up))), mask=real_part)
+        sums_gate = tl.dot(thin_gate, of_gate, sums_gate)
+        sums_up = tl.dot(thin_up, of_up, sums_up)
+        sums_down = tl.dot(thin_down, product, sums_down)
+    added = tl.program_id(1).to(tl.int64) * (RANK * SIZE)
+    tl.store(da + added + wide, sums_down, mask=real_wide)
+    across, real_across = tl.trans(columns) * RANK + tl.trans(ranks), tl.trans(real_wide)
+    tl.store(db_gate + added + across, tl.trans(sums_gate), mask=real_across)
+    tl.store(db_up + added + across, tl.trans(sums_up), mask=real_across)

@@ -1,14 +1,16 @@
-"""`gated_thin` and `gated_thin_backward` by Triton kernels. `refusal` says which calls they cannot compute on this GPU.
+"""`gated_thin`, `gated_thin_backward` and `rounded_gradients` by Triton kernels. `refusal` says which calls they cannot
+compute on this GPU.
 
 Their time is that of reading and writing memory, so neither array of activation(gate) * up is read again for a thin
-product. In the forward a program has a range of rows, and keeps their sums over all columns in registers. In the
-backward, whose sums are over rows, it has a block of columns and a range of rows, and XLA adds up what the ranges
-wrote, in one order. Tiles of gate and up are read ahead into shared memory.
+product, nor are gradients that are rounded to e4m3. In the forward a program has a range of rows, and keeps their sums
+over all columns in registers. In the backward, whose sums are over rows, it has a block of columns and a range of rows,
+and XLA adds up what the ranges wrote, in one order. `rounded_gradients` has sums over columns too, which XLA adds up
+over the blocks. Tiles of gate and up are read ahead into shared memory.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -38,11 +40,14 @@ def tile(width: int, result: str) -> Tile:
     return Tile(16, 128, 4, 2) if result == "e4m3" else Tile(32, 64, 4, 2)  # several fit the memory of a small GPU
 
 
-def backward_tile(rounds: bool = False) -> Tile:
-    """The Tile of `gated_thin_backward` with this `rounds` on the GPU that is compiled for. Codes need 128 columns."""
-    if dispatch.compute_capability() == (9, 0):
-        return Tile(16, 128, 4, 3, 16)
-    return Tile(16, 128, 4, 2, 8) if rounds else Tile(32, 64, 4, 2, 8)
+def backward_tile() -> Tile:
+    """The Tile of `gated_thin_backward` on the GPU that is compiled for."""
+    return Tile(16, 128, 4, 3, 16) if dispatch.compute_capability() == (9, 0) else Tile(32, 64, 4, 2, 8)
+
+
+def rounded_tile() -> Tile:
+    """The Tile of `rounded_gradients` on the GPU that is compiled for. Codes need 128 columns."""
+    return Tile(16, 128, 4, 3, 12) if dispatch.compute_capability() == (9, 0) else Tile(16, 128, 4, 2, 8)
 
 
 def refusal(gate, rank: int, activation: str) -> str | None:
@@ -142,32 +147,20 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
     return {"gated": (found, inner), "e4m3": (found, scales.T, inner), "none": (inner,)}[result]
 
 
-def gated_thin_backward(gate, up, dgated, dinner, activation: str, rounds: bool = False) -> tuple[jax.Array, ...]:
+def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(the gradients of gate and up [tokens, I] in gate's dtype, dinner^T (activation(gate) * up) float32[r, I]) by the
     kernel. The first two take the memory of gate and up if nothing else reads these; otherwise XLA copies them first.
-    The arguments are those of thin.gated_thin_backward; `refusal` says which calls are supported.
-
-    With `rounds` two results more stand before the last: the gradients of gate and up, side by side, rounded to e4m3
-    with a scale for each 128 numbers of a row, as fp8_product.side_by_side has them: codes [tokens, K], scales
-    float32[tokens, K / 128]."""
+    The arguments are those of thin.gated_thin_backward; `refusal` says which calls are supported."""
     from jaxtune.pallas.gated import thin_kernels
 
     (tokens, size), rank = gate.shape, dinner.shape[1]
-    shape = backward_tile(rounds)
-    tiles, blocks = -(-tokens // shape.rows), -(-size // shape.columns)
-    ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // blocks))
-    steps = -(-tiles // ranges)
-    ranges = -(-tiles // steps)
+    shape = backward_tile()
+    blocks, ranges, steps = _divided(tokens, size, shape)
     like = jax.ShapeDtypeStruct(gate.shape, gate.dtype)
-    call, more = functools.partial(compat.triton_call, thin_kernels.gated_thin_backward_kernel), []
-    if rounds:
-        filled = 2 * blocks * shape.columns
-        more = [jax.ShapeDtypeStruct((tokens, filled), jnp.float8_e4m3fn)]
-        more.append(jax.ShapeDtypeStruct((filled // shape.columns, tokens), jnp.float32))
-        call = functools.partial(compat.triton_call, thin_kernels.gated_thin_backward_rounded_kernel)
-    dgate, dup, *coded, da = call(
+    dgate, dup, da = compat.triton_call(
+        thin_kernels.gated_thin_backward_kernel,
         (gate, up, dgated, dinner),
-        [like, like, *more, jax.ShapeDtypeStruct((ranges, rank, size), jnp.float32)],
+        [like, like, jax.ShapeDtypeStruct((ranges, rank, size), jnp.float32)],
         (blocks, ranges),
         warps=shape.warps,
         stages=shape.stages,
@@ -181,6 +174,72 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str, rounds: bool 
         STEPS=steps,
         ACTIVATION=ACTIVATIONS[activation],
     )
-    if rounds:
-        coded[1] = coded[1].T
-    return dgate, dup, *coded, da.sum(0)
+    return dgate, dup, da.sum(0)
+
+
+def _divided(tokens: int, size: int, shape: Tile) -> tuple[int, int, int]:
+    """How a backward divides an array [tokens, size]: (blocks of columns, ranges of rows, tiles of a range)."""
+    tiles, blocks = -(-tokens // shape.rows), -(-size // shape.columns)
+    ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // blocks))
+    steps = -(-tiles // ranges)
+    return blocks, -(-tiles // steps), steps
+
+
+def rounded_gradients(
+    gate, up, dgated, dinner, inners: Sequence[jax.Array], bs: Sequence[jax.Array], activation: str, shape: Tile
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array, list[jax.Array]]:
+    """The backward of an MLP's gated activation where gate and up are products with weights that take their gradients
+    in e4m3, and have adapters: by the kernel, which does not write these gradients in 16 bits. `refusal` says which
+    calls are supported, by the largest rank.
+
+    Args:
+      gate, up, dgated, dinner, activation: those of thin.gated_thin_backward.
+      inners: for gate and for up the low-rank input of its adapter, [tokens, r] in gate's dtype.
+      bs: for gate and for up its adapter's B, float[I, r]; it is rounded to gate's dtype.
+      shape: how the kernel divides its work: rounded_tile().
+    Returns:
+      (the gradients of gate and up, side by side, rounded to e4m3 with a scale for each 128 numbers of a row, as
+      fp8_product.side_by_side has them: codes [tokens, K] and scales float32[tokens, K / 128];
+      the gradient of gate times B and that of up times B, side by side, [tokens, sum of ranks] in gate's dtype;
+      dinner^T (activation(gate) * up), float32[r, I];
+      for gate and up the transposed gradient times the low-rank input, float32[I, r]).
+      Products are those of gradients, and of an activation, that are rounded to gate's dtype, with float32 sums.
+    """
+    from jaxtune.pallas.gated import thin_kernels
+
+    tokens, size = gate.shape
+    ranks = [part.shape[1] for part in (dinner, *inners)]
+    rank = max(ranks)
+    blocks, ranges, steps = _divided(tokens, size, shape)
+
+    def lines(parts):
+        """Transposes arrays [n, r] and stacks them: [parts, the largest rank, n]; fewer ranks are filled up."""
+        return jnp.stack([jnp.pad(part.astype(gate.dtype).T, ((0, rank - part.shape[1]), (0, 0))) for part in parts])
+
+    codes, scales, parts, da, *dbs = compat.triton_call(
+        thin_kernels.rounded_gradients_kernel,
+        (gate, up, dgated, lines((dinner, *inners)), lines(bs)),
+        [
+            jax.ShapeDtypeStruct((tokens, 2 * blocks * shape.columns), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((2 * blocks, tokens), jnp.float32),
+            jax.ShapeDtypeStruct((blocks, tokens, 2, rank), jnp.float32),
+            jax.ShapeDtypeStruct((ranges, rank, size), jnp.float32),
+            *[jax.ShapeDtypeStruct((ranges, size, rank), jnp.float32)] * 2,
+        ],
+        (blocks, ranges),
+        warps=shape.warps,
+        stages=shape.stages,
+        ROWS=tokens,
+        SIZE=size,
+        RANK=rank,
+        WIDTH=width_of(rank),
+        BLOCK=shape.rows,
+        COLUMNS=shape.columns,
+        STEPS=steps,
+        ACTIVATION=ACTIVATIONS[activation],
+    )
+    thin = parts.sum(0).astype(gate.dtype).reshape(tokens, 2 * rank)
+    if ranks[1] + ranks[2] < 2 * rank:
+        thin = jnp.concatenate([thin[:, : ranks[1]], thin[:, rank : rank + ranks[2]]], axis=1)
+    dbs = [db.sum(0)[:, :r] for db, r in zip(dbs, ranks[1:], strict=True)]
+    return (codes, scales.T), thin, da.sum(0)[: ranks[0]], dbs

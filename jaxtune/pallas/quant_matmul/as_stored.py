@@ -14,11 +14,12 @@ format names it (Stored.compute), if the caller sets `fp8`:
   normed_matmul.
 - forward(coded, weight, more, dtype, implementation): x W^T in `dtype`. `more` is None, or an adapter's two operands (u
   [tokens, r], b [out, r]), whose product u b^T is added.
-- gated_gradients(gate, up, dgated, dinner, activation, kind, implementation): (the gradients of gate and up, that of an
-  adapter's A, the first two side by side as `backward` takes them rounded, or None), for gated_mlp.
+- gated_gradients(gate, up, dgated, dinner, activation, adapters, kind, implementation): (a pair of the gradients of
+  gate and up; that of an adapter's A; None, or in place of the gradients what `backward` and the adapters of gate and
+  up take of them), for gated_mlp.
 - backward(douts, weights, more, dtype, implementation, coded): the sum of dy W over weights of one kind, in `dtype`;
-  `douts` has dy [tokens, out_i] for each of them, and `coded` all of them rounded, or is None. `more` is None, or the
-  adapters' (u [tokens, r], a [in, r]), whose product u a^T is added.
+  `douts` has dy [tokens, out_i] for each of them, and `coded` is None, or all of them rounded, and then `douts` is not
+  read. `more` is None, or the adapters' (u [tokens, r], a [in, r]), whose product u a^T is added.
 """
 
 from __future__ import annotations

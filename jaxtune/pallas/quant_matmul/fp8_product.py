@@ -175,23 +175,35 @@ def gated_gradients(
     dgated: jax.Array,
     dinner: jax.Array,
     activation: str,
+    adapters: Sequence[tuple[jax.Array, jax.Array]] | None,
     blocks: bool,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Computes the gradients of gate and up, which the backward of an MLP multiplies by the weights of both: (the three
-    results of pallas.gated.gated_thin_backward, these gradients as `backward` takes them rounded, or None). With
-    `blocks` a kernel rounds what it computes, where `backward` would read both again. gated_mlp calls it.
+) -> tuple[tuple, jax.Array, tuple | None]:
+    """Computes the backward of an MLP's gated activation, up to the product with the weights of gate and up. With
+    `blocks` a kernel rounds the gradients of gate and up for that product and multiplies them by the thin arrays of
+    their adapters, where `backward` and the adapters would read both again; it does not write them in 16 bits.
+    gated_mlp calls it.
 
     Args:
-      gate, up, dgated, dinner, activation: those of gated_thin_backward.
+      gate, up, dgated, dinner, activation: those of pallas.gated.gated_thin_backward.
+      adapters: for gate and for up (the low-rank input of its adapter [n, r] in gate's dtype, its B float[k, r]); None
+        if the gradients themselves are needed.
       blocks: True if the weights of gate and up have scales of 128 x 128 numbers, False if not (`in_blocks`).
       implementation: that of `operand`.
+    Returns:
+      ((the gradient of gate, that of up), dinner^T (activation(gate) * up) float32[r, k], None), or where the kernel
+      runs ((None, None), the same, (the gradients of gate and up as `backward` takes them rounded; their products with
+      the B's, side by side, [n, sum of ranks] in gate's dtype; for each its transpose times the low-rank input,
+      float32[k, r])).
     """
-    rank, op = dinner.shape[1], "gated_gradients_to_fp8"
+    inners, bs = zip(*adapters, strict=True) if adapters is not None else ((), ())
+    rank, op = max(part.shape[1] for part in (dinner, *inners)), "gated_gradients_to_fp8"
+    blocks = blocks and adapters is not None
     if _rounds_gated(op, _first_gradients, gate, rank, activation, blocks, implementation):
-        dgate, dup, *coded, da = thin.backward_by_kernel(gate, up, dgated, dinner, activation, rounds=True)
-        return dgate, dup, da, (coded[0], coded[1])
-    return *thin.gated_thin_backward(gate, up, dgated, dinner, activation), None
+        coded, products, da, dbs = thin.rounded_gradients(gate, up, dgated, dinner, inners, bs, activation)
+        return (None, None), da, (coded, products, dbs)
+    *gradients, da = thin.gated_thin_backward(gate, up, dgated, dinner, activation)
+    return tuple(gradients), da, None
 
 
 def _rounds_gated(
@@ -203,7 +215,7 @@ def _rounds_gated(
       op: the name under which the choice is recorded.
       first_use: the check of the kernel at its first use.
       gate: [n, k].
-      rank: of the adapter of the MLP's down projection.
+      rank: of the adapters with whose thin arrays the kernel multiplies, the largest.
       activation, blocks, implementation: those of gated_operand and gated_gradients.
     """
     if not blocks or implementation == "reference" or not thin.is_large(*gate.shape):
@@ -288,7 +300,8 @@ def backward(
       more: None, or the adapters' two operands (u [n, r], a [in, r]), whose product u a^T is added.
       dtype: of the result.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call (see `multiply`).
-      coded: dy of all weights rounded, side by side, if gated_gradients has done so; None: it is rounded here.
+      coded: dy of all weights rounded, side by side, if gated_gradients has done so; `douts` are then not read. None:
+        it is rounded here.
     """
     blocks = in_blocks(weights[0])
     if blocks:  # each weight's blocks start at its own first row
@@ -611,24 +624,32 @@ def _first_gated(dtype, width: int, activation: str) -> str | None:
 
 def _first_gradients(dtype, width: int, activation: str) -> str | None:
     """Compares the kernel of the backward, as `gated_gradients` calls it, with plain JAX, as `_first_gated` does, whose
-    arguments it has. The codes must be those of the kernel's own gradients: where two gradients differ in their last
-    digit, codes may differ by a sixteenth."""
+    arguments it has. Its codes and products are compared with those of the gradients of the kernel that does not round
+    them to e4m3, which has a check of its own: where two gradients differ in their last digit, codes may differ by a
+    sixteenth."""
 
     def compare():
-        keys = jax.random.split(jax.random.key(0), 4)
+        keys = jax.random.split(jax.random.key(0), 8)
         gate, up, dgated = (2 * jax.random.normal(key, (333, 1352)).astype(dtype) for key in keys[:3])
-        given = gate, up, dgated, jax.random.normal(keys[3], (333, width)).astype(dtype)
+        dinner, *inners = (jax.random.normal(key, (333, width)).astype(dtype) for key in keys[3:6])
+        bs = [jax.random.normal(key, (1352, width)).astype(dtype) for key in keys[6:]]
 
-        def exact(*given):
-            """The gradients and that of A in plain JAX."""
-            gate, up, dgated, dinner = (each.astype(jnp.float32) for each in given)
-            return reference.gated_thin_backward(gate, up, dgated, dinner, activation)
+        def exact(gradients, inners, bs):
+            """The products with the adapters' thin arrays in plain JAX."""
+            gradients, inners, bs = jax.tree.map(lambda each: each.astype(jnp.float32), (gradients, inners, bs))
+            thins = [reference.thin_product(*pair, (1, 0), jnp.float32) for pair in zip(gradients, bs, strict=True)]
+            dbs = [reference.thin_product(*pair, (0, 0), jnp.float32) for pair in zip(gradients, inners, strict=True)]
+            return jnp.concatenate(thins, axis=1), dbs
 
-        run = functools.partial(thin_triton.gated_thin_backward, activation=activation, rounds=True)
-        dgate, dup, codes, scales, da = jax.jit(run)(*given)
-        wide = jnp.concatenate([_whole_blocks(each, 1) for each in (dgate, dup)], axis=1)
-        want = *dispatch.exactly(exact)(*given), _decoded(*_rounded_alone(wide))
-        return (dgate, dup, da, _decoded(codes, scales)), want
+        apart = functools.partial(thin_triton.gated_thin_backward, activation=activation)
+        *gradients, da = jax.jit(apart)(gate, up, dgated, dinner)
+        shape = thin_triton.rounded_tile()._replace(programs=0)  # one program for all rows, which reads tiles ahead
+        run = functools.partial(thin_triton.rounded_gradients, activation=activation, shape=shape)
+        coded, *found = jax.jit(run)(gate, up, dgated, dinner, inners, bs)
+        products, dbs = dispatch.exactly(exact)(gradients, inners, bs)
+        wide = jnp.concatenate([_whole_blocks(each, 1) for each in gradients], axis=1)
+        want = products, da, *dbs, _decoded(*_rounded_alone(wide))
+        return [*jax.tree.leaves(found), _decoded(*coded)], want
 
     kind = f"{dtype}, {width} columns, {activation}"
     return dispatch.first_use("gated_gradients_to_fp8", "triton", kind, compare)

@@ -119,35 +119,53 @@ def _gated_bwd(activation: str, static: reference.Static, residuals, gradients):
     """The backward rule of `_gated`: the gradients of gate, up, weight (None for a quantised one), lora and bias, and
     None for the low-rank input. residuals: from `_gated_fwd`. gradients: of both results, of which that of the output
     [tokens, out] is used."""
-    found, _ = _second_half_backward(activation, static, residuals, gradients[0], ())
+    found, _ = _second_half_backward(activation, static, residuals, gradients[0], None)
     return *found, None
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)
 
 
-def _second_half_backward(activation: str, static: reference.Static, residuals, dout, before: tuple):
-    """The gradients of gate, up, weight (None for a quantised one), lora and bias, in a tuple, and those of gate and up
-    as the backward of their product takes them rounded, or None. `_gated_bwd` and `_mlp_bwd` call it.
+def _second_half_backward(activation: str, static: reference.Static, residuals, dout, first: tuple | None):
+    """The gradients of gate, up, weight (None for a quantised one), lora and bias, in a tuple, and None; or, where a
+    kernel rounds those of gate and up, Nones in their place, and the Rounded of them. `_gated_bwd` and `_mlp_bwd` call
+    it.
 
     Args:
       activation, static: those of `_gated`.
       residuals: from `_gated_fwd`.
       dout: the gradient of the output [tokens, out].
-      before: the weights whose product gate and up are, if these are multiplied as they are stored; else ().
+      first: of the product that gate and up are, how it is computed, its weights, adapters and biases and the adapters'
+        low-rank inputs, as `_mlp` has them, if the weights are multiplied as they are stored; else None.
     """
     gate, up, weight, lora, bias, inner = residuals
     a = lora[0]
     dinner, [db] = reference.adapter_gradients((dout,), (lora,), inner, static)
     dgated = reference.input_gradient((dout,), (weight,), (dinner, a.astype(gate.dtype)), gate.dtype, static)
-    product = product_of(before[0]) if before else None
-    if product is None:
-        dgate, dup, da = gated_thin_backward(gate, up, dgated, dinner, activation)
-        coded = None
+    given, rounded = (gate, up, dgated, dinner, activation), None
+    if first is None:
+        dgate, dup, da = gated_thin_backward(*given)
     else:
-        dgate, dup, da, coded = product.gated_gradients(gate, up, dgated, dinner, activation, product.kind(before[0]))
+        (dgate, dup), da, rounded = _rounded_gradients(given, *first)
     dweight = reference.weight_gradient(dout, ACTIVATIONS[activation](gate) * up, weight)
-    return (dgate, dup, dweight, (da.astype(a.dtype), db), reference.bias_gradient(dout, bias)), coded
+    return (dgate, dup, dweight, (da.astype(a.dtype), db), reference.bias_gradient(dout, bias)), rounded
+
+
+def _rounded_gradients(given: tuple, static: reference.Static, weights, loras, biases, inner):
+    """((the gradients of gate and up, or Nones), that of the A of down in float32, None or the Rounded of the first
+    two). `_second_half_backward` calls it; given: what gated_thin_backward takes. The others: its `first`."""
+    product = product_of(weights[0])
+    assert product is not None
+    adapters = None
+    if not any(bias is not None for bias in biases):  # a bias needs its output's gradient itself
+        parts = reference.adapter_inputs(loras, inner, static)
+        adapters = [(part, b) for part, (_, b) in zip(parts, loras, strict=True)]
+    gradients, da, found = product.gated_gradients(*given, adapters, product.kind(weights[0]))
+    if found is None:
+        return gradients, da, None
+    coded, products, dbs = found
+    dbs = [db.astype(b.dtype) for db, (_, b) in zip(dbs, loras, strict=True)]
+    return gradients, da, reference.Rounded(coded, reference.scaled_parts(products, loras, static), dbs)
 
 
 @meshes.on_any_mesh
@@ -163,8 +181,8 @@ def gated_mlp(
 ) -> jax.Array:
     """A gated MLP whose gate and up an earlier run has computed: gated_matmul of these, with the derivative of the
     whole MLP, whose first half is quant_matmul of x. The backward of a model calls it. What computes the gradients of
-    gate and up then also rounds them for the product with their weights. These must join (`joins`), and all weights are
-    multiplied as they are stored.
+    gate and up then also rounds them for the product with their weights, and multiplies them by the thin arrays of
+    their adapters. The weights must join (`joins`), and all are multiplied as they are stored.
 
     Args:
       x: [..., in] in the compute dtype: bfloat16, float16 or float32.
@@ -236,11 +254,15 @@ def _mlp_fwd(activation: str, first, second, x, source, gate, up, weights, loras
 def _mlp_bwd(activation: str, first, second, residuals, gradients):
     """The backward rule of `_mlp`: the gradients of its arguments, None for those that get none. residuals: from
     `_mlp_fwd`. gradients: of both results, of which that of the output [tokens, out] is used."""
-    (x, *others), of_second = residuals
-    (dgate, dup, _, dlora, dbias), coded = _second_half_backward(activation, second, of_second, gradients[0], others[1])
+    (x, source, *others), of_second = residuals
+    (dgate, dup, _, dlora, dbias), rounded = _second_half_backward(
+        activation, second, of_second, gradients[0], (first, *others)
+    )
     # As between the segments of a layer: what follows is not computed earlier, and the adapter's gradients not later.
-    (x, *others), dgate, dup, coded, dlora = optimization_barrier(((x, *others), dgate, dup, coded, dlora))
-    dx, _, _, dloras, dbiases, _ = reference.products_backward(first, (x, *others), (dgate, dup), coded)
+    (x, source, *others), dgate, dup, rounded, dlora = optimization_barrier(
+        ((x, source, *others), dgate, dup, rounded, dlora)
+    )
+    dx, _, _, dloras, dbiases, _ = reference.products_backward(first, (x, source, *others), (dgate, dup), rounded)
     return dx, None, None, None, None, (*dloras, dlora), (*dbiases, dbias), None, None
 
 

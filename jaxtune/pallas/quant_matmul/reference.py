@@ -16,6 +16,7 @@ or triton.py. Each has the functions `refusal`, `dequantize`, `small_refusal` an
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -39,6 +40,15 @@ class Static(NamedTuple):
     # (): all quantised weights are decoded; else a tuple of one: the requested implementation of products with weights
     # as they are stored, or None
     as_stored: tuple[str | None, ...]
+
+
+class Rounded(NamedTuple):
+    """What the backward takes of the gradients of outputs where a kernel has rounded these and has not written them
+    otherwise."""
+
+    coded: tuple[jax.Array, jax.Array]  # all, side by side, as the module of products with their weights takes them
+    dinner: jax.Array  # what adapter_gradients returns: the gradient of the low-rank inputs, [tokens, sum of ranks]
+    dbs: Sequence[jax.Array]  # and those of the adapters' B's
 
 
 def refusal(weight: Stored, dtype) -> str | None:
@@ -226,8 +236,8 @@ def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None
     """
     more: list = [None] * len(weights)
     if loras:
-        for owner, scale, part, (_, b) in zip(static.owners, static.scales, _parts(inner, loras), loras, strict=True):
-            more[owner] = (scaled(part, scale), b)
+        for owner, part, (_, b) in zip(static.owners, adapter_inputs(loras, inner, static), loras, strict=True):
+            more[owner] = (part, b)
     coded = dict(coded or {})
     found = []
     for weight, added, bias in zip(weights, more, biases, strict=True):
@@ -249,7 +259,7 @@ def _products_fwd(x, source, weights, loras, biases, inner, static: Static):
     return outputs(x, weights, loras, biases, inner, static), (x, source, weights, loras, biases, inner)
 
 
-def products_backward(static: Static, residuals, doutputs, coded=None):
+def products_backward(static: Static, residuals, doutputs, rounded: Rounded | None = None):
     """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases, inner), in this structure.
     An entry is None where the argument is None, for `inner`, for Factors as `source`, and for a quantised weight, which
     gets no gradient. That of an array is always computed; XLA removes it if the weight is frozen. The gradient of x
@@ -259,13 +269,17 @@ def products_backward(static: Static, residuals, doutputs, coded=None):
       static: how the products are computed.
       residuals: from `_products_fwd`.
       doutputs: the gradients of the outputs, a tuple of [tokens, out_i].
-      coded: that of `input_gradient`; gated_mlp, which calls this function too, has it.
+      rounded: what the backward takes of them where a kernel has rounded them: `doutputs` are then Nones, the weights
+        of one kind, and there is no bias. gated_mlp, which calls this function too, may have it.
     """
     x, source, weights, loras, biases, inner = residuals
     dsource = more = None
     dloras = ()
     if loras:
-        dinner, dbs = adapter_gradients(doutputs, loras, inner, static)
+        if rounded is None:
+            dinner, dbs = adapter_gradients(doutputs, loras, inner, static)
+        else:
+            dinner, dbs = rounded.dinner, rounded.dbs
         factors = isinstance(source, low_rank.Factors)
         if factors:
             da = source.contracted(dinner, loras[0][0].dtype)
@@ -275,6 +289,7 @@ def products_backward(static: Static, residuals, doutputs, coded=None):
         more = (dinner, _join(loras, x.dtype))
         if source is not None and not factors:
             dsource, more = _product(*more, (1, 0)), None
+    coded = None if rounded is None else rounded.coded
     dx = input_gradient(doutputs, weights, more, x.dtype, static, coded)
     dweights = tuple(weight_gradient(dout, x, weight) for dout, weight in zip(doutputs, weights, strict=True))
     dbiases = tuple(bias_gradient(dout, bias) for dout, bias in zip(doutputs, biases, strict=True))
@@ -291,12 +306,27 @@ def adapter_gradients(doutputs, loras, inner, static: Static):
       inner: the product of the adapters' input with all A's, [tokens, sum of ranks].
       static: how the products are computed.
     """
-    dinner, dbs = [], []
-    for owner, scale, part, (_, b) in zip(static.owners, static.scales, _parts(inner, loras), loras, strict=True):
-        thin, db = thin_pair(doutputs[owner], b, scaled(part, scale))
-        dinner.append(scaled(thin, scale))
-        dbs.append(db)
-    return jnp.concatenate(dinner, axis=1), dbs
+    parts = adapter_inputs(loras, inner, static)
+    pairs = [
+        thin_pair(doutputs[owner], b, part) for owner, part, (_, b) in zip(static.owners, parts, loras, strict=True)
+    ]
+    thins, dbs = zip(*pairs, strict=True)
+    return jnp.concatenate([*map(scaled, thins, static.scales)], axis=1), list(dbs)
+
+
+def adapter_inputs(loras, inner, static: Static) -> list[jax.Array]:
+    """For each adapter its low-rank input times its scale, [tokens, r], which is multiplied by B, and by which the
+    transposed gradient of the output is multiplied for the gradient of B. loras, inner, static: those of
+    `adapter_gradients`."""
+    return [scaled(part, scale) for scale, part in zip(static.scales, _parts(inner, loras), strict=True)]
+
+
+def scaled_parts(joined, loras, static: Static) -> jax.Array:
+    """Multiplies what adapters have side by side, `joined` [n, sum of ranks], each part by its adapter's scale. loras,
+    static: those of `adapter_gradients`."""
+    if len(set(static.scales)) == 1:
+        return scaled(joined, static.scales[0])  # parts would be cut out first, and joined again
+    return jnp.concatenate([*map(scaled, _parts(joined, loras), static.scales)], axis=1)
 
 
 def input_gradient(doutputs, weights, more, dtype, static: Static, coded=None) -> jax.Array:
@@ -311,7 +341,7 @@ def input_gradient(doutputs, weights, more, dtype, static: Static, coded=None) -
       dtype: of x.
       static: how the products are computed.
       coded: None; or the gradients of weights that are all of one kind and multiplied as they are stored, side by side,
-        as the module of such products takes them rounded (as_stored.py), if they are there already.
+        as the module of such products takes them rounded (as_stored.py); `doutputs` are then not read.
     """
     parts: dict[tuple, list] = {}  # {(module of products with weights as stored, or None; kind): weights and gradients}
     for pair in zip(doutputs, weights, strict=True):
