@@ -42,7 +42,7 @@ def chunk_kernel(
     wide = tl.load(logits + row.to(tl.int64) * STRIDE + tokens, mask=tokens < VOCAB, other=float("-inf"))
     wide = wide.to(tl.float32)
     top = tl.max(wide, 0)
-    place = tl.min(tl.where(wide == top, tokens, CHUNKS * CHUNK), 0)
+    place = tl.min(tl.where(wide == top, tokens, VOCAB - 1), 0)  # a token even where all numbers are NaN
     least = tl.where(top == float("-inf"), 0.0, top)
     at = row * CHUNKS + chunk
     tl.store(tops + at, top)
