@@ -26,7 +26,7 @@ def sampler_options(same_choices: bool, many_rows: bool) -> dict[str, bool | int
       many_rows: whether more rows decode in one batch than the kernels of few_rows multiply (MOST_ROWS). XLA then
         multiplies them, and must not merge the products of query, key and value into one: that one has no kernel of the
         vendor's, and separate ones make a decoding step of Llama-3.1-8B with 256 rows 4.5 % faster on an H200. Nor may
-        it take Triton's products where they are faster alone: without them such a step is 1.3 % faster.
+        it take Triton's products where they are faster alone: without them such a step was 1.3 % faster (one run).
     """
     options = {**NO_REMATERIALIZATION, **_ROUNDING}
     if same_choices:
