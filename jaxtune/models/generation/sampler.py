@@ -69,12 +69,12 @@ class _Round:
 
 
 class Sampler:
-    """Continues prompts of token ids in a fixed number of slots. `submit` queues a prompt, and each `step` returns new
-    tokens of the requests; `run` does both for a list of prompts. `generate`, the server, evaluations and training from
-    samples use it. Training makes a new one each time that it samples; `update` sets new weights for a user's own loop.
+    """Continues prompts of token ids. Up to `slots` rows decode in one batch. `submit` queues a prompt, and each `step`
+    returns new tokens of the requests. `run` does both for a list of prompts. `generate`, the server, evaluations and
+    training from samples use this class. Training makes a new sampler each time; other loops set weights by `update`.
 
-    A row gets the same tokens whatever is in the other slots, up to the rounding of products whose shapes depend on how
-    many prompts are prefilled at once; with `deterministic` the results are equal bit for bit. A sampler is used by one
+    A row's tokens depend on other rows only by rounding, as the number of prompts that are prefilled at once changes
+    the shapes of products. With `deterministic` its results are equal bit for bit. A sampler is used by one
     thread at a time. Its programs are compiled when they are first needed, for each bucket of capacity and of prompt
     length and each Kind of sampling settings, and shared by samplers of equal models with equal slots.
 
@@ -278,7 +278,8 @@ class Sampler:
         limits = [max_new_tokens] * len(prompts) if not isinstance(max_new_tokens, Sequence) else max_new_tokens
         if len(limits) != len(prompts):
             raise ValueError(f"Sampler: {len(limits)} numbers of max_new_tokens for {len(prompts)} prompts")
-        rows, earlier, self._pieces = {}, self._pieces, []
+        rows: dict[int, Row] = {}
+        earlier, self._pieces = self._pieces, []
         try:
             for index, (prompt, limit, (own, place)) in enumerate(zip(prompts, limits, seeds, strict=True)):
                 number = self.submit(prompt, limit, temperature, own, index=place, **settings)

@@ -1,13 +1,14 @@
-"""The operations of a decoding step (`products`, `gated_product`, `activated`, `added_norm` and `placed`) as Triton
-kernels, for NVIDIA GPUs of compute capability 8.0 and higher; `products` and `gated_product` are for Hopper only,
-because they were not measured on other GPUs. api.py calls them; those of experts are in experts_triton.py. Functions
-named ..._refusal say which calls they do not support.
+"""Triton kernels for the operations of a decoding step: `products`, `gated_product`, `activated`, `added_norm` and
+`placed`. They run on NVIDIA GPUs of compute capability 8.0 and higher. `products` and `gated_product` run on Hopper
+only, because they were not measured on other GPUs. api.py calls these functions. experts_triton.py has the operations
+of experts. A function whose name ends in `_refusal` returns the reason why a kernel does not support a call, or None.
 
-Products read each weight once, in tiles of its rows, which are the left side of the tensor cores' product, and all rows
-of x, or 128 of many, which are the right side. If the weights of `products` have too few rows to occupy the
-multiprocessors, the columns that are summed over are divided into splits, and the function that takes the partial sums
-adds them in order. A product thus needs no second kernel, and the bits of a row's result do not depend on the other
-rows. The kernels' bodies are in triton_kernels.py, which imports triton and is imported only when a kernel runs.
+A program of a product multiplies a tile of a weight's rows, the left side of the tensor cores' product, by rows of x,
+the right side. Up to 128 rows of x are one right side, so that each weight is read once. If the weights of `products`
+have too few rows to occupy the multiprocessors, the columns that are summed over are divided into splits. The function
+that takes the partial sums adds them in order. So a product needs no second kernel, and the bits of a row's result do
+not depend on the other rows. The kernels' bodies are in triton_kernels.py, which imports triton and is imported only
+when a kernel runs.
 """
 
 from __future__ import annotations
@@ -271,8 +272,8 @@ def gated_product(x, gate, up, activation, loras=()):
 
 
 def activated_refusal(gate, activation: str) -> str | None:
-    """The reason why the kernel of `activated` does not support gate [N, out] on this GPU, or None: no GPU on which
-    Triton kernels run, another dtype than 16-bit floats, or another activation than "silu" and "gelu_tanh"."""
+    """Returns the reason why the kernel of `activated` does not support a call, or None if it does. The kernel needs a
+    GPU that runs Triton kernels, gate [N, out] in bfloat16 or float16, and the activation "silu" or "gelu_tanh"."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -188,9 +188,10 @@ def _divided(tokens: int, size: int, shape: Tile) -> tuple[int, int, int]:
 def rounded_gradients(
     gate, up, dgated, dinner, inners: Sequence[jax.Array], bs: Sequence[jax.Array], activation: str, shape: Tile
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array, list[jax.Array]]:
-    """The backward of an MLP's gated activation where gate and up are products with weights that take their gradients
-    in e4m3, and have adapters: by the kernel, which does not write these gradients in 16 bits. `refusal` says which
-    calls are supported, by the largest rank.
+    """Computes the backward of an MLP's gated activation by a kernel that rounds the gradients of gate and up to e4m3.
+    It is for weights of gate and up that are multiplied by such gradients and have adapters. The kernel does not write
+    the gradients in 16 bits. Instead, it also computes the products of them that the adapters need. `refusal`, called
+    with the largest of the ranks, says which calls are supported.
 
     Args:
       gate, up, dgated, dinner, activation: those of thin.gated_thin_backward.

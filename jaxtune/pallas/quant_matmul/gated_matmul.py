@@ -179,10 +179,11 @@ def gated_mlp(
     *,
     activation: str,
 ) -> jax.Array:
-    """A gated MLP whose gate and up an earlier run has computed: gated_matmul of these, with the derivative of the
-    whole MLP, whose first half is quant_matmul of x. The backward of a model calls it. What computes the gradients of
-    gate and up then also rounds them for the product with their weights, and multiplies them by the thin arrays of
-    their adapters. The weights must join (`joins`), and all are multiplied as they are stored.
+    """Computes the output of a gated MLP from gate and up, which an earlier run has computed, as gated_matmul does. Its
+    derivative is that of the whole MLP, in which gate and up are quant_matmul of x. The backward of a model calls it.
+    In the derivative one kernel computes the gradients of gate and up, rounds them for the product with both weights,
+    and multiplies them by the adapters' B's and low-rank inputs. `joins` says for which weights of gate and up there is
+    such a kernel. All weights are multiplied as they are stored.
 
     Args:
       x: [..., in] in the compute dtype: bfloat16, float16 or float32.

@@ -43,12 +43,14 @@ class Static(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """What the backward takes of the gradients of outputs where a kernel has rounded these and has not written them
-    otherwise."""
+    """The gradients of several outputs that a kernel has rounded, and what the outputs' adapters need of them. The
+    kernel does not write the gradients in 16 bits, so `products_backward` gets these fields in their place."""
 
-    coded: tuple[jax.Array, jax.Array]  # all, side by side, as the module of products with their weights takes them
-    dinner: jax.Array  # what adapter_gradients returns: the gradient of the low-rank inputs, [tokens, sum of ranks]
-    dbs: Sequence[jax.Array]  # and those of the adapters' B's
+    coded: tuple[
+        jax.Array, jax.Array
+    ]  # the rounded gradients of all outputs, side by side, as input_gradient takes them
+    dinner: jax.Array  # [tokens, sum of ranks], the gradient of the low-rank inputs: adapter_gradients' first result
+    dbs: Sequence[jax.Array]  # for each adapter the gradient of its B, [out, r]: adapter_gradients' second result
 
 
 def refusal(weight: Stored, dtype) -> str | None:
