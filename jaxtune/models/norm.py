@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
+from jaxtune.pallas.normed_heads import inverse_rms
 from jaxtune.pallas.normed_stream import has_kernel, normed_stream
 from jaxtune.pallas.quant_matmul import low_rank
 
@@ -66,10 +67,8 @@ class RMSNorm(nnx.Module):
 
     def factors(self, x: jax.Array) -> low_rank.Factors:
         """The factors whose product, if it is rounded as the norm rounds, is the normed x [..., size]."""
-        wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...].astype(jnp.float32)
-        return low_rank.Factors(x, inverse, weight + self.offset if self.offset else weight)
+        return low_rank.Factors(x, inverse_rms(x, self.eps), weight + self.offset if self.offset else weight)
 
     def beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(x [..., size], the normed x). Whoever takes x from here, and not from before the norm, has its gradient
@@ -79,7 +78,7 @@ class RMSNorm(nnx.Module):
             return normed_stream(x, weight, **self.rounding)
         dtype = jnp.dtype(self.compute)
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        wide = wide * inverse_rms(wide, self.eps)
         return x, (wide.astype(dtype) * weight.astype(dtype)).astype(x.dtype)
 
 

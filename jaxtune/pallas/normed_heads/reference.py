@@ -1,5 +1,6 @@
-"""The RMS norm over the last axis (`normed`) and the rotation of heads by their positions (`rotated`) in plain JAX. The
-rotation has a derivative of its own. The kernels are compared with the two, and calls that they refuse run them."""
+"""The RMS norm over the last axis (`normed`, and its factor of each row, `inverse_rms`) and the rotation of heads by
+their positions (`rotated`) in plain JAX. The rotation has a derivative of its own. The kernels are compared with norm
+and rotation, and calls that they refuse run them."""
 
 from __future__ import annotations
 
@@ -21,11 +22,24 @@ def normed(x, weight, eps, offset, float32):
         the weight are rounded to x's dtype first, and the product again.
     """
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    wide = wide * inverse_rms(wide, eps)
     if float32:
         weight = weight.astype(jnp.float32)
         return (wide * (offset + weight if offset else weight)).astype(x.dtype)
     return wide.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def inverse_rms(x, eps) -> jax.Array:
+    """The inverse root mean square of x over its last axis, float32[..., 1], by which the RMS norm multiplies x.
+    Whoever differentiates it and reads x in float32 elsewhere gives it that, so that both gradients are summed in
+    float32.
+
+    Args:
+      x: [..., size].
+      eps: the number that is added to the mean square.
+    """
+    wide = x.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

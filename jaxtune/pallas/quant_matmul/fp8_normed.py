@@ -68,10 +68,10 @@ def width_of(rank: int) -> int:
 
 def normed(
     x: jax.Array, factors: jax.Array, a: jax.Array | None, eps: float, blocks: bool
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Computes n, x's rows over their root mean squares times `factors`, by the kernel: (codes e4m3[rows, size] of n,
-    their scales float32[rows, 1] or with `blocks` [rows, size / 128], n a^T bfloat16[rows, r] or None). `refusal` says
-    which calls are supported.
+    their scales float32[rows, 1] or with `blocks` [rows, size / 128], the inverse root mean squares float32[rows, 1],
+    n a^T bfloat16[rows, r] or None). `refusal` says which calls are supported.
 
     Args:
       x: bfloat16[rows, size].
@@ -86,13 +86,14 @@ def normed(
     rank = 0 if a is None else len(a)
     shape = tile(width_of(rank), blocks)
     side = x if a is None else (a.astype(jnp.float32) * factors).astype(x.dtype)
-    codes, scales, inner = compat.triton_call(
+    codes, scales, inner, inverses = compat.triton_call(
         fp8_normed_kernels.normed_to_fp8_kernel,
         (x, factors, side),
         [
             jax.ShapeDtypeStruct((rows, size), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((size // BLOCK, rows) if blocks else (rows,), jnp.float32),
             jax.ShapeDtypeStruct((rows, max(rank, 1)), x.dtype),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
         ],
         (-(-rows // shape.rows),),
         warps=shape.warps,
@@ -106,4 +107,4 @@ def normed(
         BLOCK=shape.rows,
         COLUMNS=shape.columns,
     )
-    return codes, scales.T if blocks else scales[:, None], inner if rank else None
+    return codes, scales.T if blocks else scales[:, None], inverses[:, None], inner if rank else None

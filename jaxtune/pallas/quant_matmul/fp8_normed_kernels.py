@@ -37,6 +37,7 @@ def normed_to_fp8_kernel(
     codes,
     scales,
     inner,
+    inverses,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     RANK: tl.constexpr,
@@ -61,6 +62,7 @@ def normed_to_fp8_kernel(
       scales: with BLOCKS float32[SIZE / 128, ROWS], one for each 128 numbers of a row, and COLUMNS is 128; else
         float32[ROWS].
       inner: bfloat16[ROWS, RANK], the normed rows times the thin array; not written if WIDTH is 0.
+      inverses: float32[ROWS], the inverse root mean square of each row.
       WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16, or 0.
       EPS: is added to the mean square.
       COLUMNS: the number of columns that are read at once; it divides SIZE.
@@ -103,6 +105,7 @@ def normed_to_fp8_kernel(
         if WIDTH > 0:
             sums = _computed(sums)
     inverse = tl.rsqrt(tl.sum(squares, 1) * (1.0 / SIZE) + EPS)[:, None]
+    tl.store(inverses + rows, inverse, mask=there)
     if WIDTH > 0:
         found = (sums * inverse).to(inner.dtype.element_ty)
         tl.store(inner + rows * RANK + ranks[None, :], found, mask=there & (ranks < RANK)[None, :])

@@ -35,7 +35,7 @@ from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE, scale_of
 from jaxtune.pallas.gated import reference, thin, thin_triton
 from jaxtune.pallas.normed_heads import normed
-from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_normed, fp8_rounding, fp8_triton
+from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_normed, fp8_rounding, fp8_triton, low_rank
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK, LEAST_CAPABILITY
 
 _KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
@@ -233,10 +233,10 @@ def _rounds_gated(
 
 def normed_operand(
     x: jax.Array, weight: jax.Array, rounding: NormRounding, a: jax.Array | None, blocks: bool
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+) -> tuple[tuple[jax.Array, jax.Array], low_rank.OfNormed | None]:
     """Norms x [n, k], rounds the normed x for the forward, and multiplies it by adapters' A, by a kernel that writes no
-    normed x: (`operand` of it, its product with a^T [n, r] in x's dtype, or None). `normed_refusal` says which calls
-    are supported. normed_matmul calls it.
+    normed x: (`operand` of it, its product with a^T [n, r] in x's dtype beside the factors of x's rows, or None).
+    `normed_refusal` says which calls are supported. normed_matmul calls it.
 
     Args:
       x: bfloat16[n, k].
@@ -251,8 +251,8 @@ def normed_operand(
         factors = weight.astype(x.dtype)
     with jax.named_scope("to_fp8"):
         run = meshes.on_each_device(fp8_normed.normed, rows=1)
-        codes, scales, inner = run(x, factors, a, rounding.eps, blocks)
-    return (codes, scales), inner
+        codes, scales, of_rows, inner = run(x, factors, a, rounding.eps, blocks)
+    return (codes, scales), None if inner is None else low_rank.OfNormed(inner, of_rows)
 
 
 def normed_refusal(x, rank: int, blocks: bool) -> str | None:

@@ -215,7 +215,7 @@ def gated_mlp(
     source = low_rank.factors_of(x)
     source = None if source is None else source.flat()
     x, *inputs = (each.reshape(-1, each.shape[-1]) for each in (x, gate, up))
-    inner = reference.low_rank_input(x, pairs[:2])
+    inner, source = reference.low_rank_input(x, source, pairs[:2])
     others = tuple(weights), pairs, tuple(biases), inner
     run = functools.partial(_mlp, activation, first, second, x, source, *inputs, *others)
     out: jax.Array = low_rank.of_function(run)

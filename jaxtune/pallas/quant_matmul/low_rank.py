@@ -16,7 +16,9 @@ they exist only within its trace.
 
 With the low-rank inputs given, the derivative of a linear with frozen weights reads its input for the gradient of A
 alone, which is a sum over rows. Where a norm made the input, `kept` takes what the norm multiplied (Factors). That
-gradient is then computed from these, and XLA does not compute the normed input again for the backward."""
+gradient is then computed from these, and XLA does not compute the normed input again for the backward. Where the norm
+was part of the products (normed_matmul), the low-rank input comes with the factors of the rows (OfNormed), so that the
+backward does not read what was normed for them."""
 
 from __future__ import annotations
 
@@ -30,8 +32,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-# a low-rank input [tokens, r], several of them, or None without an adapter
+# a low-rank input, [tokens, r] or an OfNormed, several of them, or None without an adapter
 type Made = jax.Array | Sequence[Made] | None
+
+
+class OfNormed(NamedTuple):
+    """The low-rank input of linears whose operation norms x [tokens, in] itself."""
+
+    inner: jax.Array  # [tokens, r], the product of the normed x and A
+    of_rows: jax.Array  # float32[tokens, 1], the norm's factor of each row, as in Factors
 
 
 class Factors(NamedTuple):

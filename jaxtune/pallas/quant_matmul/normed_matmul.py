@@ -16,6 +16,7 @@ from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import thin
+from jaxtune.pallas.normed_heads import inverse_rms
 from jaxtune.pallas.normed_stream import normed_stream
 from jaxtune.pallas.quant_matmul import low_rank, reference
 from jaxtune.pallas.quant_matmul.api import LoraWeights, quant_matmul
@@ -109,15 +110,15 @@ def _plain(x, norm_weight, weights, loras, biases, rounding: NormRounding, fp8: 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, given):
-    """The kernel's way: (a tuple of the outputs [tokens, out_i], the adapters' low-rank inputs [tokens, sum of ranks],
-    or None without adapters).
+    """The kernel's way: (a tuple of the outputs [tokens, out_i], the OfNormed of the adapters (low_rank.py), or None
+    without adapters).
 
     Args:
       rounding: the norm's settings.
       x, norm_weight: [tokens, in] and [in].
       weights: each [out_i, in], which the same product multiplies as they are stored, with scales of one kind.
       loras, biases: for each weight its LoraWeights or None, and its bias or None.
-      given: the low-rank inputs that an earlier run made (low_rank.py); None: they are computed.
+      given: the OfNormed that an earlier run made; None: it is computed.
     """
     product = product_of(weights[0])
     assert product is not None
@@ -125,11 +126,12 @@ def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, give
     adapters = [lora for lora in loras if lora is not None]
     wanted = adapters and given is None
     a = jnp.concatenate([lora.a.astype(jnp.float32) for lora in adapters]) if wanted else None
-    coded, inner = product.normed_operand(x, norm_weight, rounding, a, kind)
+    coded, made = product.normed_operand(x, norm_weight, rounding, a, kind)
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
     static = reference.Static(owners, tuple(lora.scale for lora in adapters), reference, (None,))
-    pairs, inner = tuple((lora.a, lora.b) for lora in adapters), inner if given is None else given
-    return reference.outputs(x, weights, pairs, biases, inner, static, {(product, kind): coded}), inner
+    pairs, made = tuple((lora.a, lora.b) for lora in adapters), made if given is None else given
+    inner = None if made is None else made.inner
+    return reference.outputs(x, weights, pairs, biases, inner, static, {(product, kind): coded}), made
 
 
 def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, given):
@@ -147,7 +149,11 @@ def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, 
         return outs, tuple(made)
 
     outs, pullback, made = jax.vjp(plain, x, norm_weight, loras, biases, has_aux=True)
-    return (outs, made[0] if made else None), (pullback, None if not trained else ())
+    if made and given is None:
+        [inner] = made
+        assert isinstance(inner, jax.Array)
+        given = low_rank.OfNormed(inner, inverse_rms(x, rounding.eps))
+    return (outs, given), (pullback, None if not trained else ())
 
 
 def _normed_bwd(rounding: NormRounding, residuals, gradients):

@@ -190,14 +190,26 @@ def _join(loras, dtype):
     return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
 
 
-def low_rank_input(x, loras):
-    """The product of the adapters' input x [tokens, in] with all A's, [tokens, sum of ranks] in x's dtype, or that of
-    an earlier run (low_rank.kept); None without adapters. loras: a pair (a [r, in], b [out_i, r]) for each adapter. No
-    gradient flows through it, because `_products` returns the whole gradient."""
+def low_rank_input(x, source, loras):
+    """The product of the adapters' input [tokens, in] with all A's, and `source`, as `_products` takes the two: (inner
+    [tokens, sum of ranks] in x's dtype, or None without adapters; source). If an earlier run made inner
+    (low_rank.kept), it is that run's, and so are the factors of the rows if `source` is Factors and that run kept them
+    (low_rank.OfNormed). No gradient flows through inner, because `_products` returns the whole gradient.
+
+    Args:
+      x: [tokens, in].
+      source: that of `_products`.
+      loras: a pair (a [r, in], b [out_i, r]) for each adapter.
+    """
     if not loras:
-        return None
-    x, loras = jax.lax.stop_gradient((x, loras))
-    return low_rank.one(lambda given: _product(x, _join(loras, x.dtype), (1, 1)) if given is None else given)
+        return None, source
+    x, loras = jax.lax.stop_gradient((source if isinstance(source, jax.Array) else x, loras))
+    made = low_rank.one(lambda given: _product(x, _join(loras, x.dtype), (1, 1)) if given is None else given)
+    if not isinstance(made, low_rank.OfNormed):
+        return made, source
+    if isinstance(source, low_rank.Factors):
+        source = source._replace(of_rows=made.of_rows)
+    return made.inner, source
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -430,7 +442,7 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     row_scales = [None if lora is None else lora.row_scale for lora in loras]
     added = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
     static = Static(owners, scales, kernels, as_stored)
-    inner = low_rank_input(source if isinstance(source, jax.Array) else flat, pairs)
+    inner, source = low_rank_input(flat, source, pairs)
     products: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, inner, static)
     finished = []
     for out, row_scale, bias in zip(products, row_scales, biases, strict=True):
