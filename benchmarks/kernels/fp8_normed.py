@@ -6,7 +6,7 @@ For norms of several widths and ranks, 16,384 tokens, bfloat16: milliseconds, an
 and write per second as a share of the fastest copy's. "blocks" has a scale for each 128 numbers of a row, "rows" one
 for each row. Several tiles of the kernel (rows, columns, warps, stages), or those given by --tile, take turns with what
 it replaces: XLA's norm, the kernel of fp8_rounding.py, and a GEMM. `from_float32`: the largest distance of codes times
-scales, and of the product, from plain JAX in float32. `same_bits`: whether 20 runs with the tile in use gave the same.
+scales, of the rows' inverse root mean squares, and of the product, from plain JAX in float32. `same_bits`: whether 20 runs with the tile in use gave the same.
 `first_use`: what the check before the first use on this GPU says, null if it passes.
 """
 
@@ -34,7 +34,7 @@ from benchmarks.kernels.timing import (
     record_parts,
     same_bits,
 )
-from jaxtune.pallas.normed_heads import normed
+from jaxtune.pallas.normed_heads import inverse_rms, normed
 from jaxtune.pallas.quant_matmul import fp8_normed, fp8_product
 from jaxtune.pallas.quant_matmul.fp8_normed import Tile
 
@@ -57,27 +57,28 @@ TIMES = 3  # calls in a program
 
 def before(x, weight, a, blocks: bool):
     """The passes that the kernel replaces."""
-    x = jax.lax.optimization_barrier(normed(x, weight, EPS, 0.0, False))
-    inner = None if a is None else jnp.dot(x, a.astype(x.dtype).T, preferred_element_type=x.dtype)
-    codes, scales = fp8_product.operand(x, blocks)
-    return codes, scales.T, inner  # scales as the kernels write them
+    n = jax.lax.optimization_barrier(normed(x, weight, EPS, 0.0, False))
+    inner = None if a is None else jnp.dot(n, a.astype(n.dtype).T, preferred_element_type=n.dtype)
+    codes, scales = fp8_product.operand(n, blocks)
+    return codes, scales.T, inverse_rms(x, EPS), inner  # scales as the kernels write them
 
 
 def after(x, weight, a, blocks: bool):
-    codes, scales, inner = fp8_normed.normed(x, weight.astype(x.dtype), a, EPS, blocks)
-    return codes, scales.T, inner
+    codes, scales, of_rows, inner = fp8_normed.normed(x, weight.astype(x.dtype), a, EPS, blocks)
+    return codes, scales.T, of_rows, inner
 
 
-def decoded(codes, scales, inner) -> list[jax.Array]:
-    """The numbers that codes and scales stand for, and the product if there is one."""
+def decoded(codes, scales, of_rows, inner) -> list[jax.Array]:
+    """The numbers that codes and scales stand for, the factors of rows, and the product if there is one."""
     wide = codes.astype(jnp.float32).reshape(*scales.T.shape, -1) * scales.T[..., None]
-    return [wide.reshape(codes.shape), *([] if inner is None else [inner])]
+    return [wide.reshape(codes.shape), of_rows, *([] if inner is None else [inner])]
 
 
 def exact(x, weight, a) -> list[jax.Array]:
     """The same of plain JAX in float32."""
     wide = normed(x.astype(jnp.float32), weight.astype(jnp.float32), EPS, 0.0, True)
-    return [wide] if a is None else [wide, jnp.dot(wide, a.T, precision=jax.lax.Precision.HIGHEST)]
+    products = [] if a is None else [jnp.dot(wide, a.T, precision=jax.lax.Precision.HIGHEST)]
+    return [wide, inverse_rms(x, EPS), *products]
 
 
 def measured(size: int, rank: int, blocks: bool, copy: float, tiles: list[Tile], sweeps: bool) -> dict:
@@ -104,18 +105,18 @@ def measured(size: int, rank: int, blocks: bool, copy: float, tiles: list[Tile],
             errors[name] = str(error)[:200]
             continue
         far = max(distance(one, other) for one, other in zip(results, want, strict=True))
-        products = distance(results[1], want[1]) if rank else None
+        products = distance(results[2], want[2]) if rank else None
         found[name] = {"from_float32": round(far, 5), "product_from_float32": products}
         programs[name] = functools.partial(queued_ms, program, xs, weight, a, count=6)
-    moved = TOKENS * (3 * size + 2 * rank + 4 * (size // 128 if blocks else 1))
+    moved = TOKENS * (3 * size + 2 * rank + 4 * (1 + (size // 128 if blocks else 1)))
     for name, took in in_turns(programs).items():
         ms = took / TIMES
         found[name] |= {"ms": round(ms, 4), "of_copy": round(moved / ms / 1e6 / copy, 3)}
 
     def bits(x, weight, a):
-        codes, scales, inner = after(x, weight, a, blocks)
+        codes, scales, of_rows, inner = after(x, weight, a, blocks)
         codes = jax.lax.bitcast_convert_type(codes.reshape(TOKENS, -1, 4), jnp.uint32)
-        return codes, scales, *([] if inner is None else [inner])
+        return codes, scales, of_rows, *([] if inner is None else [inner])
 
     program = compiled(bits, xs[0], weight, a)
     return found | errors | {"same_bits": same_bits(lambda: program(xs[0], weight, a))}

@@ -13,7 +13,7 @@ import pytest
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import FP8, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
-from jaxtune.pallas.normed_heads import normed
+from jaxtune.pallas.normed_heads import inverse_rms, normed
 from jaxtune.pallas.quant_matmul import LoraWeights, fp8_normed, fp8_product, low_rank, normed_matmul, quant_matmul
 
 SIZE, OUTS = 512, (128, 64)
@@ -34,7 +34,7 @@ def stand_in(monkeypatch):
     def in_plain_jax(x, factors, a, eps, blocks):
         wide = normed(x.astype(jnp.float32), factors.astype(jnp.float32), eps, 0.0, True)
         inner = None if a is None else jnp.dot(wide, a.T, precision="highest").astype(x.dtype)
-        return *fp8_product.rounded(wide, blocks), inner
+        return *fp8_product.rounded(wide, blocks), inverse_rms(x, eps), inner
 
     monkeypatch.setattr(fp8_normed, "normed", in_plain_jax)
     monkeypatch.setattr(fp8_normed, "refusal", lambda x, rank: None)
@@ -109,9 +109,11 @@ def test_low_rank_inputs_are_those_that_quant_matmul_takes(stand_in):
         normed_matmul(x, norm, weights, loras, biases, **LLAMA, fp8=True)
     with low_rank.kept() as wanted:
         plain(x, norm, weights, loras, biases, **LLAMA)
-    assert [each.shape for each in made] == [each.shape for each in wanted] == [(12, 7)]
-    np.testing.assert_allclose(made[0], wanted[0], rtol=1e-4, atol=1e-4)
-    doubled = (2 * made[0],)
+    [[inner, of_rows]] = made
+    assert [inner.shape] == [each.shape for each in wanted] == [(12, 7)]
+    np.testing.assert_allclose(inner, wanted[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(of_rows, inverse_rms(x, LLAMA["eps"]).reshape(12, 1), rtol=1e-6)
+    doubled = (low_rank.OfNormed(2 * inner, of_rows),)
     with low_rank.kept(doubled):
         ours = normed_matmul(x, norm, weights, loras, biases, **LLAMA, fp8=True)
     with low_rank.kept(doubled):
@@ -121,6 +123,27 @@ def test_low_rank_inputs_are_those_that_quant_matmul_takes(stand_in):
     with low_rank.kept() as none:
         normed_matmul(x, norm, weights, (None, None), biases, **LLAMA, fp8=True)
     assert none == []
+
+
+def test_a_differentiated_run_makes_the_same_low_rank_inputs(stand_in):
+    """Also where it is given those of an earlier run, which it returns."""
+    x, norm, weights, loras, biases = drawn()
+
+    def run(x, given=None):
+        with low_rank.kept(given) as made:
+            outs = normed_matmul(x, norm, weights, loras, biases, **LLAMA, fp8=True)
+        return outs, tuple(made)
+
+    made = run(x)[1]
+    again = jax.vjp(run, x, has_aux=True)[2]
+    assert jax.tree.structure(again) == jax.tree.structure(made)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(made), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    given = jax.tree.map(lambda each: 2 * each, made)
+    for one, other in zip(
+        jax.tree.leaves(jax.vjp(lambda x: run(x, given), x, has_aux=True)[2]), jax.tree.leaves(given), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_without_a_kernel_it_is_the_two_operations_bit_for_bit():
@@ -173,7 +196,7 @@ def test_which_calls_the_kernel_runs(rows, blocks, fp8, runs, hopper, monkeypatc
     def called(x, factors, a, eps, blocks):
         ran.append(a.shape)
         scales = jnp.ones((len(x), x.shape[1] // 128 if blocks else 1))
-        return x.astype(jnp.float8_e4m3fn), scales, jnp.ones((len(x), len(a)), x.dtype)
+        return x.astype(jnp.float8_e4m3fn), scales, jnp.ones((len(x), 1)), jnp.ones((len(x), len(a)), x.dtype)
 
     module = importlib.import_module("jaxtune.pallas.quant_matmul.normed_matmul")
     monkeypatch.setattr(fp8_normed, "normed", called)
@@ -192,11 +215,18 @@ def test_which_calls_the_kernel_runs(rows, blocks, fp8, runs, hopper, monkeypatc
 @pytest.mark.parametrize("rank", [0, 16, 48])
 @pytest.mark.parametrize("block", [TILE, ROW])
 def test_the_check_at_first_use_knows_right_from_wrong(rank, block, stand_in, monkeypatch):
-    found = []
+    found, right = [], fp8_normed.normed
     monkeypatch.setattr(dispatch, "first_use", lambda *case: found.append(dispatch._difference(case[-1])))
-    fp8_product.normed_refusal(shape(4096, SIZE), rank, block == TILE)
-    right = fp8_normed.normed
-    monkeypatch.setattr(fp8_normed, "normed", lambda x, factors, a, *others: right(x, factors * 1.05, a, *others))
-    jax.clear_caches()
-    fp8_product.normed_refusal(shape(4096, SIZE), rank, block == TILE)
-    assert found[0] is None and "relative error" in found[1]
+
+    def of_other_factors(x, factors, *others):
+        return right(x, factors * 1.05, *others)
+
+    def of_other_rows(*given):
+        codes, scales, of_rows, inner = right(*given)
+        return codes, scales, of_rows * 1.05, inner
+
+    for run in (right, of_other_factors, of_other_rows):
+        monkeypatch.setattr(fp8_normed, "normed", run)
+        jax.clear_caches()
+        fp8_product.normed_refusal(shape(4096, SIZE), rank, block == TILE)
+    assert found[0] is None and "in result 0" in found[1] and "in result 1" in found[2]

@@ -32,10 +32,13 @@ def test_codes_and_products_are_those_of_plain_jax(rows, size, rank, blocks, dty
     x, factors, a = drawn(rows, size, rank)
     factors = factors.astype(dtype)
     with interpreted((9, 0)):
-        codes, scales, inner = fp8_normed.normed(x, factors, a, 1e-5, blocks)
-    assert codes.dtype == jnp.float8_e4m3fn and scales.dtype == jnp.float32
+        codes, scales, of_rows, inner = fp8_normed.normed(x, factors, a, 1e-5, blocks)
+    assert codes.dtype == jnp.float8_e4m3fn and scales.dtype == of_rows.dtype == jnp.float32
     wide = np.float64(x)
-    exact = wide / np.sqrt(np.square(wide).mean(1, keepdims=True) + 1e-5) * np.float64(factors)
+    inverse = 1 / np.sqrt(np.square(wide).mean(1, keepdims=True) + 1e-5)
+    exact = wide * inverse * np.float64(factors)
+    assert of_rows.shape == inverse.shape
+    np.testing.assert_allclose(of_rows, inverse, rtol=1e-6)
     want, want_scales = fp8_product.rounded(jnp.float32(exact), blocks)
     assert scales.shape == want_scales.shape
     of_zeros = np.float32(want_scales) == 1.0  # zeros have other scales
@@ -56,7 +59,8 @@ def test_rows_that_are_not_finite_make_no_others_so():
     x = x.at[5, 7].set(jnp.nan).at[9, 200].set(jnp.inf)
     for blocks in (True, False):
         with interpreted((9, 0)):
-            codes, scales, inner = fp8_normed.normed(x, factors, a, 1e-5, blocks)
+            codes, scales, of_rows, inner = fp8_normed.normed(x, factors, a, 1e-5, blocks)
         found = np.float32(codes) * np.repeat(np.float32(scales), 128 if blocks else 256, axis=1)
         bad = ~np.isfinite(found).all(1) | ~np.isfinite(np.float32(inner)).all(1)
+        assert np.isfinite(np.delete(of_rows, [5, 9])).all() and np.isnan(of_rows[5]).all()
         assert sorted(np.flatnonzero(bad)) == [5, 9]

@@ -34,7 +34,7 @@ from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE, scale_of
 from jaxtune.pallas.gated import reference, thin, thin_triton
-from jaxtune.pallas.normed_heads import normed
+from jaxtune.pallas.normed_heads import inverse_rms, normed
 from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_normed, fp8_rounding, fp8_triton, low_rank
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK, LEAST_CAPABILITY
 
@@ -667,20 +667,20 @@ def _first_normed(width: int, blocks: bool) -> str | None:
         weight = jax.random.uniform(keys[1], (2304,), jnp.float32, 0.5, 1.5)
         a = jax.random.normal(keys[2], (width, 2304)) if width else None
 
-        def decoded(codes, scales, inner):
-            """The numbers that codes and scales stand for, and the product if there is one."""
+        def decoded(codes, scales, of_rows, inner):
+            """The numbers that codes and scales stand for, and what is not rounded to e4m3."""
             wide = codes.astype(jnp.float32) * (jnp.repeat(scales, BLOCK, axis=1) if blocks else scales)
-            return (wide,) if inner is None else (wide, inner)
+            return (wide, of_rows) if inner is None else (wide, of_rows, inner)
 
         def exact(x, weight, a):
-            """The normed x, and the product if there is one, of plain JAX in float32."""
+            """The normed x, the factors of rows, and the product if there is one, of plain JAX in float32."""
             wide = normed(x.astype(jnp.float32), weight, 1e-6, 0.0, True)
-            return wide, None if a is None else _thin(wide, a)
+            return wide, inverse_rms(x, 1e-6), None if a is None else _thin(wide, a)
 
         got = jax.jit(fp8_normed.normed, static_argnums=(3, 4))(x, weight, a, 1e-6, blocks)
-        wide, inner = dispatch.exactly(exact)(x, weight, a)
+        wide, of_rows, inner = dispatch.exactly(exact)(x, weight, a)
         # Not in one program: XLA leaves out a conversion to e4m3 that is followed by one back to float32.
-        return decoded(*got), decoded(*rounded(wide, blocks), inner)
+        return decoded(*got), decoded(*rounded(wide, blocks), of_rows, inner)
 
     call = f"{width} columns, {'blocks' if blocks else 'rows'}"
     return dispatch.first_use("normed_to_fp8", "triton", call, compare)

@@ -44,10 +44,10 @@ def test_rows_are_read_ahead_and_nothing_spills(size, rank, blocks, capability, 
     """By 16 bytes a thread, while rows before them are multiplied by tensor cores; codes are written 8 at once."""
     rounding = GEMMA if rank == 16 else LLAMA
     found, [call] = traced(blocks, rounding, arguments(size, rank), capability)
-    (codes, scales), inner = found
+    (codes, scales), made = found
     assert codes.shape == (4096, size) and codes.dtype == jnp.float8_e4m3fn
     assert scales.shape == (4096, size // 128 if blocks else 1)
-    assert inner is None if not rank else inner.shape == (4096, rank)
+    assert made is None if not rank else made.inner.shape == (4096, rank) and made.of_rows.shape == (4096, 1)
     kernel = compile_call(call, capability, tmp_path)
     assert kernel.spilled_bytes == 0 and 2 * (kernel.shared_bytes + 1024) <= SHARED_MEMORY_KB[capability] * 1024
     assert re.search(r"st\.global(?:\.[\w:]+)*\.v2\.b32", kernel.ptx) and not re.search(
@@ -68,8 +68,9 @@ def test_rows_are_read_ahead_and_nothing_spills(size, rank, blocks, capability, 
 def test_rows_are_divided_between_devices():
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
     with use_abstract_mesh(mesh):
-        ((codes, scales), inner), [(_, types, _)] = traced(True, LLAMA, arguments(1024, 16), HOPPER)
-    assert codes.shape == (4096, 1024) and scales.shape == (4096, 8) and inner.shape == (4096, 16)
+        ((codes, scales), made), [(_, types, _)] = traced(True, LLAMA, arguments(1024, 16), HOPPER)
+    assert codes.shape == (4096, 1024) and scales.shape == (4096, 8)
+    assert made.inner.shape == (4096, 16) and made.of_rows.shape == (4096, 1)
     assert types[0].shape == (2048, 1024) and types[2].shape == (16, 1024)
 
 
