@@ -6,8 +6,9 @@ For norms of several widths and ranks, 16,384 tokens, bfloat16: milliseconds, an
 and write per second as a share of the fastest copy's. "blocks" has a scale for each 128 numbers of a row, "rows" one
 for each row. Several tiles of the kernel (rows, columns, warps, stages), or those given by --tile, take turns with what
 it replaces: XLA's norm, the kernel of fp8_rounding.py, and a GEMM. `from_float32`: the largest distance of codes times
-scales, of the rows' inverse root mean squares, and of the product, from plain JAX in float32. `same_bits`: whether 20 runs with the tile in use gave the same.
-`first_use`: what the check before the first use on this GPU says, null if it passes.
+scales, of the rows' inverse root mean squares, and of the product, from plain JAX in float32. `same_bits`: whether 20
+runs with the tile in use gave the same. `first_use`: what the check before the first use on this GPU says, null if it
+passes.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ import pytest
 from checks import assert_gradients_are, stack_gradients
 from tiny_models import adapted_model, golden_model
 
+from benchmarks.random_model import in_blocks
 from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.norm import Normed
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE
-from jaxtune.pallas.normed_heads import normed
+from jaxtune.pallas.normed_heads import inverse_rms, normed
 from jaxtune.pallas.quant_matmul import fp8_normed, fp8_product
 
 SHAPE = (2, 12)
@@ -27,7 +28,7 @@ def by_kernel(monkeypatch):
         ranks.append(0 if a is None else len(a))
         wide = normed(x.astype(jnp.float32), factors.astype(jnp.float32), eps, 0.0, True)
         inner = None if a is None else jnp.dot(wide, a.T, precision="highest").astype(x.dtype)
-        return *fp8_product.rounded(wide, blocks), inner
+        return *fp8_product.rounded(wide, blocks), inverse_rms(x, eps), inner
 
     monkeypatch.setattr(fp8_normed, "normed", in_plain_jax)
     monkeypatch.setattr(fp8_normed, "refusal", lambda x, rank: None)
@@ -38,9 +39,14 @@ def by_kernel(monkeypatch):
     jax.clear_caches()
 
 
-def in_fp8(name: str, **settings):
+def by_rows(model):
+    """The model with weights in FP8 that have a scale for each row."""
+    return quantize(model, "fp8")
+
+
+def in_fp8(name: str, stored=by_rows, **settings):
     """A model that multiplies in FP8 and has adapters of rank 3."""
-    return adapted_model(compute_in_fp8(quantize(golden_model(name), "fp8")), r=3, **settings)
+    return adapted_model(compute_in_fp8(stored(golden_model(name))), r=3, **settings)
 
 
 # {(family, plan): the ranks of query, key and value together, and of gate and up}
@@ -60,6 +66,28 @@ def test_a_forward_norms_within_the_products(name, plan, request):
     ranks = request.getfixturevalue("by_kernel")
     assert_gradients_are(stack_gradients(model, plan, SHAPE), want)
     assert set(ranks) == CASES[name, plan]
+
+
+@pytest.mark.parametrize("stored", [in_blocks, by_rows])
+def test_the_backward_takes_the_factors_of_rows_from_the_forward(stored, monkeypatch, request):
+    """Where the norms are apart from the segments. With scales of 128 x 128 an MLP is differentiated at once."""
+    model = in_fp8("llama", stored)
+    monkeypatch.setattr("jaxtune.models.norm.has_kernel", lambda *_: True)
+    plain = gradients_without_factors_of_rows(model, monkeypatch)
+    assert any(jnp.isnan(each).any() for each in jax.tree.leaves(plain))
+    request.getfixturevalue("by_kernel")
+    want = stack_gradients(model, KEEP, SHAPE)
+    assert_gradients_are(gradients_without_factors_of_rows(model, monkeypatch), want)
+
+
+def gradients_without_factors_of_rows(model, monkeypatch):
+    """What stack_gradients finds if what the norms compute of the stream for their Factors is not a number."""
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxtune.models.norm.inverse_rms", lambda x, eps: jnp.full((*x.shape[:-1], 1), jnp.nan))
+        jax.clear_caches()
+        found = stack_gradients(model, KEEP, SHAPE)
+    jax.clear_caches()
+    return found
 
 
 def test_linears_that_do_more_get_the_normed_stream(by_kernel):
