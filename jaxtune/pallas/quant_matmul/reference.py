@@ -207,7 +207,7 @@ def low_rank_input(x, source, loras):
     made = low_rank.one(lambda given: _product(x, _join(loras, x.dtype), (1, 1)) if given is None else given)
     if not isinstance(made, low_rank.OfNormed):
         return made, source
-    if isinstance(source, low_rank.Factors):
+    if isinstance(source, low_rank.Factors):  # XLA removes the computation of those that it has
         source = source._replace(of_rows=made.of_rows)
     return made.inner, source
 
