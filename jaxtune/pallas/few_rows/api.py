@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
-from jaxtune.pallas.few_rows import reference, triton
+from jaxtune.pallas.few_rows import gated_mosaic, reference, triton
 from jaxtune.pallas.few_rows.cases import drawn, wide
 from jaxtune.pallas.quant_matmul import LoraWeights
 
@@ -229,9 +229,32 @@ def gated_product(
 
     chosen = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
     if chosen == "reference" and not implementation and len(x) > triton.MOST_ROWS:
+        if not triton.padded_rank(loras) and _by_mosaic(x, gate, activation):
+            return gated_mosaic.gated_product(x, gate, up, activation)
         gate, up = reference.each_product(x, (gate, up), loras)
         return _activated(gate, up, activation)
     return IMPLEMENTATIONS[chosen].gated_product(x, gate, up, activation, loras)
+
+
+def _by_mosaic(x, gate, activation: str) -> bool:
+    """Whether the kernel of gated_mosaic.py computes a call of `gated_product` with more than 128 rows and no adapters.
+    x: [N, in]. gate: [out, in]. activation: its name."""
+
+    def compare():
+        # More tiles than pairs of programs, more steps than are loaded ahead, and halves that overlap.
+        sizes = 200, 70 * (gated_mosaic.columns_of(gate.shape[0]) or 0), 1024
+        given = [drawn(0, sizes[0], sizes[2], dtype=x.dtype)]
+        given += [0.03 * drawn(i, *sizes[1:], dtype=x.dtype) for i in (1, 2)]
+        got, want = (functools.partial(each.gated_product, activation=activation) for each in (gated_mosaic, reference))
+        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+
+    def first_use():
+        call = f"{x.dtype}, {activation}, tiles of {gated_mosaic.columns_of(gate.shape[0])}"
+        return dispatch.first_use("gated_product", "mosaic", call, compare)
+
+    plain = "reference" if gated_mosaic.refusal(x, gate, activation) else None
+    ways = {"mosaic": first_use, "reference": lambda: None}
+    return dispatch.choose("gated_product", ways, plain) == "mosaic"
 
 
 def _activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
