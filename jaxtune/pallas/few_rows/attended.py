@@ -86,13 +86,16 @@ def attended(
         implementation = "apart"  # whose two parts say why they have no kernel, if they have none
 
     def first_use():
-        return _first_use(parts, keys, table, norms, soft_cap, rounding, _tile(keys, batch_invariant))
+        tile = _tile(keys, batch_invariant)
+        return _first_use(parts, keys, table, norms, soft_cap, rounding, tile, _shares(keys, tile))
 
     reasons = {"triton": lambda: reason or first_use()}
     chosen = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
     if chosen == "triton":
         tile = _tile(keys, batch_invariant)
-        return _by_kernel(parts, keys, values, positions, table, norms, tile=tile, rounding=rounding, masking=masking)
+        shares = _shares(keys, tile)
+        how = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
+        return _by_kernel(parts, keys, values, positions, table, norms, **how)
     query, keys, values = placed(parts, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32)
     out = decode_attention(
         query, keys, values, positions + 1, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
@@ -134,6 +137,14 @@ def _tile(keys, batch_invariant: bool) -> Tile:
     return tile if capacity % other.step else other
 
 
+def _shares(keys, tile: Tile) -> int:
+    """How many programs share the keys of each key/value head of each row. With the tiles for few programs (_tile) they
+    are as many as all multiprocessors can run at the same time, or as there are tiles. keys: the cache of keys, [N,
+    kv_heads, capacity, D]. tile: of _tile."""
+    rows, kv_heads, capacity, _ = keys.shape
+    return min(capacity // tile.step, _CORES // (rows * kv_heads)) if tile in _FEW_TILES.values() else 1
+
+
 def _shared_bytes(tile: Tile, programs: int) -> int | None:
     """Bytes of shared memory that each of `programs` programs gets at least; None: as many as it uses. All programs
     take about the same time, so they run in rounds. If ten shared a multiprocessor, 2,048 programs (256 rows of 8
@@ -146,7 +157,7 @@ def _shared_bytes(tile: Tile, programs: int) -> int | None:
     return _SHARED_BYTES // sharing // 128 * 128 - 1024  # in units of 128 bytes
 
 
-def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile) -> str | None:
+def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, shares: int) -> str | None:
     """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
     reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
     tile, and rows longer than the cache. parts, keys, table, norms, soft_cap: of the call. rounding: its settings of
@@ -168,16 +179,18 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile) 
             query, keys, values = reference.placed(parts, keys, values, positions, table, norms, **rounding)
             return attention_reference.decode(query, keys, values, positions + 1, **masking), keys, values
 
-        got = jax.jit(functools.partial(_by_kernel, tile=tile, rounding=rounding, masking=masking))(*given)
+        got = jax.jit(functools.partial(_by_kernel, tile=tile, shares=shares, rounding=rounding, masking=masking))(*given)
         return list(got), list(dispatch.exactly(wanted)(*wide(given)))
 
-    call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {rounding}, {table is not None}"
+    call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}, {table is not None}"
     call += f", {norms is not None}, {soft_cap is not None}"
     return dispatch.first_use("attended", "triton", call, compare)
 
 
-def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, rounding: dict, masking: dict):
-    """Runs the kernel of `attended`, and returns what that returns. tile: how the keys are read. rounding: its eps,
+def _by_kernel(
+    parts, keys, values, positions, table, norms, *, tile: Tile, shares: int, rounding: dict, masking: dict
+):
+    """Runs the kernel of `attended`, and returns what that returns. tile: how the keys are read. shares: of _shares. rounding: its eps,
     offset and float32. masking: its scale, window, soft_cap and sinks. The other arguments are those of `attended`;
     `refusal` says which calls are supported."""
     from jaxtune.pallas.few_rows import attended_kernels
@@ -189,18 +202,23 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, roun
     turns = parts if table is None else jnp.concatenate(table, axis=-1)  # cos and sin of a step by one kernel of XLA's
     # No sinks are no array, which XLA would fill in each step.
     sinks = () if masking["sinks"] is None else (log2_sinks(masking["sinks"], heads),)
-    before = parts, *weights, turns, positions, *sinks
-    out, keys, values = compat.triton_graph_call(
+    # The kernel leaves zeros in the array that it counts in, so that all layers of a step may be given the same one.
+    arrived = (jnp.zeros(count * kv_heads, jnp.int32),) if shares > 1 else ()
+    before = parts, *weights, turns, positions, *sinks, *arrived
+    sums = count * kv_heads, shares, heads // kv_heads, dim + 2
+    out, keys, values, *_ = compat.triton_graph_call(
         attended_kernels.attended_kernel,
         (*before, keys, values),
         [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
-        + [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)],
-        (kv_heads, count),
+        + [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
+        + [jax.ShapeDtypeStruct(sums, jnp.float32)] * len(arrived),
+        (kv_heads, count, shares),
         warps=tile.warps,
         stages=tile.stages,
         aliases={len(before): 1, len(before) + 1: 2},
         shared_bytes=_shared_bytes(tile, kv_heads * count),
         **({} if sinks else {"sinks": None}),
+        **({} if arrived else {"arrived": None, "sums": None}),
         COUNT=count,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -218,5 +236,6 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, roun
         STEP=tile.step,
         GROUP=max(16, 1 << (heads // kv_heads - 1).bit_length()),
         STAGES=tile.stages,
+        SHARES=shares,
     )
     return out, keys, values
