@@ -12,6 +12,7 @@ from benchmarks.sampling import CASES, drain, made, prompts_of, warm_up
 from benchmarks.sampling_profile import kernels
 from jaxtune.models.generation import layer_steps, slots as device
 from jaxtune.pallas.decode_attention.triton import Tile
+from jaxtune.pallas.few_rows import normed
 from jaxtune.train.program.program_cache import use_program_cache
 
 attended = importlib.import_module("jaxtune.pallas.few_rows.attended")
@@ -20,16 +21,20 @@ out, case = sys.argv[1], (sys.argv[2:] or ["8b"])[0]
 whole, few = (256, 64) if case == "8b" else (32, 24)
 ALL = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL"
 NONE, LOOP = {"xla_gpu_enable_command_buffer": ""}, {"xla_gpu_enable_command_buffer": ALL + ",WHILE"}
-# {form: (options of prompts' programs, options of rounds, tile of the attention, whether programs share a head)}
+BOTH, T = ("products", "gated"), (128, 8, 3)
+UNROLLED = LOOP | {"xla_gpu_command_buffer_unroll_loops": True}
+# {form: (options of prompts' programs, options of rounds, tile of the attention, whether programs share a head, which
+# products norm their input)}
 FORMS = {
-    "main": ({}, {}, (128, 8, 3), False),
-    "no_graphs": (NONE, {}, (128, 8, 3), False),
-    "shared": (NONE, {}, (128, 8, 3), True),
-    "unrolled": (NONE, LOOP | {"xla_gpu_command_buffer_unroll_loops": True}, (128, 8, 3), True),
-    "shared64": (NONE, {}, (64, 4, 3), True),
-    "loop": (NONE, LOOP, (128, 8, 3), True),
-    "shared_2": (NONE, {}, (128, 8, 2), True),
-    "concurrent": (NONE, {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}, (128, 8, 3), True),
+    "main": ({}, {}, T, False, ()),
+    "no_graphs": (NONE, {}, T, False, ()),
+    "normed": (NONE, {}, T, True, BOTH),
+    "shared": (NONE, {}, T, True, ()),
+    "unrolled": (NONE, UNROLLED, T, True, BOTH),
+    "normed_gated": (NONE, {}, T, True, ("gated",)),
+    "shared64": (NONE, {}, (64, 4, 3), True, BOTH),
+    "concurrent": (NONE, {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}, T, True, BOTH),
+    "loop": (NONE, LOOP, T, True, BOTH),
 }
 usual = device.prompt_options, device.sampler_options, attended._shares
 step = layer_steps._plain_step.__wrapped__
@@ -60,14 +65,19 @@ def run(sampler, log, new, wait=False):
     log.clear()
     began = time.perf_counter()
     sampler.submit(prompts[0], new, temperature=1.0, index=0, eos_token_ids=())
-    _, steps = drain(sampler)
+    steps, ids = [], []
+    while sampler.pending:
+        pieces = sampler.step()
+        steps.append((time.perf_counter() - began, sum(len(piece.ids) for piece in pieces)))
+        ids += [i for piece in pieces for i in piece.ids]
     total = time.perf_counter() - began
+    drain(sampler)
     at = [t for t, n in steps if n]
     events = [
         [n, round(1e3 * (a - began), 2), round(1e3 * (b - a), 2), round(1e3 * (c - a), 2)] for n, a, b, c in log[:5]
     ]
     step_ms = 1e3 * (at[-1] - at[0]) / (8 * (len(at) - 1))
-    return {"total": round(1e3 * total, 2), "first": round(1e3 * at[0], 2), "step": round(step_ms, 4), "events": events}
+    return {"total": round(1e3 * total, 2), "first": round(1e3 * at[0], 2), "step": round(step_ms, 4), "events": events, "ids": ids}
 
 
 def save():
@@ -75,7 +85,7 @@ def save():
 
 
 samplers = {}
-for form, (of_prompts, of_rounds, tile, shares) in FORMS.items():
+for form, (of_prompts, of_rounds, tile, shares, kinds) in FORMS.items():
     if time.perf_counter() - began > 62:
         print("no time for", form, flush=True)
         break
@@ -83,6 +93,7 @@ for form, (of_prompts, of_rounds, tile, shares) in FORMS.items():
     device.prompt_options = lambda *a, o=of_prompts: {**usual[0](*a), **o}
     device.sampler_options = lambda *a, o=of_rounds: {**usual[1](*a), **o}
     attended._FEW_TILES = {128: Tile(*tile)}
+    normed.KINDS = set(kinds)
     attended._shares = usual[2] if shares else lambda *a: 1
     again = types.FunctionType(step.__code__, step.__globals__, step.__name__, step.__defaults__, step.__closure__)
     layer_steps._plain_step = jax.jit(again, static_argnums=(0, 1, 2))
@@ -103,15 +114,18 @@ for form, (of_prompts, of_rounds, tile, shares) in FORMS.items():
         print(form, "failed", repr(error)[:400], flush=True)
         result["forms"][form] = repr(error)[:3000]
     save()
+first_ids = {}
 for turn in range(3):
     for form, (sampler, log) in samplers.items():
         if time.perf_counter() - began > 85:
             break
         r = run(sampler, log, whole)
         result["whole"].append([form, r["total"], r["first"], r["step"]])
-        print("whole:", *result["whole"][-1], flush=True)
+        tokens = r["ids"]
+        alike = next((i for i, (a, b) in enumerate(zip(tokens, first_ids.setdefault(0, tokens))) if a != b), -1)
+        print("whole:", *result["whole"][-1], "differs from", alike, flush=True)
 save()
-for form in ("no_graphs", "shared"):
+for form in ("no_graphs", "normed"):
     if form in samplers and time.perf_counter() - began < 92:
         sampler, log = samplers[form]
         with tempfile.TemporaryDirectory() as folder:

@@ -17,6 +17,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
 from jaxtune.models.layers.segment import Context
 from jaxtune.pallas.attention import PackedLayout
+from jaxtune.pallas.few_rows import added_norm
 
 type States = Any  # a pytree for each layer
 
@@ -48,14 +49,12 @@ def through_layers(
     layers = list(zip(model.layers, model.config.layers, strict=True))
     plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
     if tokens.shape[1] == 1 and plain:
-        norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]
-        stream = plain_layer.Stream(x[:, 0], norms[0](x[:, 0]))
-        for (graph, *state), (_, spec), kept, norm in zip(splits, layers, states, norms[1:], strict=True):
-            weight = norm.weight[...]
-            stream, kept = _plain_step(graph, spec, batch_invariant, *state, stream, tables, kept, at, real, weight)
+        stream = plain_layer.Stream(x[:, 0], jnp.zeros((1, *x[:, 0].shape), x.dtype))
+        for (graph, *state), (_, spec), kept in zip(splits, layers, states, strict=True):
+            stream, kept = _plain_step(graph, spec, batch_invariant, *state, stream, tables, kept, at, real)
             stream = jax.lax.optimization_barrier(stream)
             after.append(kept)
-        return stream.normed[:, None], after
+        return added_norm(*stream, model.norm.weight[...], **plain_layer.rounding(model.norm))[1][:, None], after
     given = model.given(tokens, x) or [{}] * len(model.layers)
     for (graph, *state), (layer, spec), kept, own in zip(splits, layers, states, given, strict=True):
         taken = own | {name: shared[name] for name in layer.takes if name not in own}
@@ -99,7 +98,7 @@ def _context(spec: LayerSpec, length: int, tables, real) -> Context:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _plain_step(
-    graph, spec: LayerSpec, batch_invariant: bool, trainable, frozen, stream, tables, state, at, real, next_weight
+    graph, spec: LayerSpec, batch_invariant: bool, trainable, frozen, stream, tables, state, at, real
 ):
     """Runs one layer for one new token of each row by plain_layer.step, in fewer kernels than `_layer_step`: (its
     output, a plain_layer.Stream, and the new state). `through_layers` chooses between the two.
@@ -115,4 +114,4 @@ def _plain_step(
     """
     context = _context(spec, 1, tables, real)
     layer = nnx.merge(graph, trainable, frozen)
-    return plain_layer.step(layer, stream, state, at, context, next_weight, batch_invariant)
+    return plain_layer.step(layer, stream, state, at, context, batch_invariant)

@@ -33,9 +33,9 @@ from jaxtune.pallas.few_rows import (
     experts_down,
     experts_gated,
     experts_have_kernels,
-    gated_product,
     products,
 )
+from jaxtune.pallas.few_rows.normed import normed_gated, normed_products
 from jaxtune.pallas.quant_matmul import LoraWeights
 
 
@@ -43,8 +43,8 @@ class Stream(NamedTuple):
     """The residual stream of one new token a row, between two parts of a layer or two layers, with the norm that the
     same kernel computed."""
 
-    x: jax.Array  # [N, hidden]
-    normed: jax.Array  # [N, hidden]: x after the norm of what reads it next, a part of a layer or the head
+    x: jax.Array  # [N, hidden]: without the last product
+    parts: jax.Array  # [splits, N, hidden]: the last product's partial sums, which its reader adds to x
 
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
@@ -94,58 +94,64 @@ def step(
     state: Mapping[str, tuple[jax.Array, jax.Array]],
     at: jax.Array,
     context: Context,
-    next_weight: jax.Array,
     batch_invariant: bool,
 ) -> tuple[Stream, dict[str, tuple[jax.Array, jax.Array]]]:
     """Runs the next token of each row through one layer for which `is_plain` holds, for layer_steps._plain_step.
 
     Args:
       block: the layer.
-      stream: the layer's input [N, hidden], and that input after the layer's norm before attention (mixer_norm).
+      stream: the layer's input.
       state: {"mixer": (keys, values)}, the attention's caches of all rows, each [N, kv_heads, capacity, head_dim].
       at: int32[N], the token's position in each row; -1 for a row that does not decode, whose caches stay as they are.
       context: the layer's spec, and a layout with the rotary tables of these positions.
-      next_weight: [hidden], of the norm before the next layer or the head, which rounds as this layer's norms do.
       batch_invariant: whether a row must have the same bits in any batch.
     Returns:
-      (Stream: the layer's output, and that normed with next_weight; {"mixer": (keys, values) with the new tokens})
+      (Stream: the layer's output; {"mixer": (keys, values) with the new tokens})
     """
-    attention, norm = block.parts["mixer"], norm_before(block, "mlp")
-    options = rounding(norm)
+    attention, norm = block.parts["mixer"], norm_before(block, "mixer")
     table = None if context.rotary is None else tuple(part[:, 0] for part in context.rotary)
-    own, norms = options, None
+    own, norms = rounding(norm), None
     if attention.config.qk_norm:
         own, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
-    parts = _parts(stream.normed, [getattr(attention, name) for name in attention.in_matrices])
+    linears = [getattr(attention, name) for name in attention.in_matrices]
+    if all(_is_plain(linear, stream.x.dtype) for linear in linears):
+        weights = [linear.weight[...] for linear in linears]
+        parts, x = normed_products(
+            stream.x, stream.parts, norm.weight[...], weights, _adapters(linears), **rounding(norm)
+        )
+    else:
+        x, normed = added_norm(stream.x, stream.parts, norm.weight[...], **rounding(norm))
+        parts = _parts(normed, linears)
     masking = attention.options(context.spec.window)
     masking["batch_invariant"] = batch_invariant
     out, keys, values = attended(parts, *state["mixer"], at, table, norms, **own, **masking)
-    x, normed = added_norm(stream.x, _parts(out.reshape(len(out), -1), [attention.o_proj]), norm.weight[...], **options)
-    parts = _feed_forward(block.parts["mlp"], Stream(x, normed), context)
-    return Stream(*added_norm(x, parts, next_weight, **options)), {"mixer": (keys, values)}
+    parts = _parts(out.reshape(len(out), -1), [attention.o_proj])
+    return _feed_forward(block, Stream(x, parts), context), {"mixer": (keys, values)}
 
 
-def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
-    """Computes the output of `feed_forward`, a layer's MLP or experts, for one new token of each of N rows: [splits, N,
-    hidden], partial sums, whose sum over the first axis is the output. The kernel that adds them to the residual stream
-    computes that sum too. stream: the residual stream before the feed-forward. context: the layer's Context, which
-    experts read."""
+def _feed_forward(block: Block, stream: Stream, context: Context) -> Stream:
+    """Computes the output of a layer's MLP or experts, for one new token of each of N rows, with its norm."""
+    feed_forward, norm = block.parts["mlp"], norm_before(block, "mlp")
+    weight, options = norm.weight[...], rounding(norm)
     if type(feed_forward) is MLP and not feed_forward.config.fused_gate_up:
         gate, up = feed_forward.gate_proj, feed_forward.up_proj
         if all(_is_plain(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
             activation, loras = feed_forward.config.activation, _adapters((gate, up))
-            gated = gated_product(stream.normed, gate.weight[...], up.weight[...], activation, loras)
-            return _parts(gated, [feed_forward.down_proj])
+            gated, x = normed_gated(
+                *stream, weight, gate.weight[...], up.weight[...], activation, loras, **options
+            )
+            return Stream(x, _parts(gated, [feed_forward.down_proj]))
+    x, normed = added_norm(*stream, weight, **options)
     if type(feed_forward) is MoE:
-        parts = _of_experts(feed_forward, stream.normed, context)
+        parts = _of_experts(feed_forward, normed, context)
         if parts is not None:
-            return parts
-    values = {INPUT: stream.normed[:, None], STREAM: stream.x[:, None]}
+            return Stream(x, parts)
+    values = {INPUT: normed[:, None], STREAM: x[:, None]}
     for segment in feed_forward.segments():
         if not segment.aux:
             outputs = segment.run(feed_forward, context, *(values[name] for name in segment.reads))
             values |= zip(segment.outputs, outputs, strict=True)
-    return values[OUTPUT][None, :, 0]
+    return Stream(x, values[OUTPUT][None, :, 0])
 
 
 def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
