@@ -12,9 +12,9 @@ from benchmarks.sampling import CASES, drain, made, prompts_of, warm_up
 from benchmarks.sampling_profile import kernels
 from jaxtune.models.generation import layer_steps, slots as device
 from jaxtune.pallas.decode_attention.triton import Tile
-from jaxtune.pallas.few_rows import normed
 from jaxtune.train.program.program_cache import use_program_cache
 
+normed = importlib.import_module("jaxtune.pallas.few_rows.normed")
 attended = importlib.import_module("jaxtune.pallas.few_rows.attended")
 use_program_cache()
 out, case = sys.argv[1], (sys.argv[2:] or ["8b"])[0]
@@ -36,6 +36,7 @@ FORMS = {
     "concurrent": (NONE, {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}, T, True, BOTH),
     "loop": (NONE, LOOP, T, True, BOTH),
 }
+usual_refusal = normed._refusal
 usual = device.prompt_options, device.sampler_options, attended._shares
 step = layer_steps._plain_step.__wrapped__
 result = {"device": jax.devices()[0].device_kind, "forms": {}, "whole": []}
@@ -93,7 +94,9 @@ for form, (of_prompts, of_rounds, tile, shares, kinds) in FORMS.items():
     device.prompt_options = lambda *a, o=of_prompts: {**usual[0](*a), **o}
     device.sampler_options = lambda *a, o=of_rounds: {**usual[1](*a), **o}
     attended._FEW_TILES = {128: Tile(*tile)}
-    normed.KINDS = set(kinds)
+    normed._refusal = lambda x, w, l, a, kinds=kinds: (
+        usual_refusal(x, w, l, a) if ("gated" if a else "products") in kinds else "not in this form"
+    )
     attended._shares = usual[2] if shares else lambda *a: 1
     again = types.FunctionType(step.__code__, step.__globals__, step.__name__, step.__defaults__, step.__closure__)
     layer_steps._plain_step = jax.jit(again, static_argnums=(0, 1, 2))

@@ -49,7 +49,7 @@ def through_layers(
     layers = list(zip(model.layers, model.config.layers, strict=True))
     plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
     if tokens.shape[1] == 1 and plain:
-        stream = plain_layer.Stream(x[:, 0], jnp.zeros((1, *x[:, 0].shape), x.dtype))
+        stream = plain_layer.Stream(x[:, 0], jnp.zeros((0, *x[:, 0].shape), x.dtype))
         for (graph, *state), (_, spec), kept in zip(splits, layers, states, strict=True):
             stream, kept = _plain_step(graph, spec, batch_invariant, *state, stream, tables, kept, at, real)
             stream = jax.lax.optimization_barrier(stream)
@@ -97,9 +97,7 @@ def _context(spec: LayerSpec, length: int, tables, real) -> Context:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _plain_step(
-    graph, spec: LayerSpec, batch_invariant: bool, trainable, frozen, stream, tables, state, at, real
-):
+def _plain_step(graph, spec: LayerSpec, batch_invariant: bool, trainable, frozen, stream, tables, state, at, real):
     """Runs one layer for one new token of each row by plain_layer.step, in fewer kernels than `_layer_step`: (its
     output, a plain_layer.Stream, and the new state). `through_layers` chooses between the two.
 

@@ -33,9 +33,10 @@ from jaxtune.pallas.few_rows import (
     experts_down,
     experts_gated,
     experts_have_kernels,
+    normed_gated_product,
+    normed_products,
     products,
 )
-from jaxtune.pallas.few_rows.normed import normed_gated, normed_products
 from jaxtune.pallas.quant_matmul import LoraWeights
 
 
@@ -137,9 +138,8 @@ def _feed_forward(block: Block, stream: Stream, context: Context) -> Stream:
         gate, up = feed_forward.gate_proj, feed_forward.up_proj
         if all(_is_plain(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
             activation, loras = feed_forward.config.activation, _adapters((gate, up))
-            gated, x = normed_gated(
-                *stream, weight, gate.weight[...], up.weight[...], activation, loras, **options
-            )
+            matrices = gate.weight[...], up.weight[...]
+            gated, x = normed_gated_product(*stream, weight, *matrices, activation, loras, **options)
             return Stream(x, _parts(gated, [feed_forward.down_proj]))
     x, normed = added_norm(*stream, weight, **options)
     if type(feed_forward) is MoE:

@@ -161,7 +161,7 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, 
     """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
     reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
     tile, and rows longer than the cache. parts, keys, table, norms, soft_cap: of the call. rounding: its settings of
-    norms. tile: how its keys are read."""
+    norms. tile: how its keys are read. shares: how many programs share the keys of a head."""
     dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
     group = parts.shape[2] // dim // kv_heads - 2
 
@@ -179,7 +179,8 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, 
             query, keys, values = reference.placed(parts, keys, values, positions, table, norms, **rounding)
             return attention_reference.decode(query, keys, values, positions + 1, **masking), keys, values
 
-        got = jax.jit(functools.partial(_by_kernel, tile=tile, shares=shares, rounding=rounding, masking=masking))(*given)
+        how = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
+        got = jax.jit(functools.partial(_by_kernel, **how))(*given)
         return list(got), list(dispatch.exactly(wanted)(*wide(given)))
 
     call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}, {table is not None}"
@@ -187,12 +188,10 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, 
     return dispatch.first_use("attended", "triton", call, compare)
 
 
-def _by_kernel(
-    parts, keys, values, positions, table, norms, *, tile: Tile, shares: int, rounding: dict, masking: dict
-):
-    """Runs the kernel of `attended`, and returns what that returns. tile: how the keys are read. shares: of _shares. rounding: its eps,
-    offset and float32. masking: its scale, window, soft_cap and sinks. The other arguments are those of `attended`;
-    `refusal` says which calls are supported."""
+def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, shares: int, rounding: dict, masking: dict):
+    """Runs the kernel of `attended`, and returns what that returns. tile: how the keys are read. shares: how many
+    programs share the keys of a head. rounding: its eps, offset and float32. masking: its scale, window, soft_cap and
+    sinks. The other arguments are those of `attended`; `refusal` says which calls are supported."""
     from jaxtune.pallas.few_rows import attended_kernels
 
     splits, count, width = parts.shape

@@ -137,7 +137,7 @@ def _together(
 
     Args:
       top, total, acc: this program's largest score, sum of weights and weighted sum of values.
-      sums: float32[heads of all rows, SHARES, OWN, DIM + 2], memory through which programs hand over acc, top and total.
+      sums: float32[heads of all rows, SHARES, OWN, DIM + 2], memory through which programs hand over acc, top, total.
       arrived: int32[heads of all rows], how many programs of a head have written their sums: 0 before and after.
       at: the index of the head among those of all rows.
       share: which of the SHARES programs this one is.

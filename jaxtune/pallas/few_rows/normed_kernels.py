@@ -1,5 +1,5 @@
-"""The body of the Triton kernel of `normed_products` and `normed_gated` for a single row (normed.py): a product whose
-left side is the RMS norm of the residual stream, which each program computes for itself."""
+"""The body of the Triton kernel of `normed_products` and `normed_gated_product` for a single row (normed.py): a product
+with the RMS norm of the residual stream, which each program computes for itself."""
 
 import triton
 import triton.language as tl
@@ -50,7 +50,7 @@ def normed_product_kernel(
 
     Args:
       x: [INNER], the residual stream.
-      parts: [PARTS, INNER], the partial sums of a product.
+      parts: [PARTS, INNER], the partial sums of a product; None if PARTS is 0.
       norm: [INNER], the weight of the norm.
       first, second, third: the weights, [FIRST, INNER] and so on, one below the other; with an ACTIVATION those of gate
         and up.

@@ -16,6 +16,8 @@ from jaxtune.pallas.few_rows import (
     experts_down,
     experts_gated,
     gated_product,
+    normed_gated_product,
+    normed_products,
     placed,
     products,
 )
@@ -131,6 +133,22 @@ def test_other_kernels_fit(capability, tmp_path):
     for call in calls:
         compiled = compile_call(call, capability, tmp_path)
         assert compiled.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("hidden", [HIDDEN, 8192])
+def test_products_that_norm_their_row_fit_a_hopper_gpu(hidden, tmp_path):
+    """The copies of the first tiles of a weight are issued before the row is read."""
+    x, parts, norm = array(1, hidden), array(2, 1, hidden, dtype=jnp.float32), array(hidden)
+    weights = array(hidden, hidden), array(KV_HEADS * DIM, hidden), array(KV_HEADS * DIM, hidden)
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        jax.eval_shape(lambda *given: normed_products(*given, eps=1e-5), x, parts, norm, weights)
+        run = functools.partial(normed_gated_product, activation="silu", eps=1e-5)
+        jax.eval_shape(run, x, parts, norm, array(INNER, hidden), array(INNER, hidden))
+    assert [kernel.__name__ for kernel, *_ in calls] == ["normed_product_kernel"] * 2
+    assert_fit(calls, tmp_path)
+    for call in calls:
+        before = compile_call(call, (9, 0), tmp_path).ptx.split("cp.async.cg", maxsplit=1)[0]
+        assert before.count("ld.global") == 2  # of the first step: a number of the row and one of the norm's weight
 
 
 @pytest.mark.parametrize("capability", GPUS)
