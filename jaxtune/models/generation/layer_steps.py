@@ -49,7 +49,8 @@ def through_layers(
     layers = list(zip(model.layers, model.config.layers, strict=True))
     plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
     if tokens.shape[1] == 1 and plain:
-        stream = plain_layer.Stream(x[:, 0], jnp.zeros((0, *x[:, 0].shape), x.dtype))
+        x = x[:, 0]
+        stream = plain_layer.Stream(x, jnp.zeros((0, *x.shape), x.dtype))
         for (graph, *state), (_, spec), kept in zip(splits, layers, states, strict=True):
             stream, kept = _plain_step(graph, spec, batch_invariant, *state, stream, tables, kept, at, real)
             stream = jax.lax.optimization_barrier(stream)
@@ -106,9 +107,7 @@ def _plain_step(graph, spec: LayerSpec, batch_invariant: bool, trainable, frozen
       batch_invariant: as for through_layers.
       tables, state: the rotary tables of the tokens' positions; {mixer's name: its caches}.
       at, real: int32[N], each row's position, -1 for a row without a token; bool[N], whether it has one.
-      stream: the layer's input, and the same normed for its mixer.
-      next_weight: [hidden], the weight of the norm before the next layer, or of the final norm after the last layer;
-        the output is normed with it in the same kernel.
+      stream: the layer's input, a plain_layer.Stream.
     """
     context = _context(spec, 1, tables, real)
     layer = nnx.merge(graph, trainable, frozen)

@@ -41,11 +41,11 @@ from jaxtune.pallas.quant_matmul import LoraWeights
 
 
 class Stream(NamedTuple):
-    """The residual stream of one new token a row, between two parts of a layer or two layers, with the norm that the
-    same kernel computed."""
+    """The residual stream of one new token a row, between two parts of a layer or two layers. The kernel that reads it
+    adds the last product and norms the sum."""
 
     x: jax.Array  # [N, hidden]: without the last product
-    parts: jax.Array  # [splits, N, hidden]: the last product's partial sums, which its reader adds to x
+    parts: jax.Array  # [splits, N, hidden]: that product's partial sums; without splits before the first layer
 
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
@@ -78,14 +78,14 @@ def is_plain(block: Block, spec: LayerSpec) -> bool:
 
 def norm_before(block: Block, part: str) -> RMSNorm:
     """The norm of a layer (`block`) through which `part`, "mixer" or "mlp", reads the residual stream. The kernel that
-    adds up the stream computes this norm too, so its weight is needed before the part runs."""
+    adds up the stream computes this norm too."""
     return getattr(block, f"{part}_norm")
 
 
 def rounding(norm: RMSNorm) -> dict:
-    """The settings of an RMSNorm of the model as keyword arguments for the kernels added_norm and attended, which
-    compute the same norm inside another operation: {"eps": added to the mean square, "offset": added to the weight,
-    "float32": whether the product with the weight is computed in fp32}. `step` calls it."""
+    """The settings of an RMSNorm of the model as keyword arguments for the operations of few_rows that compute
+    the same norm inside another operation: {"eps": added to the mean square, "offset": added to the weight,
+    "float32": whether the product with the weight is computed in fp32}."""
     return dict(eps=norm.eps, offset=norm.offset, float32=norm.float32)
 
 
@@ -101,7 +101,7 @@ def step(
 
     Args:
       block: the layer.
-      stream: the layer's input.
+      stream: the layer's input [N, hidden].
       state: {"mixer": (keys, values)}, the attention's caches of all rows, each [N, kv_heads, capacity, head_dim].
       at: int32[N], the token's position in each row; -1 for a row that does not decode, whose caches stay as they are.
       context: the layer's spec, and a layout with the rotary tables of these positions.
@@ -116,12 +116,10 @@ def step(
         own, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
     linears = [getattr(attention, name) for name in attention.in_matrices]
     if all(_is_plain(linear, stream.x.dtype) for linear in linears):
-        weights = [linear.weight[...] for linear in linears]
-        parts, x = normed_products(
-            stream.x, stream.parts, norm.weight[...], weights, _adapters(linears), **rounding(norm)
-        )
+        weights, loras = [linear.weight[...] for linear in linears], _adapters(linears)
+        parts, x = normed_products(*stream, norm.weight[...], weights, loras, **rounding(norm))
     else:
-        x, normed = added_norm(stream.x, stream.parts, norm.weight[...], **rounding(norm))
+        x, normed = added_norm(*stream, norm.weight[...], **rounding(norm))
         parts = _parts(normed, linears)
     masking = attention.options(context.spec.window)
     masking["batch_invariant"] = batch_invariant
@@ -131,7 +129,9 @@ def step(
 
 
 def _feed_forward(block: Block, stream: Stream, context: Context) -> Stream:
-    """Computes the output of a layer's MLP or experts, for one new token of each of N rows, with its norm."""
+    """Runs the second half of a layer (`block`), its MLP or experts with the norm before them, for one new token of
+    each of N rows. Returns the layer's output. stream: the residual stream before the norm. context: the layer's
+    Context, which experts read."""
     feed_forward, norm = block.parts["mlp"], norm_before(block, "mlp")
     weight, options = norm.weight[...], rounding(norm)
     if type(feed_forward) is MLP and not feed_forward.config.fused_gate_up:
@@ -203,8 +203,8 @@ def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:
 def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
     """The products of x [N, in] with several linears, concatenated: [splits, N, sum of the linears' out], partial sums,
     whose sum over the first axis is the product. few_rows.products computes them if all linears are plain (_is_plain),
-    adapters included; otherwise the linears compute the product as usual, and splits is 1. `step` calls it for query,
-    key and value and for o_proj, and `_feed_forward` for a plain MLP's down_proj (gate and up have gated_product)."""
+    adapters included; otherwise the linears compute the product as usual, and splits is 1. `step` calls it for o_proj,
+    and for query, key and value that are not plain, and `_feed_forward` for a plain MLP's down_proj."""
     if all(_is_plain(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears], _adapters(linears))
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]

@@ -94,7 +94,7 @@ def attended(
     if chosen == "triton":
         tile = _tile(keys, batch_invariant)
         shares = _shares(keys, tile)
-        how = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
+        how: dict = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
         return _by_kernel(parts, keys, values, positions, table, norms, **how)
     query, keys, values = placed(parts, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32)
     out = decode_attention(
@@ -179,7 +179,7 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, 
             query, keys, values = reference.placed(parts, keys, values, positions, table, norms, **rounding)
             return attention_reference.decode(query, keys, values, positions + 1, **masking), keys, values
 
-        how = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
+        how: dict = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
         got = jax.jit(functools.partial(_by_kernel, **how))(*given)
         return list(got), list(dispatch.exactly(wanted)(*wide(given)))
 

@@ -49,7 +49,7 @@ def normed_products(
       TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
         call.
     """
-    options = dict(eps=eps, offset=offset, float32=float32)
+    options: dict = dict(eps=eps, offset=offset, float32=float32)
     given = x, parts, norm, weights, loras, None, options
     if _chosen("normed_products", *given, implementation) == "triton":
         out, added = _by_kernel(x, parts, norm, weights, None, _tile(x, weights, None), **options)
@@ -86,7 +86,7 @@ def normed_gated_product(
       TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
         call.
     """
-    options = dict(eps=eps, offset=offset, float32=float32)
+    options: dict = dict(eps=eps, offset=offset, float32=float32)
     matrices = gate, up
     given = x, parts, norm, matrices, loras, activation, options
     if _chosen("normed_gated_product", *given, implementation) == "triton":
@@ -145,9 +145,9 @@ def _first_use(op: str, x, norm, weights, activation: str | None, options: dict)
 
     def compare():
         rows = (tile.rows,) * 2 if activation else (tile.rows, 2 * tile.rows, tile.rows)[: len(weights)]
-        given = drawn(0, 1, 2048, dtype=x.dtype), drawn(1, 2, 1, 2048, dtype=jnp.float32)
-        given = *given, drawn(2, 2048, dtype=norm.dtype)
+        stream, parts = drawn(0, 1, 2048, dtype=x.dtype), drawn(1, 2, 1, 2048, dtype=jnp.float32)
         matrices = [0.02 * drawn(3 + i, size, 2048, dtype=x.dtype) for i, size in enumerate(rows)]
+        given = stream, parts, drawn(2, 2048, dtype=norm.dtype), matrices
 
         def wanted(x, parts, norm, matrices):
             added, normed = reference.added_norm(x, parts, norm, **options)
@@ -155,8 +155,8 @@ def _first_use(op: str, x, norm, weights, activation: str | None, options: dict)
                 return reference.gated_product(normed, *matrices, activation), added
             return reference.products(normed, matrices)[0], added
 
-        got = jax.jit(functools.partial(_by_kernel, activation=activation, tile=tile, **options))(*given, matrices)
-        return list(got), list(dispatch.exactly(wanted)(*wide((*given, matrices))))
+        got = jax.jit(functools.partial(_by_kernel, activation=activation, tile=tile, **options))(*given)
+        return list(got), list(dispatch.exactly(wanted)(*wide(given)))
 
     call = f"{x.dtype}, {norm.dtype}, {activation}, {len(weights)} weights, {tile}, {options}"
     return dispatch.first_use(op, "triton", call, compare)
