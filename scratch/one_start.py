@@ -10,7 +10,7 @@ import jax
 import jaxtune
 from benchmarks.sampling import CASES, drain, made, prompts_of, warm_up
 from benchmarks.sampling_profile import kernels
-from jaxtune.models.generation import layer_steps, slots as device
+from jaxtune.models.generation import layer_steps, sampler as sampling, slots as device
 from jaxtune.pallas.decode_attention.triton import Tile
 from jaxtune.train.program.program_cache import use_program_cache
 
@@ -19,23 +19,18 @@ attended = importlib.import_module("jaxtune.pallas.few_rows.attended")
 use_program_cache()
 out, case = sys.argv[1], (sys.argv[2:] or ["8b"])[0]
 whole, few = (256, 64) if case == "8b" else (32, 24)
-ALL = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL"
-NONE, LOOP = {"xla_gpu_enable_command_buffer": ""}, {"xla_gpu_enable_command_buffer": ALL + ",WHILE"}
 BOTH, T = ("products", "gated"), (128, 8, 3)
-UNROLLED = LOOP | {"xla_gpu_command_buffer_unroll_loops": True}
 # {form: (options of prompts' programs, options of rounds, tile of the attention, whether programs share a head, which
-# products norm their input)}
+# products norm their input, bytes of the gap)}
 FORMS = {
-    "main": ({}, {}, T, False, ()),
-    "no_graphs": (NONE, {}, T, False, ()),
-    "normed": (NONE, {}, T, True, BOTH),
-    "shared": (NONE, {}, T, True, ()),
-    "unrolled": (NONE, UNROLLED, T, True, BOTH),
-    "normed_gated": (NONE, {}, T, True, ("gated",)),
-    "shared64": (NONE, {}, (64, 4, 3), True, BOTH),
-    "concurrent": (NONE, {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}, T, True, BOTH),
-    "loop": (NONE, LOOP, T, True, BOTH),
+    "main": ({}, {}, T, False, (), 0),
+    "shared": ({}, {}, T, True, (), 1 << 16),
+    "normed": ({}, {}, T, True, BOTH, 1 << 16),
+    "normed_gated": ({}, {}, T, True, ("gated",), 1 << 16),
+    "normed64": ({}, {}, (64, 4, 3), True, BOTH, 1 << 16),
 }
+if len(sys.argv) > 3:
+    FORMS = {name: FORMS[name] for name in sys.argv[3].split(",")}
 usual_refusal = normed._refusal
 usual = device.prompt_options, device.sampler_options, attended._shares
 step = layer_steps._plain_step.__wrapped__
@@ -86,13 +81,14 @@ def save():
 
 
 samplers = {}
-for form, (of_prompts, of_rounds, tile, shares, kinds) in FORMS.items():
-    if time.perf_counter() - began > 62:
+for form, (of_prompts, of_rounds, tile, shares, kinds, room) in FORMS.items():
+    if time.perf_counter() - began > 75:
         print("no time for", form, flush=True)
         break
     device.programs.cache_clear()
     device.prompt_options = lambda *a, o=of_prompts: {**usual[0](*a), **o}
     device.sampler_options = lambda *a, o=of_rounds: {**usual[1](*a), **o}
+    sampling._ROOM = room
     attended._FEW_TILES = {128: Tile(*tile)}
     normed._refusal = lambda x, w, l, a, kinds=kinds: (
         usual_refusal(x, w, l, a) if ("gated" if a else "products") in kinds else "not in this form"
@@ -108,7 +104,7 @@ for form, (of_prompts, of_rounds, tile, shares, kinds) in FORMS.items():
         warm_up(sampler, prompts, 512)
         built = time.perf_counter() - t
         runs = [run(sampler, log, few) for _ in range(4)]
-        waits = [run(sampler, log, few, True) for _ in range(2)]
+        waits = [run(sampler, log, few, True)]
         result["forms"][form] = {"build_s": built, "runs": runs, "waits": waits}
         samplers[form] = sampler, log
         print(form, "built", round(built, 1), "first", [r["first"] for r in runs], "step", [r["step"] for r in runs])
@@ -120,7 +116,7 @@ for form, (of_prompts, of_rounds, tile, shares, kinds) in FORMS.items():
 first_ids = {}
 for turn in range(3):
     for form, (sampler, log) in samplers.items():
-        if time.perf_counter() - began > 85:
+        if time.perf_counter() - began > 100:
             break
         r = run(sampler, log, whole)
         result["whole"].append([form, r["total"], r["first"], r["step"]])
@@ -128,8 +124,8 @@ for turn in range(3):
         alike = next((i for i, (a, b) in enumerate(zip(tokens, first_ids.setdefault(0, tokens))) if a != b), -1)
         print("whole:", *result["whole"][-1], "differs from", alike, flush=True)
 save()
-for form in ("no_graphs", "normed"):
-    if form in samplers and time.perf_counter() - began < 92:
+for form in () if len(sys.argv) > 3 else ("shared", "normed"):
+    if form in samplers and time.perf_counter() - began < 104:
         sampler, log = samplers[form]
         with tempfile.TemporaryDirectory() as folder:
             jax.profiler.start_trace(folder)
