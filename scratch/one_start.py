@@ -10,7 +10,7 @@ import jax
 import jaxtune
 from benchmarks.sampling import CASES, drain, made, prompts_of, warm_up
 from benchmarks.sampling_profile import kernels
-from jaxtune.models.generation import layer_steps, sampler as sampling, slots as device
+from jaxtune.models.generation import layer_steps, slots as device
 from jaxtune.pallas.decode_attention.triton import Tile
 from jaxtune.train.program.program_cache import use_program_cache
 
@@ -88,7 +88,7 @@ for form, (of_prompts, of_rounds, tile, shares, kinds, room) in FORMS.items():
     device.programs.cache_clear()
     device.prompt_options = lambda *a, o=of_prompts: {**usual[0](*a), **o}
     device.sampler_options = lambda *a, o=of_rounds: {**usual[1](*a), **o}
-    sampling._ROOM = room
+    device._GAP = room
     attended._FEW_TILES = {128: Tile(*tile)}
     normed._refusal = lambda x, w, l, a, kinds=kinds: (
         usual_refusal(x, w, l, a) if ("gated" if a else "products") in kinds else "not in this form"

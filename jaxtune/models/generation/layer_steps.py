@@ -16,6 +16,7 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
 from jaxtune.models.layers.segment import Context
+from jaxtune.models.norm import RMSNorm
 from jaxtune.pallas.attention import PackedLayout
 from jaxtune.pallas.few_rows import added_norm
 
@@ -32,8 +33,8 @@ def through_layers(
     model: Decoder, splits, tokens, states, at, tables, real, batch_invariant: bool = True
 ) -> tuple[jax.Array, States]:
     """Runs new tokens of N rows through all layers and the final norm, for a step of generation: by `_plain_step` if C
-    is 1, all layers are plain (plain_layer.is_plain), and the final norm, which it then includes, has no dtype of its
-    own; otherwise by `_layer_step`. Returns (the hidden states after the final norm [N, C, hidden], the layers' new
+    is 1, all layers are plain (plain_layer.is_plain), and the final norm is an RMSNorm without a dtype of its own;
+    otherwise by `_layer_step`. Returns (the hidden states after the final norm [N, C, hidden], the layers' new
     states).
 
     Args:
@@ -47,15 +48,16 @@ def through_layers(
     """
     x, after, shared = model.embed(tokens), [], {}
     layers = list(zip(model.layers, model.config.layers, strict=True))
-    plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
-    if tokens.shape[1] == 1 and plain:
+    plain, norm = all(itertools.starmap(plain_layer.is_plain, layers)), model.norm
+    if tokens.shape[1] == 1 and plain and type(norm) is RMSNorm and norm.compute is None:
         x = x[:, 0]
         stream = plain_layer.Stream(x, jnp.zeros((0, *x.shape), x.dtype))
         for (graph, *state), (_, spec), kept in zip(splits, layers, states, strict=True):
             stream, kept = _plain_step(graph, spec, batch_invariant, *state, stream, tables, kept, at, real)
             stream = jax.lax.optimization_barrier(stream)
             after.append(kept)
-        return added_norm(*stream, model.norm.weight[...], **plain_layer.rounding(model.norm))[1][:, None], after
+        _, normed = added_norm(stream.x, stream.parts, norm.weight[...], **plain_layer.rounding(norm))
+        return normed[:, None], after
     given = model.given(tokens, x) or [{}] * len(model.layers)
     for (graph, *state), (layer, spec), kept, own in zip(splits, layers, states, given, strict=True):
         taken = own | {name: shared[name] for name in layer.takes if name not in own}
@@ -64,7 +66,7 @@ def through_layers(
         # Otherwise XLA lets each reader of the residual stream add up all layers below it again.
         x = jax.lax.optimization_barrier(x)
         after.append(kept)
-    return model.norm(x), after
+    return norm(x), after
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -55,7 +55,6 @@ from jaxtune.models.generation.structure import flattened
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
-_ROOM = 1 << 16  # bytes of device memory for small arrays, before the slots' caches
 
 
 @dataclasses.dataclass
@@ -416,11 +415,7 @@ class Sampler:
         most = self.plan.length if self._deterministic else max(request.limit for request in everybody)
         capacity = capacity_bucket(most)
         if self._states is None:
-            # Small arrays, such as the settings of rows, get this gap in memory later. Otherwise they get places from
-            # which prompts' programs then move, and a CUDA graph must be updated if its arrays lie elsewhere.
-            gap = jnp.zeros(_ROOM, jnp.uint8)
             self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)
-            del gap
         else:
             shapes = device.states_shape(self._structure, self._shapes, len(self._slots), capacity)
             leaves, treedef = jax.tree.flatten(self._states)

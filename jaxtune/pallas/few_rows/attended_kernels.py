@@ -118,7 +118,7 @@ def _own_parts(
 
 
 @triton.jit
-def _together(
+def _added_shares(
     top,
     total,
     acc,
@@ -158,10 +158,10 @@ def _together(
             top = tl.maximum(top, tl.load(lines + other * OWN * row + DIM, mask=real, other=_MASKED))
         total, acc = tl.full([GROUP], 0.0, tl.float32), tl.full([GROUP, DIM], 0.0, tl.float32)
         for other in tl.static_range(SHARES):
-            theirs = lines + other * OWN * row
-            fade = tl.exp2(tl.load(theirs + DIM, mask=real, other=_MASKED) - top)
-            total += tl.load(theirs + DIM + 1, mask=real, other=0.0) * fade
-            acc += tl.load(theirs[:, None] + columns[None, :], mask=real[:, None], other=0.0) * fade[:, None]
+            line = lines + other * OWN * row
+            fade = tl.exp2(tl.load(line + DIM, mask=real, other=_MASKED) - top)
+            total += tl.load(line + DIM + 1, mask=real, other=0.0) * fade
+            acc += tl.load(line[:, None] + columns[None, :], mask=real[:, None], other=0.0) * fade[:, None]
     return total, acc, last
 
 
@@ -212,7 +212,7 @@ def attended_kernel(
       turns: float32[COUNT, DIM], cos of the rotation's angles and then sin; not read if ROTATES is 0.
       positions: int32[COUNT], of the new tokens; negative for a row without one.
       sinks: float32[HEADS], in units of log2; None: there are none.
-      arrived, sums: of _together; None if SHARES is 1.
+      arrived, sums: of _added_shares; None if SHARES is 1.
       old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
       keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM], rings in which a token is at its position modulo
         CAPACITY.
@@ -312,7 +312,7 @@ def attended_kernel(
     last = True
     if SHARES > 1:
         at = row * KV_HEADS + head
-        total, acc, last = _together(top, total, acc, sums, arrived, at, share, DIM, OWN, GROUP, SHARES)
+        total, acc, last = _added_shares(top, total, acc, sums, arrived, at, share, DIM, OWN, GROUP, SHARES)
     if last:
         acc = acc / tl.maximum(total, 1e-30)[:, None]
         places = (row * HEADS + head * OWN + members)[:, None] * DIM + columns[None, :]

@@ -152,7 +152,7 @@ def _first_use(op: str, x, norm, weights, activation: str | None, options: dict)
         def wanted(x, parts, norm, matrices):
             added, normed = reference.added_norm(x, parts, norm, **options)
             if activation:
-                return reference.gated_product(normed, *matrices, activation), added
+                return reference.gated_product(normed, matrices[0], matrices[1], activation), added
             return reference.products(normed, matrices)[0], added
 
         got = jax.jit(functools.partial(_by_kernel, activation=activation, tile=tile, **options))(*given)
