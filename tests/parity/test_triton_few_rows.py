@@ -21,8 +21,6 @@ from jaxtune.pallas.few_rows import (
     experts_gated,
     experts_have_kernels,
     gated_product,
-    normed_gated_product,
-    normed_products,
     placed,
     products,
     reference,
@@ -275,70 +273,36 @@ def test_few_rows_may_attend_in_larger_tiles():
     assert (np.asarray(larger) != np.asarray(alike)).any()
 
 
-def normed_case(splits: int, dtype=jnp.float32):
-    """(the stream, partial sums, the norm's weight) of a row of 1,024 columns."""
-    return normal(1, 1024), normal(splits, 1, 1024, seed=1, dtype=dtype), normal(1024, seed=2)
+# Rows and their positions, and masking: of 128 keys a tile, so that six programs share a head of one row, and five of
+# three; some have no keys to read.
+SHARED = {
+    "one row": ((700,), {}),
+    "its first token": ((0,), {"sinks": jnp.linspace(-1, 1, 8)}),
+    "no token": ((-1,), {"sinks": jnp.linspace(-1, 1, 8)}),
+    "the end of a tile": ((128,), {"sinks": jnp.linspace(-1, 1, 8)}),
+    "a full cache, window": ((767,), {"window": 300, "soft_cap": 5.0}),
+    "a ring, window": ((1000,), {"window": 300, "sinks": jnp.linspace(-1, 1, 8)}),
+    "three rows": ((640, -1, 900), {}),
+}
 
 
-@pytest.mark.parametrize("rounding", [{"eps": 1e-3}, {"eps": 1e-6, "offset": 1.0, "float32": True}])
-@pytest.mark.parametrize("splits", [0, 1, 3])
-def test_a_product_norms_its_row(splits, rounding):
-    """The stream has the bits of added_norm; the product has those of three weights one below the other."""
-    given = normed_case(splits)
-    weights = [normal(size, 1024, seed=3 + i, scale=0.05) for i, size in enumerate((4096, 1024, 1088))]
+@pytest.mark.parametrize("case", SHARED)
+def test_several_programs_share_a_head_of_few_rows(case):
+    """The last one of them adds up their sums, so that the result is that of a single program but for rounding."""
+    positions, masking = SHARED[case]
+    given = attended_case(32 if len(positions) == 3 else 8, 8 if len(positions) == 3 else 2, 128, 768, 2, positions)
+    options = {"scale": 128**-0.5, "window": None, "soft_cap": None, "sinks": None} | masking
     with interpreted(HOPPER):
-        parts, added = normed_products(*given, weights, **rounding)
-        assert dispatch.record["normed_products"][0] == "triton"
-        stream, normed = added_norm(*given, **rounding)
-    np.testing.assert_array_equal(added, stream)
-    assert parts.shape == (1, 1, 6208) and parts.dtype == jnp.float16
-    near(parts[0], reference.products(normed.astype(jnp.float32), wide(weights))[0], 1e-3)
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_a_gated_product_norms_its_row(activation):
-    given, gate, up = normed_case(2), *(normal(12_288, 1024, seed=i, scale=0.05) for i in (3, 4))
-    with interpreted(HOPPER):
-        gated, added = normed_gated_product(*given, gate, up, activation, eps=1e-6)
-        assert dispatch.record["normed_gated_product"][0] == "triton"
-        stream, normed = added_norm(*given, eps=1e-6)
-        apart = gated_product(normed, gate, up, activation)
-    np.testing.assert_array_equal(added, stream)
-    near(gated, apart, 5e-4)
-
-
-def test_rows_are_normed_apart_where_a_product_has_no_kernel_for_it():
-    """Of two rows, with an adapter, and of weights whose columns are divided."""
-    x, parts, norm = normed_case(2)
-    weight = normal(6144, 1024, seed=3)
-    lora = LoraWeights(normal(16, 1024, seed=4), normal(6144, 16, seed=5))
-    cases = [
-        (jnp.tile(x, (2, 1)), jnp.tile(parts, (1, 2, 1)), weight, ()),
-        (x, parts, weight, [lora]),
-        (x, parts, weight[:128], ()),
-    ]
-    with interpreted(HOPPER):
-        for x, parts, weight, loras in cases:
-            got, added = normed_products(x, parts, norm, [weight], loras, eps=1e-6)
-            assert dispatch.record["normed_products"][0] == "apart"
-            stream, normed = added_norm(x, parts, norm, eps=1e-6)
-            np.testing.assert_array_equal(added, stream)
-            np.testing.assert_array_equal(got, products(normed, [weight], loras))
-        with pytest.raises(ValueError, match="adapters"):
-            normed_products(*normed_case(2), [cases[1][2]], [lora], eps=1e-6, implementation="triton")
-
-
-def test_several_programs_attend_for_one_row():
-    """They divide the tiles of 128 keys; the last one of them adds up what they have, always in the same order."""
-    for positions in ((0,), (-1,), (127,), (128,), (640,), (767,), (1000,)):
-        given = attended_case(8, 2, 128, 768, 2, positions)
-        options = {"scale": 0.1, "sinks": jnp.linspace(-1, 1, 8), "window": 300}
-        with interpreted(HOPPER):
-            alone, *caches = attended(*given, **options)
-            shared, *written = attended(*given, **options, batch_invariant=False)
-        near(shared, alone, 1e-3) if positions != (-1,) else np.testing.assert_array_equal(shared, 0 * alone)
-        for one, other in zip(caches, written, strict=True):
-            np.testing.assert_array_equal(one, other)
+        got = attended(*given, **options, batch_invariant=False)
+        alone = attended(*given, **options)
+    assert dispatch.record["attended"][0] == "triton"
+    for array, other in zip(got[1:], alone[1:], strict=True):
+        np.testing.assert_array_equal(array, other)
+    exact = [array.astype(jnp.float32) for array in given[:3]]
+    query, keys, values = reference.placed(*exact, *given[3:], None, eps=1e-6, offset=0.0, float32=False)
+    want = attention_reference.decode(query, keys, values, given[3] + 1, **options)
+    assert not got[0][given[3] < 0].any()
+    near(got[0], want, 2e-3)
 
 
 def test_longer_caches_are_written_and_read_apart():

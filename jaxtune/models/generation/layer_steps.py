@@ -16,9 +16,7 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
 from jaxtune.models.layers.segment import Context
-from jaxtune.models.norm import RMSNorm
 from jaxtune.pallas.attention import PackedLayout
-from jaxtune.pallas.few_rows import added_norm
 
 type States = Any  # a pytree for each layer
 
@@ -33,8 +31,8 @@ def through_layers(
     model: Decoder, splits, tokens, states, at, tables, real, batch_invariant: bool = True
 ) -> tuple[jax.Array, States]:
     """Runs new tokens of N rows through all layers and the final norm, for a step of generation: by `_plain_step` if C
-    is 1, all layers are plain (plain_layer.is_plain), and the final norm is an RMSNorm without a dtype of its own;
-    otherwise by `_layer_step`. Returns (the hidden states after the final norm [N, C, hidden], the layers' new
+    is 1, all layers are plain (plain_layer.is_plain), and the final norm, which it then includes, has no dtype of its
+    own; otherwise by `_layer_step`. Returns (the hidden states after the final norm [N, C, hidden], the layers' new
     states).
 
     Args:
@@ -48,16 +46,16 @@ def through_layers(
     """
     x, after, shared = model.embed(tokens), [], {}
     layers = list(zip(model.layers, model.config.layers, strict=True))
-    plain, norm = all(itertools.starmap(plain_layer.is_plain, layers)), model.norm
-    if tokens.shape[1] == 1 and plain and type(norm) is RMSNorm and norm.compute is None:
-        x = x[:, 0]
-        stream = plain_layer.Stream(x, jnp.zeros((0, *x.shape), x.dtype))
-        for (graph, *state), (_, spec), kept in zip(splits, layers, states, strict=True):
-            stream, kept = _plain_step(graph, spec, batch_invariant, *state, stream, tables, kept, at, real)
+    plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
+    if tokens.shape[1] == 1 and plain:
+        norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]
+        stream = plain_layer.Stream(x[:, 0], norms[0](x[:, 0]))
+        for (graph, *state), (_, spec), kept, norm in zip(splits, layers, states, norms[1:], strict=True):
+            weight = norm.weight[...]
+            stream, kept = _plain_step(graph, spec, batch_invariant, *state, stream, tables, kept, at, real, weight)
             stream = jax.lax.optimization_barrier(stream)
             after.append(kept)
-        _, normed = added_norm(stream.x, stream.parts, norm.weight[...], **plain_layer.rounding(norm))
-        return normed[:, None], after
+        return stream.normed[:, None], after
     given = model.given(tokens, x) or [{}] * len(model.layers)
     for (graph, *state), (layer, spec), kept, own in zip(splits, layers, states, given, strict=True):
         taken = own | {name: shared[name] for name in layer.takes if name not in own}
@@ -66,7 +64,7 @@ def through_layers(
         # Otherwise XLA lets each reader of the residual stream add up all layers below it again.
         x = jax.lax.optimization_barrier(x)
         after.append(kept)
-    return norm(x), after
+    return model.norm(x), after
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -100,7 +98,9 @@ def _context(spec: LayerSpec, length: int, tables, real) -> Context:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _plain_step(graph, spec: LayerSpec, batch_invariant: bool, trainable, frozen, stream, tables, state, at, real):
+def _plain_step(
+    graph, spec: LayerSpec, batch_invariant: bool, trainable, frozen, stream, tables, state, at, real, next_weight
+):
     """Runs one layer for one new token of each row by plain_layer.step, in fewer kernels than `_layer_step`: (its
     output, a plain_layer.Stream, and the new state). `through_layers` chooses between the two.
 
@@ -109,8 +109,10 @@ def _plain_step(graph, spec: LayerSpec, batch_invariant: bool, trainable, frozen
       batch_invariant: as for through_layers.
       tables, state: the rotary tables of the tokens' positions; {mixer's name: its caches}.
       at, real: int32[N], each row's position, -1 for a row without a token; bool[N], whether it has one.
-      stream: the layer's input, a plain_layer.Stream.
+      stream: the layer's input, and the same normed for its mixer.
+      next_weight: [hidden], the weight of the norm before the next layer, or of the final norm after the last layer;
+        the output is normed with it in the same kernel.
     """
     context = _context(spec, 1, tables, real)
     layer = nnx.merge(graph, trainable, frozen)
-    return plain_layer.step(layer, stream, state, at, context, batch_invariant)
+    return plain_layer.step(layer, stream, state, at, context, next_weight, batch_invariant)

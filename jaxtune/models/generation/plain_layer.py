@@ -33,19 +33,18 @@ from jaxtune.pallas.few_rows import (
     experts_down,
     experts_gated,
     experts_have_kernels,
-    normed_gated_product,
-    normed_products,
+    gated_product,
     products,
 )
 from jaxtune.pallas.quant_matmul import LoraWeights
 
 
 class Stream(NamedTuple):
-    """The residual stream of one new token a row, between two parts of a layer or two layers. The kernel that reads it
-    adds the last product and norms the sum."""
+    """The residual stream of one new token a row, between two parts of a layer or two layers, with the norm that the
+    same kernel computed."""
 
-    x: jax.Array  # [N, hidden]: without the last product
-    parts: jax.Array  # [splits, N, hidden]: that product's partial sums; without splits before the first layer
+    x: jax.Array  # [N, hidden]
+    normed: jax.Array  # [N, hidden]: x after the norm of what reads it next, a part of a layer or the head
 
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
@@ -78,14 +77,14 @@ def is_plain(block: Block, spec: LayerSpec) -> bool:
 
 def norm_before(block: Block, part: str) -> RMSNorm:
     """The norm of a layer (`block`) through which `part`, "mixer" or "mlp", reads the residual stream. The kernel that
-    adds up the stream computes this norm too."""
+    adds up the stream computes this norm too, so its weight is needed before the part runs."""
     return getattr(block, f"{part}_norm")
 
 
 def rounding(norm: RMSNorm) -> dict:
-    """The settings of an RMSNorm of the model as keyword arguments for the operations of few_rows that compute
-    the same norm inside another operation: {"eps": added to the mean square, "offset": added to the weight,
-    "float32": whether the product with the weight is computed in fp32}."""
+    """The settings of an RMSNorm of the model as keyword arguments for the kernels added_norm and attended, which
+    compute the same norm inside another operation: {"eps": added to the mean square, "offset": added to the weight,
+    "float32": whether the product with the weight is computed in fp32}. `step` calls it."""
     return dict(eps=norm.eps, offset=norm.offset, float32=norm.float32)
 
 
@@ -95,63 +94,58 @@ def step(
     state: Mapping[str, tuple[jax.Array, jax.Array]],
     at: jax.Array,
     context: Context,
+    next_weight: jax.Array,
     batch_invariant: bool,
 ) -> tuple[Stream, dict[str, tuple[jax.Array, jax.Array]]]:
     """Runs the next token of each row through one layer for which `is_plain` holds, for layer_steps._plain_step.
 
     Args:
       block: the layer.
-      stream: the layer's input [N, hidden].
+      stream: the layer's input [N, hidden], and that input after the layer's norm before attention (mixer_norm).
       state: {"mixer": (keys, values)}, the attention's caches of all rows, each [N, kv_heads, capacity, head_dim].
       at: int32[N], the token's position in each row; -1 for a row that does not decode, whose caches stay as they are.
       context: the layer's spec, and a layout with the rotary tables of these positions.
+      next_weight: [hidden], of the norm before the next layer or the head, which rounds as this layer's norms do.
       batch_invariant: whether a row must have the same bits in any batch.
     Returns:
-      (Stream: the layer's output; {"mixer": (keys, values) with the new tokens})
+      (Stream: the layer's output, and that normed with next_weight; {"mixer": (keys, values) with the new tokens})
     """
-    attention, norm = block.parts["mixer"], norm_before(block, "mixer")
+    attention, norm = block.parts["mixer"], norm_before(block, "mlp")
+    options = rounding(norm)
     table = None if context.rotary is None else tuple(part[:, 0] for part in context.rotary)
-    own, norms = rounding(norm), None
+    own, norms = options, None
     if attention.config.qk_norm:
         own, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
-    linears = [getattr(attention, name) for name in attention.in_matrices]
-    if all(_is_plain(linear, stream.x.dtype) for linear in linears):
-        weights, loras = [linear.weight[...] for linear in linears], _adapters(linears)
-        parts, x = normed_products(*stream, norm.weight[...], weights, loras, **rounding(norm))
-    else:
-        x, normed = added_norm(*stream, norm.weight[...], **rounding(norm))
-        parts = _parts(normed, linears)
+    parts = _parts(stream.normed, [getattr(attention, name) for name in attention.in_matrices])
     masking = attention.options(context.spec.window)
     masking["batch_invariant"] = batch_invariant
     out, keys, values = attended(parts, *state["mixer"], at, table, norms, **own, **masking)
-    parts = _parts(out.reshape(len(out), -1), [attention.o_proj])
-    return _feed_forward(block, Stream(x, parts), context), {"mixer": (keys, values)}
+    x, normed = added_norm(stream.x, _parts(out.reshape(len(out), -1), [attention.o_proj]), norm.weight[...], **options)
+    parts = _feed_forward(block.parts["mlp"], Stream(x, normed), context)
+    return Stream(*added_norm(x, parts, next_weight, **options)), {"mixer": (keys, values)}
 
 
-def _feed_forward(block: Block, stream: Stream, context: Context) -> Stream:
-    """Runs the second half of a layer (`block`), its MLP or experts with the norm before them, for one new token of
-    each of N rows. Returns the layer's output. stream: the residual stream before the norm. context: the layer's
-    Context, which experts read."""
-    feed_forward, norm = block.parts["mlp"], norm_before(block, "mlp")
-    weight, options = norm.weight[...], rounding(norm)
+def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
+    """Computes the output of `feed_forward`, a layer's MLP or experts, for one new token of each of N rows: [splits, N,
+    hidden], partial sums, whose sum over the first axis is the output. The kernel that adds them to the residual stream
+    computes that sum too. stream: the residual stream before the feed-forward. context: the layer's Context, which
+    experts read."""
     if type(feed_forward) is MLP and not feed_forward.config.fused_gate_up:
         gate, up = feed_forward.gate_proj, feed_forward.up_proj
         if all(_is_plain(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
             activation, loras = feed_forward.config.activation, _adapters((gate, up))
-            matrices = gate.weight[...], up.weight[...]
-            gated, x = normed_gated_product(*stream, weight, *matrices, activation, loras, **options)
-            return Stream(x, _parts(gated, [feed_forward.down_proj]))
-    x, normed = added_norm(*stream, weight, **options)
+            gated = gated_product(stream.normed, gate.weight[...], up.weight[...], activation, loras)
+            return _parts(gated, [feed_forward.down_proj])
     if type(feed_forward) is MoE:
-        parts = _of_experts(feed_forward, normed, context)
+        parts = _of_experts(feed_forward, stream.normed, context)
         if parts is not None:
-            return Stream(x, parts)
-    values = {INPUT: normed[:, None], STREAM: x[:, None]}
+            return parts
+    values = {INPUT: stream.normed[:, None], STREAM: stream.x[:, None]}
     for segment in feed_forward.segments():
         if not segment.aux:
             outputs = segment.run(feed_forward, context, *(values[name] for name in segment.reads))
             values |= zip(segment.outputs, outputs, strict=True)
-    return Stream(x, values[OUTPUT][None, :, 0])
+    return values[OUTPUT][None, :, 0]
 
 
 def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
@@ -203,8 +197,8 @@ def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:
 def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
     """The products of x [N, in] with several linears, concatenated: [splits, N, sum of the linears' out], partial sums,
     whose sum over the first axis is the product. few_rows.products computes them if all linears are plain (_is_plain),
-    adapters included; otherwise the linears compute the product as usual, and splits is 1. `step` calls it for o_proj,
-    and for query, key and value that are not plain, and `_feed_forward` for a plain MLP's down_proj."""
+    adapters included; otherwise the linears compute the product as usual, and splits is 1. `step` calls it for query,
+    key and value and for o_proj, and `_feed_forward` for a plain MLP's down_proj (gate and up have gated_product)."""
     if all(_is_plain(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears], _adapters(linears))
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]

@@ -52,7 +52,6 @@ from jaxtune.pallas.few_rows import MOST_ROWS, chosen_token, looked_up
 type Array = jax.Array | np.ndarray
 
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
-_GAP = 1 << 16  # bytes of device memory for small arrays, before the states of slots
 
 
 class Live(NamedTuple):
@@ -164,12 +163,7 @@ def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], r
       shapes: the shape and dtype of each of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)); only
         the shapes of the states are derived from them.
     """
-    # Its memory, before that of the states, is free again afterwards. Small arrays, such as Rows, are put there later, and not where
-    # prompts' programs have their buffers: a CUDA graph must be updated if its buffers lie elsewhere than before.
-    gap = jnp.zeros(_GAP, jnp.uint8)
-    states = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states_shape(structure, tuple(shapes), rows, capacity))
-    del gap
-    return states
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states_shape(structure, tuple(shapes), rows, capacity))
 
 
 @functools.lru_cache(64)

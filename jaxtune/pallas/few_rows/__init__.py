@@ -5,8 +5,7 @@ JAX.
 - `products` and `gated_product` multiply by weights.
 - `experts_gated` and `experts_down` multiply by the weights of a mixture of experts. `experts_have_kernels` says
   whether they have kernels for a call.
-- `added_norm` adds to the residual stream and norms the sum. `normed_products` and `normed_gated_product` do so and
-  multiply the result by weights.
+- `added_norm` adds to the residual stream and norms the sum.
 - `placed` norms and rotates a token's queries and keys, and writes its keys and values into the caches.
 - `attended` does what `placed` does and computes the token's attention, for short caches.
 - `chosen_token` chooses the next token from the logits, and `looked_up` draws a token from probabilities.
@@ -18,7 +17,6 @@ from jaxtune.pallas.few_rows.api import added_norm, gated_product, placed, produ
 from jaxtune.pallas.few_rows.attended import attended
 from jaxtune.pallas.few_rows.drawing import chosen_token, looked_up
 from jaxtune.pallas.few_rows.experts import experts_down, experts_gated, experts_have_kernels
-from jaxtune.pallas.few_rows.normed import normed_gated_product, normed_products
 from jaxtune.pallas.few_rows.triton import MOST_ROWS
 
 __all__ = [
@@ -31,8 +29,6 @@ __all__ = [
     "experts_have_kernels",
     "gated_product",
     "looked_up",
-    "normed_gated_product",
-    "normed_products",
     "placed",
     "products",
 ]

@@ -267,8 +267,7 @@ def added_norm(
     Args:
       x: [N, hidden], the residual stream of N rows.
       parts: [splits, N, hidden], the partial sums of the product, as `products` returns them (or `experts_down`, of
-        whose result the choices are the splits). Their sum is rounded to x's dtype before it is added to x. There may
-        be no splits: nothing is added then.
+        whose result the choices are the splits). Their sum is rounded to x's dtype before it is added to x.
       weight: [hidden], that of the RMS norm, in any floating dtype.
       eps: the number that is added to the mean square.
       offset: the number that is added to the weight, such as 1 for Gemma; it is ignored if float32 is False.

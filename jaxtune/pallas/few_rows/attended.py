@@ -57,7 +57,7 @@ def attended(
     Args:
       parts, keys, values, positions, table, norms, eps, offset, float32: as for `placed`.
       scale, window, soft_cap, sinks: as for decode_attention.
-      batch_invariant: False: the kernel may sum the keys in other tiles if N is small.
+      batch_invariant: False: the kernel may sum the keys in other tiles, and by several programs, if N is small.
       implementation: "triton" (one kernel; caches of 16 bits with at most 1,024 keys, D of 64, 128, 256 or 512),
         "apart" (`placed` and decode_attention, each by the implementation that it chooses), or None for the first that
         supports the call.
@@ -93,8 +93,7 @@ def attended(
     chosen = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
     if chosen == "triton":
         tile = _tile(keys, batch_invariant)
-        shares = _shares(keys, tile)
-        how: dict = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
+        how: dict = dict(tile=tile, shares=_shares(keys, tile), rounding=rounding, masking=masking)
         return _by_kernel(parts, keys, values, positions, table, norms, **how)
     query, keys, values = placed(parts, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32)
     out = decode_attention(
@@ -138,9 +137,9 @@ def _tile(keys, batch_invariant: bool) -> Tile:
 
 
 def _shares(keys, tile: Tile) -> int:
-    """How many programs share the keys of each key/value head of each row. With the tiles for few programs (_tile) they
-    are as many as all multiprocessors can run at the same time, or as there are tiles. keys: the cache of keys, [N,
-    kv_heads, capacity, D]. tile: of _tile."""
+    """How many programs share the keys of each key/value head of each row. With the tiles for few programs (_FEW_TILES)
+    they are as many as there are tiles, but all programs at most as many as multiprocessors; otherwise one. keys: the
+    cache of keys, [N, kv_heads, capacity, D]. tile: how they are read."""
     rows, kv_heads, capacity, _ = keys.shape
     return min(capacity // tile.step, _CORES // (rows * kv_heads)) if tile in _FEW_TILES.values() else 1
 
@@ -160,20 +159,22 @@ def _shared_bytes(tile: Tile, programs: int) -> int | None:
 def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, shares: int) -> str | None:
     """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
     reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
-    tile, and rows longer than the cache. parts, keys, table, norms, soft_cap: of the call. rounding: its settings of
-    norms. tile: how its keys are read. shares: how many programs share the keys of a head."""
+    tile, rows longer than the cache, and keys for all programs that share a head. parts, keys, table, norms, soft_cap:
+    of the call. rounding: its settings of norms. tile: how its keys are read. shares: how many programs share a
+    head."""
     dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
     group = parts.shape[2] // dim // kv_heads - 2
 
     def compare():
-        rows = jnp.asarray([0, -1, 200, 77, 127, 31], jnp.int32)
-        count, capacity = len(rows), 128
+        capacity = max(128, shares * tile.step)
+        rows = jnp.asarray([0, -1, capacity + 72, 77, capacity - 1, 31], jnp.int32)
+        count = len(rows)
         caches = [drawn(i, count, 2, capacity, dim, dtype=dtype) for i in (1, 2)]
         angles = drawn(3, count, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
         given = drawn(0, 2, count, 2 * (group + 2) * dim, dtype=jnp.float32), *caches, rows, tables, weights
-        masking = dict(scale=dim**-0.5, window=100, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
+        masking = dict(scale=dim**-0.5, window=capacity - 28, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
 
         def wanted(parts, keys, values, positions, table, norms):
             query, keys, values = reference.placed(parts, keys, values, positions, table, norms, **rounding)

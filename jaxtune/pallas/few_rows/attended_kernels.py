@@ -57,13 +57,13 @@ def _own_parts(
     """For attended_kernel, whose arguments these are: norms and rotates the new token's heads that belong to one
     key/value head of one row, and writes its key and value into the caches. Returns the halves of its queries, in
     DTYPE, and what the attention to its own key and the sink has added up: the largest score, the sum of weights, and
-    the weighted sum of values. Of several programs that share the head, the first one does both, and for the others
-    nothing has been added up.
+    the weighted sum of values. Of several programs that share the head, only the first one writes them and attends to
+    the own key and the sink.
 
     Args:
       row, head: of the token, and the key/value head.
-      share: which of the SHARES programs of this head this one is.
       later: 0, which the compiler does not know (attended_kernel).
+      share: which of the SHARES programs of this head this one is.
       position, newest: of the new token, and its place in the cache.
     """
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -131,9 +131,9 @@ def _added_shares(
     GROUP: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """For attended_kernel: adds up what the SHARES programs of one head have summed, in the order of their shares.
-    Returns the sum of weights and the weighted sum of values, and whether this program has them: the one that comes
-    last does, and the others end.
+    """For attended_kernel: adds up the sums of the SHARES programs of one head, always in the same order. The program
+    that comes last does so, whichever it is. Returns the sum of weights, the weighted sum of values, and whether this
+    is that program; the others get no results.
 
     Args:
       top, total, acc: this program's largest score, sum of weights and weighted sum of values.
@@ -149,7 +149,7 @@ def _added_shares(
     tl.store(mine[:, None] + columns[None, :], acc, mask=real[:, None])
     tl.store(mine + DIM, top, mask=real)
     tl.store(mine + DIM + 1, total, mask=real)
-    tl.debug_barrier()  # all threads have written before one of them counts
+    tl.debug_barrier()  # all threads have written before one of them counts; the last program reads after it counted
     last = tl.atomic_add(arrived + at, 1, sem="acq_rel") == SHARES - 1
     if last:
         tl.store(arrived + at, 0)
@@ -200,7 +200,8 @@ def attended_kernel(
     SHARES: tl.constexpr,
 ):
     """Computes the attention of the query heads of one key/value head of one row, and writes it to out [COUNT, HEADS,
-    DIM]; a row without a token gets 0. Grid: (KV_HEADS, COUNT, SHARES).
+    DIM]; a row without a token gets 0. Grid: (KV_HEADS, COUNT, SHARES). Where few rows decode, several programs share a
+    head, each of which reads some of the tiles of its keys.
 
     The new token's own key and value are taken from registers, because the caches get them in this kernel; the older
     keys are read in the order of their places in the cache, STEP at a time, with STAGES such tiles on their way. Halves
@@ -220,7 +221,7 @@ def attended_kernel(
       WINDOW: how many tokens the new one sees, itself included; 0: all.
       SCALE, CAP: the factor on scores, and their soft cap (0: none).
       GROUP: the query heads of a key/value head, rounded up to a power of two of at least 16.
-      SHARES: how many programs share the tiles of keys of a head, each every SHARES-th one.
+      SHARES: how many programs share a head. Each reads every SHARES-th tile of its keys.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     OWN: tl.constexpr = HEADS // KV_HEADS

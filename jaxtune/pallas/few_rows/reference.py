@@ -121,14 +121,14 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
 
     Args:
       x: [N, hidden], the residual stream.
-      parts: [splits, N, hidden], the partial sums of the product; without splits nothing is added.
+      parts: [splits, N, hidden], the partial sums of the product.
       weight: [hidden], that of the norm.
       eps: the number that the RMS norm adds to the mean square.
       offset: the number that it adds to its weight; it is ignored if float32 is False.
       float32: True: normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and the
         weight are rounded first, and the product again.
     """
-    added = x + _sum(parts, x.dtype) if len(parts) else x
+    added = x + _sum(parts, x.dtype)
     return added, normed(added, weight, eps, offset, float32)
 
 

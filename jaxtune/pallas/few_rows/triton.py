@@ -33,7 +33,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 _SHARED_BYTES = 227 * 1024  # of a program's shared memory on Hopper
 _CORES = 132  # multiprocessors of a Hopper GPU
 _BLOCK = 2048  # numbers of gate and up that a program of `activated` reads
-ENOUGH = 96  # programs that occupy them well enough: fewer splits are less to add
+_ENOUGH = 96  # programs that occupy them well enough: fewer splits are less to add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _splits(inner: int, programs: int) -> int:
     """For `products`: the number of splits, ranges of the columns that different programs sum over, of a product, from
     1 to 8. It is the smallest number that gives enough programs to occupy the multiprocessors, or else the largest, of
     those by which splits are equal and have two steps of columns (128 each) or more; 1 is always allowed. Enough
-    programs are 96 (ENOUGH).
+    programs are 96 (_ENOUGH).
 
     Args:
       inner: the number of columns that are summed over.
@@ -135,7 +135,7 @@ def _splits(inner: int, programs: int) -> int:
     """
     steps = inner // _PLAIN.depth
     fitting = [n for n in range(1, 9) if steps % n == 0 and (n == 1 or steps // n >= 2)]
-    return next((n for n in fitting if n * programs >= ENOUGH), fitting[-1])
+    return next((n for n in fitting if n * programs >= _ENOUGH), fitting[-1])
 
 
 def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> int:
@@ -150,7 +150,7 @@ def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) ->
         return 1
     tiles = -(-len(x) // 128) * -(-weights[0].shape[0] // 128)
     fitting = [n for n in (1, 2, 4, 8) if x.shape[1] % (n * _PLAIN.depth) == 0] or [1]
-    return next((n for n in fitting if n * tiles >= ENOUGH), fitting[-1])
+    return next((n for n in fitting if n * tiles >= _ENOUGH), fitting[-1])
 
 
 def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
@@ -231,7 +231,7 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
     if padded(count) > 16:
         return _AHEAD
     programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows
-    return _FAR_AHEAD if ENOUGH <= programs <= _CORES and not padded_rank(loras) else _PLAIN
+    return _FAR_AHEAD if _ENOUGH <= programs <= _CORES and not padded_rank(loras) else _PLAIN
 
 
 def products(x, weights, loras=()):
@@ -257,7 +257,7 @@ def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], act
 def gated_tile(rows: int, count: int, loras: Sequence[LoraWeights | None]) -> Tile:
     """How a gated product is divided among programs: by the rows of the weights, the number of rows of x (`count`), and
     whether there are adapters (`loras`, empty if not)."""
-    if rows % _GATED.rows or rows // _GATED.rows < ENOUGH:
+    if rows % _GATED.rows or rows // _GATED.rows < _ENOUGH:
         return _GATED_FEW
     return _GATED_MANY if padded(count) > 64 and not padded_rank(loras) else _GATED
 
@@ -319,7 +319,7 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
 
     Args:
       x: [N, hidden], the residual stream.
-      parts: [splits, N, hidden], the partial sums of the product; without splits nothing is added.
+      parts: [splits, N, hidden], the partial sums of the product.
       weight: [hidden], that of the norm.
       eps: the number that the RMS norm adds to the mean square.
       offset: the number that it adds to its weight; it is ignored if float32 is False.
@@ -329,15 +329,13 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
     from jaxtune.pallas.few_rows import triton_kernels
 
     count, size = x.shape
-    before = (parts,) if len(parts) else ()
     added, normed = compat.triton_graph_call(
         triton_kernels.added_norm_kernel,
-        (x, *before, weight),
+        (x, parts, weight),
         [jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
         (count,),
         warps=8 if size > 2048 else 4,
         stages=1,
-        **({} if before else {"parts": None}),
         COUNT=count,
         SIZE=size,
         WIDTH=1 << (size - 1).bit_length(),

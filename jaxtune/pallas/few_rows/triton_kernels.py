@@ -206,13 +206,10 @@ def activated_kernel(gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACT
 
 @triton.jit
 def _sum(parts, places, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Loads the partial sums of a product and adds them, for the kernels that take them: for each of `places`, offsets
-    from `parts`, the sum of the numbers at that offset over SPLITS splits (0: parts is None and the sum 0), rounded to
-    DTYPE and returned as float32; 0 where the mask `real` is False. STRIDE: the distance of two splits, in numbers."""
-    if SPLITS == 0:
-        total = tl.zeros(places.shape, tl.float32)
-    else:
-        total = tl.load(parts + places, mask=real, other=0.0).to(tl.float32)
+    """Loads the partial sums of a product and adds them, for added_norm_kernel and placed_kernel: for each of `places`,
+    offsets from `parts`, the sum of the numbers at that offset over SPLITS splits, rounded to DTYPE and returned as
+    float32; 0 where the mask `real` is False. STRIDE: the distance of two splits, in numbers."""
+    total = tl.load(parts + places, mask=real, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(parts + split * STRIDE + places, mask=real, other=0.0)
     return total.to(DTYPE).to(tl.float32)
@@ -300,7 +297,7 @@ def added_norm_kernel(
 
     Args:
       x: [COUNT, SIZE], the residual stream.
-      parts: [SPLITS, COUNT, SIZE], the partial sums of a product; None if SPLITS is 0.
+      parts: [SPLITS, COUNT, SIZE], the partial sums of a product.
       weight: [SIZE], that of the norm.
       added, normed: the results, [COUNT, SIZE].
       WIDTH: SIZE, rounded up to a power of two.

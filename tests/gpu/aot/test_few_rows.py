@@ -16,8 +16,6 @@ from jaxtune.pallas.few_rows import (
     experts_down,
     experts_gated,
     gated_product,
-    normed_gated_product,
-    normed_products,
     placed,
     products,
 )
@@ -135,22 +133,6 @@ def test_other_kernels_fit(capability, tmp_path):
         assert compiled.spilled_bytes == 0
 
 
-@pytest.mark.parametrize("hidden", [HIDDEN, 8192])
-def test_products_that_norm_their_row_fit_a_hopper_gpu(hidden, tmp_path):
-    """The copies of the first tiles of a weight are issued before the row is read."""
-    x, parts, norm = array(1, hidden), array(2, 1, hidden, dtype=jnp.float32), array(hidden)
-    weights = array(hidden, hidden), array(KV_HEADS * DIM, hidden), array(KV_HEADS * DIM, hidden)
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
-        jax.eval_shape(lambda *given: normed_products(*given, eps=1e-5), x, parts, norm, weights)
-        run = functools.partial(normed_gated_product, activation="silu", eps=1e-5)
-        jax.eval_shape(run, x, parts, norm, array(INNER, hidden), array(INNER, hidden))
-    assert [kernel.__name__ for kernel, *_ in calls] == ["normed_product_kernel"] * 2
-    assert_fit(calls, tmp_path)
-    for call in calls:
-        before = compile_call(call, (9, 0), tmp_path).ptx.split("cp.async.cg", maxsplit=1)[0]
-        assert before.count("ld.global") == 2  # of the first step: a number of the row and one of the norm's weight
-
-
 @pytest.mark.parametrize("capability", GPUS)
 def test_the_activation_of_many_rows_fits(capability, tmp_path):
     weight = array(INNER, HIDDEN)
@@ -180,26 +162,31 @@ def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "invariant", "step", "together"),
+    ("rows", "invariant", "step", "together", "shares"),
     [
-        (1, False, 128, 1),
-        (1, True, 32, 4),
-        (64, False, 32, 4),
-        (67, False, 16, 5),
-        (128, False, 16, 8),
-        (256, False, 16, 8),
-        (256, True, 32, 4),
+        (1, False, 128, 1, 6),
+        (1, True, 32, 4, 1),
+        (4, False, 128, 1, 4),
+        (16, False, 128, 1, 1),
+        (64, False, 32, 4, 1),
+        (67, False, 16, 5, 1),
+        (128, False, 16, 8, 1),
+        (256, False, 16, 8, 1),
+        (256, True, 32, 4, 1),
     ],
 )
-def test_tiles_of_the_attention_by_the_number_of_rows_fit_a_hopper_gpu(rows, invariant, step, together, tmp_path):
+def test_tiles_of_the_attention_by_the_number_of_rows_fit_a_hopper_gpu(
+    rows, invariant, step, together, shares, tmp_path
+):
     """together: how many programs share a multiprocessor, of which each takes a further KB of its shared memory. As
-    many programs of a single warp do as fill each round of them."""
+    many programs of a single warp do as fill each round of them. shares: how many programs share a head, which is one
+    where a row must have the same bits in any batch."""
     parts, keys = array(2, rows, (HEADS + 2 * KV_HEADS) * DIM, dtype=jnp.float32), array(rows, KV_HEADS, 768, DIM)
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
         run = functools.partial(attended, scale=0.1, batch_invariant=invariant)
         jax.eval_shape(run, parts, keys, keys, array(rows, dtype=jnp.int32))
     [call] = calls
-    assert call[2]["STEP"] == step
+    assert call[2]["STEP"] == step and call[2]["SHARES"] == shares
     compiled = compile_call(call, (9, 0), tmp_path)
     assert compiled.spilled_bytes == 0
     shared = max(compiled.shared_bytes, call[2]["shared_bytes"] or 0) + 1024
