@@ -1,6 +1,6 @@
 """The body of the Triton kernel of `attended` (attended.py): a new token's heads are normed and rotated, its key and
 value written into the caches, and its attention computed over the caches of short rows, all in one program for each
-key/value head of each row."""
+key/value head of each row, or in several where few rows decode."""
 
 import triton
 import triton.language as tl
