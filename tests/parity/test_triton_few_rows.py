@@ -273,6 +273,38 @@ def test_few_rows_may_attend_in_larger_tiles():
     assert (np.asarray(larger) != np.asarray(alike)).any()
 
 
+# Rows and their positions, and masking: of 128 keys a tile, so that six programs share a head of one row, and five of
+# three; some have no keys to read.
+SHARED = {
+    "one row": ((700,), {}),
+    "its first token": ((0,), {"sinks": jnp.linspace(-1, 1, 8)}),
+    "no token": ((-1,), {"sinks": jnp.linspace(-1, 1, 8)}),
+    "the end of a tile": ((128,), {"sinks": jnp.linspace(-1, 1, 8)}),
+    "a full cache, window": ((767,), {"window": 300, "soft_cap": 5.0}),
+    "a ring, window": ((1000,), {"window": 300, "sinks": jnp.linspace(-1, 1, 8)}),
+    "three rows": ((640, -1, 900), {}),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_several_programs_share_a_head_of_few_rows(case):
+    """The last one of them adds up their sums, so that the result is that of a single program but for rounding."""
+    positions, masking = SHARED[case]
+    given = attended_case(32 if len(positions) == 3 else 8, 8 if len(positions) == 3 else 2, 128, 768, 2, positions)
+    options = {"scale": 128**-0.5, "window": None, "soft_cap": None, "sinks": None} | masking
+    with interpreted(HOPPER):
+        got = attended(*given, **options, batch_invariant=False)
+        alone = attended(*given, **options)
+    assert dispatch.record["attended"][0] == "triton"
+    for array, other in zip(got[1:], alone[1:], strict=True):
+        np.testing.assert_array_equal(array, other)
+    exact = [array.astype(jnp.float32) for array in given[:3]]
+    query, keys, values = reference.placed(*exact, *given[3:], None, eps=1e-6, offset=0.0, float32=False)
+    want = attention_reference.decode(query, keys, values, given[3] + 1, **options)
+    assert not got[0][given[3] < 0].any()
+    near(got[0], want, 2e-3)
+
+
 def test_longer_caches_are_written_and_read_apart():
     given = attended_case(6, 2, 64, 1152, 1, (700, -1))
     with interpreted():

@@ -57,7 +57,7 @@ def attended(
     Args:
       parts, keys, values, positions, table, norms, eps, offset, float32: as for `placed`.
       scale, window, soft_cap, sinks: as for decode_attention.
-      batch_invariant: False: the kernel may sum the keys in other tiles if N is small.
+      batch_invariant: False: the kernel may sum the keys in other tiles, and by several programs, if N is small.
       implementation: "triton" (one kernel; caches of 16 bits with at most 1,024 keys, D of 64, 128, 256 or 512),
         "apart" (`placed` and decode_attention, each by the implementation that it chooses), or None for the first that
         supports the call.
@@ -86,13 +86,15 @@ def attended(
         implementation = "apart"  # whose two parts say why they have no kernel, if they have none
 
     def first_use():
-        return _first_use(parts, keys, table, norms, soft_cap, rounding, _tile(keys, batch_invariant))
+        tile = _tile(keys, batch_invariant)
+        return _first_use(parts, keys, table, norms, soft_cap, rounding, tile, _shares(keys, tile))
 
     reasons = {"triton": lambda: reason or first_use()}
     chosen = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
     if chosen == "triton":
         tile = _tile(keys, batch_invariant)
-        return _by_kernel(parts, keys, values, positions, table, norms, tile=tile, rounding=rounding, masking=masking)
+        how: dict = dict(tile=tile, shares=_shares(keys, tile), rounding=rounding, masking=masking)
+        return _by_kernel(parts, keys, values, positions, table, norms, **how)
     query, keys, values = placed(parts, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32)
     out = decode_attention(
         query, keys, values, positions + 1, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
@@ -134,6 +136,14 @@ def _tile(keys, batch_invariant: bool) -> Tile:
     return tile if capacity % other.step else other
 
 
+def _shares(keys, tile: Tile) -> int:
+    """How many programs share the keys of each key/value head of each row. With the tiles for few programs (_FEW_TILES)
+    they are as many as there are tiles, but all programs at most as many as multiprocessors; otherwise one. keys: the
+    cache of keys, [N, kv_heads, capacity, D]. tile: how they are read."""
+    rows, kv_heads, capacity, _ = keys.shape
+    return min(capacity // tile.step, _CORES // (rows * kv_heads)) if tile in _FEW_TILES.values() else 1
+
+
 def _shared_bytes(tile: Tile, programs: int) -> int | None:
     """Bytes of shared memory that each of `programs` programs gets at least; None: as many as it uses. All programs
     take about the same time, so they run in rounds. If ten shared a multiprocessor, 2,048 programs (256 rows of 8
@@ -146,40 +156,43 @@ def _shared_bytes(tile: Tile, programs: int) -> int | None:
     return _SHARED_BYTES // sharing // 128 * 128 - 1024  # in units of 128 bytes
 
 
-def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile) -> str | None:
+def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, shares: int) -> str | None:
     """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
     reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
-    tile, and rows longer than the cache. parts, keys, table, norms, soft_cap: of the call. rounding: its settings of
-    norms. tile: how its keys are read."""
+    tile, rows longer than the cache, and keys for all programs that share a head. parts, keys, table, norms, soft_cap:
+    of the call. rounding: its settings of norms. tile: how its keys are read. shares: how many programs share a
+    head."""
     dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
     group = parts.shape[2] // dim // kv_heads - 2
 
     def compare():
-        rows = jnp.asarray([0, -1, 200, 77, 127, 31], jnp.int32)
-        count, capacity = len(rows), 128
+        capacity = max(128, shares * tile.step)
+        rows = jnp.asarray([0, -1, capacity + 72, 77, capacity - 1, 31], jnp.int32)
+        count = len(rows)
         caches = [drawn(i, count, 2, capacity, dim, dtype=dtype) for i in (1, 2)]
         angles = drawn(3, count, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
         given = drawn(0, 2, count, 2 * (group + 2) * dim, dtype=jnp.float32), *caches, rows, tables, weights
-        masking = dict(scale=dim**-0.5, window=100, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
+        masking = dict(scale=dim**-0.5, window=capacity - 28, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
 
         def wanted(parts, keys, values, positions, table, norms):
             query, keys, values = reference.placed(parts, keys, values, positions, table, norms, **rounding)
             return attention_reference.decode(query, keys, values, positions + 1, **masking), keys, values
 
-        got = jax.jit(functools.partial(_by_kernel, tile=tile, rounding=rounding, masking=masking))(*given)
+        how: dict = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
+        got = jax.jit(functools.partial(_by_kernel, **how))(*given)
         return list(got), list(dispatch.exactly(wanted)(*wide(given)))
 
-    call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {rounding}, {table is not None}"
+    call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}, {table is not None}"
     call += f", {norms is not None}, {soft_cap is not None}"
     return dispatch.first_use("attended", "triton", call, compare)
 
 
-def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, rounding: dict, masking: dict):
-    """Runs the kernel of `attended`, and returns what that returns. tile: how the keys are read. rounding: its eps,
-    offset and float32. masking: its scale, window, soft_cap and sinks. The other arguments are those of `attended`;
-    `refusal` says which calls are supported."""
+def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, shares: int, rounding: dict, masking: dict):
+    """Runs the kernel of `attended`, and returns what that returns. tile: how the keys are read. shares: how many
+    programs share the keys of a head. rounding: its eps, offset and float32. masking: its scale, window, soft_cap and
+    sinks. The other arguments are those of `attended`; `refusal` says which calls are supported."""
     from jaxtune.pallas.few_rows import attended_kernels
 
     splits, count, width = parts.shape
@@ -189,18 +202,23 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, roun
     turns = parts if table is None else jnp.concatenate(table, axis=-1)  # cos and sin of a step by one kernel of XLA's
     # No sinks are no array, which XLA would fill in each step.
     sinks = () if masking["sinks"] is None else (log2_sinks(masking["sinks"], heads),)
-    before = parts, *weights, turns, positions, *sinks
-    out, keys, values = compat.triton_graph_call(
+    # The kernel leaves zeros in the array that it counts in, so that all layers of a step may be given the same one.
+    arrived = (jnp.zeros(count * kv_heads, jnp.int32),) if shares > 1 else ()
+    before = parts, *weights, turns, positions, *sinks, *arrived
+    sums = count * kv_heads, shares, heads // kv_heads, dim + 2
+    out, keys, values, *_ = compat.triton_graph_call(
         attended_kernels.attended_kernel,
         (*before, keys, values),
         [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
-        + [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)],
-        (kv_heads, count),
+        + [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
+        + [jax.ShapeDtypeStruct(sums, jnp.float32)] * len(arrived),
+        (kv_heads, count, shares),
         warps=tile.warps,
         stages=tile.stages,
         aliases={len(before): 1, len(before) + 1: 2},
         shared_bytes=_shared_bytes(tile, kv_heads * count),
         **({} if sinks else {"sinks": None}),
+        **({} if arrived else {"arrived": None, "sums": None}),
         COUNT=count,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -218,5 +236,6 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, roun
         STEP=tile.step,
         GROUP=max(16, 1 << (heads // kv_heads - 1).bit_length()),
         STAGES=tile.stages,
+        SHARES=shares,
     )
     return out, keys, values

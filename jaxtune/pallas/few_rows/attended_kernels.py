@@ -1,6 +1,6 @@
 """The body of the Triton kernel of `attended` (attended.py): a new token's heads are normed and rotated, its key and
 value written into the caches, and its attention computed over the caches of short rows, all in one program for each
-key/value head of each row."""
+key/value head of each row, or in several where few rows decode."""
 
 import triton
 import triton.language as tl
@@ -34,6 +34,7 @@ def _own_parts(
     row,
     later,
     head,
+    share,
     position,
     newest,
     COUNT: tl.constexpr,
@@ -51,15 +52,18 @@ def _own_parts(
     CAP: tl.constexpr,
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     """For attended_kernel, whose arguments these are: norms and rotates the new token's heads that belong to one
     key/value head of one row, and writes its key and value into the caches. Returns the halves of its queries, in
     DTYPE, and what the attention to its own key and the sink has added up: the largest score, the sum of weights, and
-    the weighted sum of values.
+    the weighted sum of values. Of several programs that share the head, only the first one writes them and attends to
+    the own key and the sink.
 
     Args:
       row, head: of the token, and the key/value head.
       later: 0, which the compiler does not know (attended_kernel).
+      share: which of the SHARES programs of this head this one is.
       position, newest: of the new token, and its place in the cache.
     """
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -94,7 +98,7 @@ def _own_parts(
     k_low, k_high = _turned(k_low, k_high, inverse, k_norm, k_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
     q_low, q_high = q_low.to(DTYPE), q_high.to(DTYPE)
     k_low, k_high = k_low.to(DTYPE), k_high.to(DTYPE)
-    if position >= 0:
+    if (position >= 0) & (share == 0):
         place = ((row * KV_HEADS + head).to(tl.int64) * CAPACITY + newest) * DIM
         tl.store(keys + place + half, k_low)
         tl.store(keys + place + HALF + half, k_high)
@@ -107,7 +111,58 @@ def _own_parts(
     weight = tl.where(position >= 0, tl.exp2(score - top), 0.0)
     total = weight + tl.where(sink > _MASKED, tl.exp2(sink - top), 0.0)
     acc = weight.to(DTYPE).to(tl.float32)[:, None] * value[None, :]
+    if SHARES > 1:
+        top, total = tl.where(share == 0, top, _MASKED), tl.where(share == 0, total, 0.0)
+        acc = tl.where(share == 0, acc, 0.0)
     return q_low, q_high, top, total, acc
+
+
+@triton.jit
+def _added_shares(
+    top,
+    total,
+    acc,
+    sums,
+    arrived,
+    at,
+    share,
+    DIM: tl.constexpr,
+    OWN: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """For attended_kernel: adds up the sums of the SHARES programs of one head, always in the same order. The program
+    that comes last does so, whichever it is. Returns the sum of weights, the weighted sum of values, and whether this
+    is that program; the others get no results.
+
+    Args:
+      top, total, acc: this program's largest score, sum of weights and weighted sum of values.
+      sums: float32[heads of all rows, SHARES, OWN, DIM + 2], memory through which programs hand over acc, top, total.
+      arrived: int32[heads of all rows], how many programs of a head have written their sums: 0 before and after.
+      at: the index of the head among those of all rows.
+      share: which of the SHARES programs this one is.
+    """
+    columns, members = tl.arange(0, DIM), tl.arange(0, GROUP)
+    real, row = members < OWN, DIM + 2
+    lines = sums + (at * SHARES * OWN + members) * row
+    mine = lines + share * OWN * row
+    tl.store(mine[:, None] + columns[None, :], acc, mask=real[:, None])
+    tl.store(mine + DIM, top, mask=real)
+    tl.store(mine + DIM + 1, total, mask=real)
+    tl.debug_barrier()  # all threads have written before one of them counts; the last program reads after it counted
+    last = tl.atomic_add(arrived + at, 1, sem="acq_rel") == SHARES - 1
+    if last:
+        tl.store(arrived + at, 0)
+        top = tl.full([GROUP], _MASKED, tl.float32)
+        for other in tl.static_range(SHARES):
+            top = tl.maximum(top, tl.load(lines + other * OWN * row + DIM, mask=real, other=_MASKED))
+        total, acc = tl.full([GROUP], 0.0, tl.float32), tl.full([GROUP, DIM], 0.0, tl.float32)
+        for other in tl.static_range(SHARES):
+            line = lines + other * OWN * row
+            fade = tl.exp2(tl.load(line + DIM, mask=real, other=_MASKED) - top)
+            total += tl.load(line + DIM + 1, mask=real, other=0.0) * fade
+            acc += tl.load(line[:, None] + columns[None, :], mask=real[:, None], other=0.0) * fade[:, None]
+    return total, acc, last
 
 
 @triton.jit
@@ -118,11 +173,13 @@ def attended_kernel(
     turns,
     positions,
     sinks,
+    arrived,
     old_keys,
     old_values,
     out,
     keys,
     values,
+    sums,
     COUNT: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -140,9 +197,11 @@ def attended_kernel(
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     """Computes the attention of the query heads of one key/value head of one row, and writes it to out [COUNT, HEADS,
-    DIM]; a row without a token gets 0. Grid: (KV_HEADS, COUNT).
+    DIM]; a row without a token gets 0. Grid: (KV_HEADS, COUNT, SHARES). Where few rows decode, several programs share a
+    head, each of which reads some of the tiles of its keys.
 
     The new token's own key and value are taken from registers, because the caches get them in this kernel; the older
     keys are read in the order of their places in the cache, STEP at a time, with STAGES such tiles on their way. Halves
@@ -154,6 +213,7 @@ def attended_kernel(
       turns: float32[COUNT, DIM], cos of the rotation's angles and then sin; not read if ROTATES is 0.
       positions: int32[COUNT], of the new tokens; negative for a row without one.
       sinks: float32[HEADS], in units of log2; None: there are none.
+      arrived, sums: of _added_shares; None if SHARES is 1.
       old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
       keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM], rings in which a token is at its position modulo
         CAPACITY.
@@ -161,6 +221,7 @@ def attended_kernel(
       WINDOW: how many tokens the new one sees, itself included; 0: all.
       SCALE, CAP: the factor on scores, and their soft cap (0: none).
       GROUP: the query heads of a key/value head, rounded up to a power of two of at least 16.
+      SHARES: how many programs share a head. Each reads every SHARES-th tile of its keys.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -175,6 +236,10 @@ def attended_kernel(
     # A row that fits the cache has its keys in order; in a longer one every key of the ring may be visible.
     first = tl.where(length > CAPACITY, 0, (length - seen) // STEP * STEP) if WINDOW > 0 else 0
     end = tl.where(length > CAPACITY, CAPACITY, position)
+    share = 0
+    if SHARES > 1:
+        share = tl.program_id(2)
+        first += share * STEP
 
     # The own parts are read and computed in the first iteration, because the copies of the first tiles are issued
     # before the loop and are on their way then. For larger heads the registers do not suffice for that.
@@ -195,6 +260,7 @@ def attended_kernel(
             row,
             0,
             head,
+            share,
             position,
             newest,
             COUNT,
@@ -212,17 +278,18 @@ def attended_kernel(
             CAP,
             GROUP,
             DTYPE,
+            SHARES,
         )
     # 0 in the first iteration. The addresses of own parts depend on it, so that the compiler does not compute them
     # before the loop, as it does with all that is the same in each iteration: they would take 40 registers to its end.
     later = 0
-    for begin in tl.range(first, tl.maximum(end, first + 1), STEP, num_stages=STAGES):
+    for begin in tl.range(first, tl.maximum(end, first + 1), STEP * SHARES, num_stages=STAGES):
         if WITHIN:
             if begin == first:
                 q_low, q_high, top, total, acc = _own_parts(
-                    parts, q_weight, k_weight, turns, sinks, keys, values, row + later, later, head, position,
-                    newest, COUNT, HEADS, KV_HEADS, DIM, CAPACITY, SPLITS, NORMS, ROTATES, EPS, OFFSET, FLOAT32, SCALE,
-                    CAP, GROUP, DTYPE,
+                    parts, q_weight, k_weight, turns, sinks, keys, values, row + later, later, head, share,
+                    position, newest, COUNT, HEADS, KV_HEADS, DIM, CAPACITY, SPLITS, NORMS, ROTATES, EPS, OFFSET,
+                    FLOAT32, SCALE, CAP, GROUP, DTYPE, SHARES,
                 )  # fmt: skip
         tokens = begin + tl.arange(0, STEP)
         lines, written = cache + tokens[:, None] * DIM, (tokens < end)[:, None]
@@ -232,6 +299,8 @@ def attended_kernel(
         age = newest - tokens
         age = tl.where(age < 0, age + CAPACITY, age)
         visible = ((age > 0) & (age < seen))[None, :]
+        if SHARES > 1:  # a share's first tile may begin after the row's end
+            visible &= (tokens < end)[None, :]
         scores = tl.where(visible, _in_log2(scores, SCALE, CAP), _MASKED)
         new = tl.maximum(top, tl.max(scores, 1))
         fade = tl.exp2(top - new)
@@ -241,6 +310,11 @@ def attended_kernel(
         acc = tl.dot(weights.to(DTYPE), value, acc * fade[:, None])
         top = new
         later = 16  # a multiple of a vector's numbers, by which the compiler knows that loads are aligned
-    acc = acc / tl.maximum(total, 1e-30)[:, None]
-    places = (row * HEADS + head * OWN + members)[:, None] * DIM + columns[None, :]
-    tl.store(out + places, acc.to(DTYPE), mask=(members < OWN)[:, None] & (columns < DIM)[None, :])
+    last = True
+    if SHARES > 1:
+        at = row * KV_HEADS + head
+        total, acc, last = _added_shares(top, total, acc, sums, arrived, at, share, DIM, OWN, GROUP, SHARES)
+    if last:
+        acc = acc / tl.maximum(total, 1e-30)[:, None]
+        places = (row * HEADS + head * OWN + members)[:, None] * DIM + columns[None, :]
+        tl.store(out + places, acc.to(DTYPE), mask=(members < OWN)[:, None] & (columns < DIM)[None, :])

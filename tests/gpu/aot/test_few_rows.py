@@ -177,26 +177,31 @@ def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "invariant", "step", "together"),
+    ("rows", "invariant", "step", "together", "shares"),
     [
-        (1, False, 128, 1),
-        (1, True, 32, 4),
-        (64, False, 32, 4),
-        (67, False, 16, 5),
-        (128, False, 16, 8),
-        (256, False, 16, 8),
-        (256, True, 32, 4),
+        (1, False, 128, 1, 6),
+        (1, True, 32, 4, 1),
+        (4, False, 128, 1, 4),
+        (16, False, 128, 1, 1),
+        (64, False, 32, 4, 1),
+        (67, False, 16, 5, 1),
+        (128, False, 16, 8, 1),
+        (256, False, 16, 8, 1),
+        (256, True, 32, 4, 1),
     ],
 )
-def test_tiles_of_the_attention_by_the_number_of_rows_fit_a_hopper_gpu(rows, invariant, step, together, tmp_path):
+def test_tiles_of_the_attention_by_the_number_of_rows_fit_a_hopper_gpu(
+    rows, invariant, step, together, shares, tmp_path
+):
     """together: how many programs share a multiprocessor, of which each takes a further KB of its shared memory. As
-    many programs of a single warp do as fill each round of them."""
+    many programs of a single warp do as fill each round of them. shares: how many programs share a head, which is one
+    where a row must have the same bits in any batch."""
     parts, keys = array(2, rows, (HEADS + 2 * KV_HEADS) * DIM, dtype=jnp.float32), array(rows, KV_HEADS, 768, DIM)
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
         run = functools.partial(attended, scale=0.1, batch_invariant=invariant)
         jax.eval_shape(run, parts, keys, keys, array(rows, dtype=jnp.int32))
     [call] = calls
-    assert call[2]["STEP"] == step
+    assert call[2]["STEP"] == step and call[2]["SHARES"] == shares
     compiled = compile_call(call, (9, 0), tmp_path)
     assert compiled.spilled_bytes == 0
     shared = max(compiled.shared_bytes, call[2]["shared_bytes"] or 0) + 1024
