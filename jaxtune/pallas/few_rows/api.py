@@ -209,7 +209,7 @@ def gated_product(
     rows = triton.padded(len(x))
     # By the rows of the weights the tile is chosen.
     size, columns = (128, 2048) if loras else (gate.shape[0], 512)
-    tile = triton.gated_tile(size, rows, loras)
+    tile = triton.gated_tile(size)
 
     def compare():
         given = drawn(0, rows, columns, dtype=x.dtype), *(0.02 * drawn(i, size, columns, dtype=x.dtype) for i in (1, 2))

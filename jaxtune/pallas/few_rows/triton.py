@@ -55,8 +55,6 @@ _PLAIN, _GATED, _GATED_FEW = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4), Tile(64, 
 _AHEAD = Tile(64, 128, 4, 5)
 # Of products of up to 16 rows of x whose programs have a multiprocessor each and leave some of them idle.
 _FAR_AHEAD = Tile(64, 128, 4, 8)
-# Of gated products of more than 64 rows of x.
-_GATED_MANY = Tile(64, 64, 4, 3)
 # Of products of more than 128 rows of x, which are bound by what multiprocessors read from the L2 cache: a program of
 # 128 x 128 reads less than one of 64 x 256. And of those whose weights such tiles do not divide.
 _MANY, _MANY_UNEVEN = Tile(128, 64, 8, 6, 128), Tile(64, 64, 4, 4)
@@ -254,12 +252,9 @@ def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], act
     return products_refusal(x, weights, loras)
 
 
-def gated_tile(rows: int, count: int, loras: Sequence[LoraWeights | None]) -> Tile:
-    """How a gated product is divided among programs: by the rows of the weights, the number of rows of x (`count`), and
-    whether there are adapters (`loras`, empty if not)."""
-    if rows % _GATED.rows or rows // _GATED.rows < _ENOUGH:
-        return _GATED_FEW
-    return _GATED_MANY if padded(count) > 64 and not padded_rank(loras) else _GATED
+def gated_tile(rows: int) -> Tile:
+    """How a gated product is divided among programs, by the rows of each of its weights."""
+    return _GATED_FEW if rows % _GATED.rows or rows // _GATED.rows < _ENOUGH else _GATED
 
 
 def gated_product(x, gate, up, activation, loras=()):
@@ -267,7 +262,7 @@ def gated_product(x, gate, up, activation, loras=()):
     [out, in], with the adapters `loras` (of gate and up, each may be None; or none at all); activation is "silu" or
     "gelu_tanh". Its argument, its result and x up^T are rounded to x's dtype, as in plain JAX. `gated_refusal` says
     which calls are supported."""
-    rows, tile = gate.shape[0], gated_tile(gate.shape[0], len(x), loras)
+    rows, tile = gate.shape[0], gated_tile(gate.shape[0])
     return _multiplied(x, (gate, up), loras, tile, 1, ACTIVATIONS[activation], rows, x.dtype)[0]
 
 
