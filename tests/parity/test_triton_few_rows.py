@@ -283,6 +283,7 @@ SHARED = {
     "a full cache, window": ((767,), {"window": 300, "soft_cap": 5.0}),
     "a ring, window": ((1000,), {"window": 300, "sinks": jnp.linspace(-1, 1, 8)}),
     "three rows": ((640, -1, 900), {}),
+    "no rotation": ((700, 300), {}),
 }
 
 
@@ -291,6 +292,7 @@ def test_several_programs_share_a_head_of_few_rows(case):
     """The last one of them adds up their sums, so that the result is that of a single program but for rounding."""
     positions, masking = SHARED[case]
     given = attended_case(32 if len(positions) == 3 else 8, 8 if len(positions) == 3 else 2, 128, 768, 2, positions)
+    given = (*given[:4], None) if case == "no rotation" else given
     options = {"scale": 128**-0.5, "window": None, "soft_cap": None, "sinks": None} | masking
     with interpreted(HOPPER):
         got = attended(*given, **options, batch_invariant=False)

@@ -199,26 +199,27 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, shar
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim - 2 * kv_heads
     weights = (parts, parts) if norms is None else norms
-    turns = parts if table is None else jnp.concatenate(table, axis=-1)  # cos and sin of a step by one kernel of XLA's
+    # By one kernel of XLA's for all layers of a step: cos and sin, and zeros, which each kernel here leaves there.
+    turns = [] if table is None else [jnp.concatenate(table, axis=-1).reshape(-1)]
+    turns += [jnp.zeros(count * kv_heads, jnp.float32)] if shares > 1 else []
+    turns = jnp.concatenate(turns) if turns else parts
     # No sinks are no array, which XLA would fill in each step.
     sinks = () if masking["sinks"] is None else (log2_sinks(masking["sinks"], heads),)
-    # The kernel leaves zeros in the array that it counts in, so that all layers of a step may be given the same one.
-    arrived = (jnp.zeros(count * kv_heads, jnp.int32),) if shares > 1 else ()
-    before = parts, *weights, turns, positions, *sinks, *arrived
+    before = parts, *weights, turns, positions, *sinks
     sums = count * kv_heads, shares, heads // kv_heads, dim + 2
     out, keys, values, *_ = compat.triton_graph_call(
         attended_kernels.attended_kernel,
         (*before, keys, values),
         [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
         + [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
-        + [jax.ShapeDtypeStruct(sums, jnp.float32)] * len(arrived),
+        + [jax.ShapeDtypeStruct(sums, jnp.float32)] * (shares > 1),
         (kv_heads, count, shares),
         warps=tile.warps,
         stages=tile.stages,
         aliases={len(before): 1, len(before) + 1: 2},
         shared_bytes=_shared_bytes(tile, kv_heads * count),
         **({} if sinks else {"sinks": None}),
-        **({} if arrived else {"arrived": None, "sums": None}),
+        **({} if shares > 1 else {"sums": None}),
         COUNT=count,
         HEADS=heads,
         KV_HEADS=kv_heads,

@@ -138,7 +138,7 @@ def _added_shares(
     Args:
       top, total, acc: this program's largest score, sum of weights and weighted sum of values.
       sums: float32[heads of all rows, SHARES, OWN, DIM + 2], memory through which programs hand over acc, top, total.
-      arrived: int32[heads of all rows], how many programs of a head have written their sums: 0 before and after.
+      arrived: float32[heads of all rows], how many programs of a head have written their sums: 0 before and after.
       at: the index of the head among those of all rows.
       share: which of the SHARES programs this one is.
     """
@@ -150,9 +150,9 @@ def _added_shares(
     tl.store(mine + DIM, top, mask=real)
     tl.store(mine + DIM + 1, total, mask=real)
     tl.debug_barrier()  # all threads have written before one of them counts; the last program reads after it counted
-    last = tl.atomic_add(arrived + at, 1, sem="acq_rel") == SHARES - 1
+    last = tl.atomic_add(arrived + at, 1.0, sem="acq_rel") == SHARES - 1
     if last:
-        tl.store(arrived + at, 0)
+        tl.store(arrived + at, 0.0)
         top = tl.full([GROUP], _MASKED, tl.float32)
         for other in tl.static_range(SHARES):
             top = tl.maximum(top, tl.load(lines + other * OWN * row + DIM, mask=real, other=_MASKED))
@@ -173,7 +173,6 @@ def attended_kernel(
     turns,
     positions,
     sinks,
-    arrived,
     old_keys,
     old_values,
     out,
@@ -210,10 +209,11 @@ def attended_kernel(
     Args:
       parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], the partial sums of queries, keys and values.
       q_weight, k_weight: [DIM], those of the norms; not read if NORMS is 0.
-      turns: float32[COUNT, DIM], cos of the rotation's angles and then sin; not read if ROTATES is 0.
+      turns: float32[COUNT, DIM], cos of the rotation's angles and then sin, if ROTATES is 1; behind them, if SHARES is
+        not 1, `arrived` of _added_shares.
       positions: int32[COUNT], of the new tokens; negative for a row without one.
       sinks: float32[HEADS], in units of log2; None: there are none.
-      arrived, sums: of _added_shares; None if SHARES is 1.
+      sums: of _added_shares; None if SHARES is 1.
       old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
       keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM], rings in which a token is at its position modulo
         CAPACITY.
@@ -313,6 +313,7 @@ def attended_kernel(
     last = True
     if SHARES > 1:
         at = row * KV_HEADS + head
+        arrived = turns + COUNT * DIM * ROTATES
         total, acc, last = _added_shares(top, total, acc, sums, arrived, at, share, DIM, OWN, GROUP, SHARES)
     if last:
         acc = acc / tl.maximum(total, 1e-30)[:, None]
