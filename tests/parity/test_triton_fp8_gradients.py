@@ -47,7 +47,9 @@ def test_the_results_are_those_of_the_rounding_and_of_plain_products(tokens, wid
     at = np.cumsum((0, *ranks))
     for dout, b, db, first, end in zip(douts, bs, dbs, at, at[1:], strict=False):
         exact = np.float64(dout) @ np.float64(b)
-        assert np.linalg.norm(np.float64(products[:, first:end]) - exact) <= jnp.finfo(dtype).eps * np.linalg.norm(exact)
+        assert np.linalg.norm(np.float64(products[:, first:end]) - exact) <= jnp.finfo(dtype).eps * np.linalg.norm(
+            exact
+        )
         exact = np.float64(dout).T @ np.float64(inner[:, first:end])
         assert db.dtype == jnp.float32 and np.linalg.norm(np.float64(db) - exact) <= 1e-6 * np.linalg.norm(exact)
 

@@ -28,7 +28,7 @@ _LARGEST_RANK = 32
 
 def tile() -> Tile:
     """The Tile of the kernel on the GPU that is compiled for. Its columns are a multiple of 128."""
-    return Tile(64, 128, 4, 3, 4) if dispatch.compute_capability() == (9, 0) else Tile(32, 128, 4, 2, 4)
+    return Tile(64, 256, 8, 3, 2) if dispatch.compute_capability() == (9, 0) else Tile(32, 128, 4, 2, 4)
 
 
 def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
@@ -91,7 +91,7 @@ def _first_use(dtype, width: int, several: bool) -> str | None:
 
 
 def rounded_pair(
-    douts: Sequence[jax.Array], inner: jax.Array, bs: Sequence[jax.Array], shape: Tile, form: int = 1
+    douts: Sequence[jax.Array], inner: jax.Array, bs: Sequence[jax.Array], shape: Tile
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, list[jax.Array]]:
     """Rounds the gradients of outputs and multiplies them, not rounded, by what their adapters have, by the kernel.
     Call it only if `refusal` returns None.
@@ -145,7 +145,6 @@ def rounded_pair(
         BLOCK=shape.rows,
         COLUMNS=shape.columns,
         STEPS=steps,
-        FORM=form,
     )
     products = [parts[at : at + count].sum(0)[:, :r] for at, count, r in zip(firsts, counts, ranks, strict=True)]
     added = dbs.sum(0)

@@ -32,7 +32,6 @@ def rounded_pair_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
-    FORM: tl.constexpr,
 ):
     """Rounds COLUMNS columns of STEPS tiles of BLOCK rows of an output's gradient to e4m3, each 128 numbers of a row by
     a scale of their own (scale_of), and multiplies them, not rounded, by B, and, transposed, by the adapter's low-rank
@@ -71,10 +70,7 @@ def rounded_pair_kernel(
     wide = tl.trans(place + columns) * RANK + ranks
     real_wide = tl.trans(within) & real_ranks
     side = tl.load(sides + wide, mask=real_wide, other=0.0)
-    if FORM == 0:
-        sums = tl.zeros([WIDTH, COLUMNS], tl.float32)
-    else:
-        sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     number = tl.arange(0, BLOCK)[:, None]
     for step in range(STEPS):
         first = (tl.program_id(1).to(tl.int64) * STEPS + step) * BLOCK
@@ -83,20 +79,14 @@ def rounded_pair_kernel(
         tile = tl.load(source + first * size + number * size + columns, mask=real, other=0.0)
         thin_places = first * JOINED + thin_place + number * JOINED + ranks
         thin = tl.load(inner + thin_places, mask=there & real_ranks, other=0.0)
-        apart = tl.reshape(tile.to(tl.float32), [BLOCK, COLUMNS // 128, 128])
-        scale = scale_of(tl.reduce(tl.abs(apart), 2, larger, keep_dims=True))
-        code = tl.reshape((apart * inverse_of(scale)).to(codes.dtype.element_ty), [BLOCK, COLUMNS])
+        in_blocks = tl.reshape(tile.to(tl.float32), [BLOCK, COLUMNS // 128, 128])
+        scale = scale_of(tl.reduce(tl.abs(in_blocks), 2, larger, keep_dims=True))
+        code = tl.reshape((in_blocks * inverse_of(scale)).to(codes.dtype.element_ty), [BLOCK, COLUMNS])
         # As many codes a thread as it has numbers of the tile.
         tl.store(codes + tl.max_contiguous(first * TOTAL + number * TOTAL + place + columns, [1, 8]), code, mask=real)
         places = (place // 128 + scaled) * ROWS + first + number
         tl.store(scales + places, tl.reshape(scale, [BLOCK, COLUMNS // 128]), mask=there & (scaled < size // 128))
         part = parts + (block.to(tl.int64) * ROWS + first) * RANK + number * RANK + ranks
-        if FORM == 0:
-            tl.store(part, tl.trans(tl.dot(tl.trans(side), tl.trans(tile))), mask=there & real_ranks)
-            sums = tl.dot(tl.trans(thin), tile, sums)
-        else:
-            tl.store(part, tl.dot(tile, side), mask=there & real_ranks)
-            sums = tl.dot(tl.trans(tile), thin, sums)
-    if FORM == 0:
-        sums = tl.trans(sums)
+        tl.store(part, tl.dot(tile, side), mask=there & real_ranks)
+        sums = tl.dot(tl.trans(tile), thin, sums)
     tl.store(dbs + tl.program_id(1).to(tl.int64) * (RANK * TOTAL) + wide, sums, mask=real_wide)

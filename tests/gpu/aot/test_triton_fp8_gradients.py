@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import TILE
-from jaxtune.pallas.quant_matmul import LoraWeights, fp8_gradients, fp8_product, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, quant_matmul
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls
 
@@ -43,7 +43,7 @@ def test_sums_stay_in_registers(capability, widths, rank, tmp_path):
         return  # it has no e4m3
     jax.clear_caches()
     with dispatch.compile_for(capability), recorded_calls() as calls:
-        jax.eval_shape(rounded, *arguments(widths, rank))
+        jax.eval_shape(rounded, *arguments(widths, rank, 16384))
     [call] = calls
     kernel = compile_call(call, capability, tmp_path)
     assert kernel.spilled_bytes == 0
@@ -60,7 +60,7 @@ def test_sums_stay_in_registers(capability, widths, rank, tmp_path):
 def test_tokens_are_divided_between_devices():
     jax.clear_caches()
     with dispatch.compile_for(HOPPER), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((2,), ("data",))):
-        (codes, scales), products, dbs = jax.eval_shape(rounded, *arguments((1024, 512), 16))
+        (codes, scales), products, dbs = jax.eval_shape(meshes.on_any_mesh(rounded), *arguments((1024, 512), 16))
     assert codes.shape == (4096, 1536) and scales.shape == (4096, 12) and products.shape == (4096, 32)
     assert [db.shape for db in dbs] == [(1024, 16), (512, 16)]
     [(_, types, _)] = calls
