@@ -77,7 +77,7 @@ EXPERTS = {
 EXPERTS_TILES = ((64, 512, 4, 3, 2), (64, 256, 4, 3, 2), (64, 512, 4, 3, 5), (128, 256, 4, 3, 2))
 # Numbers of the outputs that share x, rank: o and down of Llama-3.1-8B, its queries, keys and values.
 ROUNDED = (((4096,), 16), ((4096, 1024, 1024), 16), ((4096,), 32), ((4096, 1024, 1024), 32))
-ROUNDED_TILES = ((64, 256, 8, 3, 2), (64, 256, 8, 3, 1))
+ROUNDED_TILES = ((64, 256, 8, 3, 2), (64, 256, 8, 4, 2), (64, 256, 8, 4, 1))
 BYTES = 500e6  # of gradients that a program reads, at least, so that none is in the L2
 
 

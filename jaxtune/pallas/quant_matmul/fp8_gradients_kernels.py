@@ -4,7 +4,7 @@ and multiplied by two thin arrays."""
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.triton_parts import inverse_of, larger, scale_of
+from jaxtune.pallas.triton_parts import computed, inverse_of, larger, scale_of
 
 
 @triton.jit
@@ -79,6 +79,7 @@ def rounded_pair_kernel(
         tile = tl.load(source + first * size + number * size + columns, mask=real, other=0.0)
         thin_places = first * JOINED + thin_place + number * JOINED + ranks
         thin = tl.load(inner + thin_places, mask=there & real_ranks, other=0.0)
+        sums = tl.dot(tl.trans(tile), thin, sums)
         in_blocks = tl.reshape(tile.to(tl.float32), [BLOCK, COLUMNS // 128, 128])
         scale = scale_of(tl.reduce(tl.abs(in_blocks), 2, larger, keep_dims=True))
         code = tl.reshape((in_blocks * inverse_of(scale)).to(codes.dtype.element_ty), [BLOCK, COLUMNS])
@@ -88,5 +89,5 @@ def rounded_pair_kernel(
         tl.store(scales + places, tl.reshape(scale, [BLOCK, COLUMNS // 128]), mask=there & (scaled < size // 128))
         part = parts + (block.to(tl.int64) * ROWS + first) * RANK + number * RANK + ranks
         tl.store(part, tl.dot(tile, side), mask=there & real_ranks)
-        sums = tl.dot(tl.trans(tile), thin, sums)
+        sums = computed(sums)
     tl.store(dbs + tl.program_id(1).to(tl.int64) * (RANK * TOTAL) + wide, sums, mask=real_wide)

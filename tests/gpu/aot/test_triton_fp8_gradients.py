@@ -53,6 +53,13 @@ def test_sums_stay_in_registers(capability, widths, rank, tmp_path):
     if capability == HOPPER:  # which reads tiles ahead, and multiplies them where they were read to
         assert "wgmma.mma_async" in kernel.ptx
         assert len(re.findall(r"cp\.async\.cg\.shared\.global\S* .*0x10", kernel.ptx)) >= 16
+        # Both products have ended before a tile that they read is written over.
+        order = re.findall(r"wgmma\.(?:commit|wait_group)|bar\.sync|cp\.async\.cg", kernel.ptx)
+        in_step = [each for each in order[order.index("wgmma.commit") :] if each != "bar.sync"]
+        assert in_step[:5] == ["wgmma.commit", "wgmma.wait_group"] * 2 + ["cp.async.cg"]
+        last = len(order) - 1 - order[::-1].index("wgmma.commit")
+        assert order[last + 1 : last + 3] == ["wgmma.wait_group", "bar.sync"]
+        assert set(re.findall(r"wgmma\.wait_group\S*\s+(\d+);", kernel.ptx)) == {"0"}
     else:
         assert re.search(r"ld\.global(?:\.[\w:]+)*\.v4\.b32|cp\.async\.cg", kernel.ptx)
 
