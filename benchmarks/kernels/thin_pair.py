@@ -2,6 +2,7 @@
 
     python benchmarks/kernels/thin_pair.py --output FILE.json [--only TEXT] [--tile 64,512,4,3,1 ...]
     python benchmarks/kernels/thin_pair.py --output FILE.json --only experts
+    python benchmarks/kernels/thin_pair.py --output FILE.json --only rounded
 
 For gradients of outputs of several sizes and ranks, bfloat16: milliseconds, and the bytes that must be read and written
 per second as a share of the fastest copy's. Several tiles of the kernel (rows, columns, warps, stages, programs of a
@@ -9,6 +10,8 @@ multiprocessor), or those given by --tile, run in turns with XLA's program; the 
 part of the kernel's time. `same_bits`: whether 20 runs with the tile in use gave the same.
 
 For experts, whose kernel is in grouped_matmul, it takes turns with the two Mosaic kernels that it replaces: "Mosaic".
+`rounded` is the kernel that also rounds the gradients of one or several outputs to e4m3 (fp8_gradients.py), beside the
+two kernels that it replaces: "apart". `same_codes`: whether codes and scales have the same bits as those.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.quant_matmul import copy_gb_per_s
@@ -38,6 +42,7 @@ from benchmarks.kernels.timing import (
 from jaxtune.pallas.grouped_matmul import mosaic, mosaic_contract
 from jaxtune.pallas.grouped_matmul import thin_pair as of_experts
 from jaxtune.pallas.grouped_matmul.layout import groups_of
+from jaxtune.pallas.quant_matmul import fp8_gradients, fp8_product
 from jaxtune.pallas.thin_pair import thin_pair, triton
 from jaxtune.pallas.thin_pair.triton import Tile
 
@@ -70,6 +75,9 @@ EXPERTS = {
     "Qwen3-30B-A3B, Zipf": (128, 8, 1536, False),
 }
 EXPERTS_TILES = ((64, 512, 4, 3, 2), (64, 256, 4, 3, 2), (64, 512, 4, 3, 5), (128, 256, 4, 3, 2))
+# Numbers of the outputs that share x, rank: o and down of Llama-3.1-8B, its queries, keys and values.
+ROUNDED = (((4096,), 16), ((4096, 1024, 1024), 16), ((4096,), 32), ((4096, 1024, 1024), 32))
+ROUNDED_TILES = ((64, 256, 8, 3, 2), (64, 256, 8, 4, 2), (64, 256, 8, 4, 1))
 BYTES = 500e6  # of gradients that a program reads, at least, so that none is in the L2
 
 
@@ -123,6 +131,50 @@ def measure_experts(experts: int, chosen: int, out: int, balanced: bool, copy: f
     return found | {"same_bits": same_bits(lambda: program(*given))}
 
 
+def rounded_apart(douts, inner, bs):
+    """The two kernels that one replaces."""
+    coded = fp8_product.side_by_side(douts, None, True)
+    parts = jnp.split(inner, len(bs), axis=1)
+    pairs = [thin_pair(*each, implementation="triton") for each in zip(douts, bs, parts, strict=True)]
+    thins, dbs = zip(*pairs, strict=True)
+    return coded, jnp.concatenate(thins, axis=1), list(dbs)
+
+
+def measure_rounded(outs: tuple[int, ...], rank: int, copy: float, tiles: list[Tile]) -> dict:
+    tokens, total = 16384, sum(outs)
+    calls = max(1, round(BYTES / (2 * tokens * total)))
+    douts = [[normal(10 * k + i, tokens, out) for i, out in enumerate(outs)] for k in range(calls)]
+    bs = [normal(200 + i, out, rank, dtype=jnp.float32) for i, out in enumerate(outs)]
+    given = normal(100, tokens, rank * len(outs)), bs
+    made: dict[str, Callable] = {"apart": rounded_apart}
+    for tile in tiles or (Tile(*each) for each in ROUNDED_TILES):
+        made[str(tuple(tile))] = functools.partial(fp8_gradients.rounded_pair, shape=tile)
+    programs, results = {}, {}
+    for name, run in made.items():
+        program = compiled(lambda all_douts, *given, run=run: [run(each, *given) for each in all_douts], douts, *given)
+        results[name] = jax.tree.leaves(program(douts, *given)[0])
+        programs[name] = functools.partial(queued_ms, program, douts, *given, count=10)
+    moved = tokens * (3 * total + total / 32 + 4 * rank * len(outs)) + 8 * total * rank  # bytes
+    found, want = {}, results["apart"]
+    for name, took in in_turns(programs).items():
+        codes, *others = zip(results[name], want, strict=True)
+        equal = [(one.astype(jnp.float32) == other.astype(jnp.float32)).all() for one, other in (codes, others[0])]
+        found[name] = {
+            "ms": round(took / calls, 4),
+            "of_copy": round(moved / (took / calls) / 1e6 / copy, 3),
+            "same_codes": bool(equal[0] & equal[1]),
+            "from_apart": round(max(distance(*both) for both in others[1:]), 7),
+        }
+
+    def all_results(douts):
+        """Codes as bfloat16, which has all of them."""
+        (codes, scales), *others = fp8_gradients.rounded_pair(douts, *given, fp8_gradients.tile())
+        return codes.astype(jnp.bfloat16), scales, others
+
+    program = compiled(all_results, douts[0])
+    return found | {"same_bits": same_bits(lambda: program(douts[0]))}
+
+
 def tile(text: str) -> Tile:
     return Tile(*map(int, text.split(",")))
 
@@ -135,6 +187,9 @@ def main() -> int:
     parts: dict[str, Callable] = {"copy_gb_per_s": lambda: copy}
     for shape in SHAPES:
         parts["{} x {}, rank {}".format(*shape)] = functools.partial(measure, *shape, copy, options.tile)
+    for outs, rank in ROUNDED:
+        name = f"rounded, 16384 x {' and '.join(map(str, outs))}, rank {rank}"
+        parts[name] = functools.partial(measure_rounded, outs, rank, copy, options.tile)
     for name, of in EXPERTS.items():
         parts[f"experts of {name}"] = functools.partial(measure_experts, *of, copy, options.tile)
     return record_parts("thin_pair", options, parts, lambda record: ())

@@ -32,3 +32,13 @@ def scale_of(largest):
     formats.fp8.scale_of has it."""
     scale = largest * (1.0 / LARGEST)
     return tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
+
+
+@triton.jit
+def computed(sums):
+    """The sums of a product, which has ended here. Tensor cores read its operands from shared memory; without a use of
+    their sums in the same step of a loop, the compiler would let them do so in the next step, in which tiles that are
+    read ahead are already written over an operand that is used otherwise too."""
+    if INTERPRETED:
+        return sums
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], tl.float32, is_pure=False, pack=1)

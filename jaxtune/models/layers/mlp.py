@@ -169,8 +169,8 @@ class MLP(nnx.Module):
 
         If a kernel overwrites gate and up with their gradients (`_in_place`), `own` of the result is the gradient of
         the activation's output, beside the rounded gradients of gate and up and the partial sums of their products with
-        adapters if the kernel computes these (`_joins`), and covers_mixer is False: the mixer's memory is counted on
-        its own. Otherwise `own` is the activation's output, its gradient, the gradients of gate and up, and a multiple
+        adapters if the kernel computes these (`_joins`), or these if another kernel does and they are more, and
+        covers_mixer is False: the mixer's memory is counted on its own. Otherwise `own` is the activation's output, its gradient, the gradients of gate and up, and a multiple
         of the layer's input for values of the residual stream; covers_mixer is True, because these numbers include the
         mixer's memory.
 
@@ -187,10 +187,13 @@ class MLP(nnx.Module):
             if sizes.tiles == 1:
                 around = max(around, fit.beside * stream + self._decoded_bytes(sizes))
             own = (gate + up) / 2
-            if sizes.tiles == 1 and not sizes.recomputed & {"gate", "up"} and self._joins():
-                # For each 128 of them codes in e4m3, a float32 scale, and float32 products with the adapters' B's.
+            if sizes.tiles == 1 and self._joins():
+                # For each 128 of them codes in e4m3 and a float32 scale, and float32 products with the adapters' B's,
+                # for each 128, or where gate and up were recomputed, 256, in another kernel that runs later.
                 rank = max(each.lora.rank for each in (self.gate_proj, self.up_proj) if each.lora is not None)
-                own += (gate + up) / sizes.dtype.itemsize * (1 + 4 / 128 + 4 * rank / 128)
+                apart = bool(sizes.recomputed & {"gate", "up"})
+                rounded = (gate + up) / sizes.dtype.itemsize * (1 + 4 / 128 + 4 * rank / (256 if apart else 128))
+                own = max(own, rounded) if apart else own + rounded
             return Scratch(own, around, covers_mixer=False)
         # The activation, its gradient, the gradients of gate and up, and partial gradients of other segments.
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)

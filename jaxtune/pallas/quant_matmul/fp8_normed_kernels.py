@@ -4,23 +4,13 @@ array, and writes no normed rows."""
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.triton_parts import INTERPRETED, LEAST_SCALE, inverse_of, larger, scale_of
+from jaxtune.pallas.triton_parts import LEAST_SCALE, computed, inverse_of, larger, scale_of
 
 
 @triton.jit
 def _at_least(scale):
     """Returns `scale`, and LEAST_SCALE where it is smaller. NaN stays NaN. scale: float32, not negative."""
     return tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)
-
-
-@triton.jit
-def _computed(sums):
-    """The sums of a product, which has ended here. Tensor cores read its operands from shared memory; without a use of
-    their sums in the same step of a loop, the compiler would let them do so in the next step, in which tiles that are
-    read ahead are already written over an operand that is used otherwise too."""
-    if INTERPRETED:
-        return sums
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -103,7 +93,7 @@ def normed_to_fp8_kernel(
         else:
             most = larger(most, largest)
         if WIDTH > 0:
-            sums = _computed(sums)
+            sums = computed(sums)
     inverse = tl.rsqrt(tl.sum(squares, 1) * (1.0 / SIZE) + EPS)[:, None]
     tl.store(inverses + rows, inverse, mask=there)
     if WIDTH > 0:

@@ -35,7 +35,8 @@ from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE, scale_of
 from jaxtune.pallas.gated import reference, thin, thin_triton
 from jaxtune.pallas.normed_heads import inverse_rms, normed
-from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_normed, fp8_rounding, fp8_triton, low_rank
+from jaxtune.pallas.quant_matmul import fp8_gradients, fp8_mosaic, fp8_normed, fp8_rounding, fp8_triton, low_rank
+from jaxtune.pallas.quant_matmul.fp8_plain import by_blocks, by_rows, whole_blocks
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK, LEAST_CAPABILITY
 
 _KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
@@ -103,7 +104,7 @@ def side_by_side(
         widths = [array.shape[1] for array in arrays]
         if not by_rounding_kernel(len(arrays[0]), widths, arrays[0].dtype, blocks, implementation):
             if blocks:
-                arrays = [_whole_blocks(array, 1) for array in arrays]
+                arrays = [whole_blocks(array, 1) for array in arrays]
             wide = jnp.concatenate([array.astype(jnp.float32) for array in arrays], axis=1)
             return rounded(wide if factors is None else wide * factors, blocks)
         return meshes.on_each_device(_rounded_by_kernel, rows=1)(tuple(arrays), factors, blocks)
@@ -231,6 +232,44 @@ def _rounds_gated(
     return dispatch.choose(op, {"triton": refusal, "reference": lambda: None}, None) == "triton"
 
 
+def rounded_gradients(
+    douts: Sequence[jax.Array],
+    inner: jax.Array,
+    bs: Sequence[jax.Array],
+    blocks: bool,
+    implementation: str | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, list[jax.Array]] | None:
+    """Rounds the gradients of outputs that share x, each of which has an adapter, as `backward` takes them rounded, and
+    multiplies them by what the adapters have, by a kernel that reads each gradient once. Returns None where no kernel
+    computes all this. The backward of quant_matmul calls it, and that of gated_matmul.
+
+    Args:
+      douts: [n, out_i] each.
+      inner: the low-rank inputs of the adapters, side by side, [n, sum of ranks].
+      bs: the B's of the adapters, float[out_i, r_i].
+      blocks: True if the weights have scales of 128 x 128 numbers, False if not (`in_blocks`): then the result is None.
+      implementation: that of `operand`.
+    Returns:
+      None, or (codes and scales as `side_by_side` has them; the gradients times the B's, [n, sum of ranks]; for each
+      output its transposed gradient times its low-rank input, float32[out_i, r_i]).
+    """
+    widths, ranks = zip(*(b.shape for b in bs), strict=True)
+    if not blocks or implementation == "reference" or not thin.is_large(len(inner), sum(widths)):
+        return None
+
+    def refusal():
+        dtype = inner.dtype
+        return fp8_gradients.refusal(widths, ranks, dtype) or _first_rounding(dtype, blocks)
+
+    table = {"triton": refusal, "reference": lambda: None}
+    if dispatch.choose("gradients_to_fp8", table, None) == "reference":
+        return None
+    run = meshes.on_each_device(fp8_gradients.rounded_pair, rows=2, results=2)
+    with jax.named_scope("to_fp8"):
+        coded, products, dbs = run(douts, inner, bs, fp8_gradients.tile())
+    return coded, products, dbs
+
+
 def normed_operand(
     x: jax.Array, weight: jax.Array, rounding: NormRounding, a: jax.Array | None, blocks: bool
 ) -> tuple[tuple[jax.Array, jax.Array], low_rank.OfNormed | None]:
@@ -300,8 +339,8 @@ def backward(
       more: None, or the adapters' two operands (u [n, r], a [in, r]), whose product u a^T is added.
       dtype: of the result.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call (see `multiply`).
-      coded: dy of all weights rounded, side by side, if gated_gradients has done so; `douts` are then not read. None:
-        it is rounded here.
+      coded: dy of all weights rounded, side by side, if gated_gradients or rounded_gradients has done so; `douts` are
+        then not read. None: it is rounded here.
     """
     blocks = in_blocks(weights[0])
     if blocks:  # each weight's blocks start at its own first row
@@ -313,21 +352,13 @@ def backward(
     return multiply(coded, _sides(weights, blocks), scales, more, dtype, blocks, implementation)
 
 
-def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
-    """Pads the array with zeros along `axis` to a multiple of 128; an array of such a size is returned unchanged.
-    `backward` calls it so that of several concatenated weights each block of 128 numbers belongs to only one, and
-    `_by_blocks` so that the last block along k is whole."""
-    short = -array.shape[axis] % BLOCK
-    return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
-
-
 def _sides(weights: Sequence[FP8], blocks: bool) -> Sequence[jax.Array]:
     """The transposed codes of weights that share x, as `multiply` takes them in the backward: those of each weight,
     e4m3[in, out_i], if all have them beside them, else one array of all, which is copied here. With `blocks` each out_i
     is padded to a multiple of 128."""
 
     def whole(codes, axis):
-        return _whole_blocks(codes, axis) if blocks else codes
+        return whole_blocks(codes, axis) if blocks else codes
 
     copies = [weight.transposed for weight in weights if weight.transposed is not None]
     if len(copies) == len(weights):
@@ -382,7 +413,7 @@ def multiply(
     if len(sides) > 1 and (name != "mosaic" or any(side.shape[1] % BLOCK for side in sides)):
         sides = [jnp.concatenate(sides, axis=1)]
     if name == "reference":
-        out = (_by_blocks if blocks else _by_rows)(codes, scale, sides[0], side_scale, dtype)
+        out = (by_blocks if blocks else by_rows)(codes, scale, sides[0], side_scale, dtype)
         return out if more is None else out + _thin(*more)
     run = meshes.on_each_device(_with_wide_adapter, rows=3)
     u, add = more if more is not None else (None, None)
@@ -420,51 +451,6 @@ def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     numbers = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(u, side.astype(u.dtype), numbers, precision=precision, preferred_element_type=u.dtype)
-
-
-def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
-    """The product of two arrays of e4m3 codes, codes [n, k] side [columns, k]^T: [n, columns] in `dtype`, summed in
-    float32. No scales are applied. On a GPU that multiplies in FP8 it is the vendor's product. `_by_rows` and
-    `_by_blocks` call it."""
-    return jax.lax.dot_general(codes, side, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-
-
-def _by_rows(codes, scale, side, side_scale, dtype):
-    """Does in XLA what `multiply` does if `blocks` is False and `more` is None: the product of the codes, [n, columns]
-    in `dtype`, multiplied at the end by the scales of its rows and of its columns. For bfloat16 the product is rounded
-    to bfloat16 before it is scaled, which takes half the time.
-
-    Args:
-      codes, scale: e4m3[n, k] and float32[n, 1].
-      side, side_scale: e4m3[columns, k], and float32[columns] or None for no scales.
-      dtype: of the result.
-    """
-    # The product's result is scaled in a separate pass, which takes half the time in bfloat16; another rounding is
-    # negligible beside those to e4m3. float16 would overflow.
-    out = _dot(codes, side, jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32).astype(jnp.float32) * scale
-    return (out if side_scale is None else out * side_scale).astype(dtype)
-
-
-def _by_blocks(codes, scale, side, side_scale, dtype):
-    """Does in XLA what `multiply` does if `blocks` is True and `more` is None: a loop goes over blocks of 128 along k,
-    multiplies each block's product by its scales, and adds these up in float32: [n, columns] in `dtype`.
-
-    Args:
-      codes, scale: e4m3[n, k] and float32[n, ceil(k / 128)].
-      side, side_scale: e4m3[columns, k] and float32[ceil(columns / 128), ceil(k / 128)].
-      dtype: of the result.
-    """
-    codes, side = _whole_blocks(codes, 1), _whole_blocks(side, 1)
-    columns = side.shape[0]
-    of_columns = jnp.repeat(side_scale, BLOCK, axis=0)[:columns]
-
-    def add(number, total):
-        x, w = (jax.lax.dynamic_slice_in_dim(each, number * BLOCK, BLOCK, axis=1) for each in (codes, side))
-        ours, side_scales = (jax.lax.dynamic_index_in_dim(each, number, 1, False) for each in (scale, of_columns))
-        return total + _dot(x, w, jnp.float32) * ours[:, None] * side_scales
-
-    total = jnp.zeros((codes.shape[0], columns), jnp.float32)
-    return jax.lax.fori_loop(0, scale.shape[1], add, total).astype(dtype)
 
 
 def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str, tiles=None):
@@ -647,7 +633,7 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
         run = functools.partial(thin_triton.rounded_gradients, activation=activation, shape=shape)
         coded, *found = jax.jit(run)(gate, up, dgated, dinner, inners, bs)
         products, dbs = dispatch.exactly(exact)(gradients, inners, bs)
-        wide = jnp.concatenate([_whole_blocks(each, 1) for each in gradients], axis=1)
+        wide = jnp.concatenate([whole_blocks(each, 1) for each in gradients], axis=1)
         want = products, da, *dbs, _decoded(*_rounded_alone(wide))
         return [*jax.tree.leaves(found), _decoded(*coded)], want
 

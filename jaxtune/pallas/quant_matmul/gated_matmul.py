@@ -140,8 +140,8 @@ def _second_half_backward(activation: str, static: reference.Static, residuals, 
     """
     gate, up, weight, lora, bias, inner = residuals
     a = lora[0]
-    dinner, [db] = reference.adapter_gradients((dout,), (lora,), inner, static)
-    dgated = reference.input_gradient((dout,), (weight,), (dinner, a.astype(gate.dtype)), gate.dtype, static)
+    coded, dinner, [db] = reference.adapter_gradients((dout,), (weight,), (lora,), inner, static)
+    dgated = reference.input_gradient((dout,), (weight,), (dinner, a.astype(gate.dtype)), gate.dtype, static, coded)
     given, rounded = (gate, up, dgated, dinner, activation), None
     if first is None:
         dgate, dup, da = gated_thin_backward(*given)

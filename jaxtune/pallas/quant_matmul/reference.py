@@ -43,14 +43,14 @@ class Static(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """The gradients of several outputs that a kernel has rounded, and what the outputs' adapters need of them. The
-    kernel does not write the gradients in 16 bits, so `products_backward` gets these fields in their place."""
+    """What the gradients of outputs are in a backward, where their outputs have adapters: rounded, if a kernel does it
+    for the product with the weights, and what the adapters need of them. A kernel that computes the gradients too does
+    not write them in 16 bits, and `products_backward` gets these fields in their place."""
 
-    coded: tuple[
-        jax.Array, jax.Array
-    ]  # the rounded gradients of all outputs, side by side, as input_gradient takes them
-    dinner: jax.Array  # [tokens, sum of ranks], the gradient of the low-rank inputs: adapter_gradients' first result
-    dbs: Sequence[jax.Array]  # for each adapter the gradient of its B, [out, r]: adapter_gradients' second result
+    # The rounded gradients of all outputs, side by side, as input_gradient takes them. None: they are not rounded yet.
+    coded: tuple[jax.Array, jax.Array] | None
+    dinner: jax.Array  # [tokens, sum of ranks], the gradient of the low-rank inputs
+    dbs: Sequence[jax.Array]  # for each adapter the gradient of its B, [out, r]
 
 
 def refusal(weight: Stored, dtype) -> str | None:
@@ -255,12 +255,11 @@ def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None
     coded = dict(coded or {})
     found = []
     for weight, added, bias in zip(weights, more, biases, strict=True):
-        stored = product_of(weight) if static.as_stored else None
+        stored, kind = _kind(weight, static)
         if stored is not None:
-            kind = (stored, stored.kind(weight))
-            if kind not in coded:
-                coded[kind] = stored.operand(x, kind[1], static.as_stored[0])
-            out = stored.forward(coded[kind], weight, added, x.dtype, static.as_stored[0])
+            if (stored, kind) not in coded:
+                coded[stored, kind] = stored.operand(x, kind, static.as_stored[0])
+            out = stored.forward(coded[stored, kind], weight, added, x.dtype, static.as_stored[0])
             found.append(out if bias is None else out + bias.astype(out.dtype))
         else:
             found.append(_times(x, weight, (1, 1), static.kernels, added, bias))
@@ -283,17 +282,16 @@ def products_backward(static: Static, residuals, doutputs, rounded: Rounded | No
       static: how the products are computed.
       residuals: from `_products_fwd`.
       doutputs: the gradients of the outputs, a tuple of [tokens, out_i].
-      rounded: what the backward takes of them where a kernel has rounded them: `doutputs` are then Nones, the weights
-        of one kind, and there is no bias. gated_mlp, which calls this function too, may have it.
+      rounded: what the backward takes of them where the kernel that computes them has rounded them: `doutputs` are then
+        Nones, the weights of one kind, and there is no bias. gated_mlp, which calls this function too, may have it.
     """
     x, source, weights, loras, biases, inner = residuals
-    dsource = more = None
+    dsource = more = coded = None
     dloras = ()
     if loras:
         if rounded is None:
-            dinner, dbs = adapter_gradients(doutputs, loras, inner, static)
-        else:
-            dinner, dbs = rounded.dinner, rounded.dbs
+            rounded = adapter_gradients(doutputs, weights, loras, inner, static)
+        coded, dinner, dbs = rounded
         factors = isinstance(source, low_rank.Factors)
         if factors:
             da = source.contracted(dinner, loras[0][0].dtype)
@@ -303,29 +301,46 @@ def products_backward(static: Static, residuals, doutputs, rounded: Rounded | No
         more = (dinner, _join(loras, x.dtype))
         if source is not None and not factors:
             dsource, more = _product(*more, (1, 0)), None
-    coded = None if rounded is None else rounded.coded
     dx = input_gradient(doutputs, weights, more, x.dtype, static, coded)
     dweights = tuple(weight_gradient(dout, x, weight) for dout, weight in zip(doutputs, weights, strict=True))
     dbiases = tuple(bias_gradient(dout, bias) for dout, bias in zip(doutputs, biases, strict=True))
     return dx, dsource, dweights, dloras, dbiases, None
 
 
-def adapter_gradients(doutputs, loras, inner, static: Static):
-    """The gradients of adapters that are computed from those of their outputs: (the gradient of `inner` [tokens, sum of
-    ranks], which the gradients of x and of the A's are made of, and a list of those of the B's).
+def adapter_gradients(doutputs, weights, loras, inner, static: Static) -> Rounded:
+    """The gradients of adapters that are computed from those of their outputs: that of `inner`, of which the gradients
+    of x and of the A's are made, and those of the B's. If all weights are multiplied as they are stored and have
+    adapters, a kernel may round the gradients of the outputs with it, which it reads once for all.
 
     Args:
       doutputs: the gradients of all outputs of a call, a tuple of [tokens, out_i].
+      weights: each [out_i, in].
       loras: a pair (a [r, in], b [out_i, r]) for each adapter; weights without one have no entry.
       inner: the product of the adapters' input with all A's, [tokens, sum of ranks].
       static: how the products are computed.
     """
+    kinds = {_kind(weight, static) for weight in weights}
+    [(product, kind), *others] = kinds
+    if product is not None and not others and len(loras) == len(weights):
+        thin = scaled_parts(inner, loras, static)
+        found = product.rounded_gradients(doutputs, thin, [b for _, b in loras], kind, static.as_stored[0])
+        if found is not None:
+            coded, products, dbs = found
+            dbs = [db.astype(b.dtype) for db, (_, b) in zip(dbs, loras, strict=True)]
+            return Rounded(coded, scaled_parts(products, loras, static), dbs)
     parts = adapter_inputs(loras, inner, static)
     pairs = [
         thin_pair(doutputs[owner], b, part) for owner, part, (_, b) in zip(static.owners, parts, loras, strict=True)
     ]
     thins, dbs = zip(*pairs, strict=True)
-    return jnp.concatenate([*map(scaled, thins, static.scales)], axis=1), list(dbs)
+    return Rounded(None, jnp.concatenate([*map(scaled, thins, static.scales)], axis=1), list(dbs))
+
+
+def _kind(weight, static: Static) -> tuple:
+    """(the module of products with the weight as it is stored, its kind there), or (None, None) if it is decoded.
+    static: how the products are computed."""
+    stored = product_of(weight) if static.as_stored else None
+    return stored, None if stored is None else stored.kind(weight)
 
 
 def adapter_inputs(loras, inner, static: Static) -> list[jax.Array]:
@@ -359,8 +374,7 @@ def input_gradient(doutputs, weights, more, dtype, static: Static, coded=None) -
     """
     parts: dict[tuple, list] = {}  # {(module of products with weights as stored, or None; kind): weights and gradients}
     for pair in zip(doutputs, weights, strict=True):
-        stored = product_of(pair[1]) if static.as_stored else None
-        parts.setdefault((stored, None if stored is None else stored.kind(pair[1])), []).append(pair)
+        parts.setdefault(_kind(pair[1], static), []).append(pair)
     dx = None
     for (stored, _), pairs in parts.items():
         if stored is None:

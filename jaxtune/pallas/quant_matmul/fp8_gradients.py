@@ -1,0 +1,152 @@
+"""`rounded_pair`: a Triton kernel that rounds the gradients of outputs to e4m3, for the product with weights that have
+scales of 128 x 128, and computes the two products of them that the outputs' adapters need. It reads each gradient once,
+where the rounding (fp8_rounding.py) and thin_pair both do. fp8_product.rounded_gradients calls it, and `refusal` says
+which calls it cannot compute.
+
+The work is divided as in thin_pair: a program has a block of columns of one output and a range of rows. Its sums over
+rows stay in registers. Its sums over columns it writes for each tile, and XLA adds up the blocks, in one order. A block
+has a multiple of 128 columns, so that a program finds scales by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.gated.thin_triton import width_of
+from jaxtune.pallas.quant_matmul import fp8_rounding
+from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
+from jaxtune.pallas.thin_pair import reference
+from jaxtune.pallas.thin_pair.triton import Tile
+
+_ARRAYS = 4  # outputs that share x
+_LARGEST_RANK = 32
+
+
+def tile() -> Tile:
+    """The Tile of the kernel on the GPU that is compiled for. Its columns are a multiple of 128."""
+    return Tile(64, 256, 8, 3, 2) if dispatch.compute_capability() == (9, 0) else Tile(32, 128, 4, 2, 4)
+
+
+def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
+    """The reason why the kernel cannot compute a call, or None. It can if the kernels of fp8_rounding.py can round the
+    gradients, if outputs are multiples of 128 numbers, and if ranks are at most 32. It is also refused if the check at
+    first use on this GPU found that its results differ from those of plain JAX.
+
+    Args:
+      widths: the numbers of each output.
+      ranks: of each output's adapter.
+      dtype: of the gradients.
+    """
+    reason = fp8_rounding.refusal(widths, dtype, True)
+    if reason is not None:
+        return reason
+    odd = next((width for width in widths if width % BLOCK), None)
+    if odd is not None:
+        return f"an output of {odd} numbers, no multiple of {BLOCK}"
+    if max(ranks) > _LARGEST_RANK:
+        return f"rank {max(ranks)}, more than {_LARGEST_RANK}"
+    return _first_use(jnp.dtype(dtype), width_of(max(ranks)), len(widths) > 1)
+
+
+def _first_use(dtype, width: int, several: bool) -> str | None:
+    """Compares the kernel with plain JAX, and its codes and scales with those of the kernel that rounds alone, at the
+    first use for each combination of arguments. Returns the reason, in words, why this GPU must not run the kernel, or
+    None if they agree. Without a GPU nothing is compared, and the result is None. A single program has all rows of a
+    block of columns, so that it reads tiles ahead many times.
+
+    Args:
+      dtype: of the gradients.
+      width: the columns with which the kernel multiplies thin arrays.
+      several: whether there are several outputs.
+    """
+    widths = (384, 128) if several else (256,)
+
+    def compare():
+        keys = iter(jax.random.split(jax.random.key(0), 2 * len(widths) + 1))
+        douts = [jax.random.normal(next(keys), (717, size)).astype(dtype) for size in widths]
+        bs = [jax.random.normal(next(keys), (size, width)).astype(dtype) for size in widths]
+        inner = jax.random.normal(next(keys), (717, width * len(widths))).astype(dtype)
+
+        def by_kernel(douts, inner, bs):
+            return rounded_pair(douts, inner, bs, tile()._replace(programs=0))
+
+        def exact(douts, inner, bs):
+            """The two products in plain JAX, of numbers in float32."""
+            douts, inner, bs = jax.tree.map(lambda each: each.astype(jnp.float32), (douts, inner, bs))
+            parts = jnp.split(inner, len(bs), axis=1)
+            thins, dbs = zip(*map(reference.thin_pair, douts, bs, parts), strict=True)
+            return jnp.concatenate(thins, axis=1), *dbs
+
+        (codes, scales), products, dbs = jax.jit(by_kernel)(douts, inner, bs)
+        want, want_scales = jax.jit(lambda *arrays: fp8_rounding.rounded(arrays, None, blocks=True))(*douts)
+        got = codes.astype(jnp.float32), scales, products, *dbs
+        return got, (want.astype(jnp.float32), want_scales.T, *dispatch.exactly(exact)(douts, inner, bs))
+
+    kind = f"{dtype}, {width} columns, {'several outputs' if several else 'an output'}"
+    return dispatch.first_use("gradients_to_fp8", "triton", kind, compare)
+
+
+def rounded_pair(
+    douts: Sequence[jax.Array], inner: jax.Array, bs: Sequence[jax.Array], shape: Tile
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, list[jax.Array]]:
+    """Rounds the gradients of outputs and multiplies them, not rounded, by what their adapters have, by the kernel.
+    Call it only if `refusal` returns None.
+
+    Args:
+      douts: the gradient of each output, [tokens, out_i] of 16 bits.
+      inner: the low-rank inputs of the outputs' adapters, side by side, [tokens, sum of ranks] in the gradients' dtype.
+      bs: the B of each output's adapter, float[out_i, r_i]; it is rounded to the gradients' dtype.
+      shape: how the kernel divides its work: tile().
+    Returns:
+      (the gradients, side by side, rounded to e4m3 with a scale for each 128 numbers of a row, as
+      fp8_product.side_by_side has them: codes [tokens, sum of out_i] and scales float32[tokens, sum of out_i / 128];
+      the gradients times the B's, side by side, [tokens, sum of ranks] in the gradients' dtype;
+      for each output its transposed gradient times its low-rank input, float32[out_i, r_i]).
+      The products have float32 sums.
+    """
+    from jaxtune.pallas.quant_matmul import fp8_gradients_kernels as kernels
+
+    dtype, tokens = douts[0].dtype, len(douts[0])
+    widths, ranks = zip(*(b.shape for b in bs), strict=True)
+    total, rank = sum(widths), max(ranks)
+    counts = [-(-width // shape.columns) for width in widths]  # blocks of columns
+    tiles = -(-tokens // shape.rows)
+    ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // sum(counts)))
+    steps = -(-tiles // ranges)
+    ranges = -(-tiles // steps)
+    places, firsts, thins = (tuple(sum(of[:index]) for index in range(len(of))) for of in (widths, counts, ranks))
+    sides = jnp.concatenate([jnp.pad(b.astype(dtype), ((0, 0), (0, rank - b.shape[1]))) for b in bs])
+    codes, scales, parts, dbs = compat.triton_call(
+        kernels.rounded_pair_kernel,
+        (*douts, *[douts[0]] * (_ARRAYS - len(douts)), inner, sides),
+        [
+            jax.ShapeDtypeStruct((tokens, total), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((total // BLOCK, tokens), jnp.float32),
+            jax.ShapeDtypeStruct((sum(counts), tokens, rank), jnp.float32),
+            jax.ShapeDtypeStruct((ranges, total, rank), jnp.float32),
+        ],
+        (sum(counts), ranges),
+        warps=shape.warps,
+        stages=shape.stages,
+        ROWS=tokens,
+        WIDTHS=widths,
+        PLACES=places,
+        FIRST=firsts,
+        TOTAL=total,
+        RANKS=ranks,
+        THINS=thins,
+        JOINED=sum(ranks),
+        RANK=rank,
+        WIDTH=width_of(rank),
+        BLOCK=shape.rows,
+        COLUMNS=shape.columns,
+        STEPS=steps,
+    )
+    products = [parts[at : at + count].sum(0)[:, :r] for at, count, r in zip(firsts, counts, ranks, strict=True)]
+    added = dbs.sum(0)
+    dbs = [added[at : at + width, :r] for at, width, r in zip(places, widths, ranks, strict=True)]
+    return (codes, scales.T), jnp.concatenate(products, axis=1).astype(dtype), dbs
