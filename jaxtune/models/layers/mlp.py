@@ -169,10 +169,10 @@ class MLP(nnx.Module):
 
         If a kernel overwrites gate and up with their gradients (`_in_place`), `own` of the result is the gradient of
         the activation's output, beside the rounded gradients of gate and up and the partial sums of their products with
-        adapters if the kernel computes these (`_joins`), or these if another kernel does and they are more, and
-        covers_mixer is False: the mixer's memory is counted on its own. Otherwise `own` is the activation's output, its gradient, the gradients of gate and up, and a multiple
-        of the layer's input for values of the residual stream; covers_mixer is True, because these numbers include the
-        mixer's memory.
+        adapters if the kernel computes these (`_joins`), or these alone if a later kernel does and they are more;
+        covers_mixer is False: the mixer's memory is counted on its own. Otherwise `own` is the activation's output, its
+        gradient, the gradients of gate and up, and a multiple of the layer's input for values of the residual stream;
+        covers_mixer is True, because these numbers include the mixer's memory.
 
         `around` is another multiple of the layer's input, for gradients of the layer's other segments (the functions in
         which its parts run) that are in memory at the same time. With the kernel it has at least the whole
