@@ -1,7 +1,7 @@
 """activation(x gate^T) * (x up^T) for 129 to 256 rows of x, as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA,
 clusters). `refusal` says which calls it supports, and `gated_product` runs it.
 
-So many rows are bound by multiplications, and those by the GPU's power. Two programs, a cluster, multiply the two
+A product of this many rows is bound by multiplications, and these by the GPU's power. Two programs, a cluster, multiply the two
 halves of the rows by the same tile of the weights, which one read from memory brings to both. A tile consists of
 `columns` rows of gate and as many of up, so that a warpgroup has both numbers of each result in its registers, and no
 product is written. The tile's size is chosen so that the tiles occupy the multiprocessors evenly: other than those of
