@@ -1,11 +1,11 @@
 """activation(x gate^T) * (x up^T) for 129 to 256 rows of x, as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA,
 clusters). `refusal` says which calls it supports, and `gated_product` runs it.
 
-A product of this many rows is bound by multiplications, and these by the GPU's power. Two programs, a cluster, multiply the two
-halves of the rows by the same tile of the weights, which one read from memory brings to both. A tile consists of
-`columns` rows of gate and as many of up, so that a warpgroup has both numbers of each result in its registers, and no
-product is written. The tile's size is chosen so that the tiles occupy the multiprocessors evenly: other than those of
-the vendor's products it need not be a power of two (112 and 112 for the 14,336 of Llama-3.1-8B).
+A product of this many rows is bound by multiplications, and these by the GPU's power. Two programs, a cluster, multiply
+the two halves of the rows by the same tile of the weights, which one read from memory brings to both. A tile consists
+of `columns` rows of gate and as many of up, so that a warpgroup has both numbers of each result in its registers, and
+no product is written. The tile's size is chosen so that the tiles occupy the multiprocessors evenly: other than those
+of the vendor's products it need not be a power of two (112 and 112 for the 14,336 of Llama-3.1-8B).
 
 In each program one warpgroup loads 64 columns of x and of the weights at a time, as many steps ahead as fit, and goes
 on with the next tile while the two others, each with 64 rows, multiply or store the last one.
