@@ -191,9 +191,10 @@ def gated_product(
       loras: the adapters of gate and up, each may be None; empty if there are none. An adapter adds scale * (x a^T) b^T
         to its weight's product. "triton" supports ranks up to 64.
       implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns, "silu"
-        or "gelu_tanh"), "reference" (plain JAX), or None for the first that supports the call. For a larger N None means
-        the kernel of gated_mosaic.py where it supports the call (Hopper, multiples of 8 rows up to 256, no adapters);
-        otherwise XLA multiplies, without a warning, and a kernel computes the activation times up, where there is one.
+        or "gelu_tanh"), "reference" (plain JAX), or None for the first that supports the call. For a larger N, None
+        means the kernel of gated_mosaic.py where it supports the call (Hopper, multiples of 8 rows up to 256, no
+        adapters); otherwise XLA multiplies, without a warning, and a kernel computes the activation times up, where
+        there is one.
     Returns:
       [N, out] in x's dtype.
     Raises:
