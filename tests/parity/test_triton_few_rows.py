@@ -12,10 +12,8 @@ import pytest
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.decode_attention import reference as attention_reference
 from jaxtune.pallas.few_rows import (
     added_norm,
-    attended,
     chosen_token,
     experts_down,
     experts_gated,
@@ -199,122 +197,6 @@ def test_heads_are_normed_turned_and_written(rotates, norms):
         near(new, expected, 5e-4)
         np.testing.assert_array_equal(new[1], old[1])  # of the row that does not decode
         np.testing.assert_array_equal((new != old).any(-1).sum((1, 2)), [2, 0, 2, 2])
-
-
-ATTENDED = {
-    "plain": (6, 2, 64, 256, 2, {}),
-    "everything": (6, 2, 128, 256, 1, {"window": 100, "soft_cap": 4.0, "sinks": jnp.linspace(-1, 1, 6)}),
-    "ring": (4, 2, 64, 128, 3, {"window": 100}),
-    "head_dim_256": (2, 1, 256, 256, 2, {}),
-    "many_heads": (20, 1, 64, 256, 2, {}),
-}
-
-
-def attended_case(heads: int, kv_heads: int, dim: int, capacity: int, splits: int, positions):
-    count = len(positions)
-    keys, values = (normal(count, kv_heads, capacity, dim, seed=i) for i in (1, 2))
-    parts = normal(splits, count, (heads + 2 * kv_heads) * dim, seed=3, dtype=jnp.float32)
-    angles = normal(count, dim // 2, seed=4, dtype=jnp.float32)
-    return parts, keys, values, jnp.asarray(positions, jnp.int32), (jnp.cos(angles), jnp.sin(angles))
-
-
-@pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize("case", ATTENDED)
-def test_a_token_attends_to_what_is_written(case, norms):
-    """Rows without a token, with their first one, at borders of tiles, and longer than the cache."""
-    *sizes, masking = ATTENDED[case]
-    given = attended_case(*sizes, (0, -1, 5, 31, 32, 127, 128, 300))
-    dim, options = sizes[2], {"scale": sizes[2] ** -0.5, "window": None, "soft_cap": None, "sinks": None} | masking
-    weights = (normal(dim, seed=5), normal(dim, seed=6)) if norms else None
-    with interpreted():
-        got = attended(*given, weights, **options)
-    assert dispatch.record["attended"][0] == "triton"
-    exact = [array.astype(jnp.float32) for array in given[:3]]
-    query, keys, values = reference.placed(
-        *exact, *given[3:], weights and wide(weights), eps=1e-6, offset=0.0, float32=False
-    )
-    near(got[0], attention_reference.decode(query, keys, values, given[3] + 1, **options), 2e-3)
-    assert not got[0][1].any()
-    for new, expected, old in zip(got[1:], (keys, values), given[1:3], strict=True):
-        near(new, expected, 5e-4)
-        assert ((new != old).any(-1).sum((1, 2)) == jnp.where(given[3] < 0, 0, sizes[1])).all()
-
-
-def test_a_row_attends_with_the_same_bits_in_every_batch_slot_and_capacity():
-    parts, keys, values, positions, table = attended_case(6, 2, 64, 256, 2, (0, -1, 5, 31, 32, 127, 128, 200))
-    picked = jnp.asarray([6, 2])
-    with interpreted():
-        whole, *_ = attended(parts, keys, values, positions, table, scale=0.1)
-        longer = (jnp.pad(each[picked], ((0, 0), (0, 0), (0, 128), (0, 0))) for each in (keys, values))
-        some, *_ = attended(
-            parts[:, picked], *longer, positions[picked], tuple(part[picked] for part in table), scale=0.1
-        )
-    np.testing.assert_array_equal(some, whole[picked])
-
-
-@pytest.mark.parametrize("dim", [128, 512])
-def test_what_a_cache_holds_past_the_rows_end_is_not_read(dim):
-    """NaN there, of which no weight makes a zero."""
-    parts, keys, values, positions, table = attended_case(4, 2, dim, 128, 1, (0, -1, 5, 31, 32, 96))
-    past = jnp.arange(128)[None, None, :, None] >= jnp.maximum(positions, 0)[:, None, None, None]
-    with interpreted(HOPPER):
-        clean, *_ = attended(parts, keys, values, positions, table, scale=0.1)
-        spoilt = (jnp.where(past, jnp.nan, cache) for cache in (keys, values))
-        got, *_ = attended(parts, *spoilt, positions, table, scale=0.1)
-    np.testing.assert_array_equal(got, clean)
-
-
-def test_few_rows_may_attend_in_larger_tiles():
-    """In other tiles the sums have other bits."""
-    given = attended_case(4, 2, 128, 256, 2, (0, -1, 127, 128, 129, 200, 300))
-    with interpreted(HOPPER):
-        alike, larger = (attended(*given, scale=0.1, batch_invariant=invariant)[0] for invariant in (True, False))
-    near(larger, alike, 1e-3)
-    assert (np.asarray(larger) != np.asarray(alike)).any()
-
-
-# Rows and their positions, and masking: of 128 keys a tile, so that six programs share a head of one row, and five of
-# three; some have no keys to read.
-SHARED = {
-    "one row": ((700,), {}),
-    "its first token": ((0,), {"sinks": jnp.linspace(-1, 1, 8)}),
-    "no token": ((-1,), {"sinks": jnp.linspace(-1, 1, 8)}),
-    "the end of a tile": ((128,), {"sinks": jnp.linspace(-1, 1, 8)}),
-    "a full cache, window": ((767,), {"window": 300, "soft_cap": 5.0}),
-    "a ring, window": ((1000,), {"window": 300, "sinks": jnp.linspace(-1, 1, 8)}),
-    "three rows": ((640, -1, 900), {}),
-    "no rotation": ((700, 300), {}),
-}
-
-
-@pytest.mark.parametrize("case", SHARED)
-def test_several_programs_share_a_head_of_few_rows(case):
-    """The last one of them adds up their sums, so that the result is that of a single program but for rounding."""
-    positions, masking = SHARED[case]
-    given = attended_case(32 if len(positions) == 3 else 8, 8 if len(positions) == 3 else 2, 128, 768, 2, positions)
-    given = (*given[:4], None) if case == "no rotation" else given
-    options = {"scale": 128**-0.5, "window": None, "soft_cap": None, "sinks": None} | masking
-    with interpreted(HOPPER):
-        got = attended(*given, **options, batch_invariant=False)
-        alone = attended(*given, **options)
-    assert dispatch.record["attended"][0] == "triton"
-    for array, other in zip(got[1:], alone[1:], strict=True):
-        np.testing.assert_array_equal(array, other)
-    exact = [array.astype(jnp.float32) for array in given[:3]]
-    query, keys, values = reference.placed(*exact, *given[3:], None, eps=1e-6, offset=0.0, float32=False)
-    want = attention_reference.decode(query, keys, values, given[3] + 1, **options)
-    assert not got[0][given[3] < 0].any()
-    near(got[0], want, 2e-3)
-
-
-def test_longer_caches_are_written_and_read_apart():
-    given = attended_case(6, 2, 64, 1152, 1, (700, -1))
-    with interpreted():
-        got = attended(*given, scale=0.1)
-        assert dispatch.record["attended"][0] == "apart"
-        query, *caches = placed(*given)
-    want = attention_reference.decode(query, *caches, given[3] + 1, scale=0.1, window=None, soft_cap=None, sinks=None)
-    near(got[0], want)
 
 
 def choice_of(kind: str, tokens: int, k: int, experts: int):

@@ -159,14 +159,14 @@ def _shared_bytes(tile: Tile, programs: int) -> int | None:
 def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, shares: int) -> str | None:
     """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
     reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
-    tile, rows longer than the cache, and keys for all programs that share a head. parts, keys, table, norms, soft_cap:
-    of the call. rounding: its settings of norms. tile: how its keys are read. shares: how many programs share a
-    head."""
+    tile, rows longer than the cache, and for each program that shares a head four tiles of keys, more than it reads
+    ahead. parts, keys, table, norms, soft_cap: of the call. rounding: its settings of norms. tile: how its keys are
+    read. shares: how many programs share a head."""
     dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
     group = parts.shape[2] // dim // kv_heads - 2
 
     def compare():
-        capacity = max(128, shares * tile.step)
+        capacity = max(128, 4 * shares * tile.step)
         rows = jnp.asarray([0, -1, capacity + 72, 77, capacity - 1, 31], jnp.int32)
         count = len(rows)
         caches = [drawn(i, count, 2, capacity, dim, dtype=dtype) for i in (1, 2)]
@@ -182,7 +182,10 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, 
 
         how: dict = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
         got = jax.jit(functools.partial(_by_kernel, **how))(*given)
-        return list(got), list(dispatch.exactly(wanted)(*wide(given)))
+        # Rows are compared one by one, as those of many keys have small numbers; the one without a token with another.
+        return tuple(
+            [out[:2], *out[2:], keys, values] for out, keys, values in (got, dispatch.exactly(wanted)(*wide(given)))
+        )
 
     call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}, {table is not None}"
     call += f", {norms is not None}, {soft_cap is not None}"
