@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import dispatch, gpu_kernel, persistent
 from jaxtune.pallas.few_rows import gated_mosaic, gated_product, reference
 from jaxtune.pallas.few_rows import triton as few_triton
 from jaxtune.pallas.quant_matmul import LoraWeights
@@ -22,12 +22,13 @@ def normal(*shape, seed=0, scale=1.0, dtype=jnp.bfloat16):
     ("rows", "out", "size", "activation", "dtype"),
     [
         (136, 192, 192, "silu", jnp.bfloat16),  # the halves overlap
-        (200, 240, 1088, "silu", jnp.float16),  # more tiles than pairs of programs, more steps than stages
+        (200, 240, 1088, "silu", jnp.float16),  # of two pairs of programs one has two tiles, more steps than stages
         (256, 112, 512, "gelu_tanh", jnp.bfloat16),
     ],
 )
 @pytest.mark.gpu
-def test_the_kernel_is_the_reference(rows, out, size, activation, dtype):
+def test_the_kernel_is_the_reference(rows, out, size, activation, dtype, monkeypatch):
+    monkeypatch.setattr(persistent, "cores", lambda: 4)
     x = normal(rows, size, dtype=dtype)
     gate, up = (normal(out, size, seed=seed, scale=size**-0.5, dtype=dtype) for seed in (1, 2))
     with gpu_kernel.interpreted():

@@ -243,8 +243,9 @@ def _by_mosaic(x, gate, activation: str) -> bool:
     x: [N, in]. gate: [out, in]. activation: its name."""
 
     def compare():
-        # More tiles than pairs of programs, more steps than are loaded ahead, and halves that overlap.
-        sizes = 200, 70 * (gated_mosaic.columns_of(gate.shape[0]) or 0), 1024
+        # One pair of programs has fewer tiles than the others, there are more steps than are loaded ahead, and the
+        # halves of the rows overlap.
+        sizes = 200, 67 * (gated_mosaic.columns_of(gate.shape[0]) or 0), 1024
         given = [drawn(0, sizes[0], sizes[2], dtype=x.dtype)]
         given += [0.03 * drawn(i, *sizes[1:], dtype=x.dtype) for i in (1, 2)]
         got, want = (functools.partial(each.gated_product, activation=activation) for each in (gated_mosaic, reference))

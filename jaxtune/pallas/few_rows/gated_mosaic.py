@@ -178,7 +178,7 @@ def gated_product(x, gate, up, activation: str):
     columns, interpret = columns_of(out), gpu_kernel.interpreter()
     assert columns is not None
     tiles, pairs = out // columns, persistent.cores() // _HALVES
-    pairs = -(-tiles // -(-tiles // pairs))  # no more than have as many tiles as the busiest one, or one fewer
+    pairs = -(-tiles // -(-tiles // pairs))  # as few as compute the tiles in no more turns
     stored = 2 * ROWS * columns
     stages = min((_SHARED_BYTES - stored) // (2 * STEP * (ROWS + 2 * columns)), _MOST_STAGES)
 
