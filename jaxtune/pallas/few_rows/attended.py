@@ -182,10 +182,11 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, 
 
         how: dict = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
         got = jax.jit(functools.partial(_by_kernel, **how))(*given)
-        # Rows are compared one by one, as those of many keys have small numbers; the one without a token with another.
-        return tuple(
-            [out[:2], *out[2:], keys, values] for out, keys, values in (got, dispatch.exactly(wanted)(*wide(given)))
-        )
+        return each_row(*got), each_row(*dispatch.exactly(wanted)(*wide(given)))
+
+    def each_row(out, keys, values):
+        """A list of the results in which each row of many keys stands alone, because its numbers are small."""
+        return [out[:2], *out[2:], keys, values]
 
     call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}, {table is not None}"
     call += f", {norms is not None}, {soft_cap is not None}"
