@@ -64,7 +64,7 @@ def attended(
     Returns:
       (the attention [N, heads, D] in the caches' dtype, zeros for a row at a negative position; the cache of keys; the
         cache of values). Caches are changed in place as by `placed`. With the kernel, a row's result has the same bits
-        in any slot, and with batch_invariant alone and in any batch.
+        in any slot, and with batch_invariant also in any batch.
     Raises:
       TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
         call.
@@ -203,7 +203,8 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, shar
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim - 2 * kv_heads
     weights = (parts, parts) if norms is None else norms
-    # By one kernel of XLA's for all layers of a step: cos and sin, and zeros, which each kernel here leaves there.
+    # cos and sin, and behind them zeros, in which programs count. Each call leaves zeros there, so that one kernel of
+    # XLA's makes the array for all layers of a step.
     turns = [] if table is None else [jnp.concatenate(table, axis=-1).reshape(-1)]
     turns += [jnp.zeros(count * kv_heads, jnp.float32)] if shares > 1 else []
     turns = jnp.concatenate(turns) if turns else parts

@@ -31,8 +31,8 @@ def normed(x, weight, eps, offset, float32):
 
 def inverse_rms(x, eps) -> jax.Array:
     """The inverse root mean square of x over its last axis, float32[..., 1], by which the RMS norm multiplies x.
-    Whoever differentiates it and reads x in float32 elsewhere gives it that, so that both gradients are summed in
-    float32.
+    A caller that is differentiated and reads x in float32 elsewhere gives it that float32 array, so that the gradients
+    of both uses are added in float32.
 
     Args:
       x: [..., size].

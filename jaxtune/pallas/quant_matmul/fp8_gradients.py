@@ -1,7 +1,7 @@
 """`rounded_pair`: a Triton kernel that rounds the gradients of outputs to e4m3, for the product with weights that have
 scales of 128 x 128, and computes the two products of them that the outputs' adapters need. It reads each gradient once,
-where the rounding (fp8_rounding.py) and thin_pair both do. fp8_product.rounded_gradients calls it, and `refusal` says
-which calls it cannot compute.
+where the rounding (fp8_rounding.py) and thin_pair would each read it. fp8_product.rounded_gradients calls it, and
+`refusal` says which calls it cannot compute.
 
 The work is divided as in thin_pair: a program has a block of columns of one output and a range of rows. Its sums over
 rows stay in registers. Its sums over columns it writes for each tile, and XLA adds up the blocks, in one order. A block

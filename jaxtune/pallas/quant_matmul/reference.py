@@ -207,7 +207,7 @@ def low_rank_input(x, source, loras):
     made = low_rank.one(lambda given: _product(x, _join(loras, x.dtype), (1, 1)) if given is None else given)
     if not isinstance(made, low_rank.OfNormed):
         return made, source
-    if isinstance(source, low_rank.Factors):  # XLA removes the computation of those that it has
+    if isinstance(source, low_rank.Factors):  # nothing reads its own factors of rows then, and XLA removes them
         source = source._replace(of_rows=made.of_rows)
     return made.inner, source
 
@@ -310,7 +310,7 @@ def products_backward(static: Static, residuals, doutputs, rounded: Rounded | No
 def adapter_gradients(doutputs, weights, loras, inner, static: Static) -> Rounded:
     """The gradients of adapters that are computed from those of their outputs: that of `inner`, of which the gradients
     of x and of the A's are made, and those of the B's. If all weights are multiplied as they are stored and have
-    adapters, a kernel may round the gradients of the outputs with it, which it reads once for all.
+    adapters, a kernel may compute all this and round the gradients of the outputs, which it then reads once.
 
     Args:
       doutputs: the gradients of all outputs of a call, a tuple of [tokens, out_i].
