@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from near_numbers import near, normal
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
@@ -19,16 +20,6 @@ from jaxtune.pallas.few_rows.cases import wide
 HOPPER = (9, 0)
 # The module, whose name in its package is that of the function.
 attended_module = importlib.import_module("jaxtune.pallas.few_rows.attended")
-
-
-def normal(*shape, seed=0, scale=1.0, dtype=jnp.float16):
-    return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
-
-
-def near(got, want, bound=2e-3):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
 
 
 ATTENDED = {

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from near_numbers import near, normal
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
@@ -27,16 +28,6 @@ from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import LoraWeights
 
 HOPPER = (9, 0)
-
-
-def normal(*shape, seed=0, scale=1.0, dtype=jnp.float16):
-    return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
-
-
-def near(got, want, bound=2e-3):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize(

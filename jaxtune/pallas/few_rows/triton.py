@@ -267,8 +267,14 @@ def gated_product(x, gate, up, activation, loras=()):
 
 
 def activated_refusal(gate, activation: str) -> str | None:
-    """Returns the reason why the kernel of `activated` does not support a call, or None if it does. The kernel needs a
-    GPU that runs Triton kernels, gate [N, out] in bfloat16 or float16, and the activation "silu" or "gelu_tanh"."""
+    """Returns the reason why the kernel of `activated` does not support a call on this GPU, or None if it does. Reasons
+    are a GPU on which Triton kernels do not run, another dtype than bfloat16 and float16, and another activation than
+    "silu" and "gelu_tanh".
+
+    Args:
+      gate: [N, out], as an array or as a shape.
+      activation: its name.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

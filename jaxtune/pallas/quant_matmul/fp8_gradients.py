@@ -27,7 +27,9 @@ _LARGEST_RANK = 32
 
 
 def tile() -> Tile:
-    """The Tile of the kernel on the GPU that is compiled for. Its columns are a multiple of 128."""
+    """Returns how the kernel divides its work (a Tile) on the GPU that is compiled for. On Hopper the Tile is the
+    fastest of those that were measured on an H200; that of other GPUs was not measured. A Tile's columns must be a
+    multiple of 128, because the kernel writes a scale for each 128 numbers of a row."""
     return Tile(64, 256, 8, 3, 2) if dispatch.compute_capability() == (9, 0) else Tile(32, 128, 4, 2, 4)
 
 
@@ -53,10 +55,12 @@ def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
 
 
 def _first_use(dtype, width: int, several: bool) -> str | None:
-    """Compares the kernel with plain JAX, and its codes and scales with those of the kernel that rounds alone, at the
-    first use for each combination of arguments. Returns the reason, in words, why this GPU must not run the kernel, or
-    None if they agree. Without a GPU nothing is compared, and the result is None. A single program has all rows of a
-    block of columns, so that it reads tiles ahead many times.
+    """Checks the kernel at the first use for each combination of arguments: its products are compared with those of
+    plain JAX, and its codes and scales with those of fp8_rounding's kernel. Returns the reason, in words, why this GPU
+    must not run the kernel, or None if the results agree. Without a GPU nothing is compared, and the result is None.
+
+    In the case that is compared, one program computes all rows of a block of columns. It thus reads tiles ahead many
+    times, so that the comparison would find a tile that is written over too early.
 
     Args:
       dtype: of the gradients.
@@ -93,8 +97,8 @@ def _first_use(dtype, width: int, several: bool) -> str | None:
 def rounded_pair(
     douts: Sequence[jax.Array], inner: jax.Array, bs: Sequence[jax.Array], shape: Tile
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, list[jax.Array]]:
-    """Rounds the gradients of outputs and multiplies them, not rounded, by what their adapters have, by the kernel.
-    Call it only if `refusal` returns None.
+    """Runs the kernel: it rounds the gradients of outputs to e4m3, and multiplies the gradients, as they are before the
+    rounding, by the B's and by the low-rank inputs of the outputs' adapters. Call it only if `refusal` returns None.
 
     Args:
       douts: the gradient of each output, [tokens, out_i] of 16 bits.

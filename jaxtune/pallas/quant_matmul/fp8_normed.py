@@ -69,16 +69,18 @@ def width_of(rank: int) -> int:
 def normed(
     x: jax.Array, factors: jax.Array, a: jax.Array | None, eps: float, blocks: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Computes n, x's rows over their root mean squares times `factors`, by the kernel: (codes e4m3[rows, size] of n,
-    their scales float32[rows, 1] or with `blocks` [rows, size / 128], the inverse root mean squares float32[rows, 1],
-    n a^T bfloat16[rows, r] or None). `refusal` says which calls are supported.
+    """Runs the kernel: it norms the rows of x, rounds the normed x to e4m3, and multiplies it by the A's of adapters.
+    The normed x is each row divided by its root mean square, times `factors`. `refusal` says which calls are supported.
 
     Args:
       x: bfloat16[rows, size].
-      factors: float32[size].
-      a: float[r, size]; None: no product is computed.
+      factors: float32[size], by which the columns are multiplied.
+      a: float[r, size], the A's of all adapters; None: no product is computed.
       eps: the number that is added to the mean square.
       blocks: True: each 128 numbers of a row have a scale; False: a row has one.
+    Returns:
+      (the codes of the normed x, e4m3[rows, size]; their scales, float32[rows, 1], or with `blocks` [rows, size / 128];
+      the inverse root mean squares of the rows, float32[rows, 1]; the normed x times a^T, bfloat16[rows, r], or None).
     """
     from jaxtune.pallas.quant_matmul import fp8_normed_kernels
 
