@@ -110,7 +110,6 @@ def triton_graph_call(
     warps: int,
     stages: int,
     aliases: Mapping[int, int] | None = None,
-    shared_bytes: int | None = None,
     **constants: int | float | None,
 ) -> list[jax.Array]:
     """Calls a Triton kernel as XLA launches its own kernels: the call becomes a node of a CUDA graph beside the kernels
@@ -121,7 +120,8 @@ def triton_graph_call(
     called where `triton_refusal` returns None.
 
     Args:
-      kernel: a function under triton.jit that takes pointers to `arguments` and to the outputs, and `constants`.
+      kernel: a function under triton.jit or gluon.jit that takes pointers to `arguments` and to the outputs, and
+        `constants`.
       arguments: its input arrays; they and the outputs are bfloat16, float16, float32, int32 or float8_e4m3fn (another
         dtype is a KeyError).
       out_types: shapes and dtypes of its outputs.
@@ -129,8 +129,6 @@ def triton_graph_call(
       warps, stages: Triton's num_warps and num_stages.
       aliases: {index of an argument: index of the output that takes its memory, for a kernel that changes it in place}.
         The kernel gets both pointers.
-      shared_bytes: bytes of shared memory that a program gets at least, so that fewer programs share a multiprocessor
-        than its registers and its own use of that memory allow; None: as many as it uses.
       constants: its compile-time constants; None for an array that the kernel takes but does not read in this call.
     Returns:
       the outputs, one for each of out_types.
@@ -153,7 +151,7 @@ def triton_graph_call(
         block_x=np.int32(32 * warps),
         block_y=np.int32(1),
         block_z=np.int32(1),
-        shared_mem_bytes=np.int32(max(built.shared_bytes, shared_bytes or 0)),
+        shared_mem_bytes=np.int32(built.shared_bytes),
         **sizes,
     )
     return list(meshes.on_each_device(call)(*arguments))[: len(out_types)]
@@ -176,7 +174,7 @@ def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stag
     has parameters for pointers to it does not.
 
     Args:
-      kernel: the function under triton.jit.
+      kernel: the function under triton.jit, or under gluon.jit, in which layouts are chosen.
       types: Triton's pointer type of each array, such as "*bf16", in the order of the kernel's parameters.
       constants: (name, value) of each compile-time constant.
       warps, stages: Triton's num_warps and num_stages.
@@ -184,11 +182,15 @@ def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stag
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        from triton.compiler import ASTSource as Source
 
     named = dict(constants)
     arrays = [name for name in kernel.arg_names if name not in named]
-    source = ASTSource(
+    source = Source(
         kernel,
         signature=dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(arrays, types, strict=True)),
         constexprs=named,

@@ -150,18 +150,23 @@ def test_several_programs_share_a_head_of_few_rows(case, monkeypatch):
     near(got[0], want, 2e-3)
 
 
-@pytest.mark.parametrize(("kv_heads", "invariant", "shares"), [(2, False, 2), (132, False, 1), (2, True, 1)])
-def test_the_check_at_first_use_misses_no_tile(kv_heads, invariant, shares, monkeypatch):
-    """A program reads several tiles in it, and a result differs if as many keys as a tile has are left out."""
+@pytest.mark.parametrize(
+    ("kv_heads", "invariant", "shares", "window"), [(2, False, 2, 100), (132, False, 1, None), (2, True, 1, 100)]
+)
+def test_the_check_at_first_use_misses_no_tile(kv_heads, invariant, shares, window, monkeypatch):
+    """A program reads several tiles in it, and a result differs if as many keys as a tile has are left out. It has a
+    window if the call has one."""
     checks, right = [], attended_module._by_kernel
     monkeypatch.setattr(dispatch, "first_use", lambda op, name, call, compare: checks.append(compare))
     given = attended_case(kv_heads, kv_heads, 128, 256, 1, (3,))
 
-    def with_fewer_keys(*given, tile, masking, **settings):
-        return right(*given, tile=tile, masking=masking | {"window": masking["window"] - tile.step}, **settings)
+    def with_fewer_keys(parts, keys, *given, tile, masking, **settings):
+        assert (masking["window"] is None) == (window is None)
+        fewer = (masking["window"] or keys.shape[2]) - tile.step
+        return right(parts, keys, *given, tile=tile, masking=masking | {"window": fewer}, **settings)
 
     with interpreted(HOPPER):
-        attended(*given, scale=0.1, batch_invariant=invariant)
+        attended(*given, scale=0.1, window=window, batch_invariant=invariant)
         calls = seen_calls(monkeypatch)
         monkeypatch.setattr(jax, "jit", lambda function, **_: function)  # the interpreter runs on arrays
         assert dispatch._difference(checks[0]) is None

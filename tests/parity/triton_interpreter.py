@@ -31,9 +31,7 @@ def _to_jax(tensor: torch.Tensor):
     return jnp.asarray(tensor.numpy())
 
 
-def _call(
-    kernel, arguments, out_types, grid, *, warps, stages, contract=True, aliases=None, shared_bytes=0, **constants
-):
+def _call(kernel, arguments, out_types, grid, *, warps, stages, contract=True, aliases=None, **constants):
     """compat.triton_call. What the kernel leaves unwritten is NaN, or where an argument's memory is taken, that."""
     outputs = [_to_torch(np.full(t.shape, np.nan, t.dtype)) for t in out_types]
     for argument, output in (aliases or {}).items():

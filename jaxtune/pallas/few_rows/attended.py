@@ -1,6 +1,7 @@
 """`attended`: what a decoding step does between the product of query, key and value and that of the attention's output.
-For short caches one kernel (attended_kernels.py) does what `placed` and decode_attention do. It saves the start and end
-of a kernel, and the queries' way through memory. Other calls run these two."""
+For short caches one kernel (attended_kernels.py; attended_gluon.py where many rows decode) does what `placed` and
+decode_attention do. It saves the start and end of a kernel, and the queries' way through memory. Other calls run these
+two."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ _CORES = 132  # multiprocessors of a Hopper GPU
 # Tiles of a Hopper GPU by head dim. Where there are fewer programs than multiprocessors: the fewer tiles a program
 # reads one after another, the sooner it ends.
 _FEW_TILES = {128: Tile(128, 8, 3)}
-# Where there are more programs than run at once with four warps each: up to ten of a single warp share a multiprocessor
-# (_MOST_SHARING), and no warp waits for another.
-_MANY_TILES = {128: Tile(16, 1, 3)}
-_AT_ONCE = 4 * _CORES
-_MOST_SHARING = 10
-_SHARED_BYTES = 228 * 1024  # of a Hopper multiprocessor, of which each program takes another KB than its own
+# Where there are more, each is a single warp (attended_gluon.py). Four share a multiprocessor by their shared memory,
+# so that 64, 128 and 256 rows of 8 key/value heads fill one, two and four rounds of programs.
+_MANY_TILE, _MANY_DIM = Tile(32, 1, 3), 128
+_MANY_GROUP = 8  # the most query heads a key/value head of that kernel
+# The longest cache that it reads where there are more than two programs a multiprocessor. One warp reads a row's keys
+# one after another, so that a step would wait long for a row of far more keys than the others, which decode_attention
+# divides.
+_MANY_CAPACITY = 4096
 
 
 def attended(
@@ -57,10 +60,11 @@ def attended(
     Args:
       parts, keys, values, positions, table, norms, eps, offset, float32: as for `placed`.
       scale, window, soft_cap, sinks: as for decode_attention.
-      batch_invariant: False: the kernel may sum the keys in other tiles, and by several programs, if N is small.
-      implementation: "triton" (one kernel; caches of 16 bits with at most 1,024 keys, D of 64, 128, 256 or 512),
-        "apart" (`placed` and decode_attention, each by the implementation that it chooses), or None for the first that
-        supports the call.
+      batch_invariant: False: the kernel may sum the keys in other tiles, by several programs if N is small, and by the
+        kernel in Gluon if it is large.
+      implementation: "triton" (one kernel; caches of 16 bits with at most 1,024 keys, or 4,096 if it is the kernel in
+        Gluon and N is large, D of 64, 128, 256 or 512), "apart" (`placed` and decode_attention, each by the
+        implementation that it chooses), or None for the first that supports the call.
     Returns:
       (the attention [N, heads, D] in the caches' dtype, zeros for a row at a negative position; the cache of keys; the
         cache of values). Caches are changed in place as by `placed`. With the kernel, a row's result has the same bits
@@ -81,18 +85,18 @@ def attended(
     positions = jnp.asarray(positions, jnp.int32)
     rounding = dict(eps=eps, offset=offset, float32=float32)
     masking = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-    reason = refusal(parts, keys)
+    reason = refusal(parts, keys, batch_invariant)
     if reason is not None and implementation is None:
         implementation = "apart"  # whose two parts say why they have no kernel, if they have none
 
     def first_use():
-        tile = _tile(keys, batch_invariant)
-        return _first_use(parts, keys, table, norms, soft_cap, rounding, tile, _shares(keys, tile))
+        tile = _tile(parts, keys, batch_invariant)
+        return _first_use(parts, keys, table, norms, window, soft_cap, rounding, tile, _shares(keys, tile))
 
     reasons = {"triton": lambda: reason or first_use()}
     chosen = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
     if chosen == "triton":
-        tile = _tile(keys, batch_invariant)
+        tile = _tile(parts, keys, batch_invariant)
         how: dict = dict(tile=tile, shares=_shares(keys, tile), rounding=rounding, masking=masking)
         return _by_kernel(parts, keys, values, positions, table, norms, **how)
     query, keys, values = placed(parts, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32)
@@ -102,15 +106,15 @@ def attended(
     return out, keys, values
 
 
-def refusal(parts, keys) -> str | None:
-    """The reason why the kernel of `attended` does not support a call on this GPU, or None: one of placed_refusal,
-    caches that are longer than decode_attention's kernel reads in one pass, or a head dim or capacity that has no
-    tiles. parts: [splits, N, (heads + 2 kv_heads) D]. keys: the cache of keys, [N, kv_heads, capacity, D]."""
+def refusal(parts, keys, batch_invariant: bool) -> str | None:
+    """The reason why the kernels of `attended` do not support a call on this GPU, or None: one of placed_refusal,
+    caches that are longer than they read in one pass, or a head dim or capacity that has no tiles. parts: [splits, N,
+    (heads + 2 kv_heads) D]. keys: the cache of keys, [N, kv_heads, capacity, D]. batch_invariant: of `attended`."""
     reason = placed_refusal(keys)
     if reason is not None:
         return reason
     kv_heads, capacity, dim = keys.shape[1:]
-    if capacity > WHOLE:
+    if capacity > WHOLE and not _by_single_warps(parts, keys, batch_invariant):
         return f"a cache of {capacity} keys; up to {WHOLE}"
     if dim not in WHOLE_TILES:
         return f"head dim {dim}; {', '.join(map(str, WHOLE_TILES))}"
@@ -121,19 +125,44 @@ def refusal(parts, keys) -> str | None:
     return None
 
 
-def _tile(keys, batch_invariant: bool) -> Tile:
-    """The tile of keys, the warps and the stages of the kernel. keys: the cache of keys, [N, kv_heads, capacity, D].
-    batch_invariant: of `attended`; the bits of a result depend on the keys of a tile and the warps, not on stages."""
+def _tile(parts, keys, batch_invariant: bool) -> Tile:
+    """The tile of keys, the warps and the stages of the kernel. parts: [splits, N, (heads + 2 kv_heads) D]. keys: the
+    cache of keys, [N, kv_heads, capacity, D]. batch_invariant: of `attended`; the bits of a result depend on the keys
+    of a tile and the warps, not on stages."""
     rows, kv_heads, capacity, dim = keys.shape
-    tile, programs = WHOLE_TILES[dim], rows * kv_heads
+    if _by_single_warps(parts, keys, batch_invariant):
+        return _MANY_TILE
+    tile = WHOLE_TILES[dim]
     if dispatch.compute_capability() != (9, 0):
         return tile
-    # The registers allow four programs a multiprocessor (_AT_ONCE), with three stages or four.
+    # The registers allow four programs of four warps a multiprocessor, with three stages or four.
     tile = dataclasses.replace(tile, stages=3) if dim == 128 else tile
-    if batch_invariant or _CORES < programs <= _AT_ONCE:
+    if batch_invariant or rows * kv_heads > _CORES:
         return tile
-    other = (_FEW_TILES if programs <= _CORES else _MANY_TILES).get(dim, tile)
+    other = _FEW_TILES.get(dim, tile)
     return tile if capacity % other.step else other
+
+
+def _by_single_warps(parts, keys, batch_invariant: bool) -> bool:
+    """Whether the kernel in Gluon computes a call, whose programs are single warps. parts: [splits, N, (heads + 2
+    kv_heads) D]. keys: the cache of keys, [N, kv_heads, capacity, D]. batch_invariant: of `attended`."""
+    rows, kv_heads, capacity, dim = keys.shape
+    if batch_invariant or dim != _MANY_DIM or dispatch.compute_capability() != (9, 0):
+        return False
+    programs = rows * kv_heads
+    longest = _MANY_CAPACITY if programs > 2 * _CORES else WHOLE
+    group = parts.shape[2] // dim // kv_heads - 2
+    fits = group <= _MANY_GROUP and capacity <= longest and not capacity % _MANY_TILE.step
+    return fits and programs > _CORES and _has_gluon()
+
+
+def _has_gluon() -> bool:
+    """Whether the installed Triton has what attended_gluon.py imports."""
+    try:
+        from jaxtune.pallas.few_rows import attended_gluon  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def _shares(keys, tile: Tile) -> int:
@@ -144,24 +173,13 @@ def _shares(keys, tile: Tile) -> int:
     return min(capacity // tile.step, _CORES // (rows * kv_heads)) if tile in _FEW_TILES.values() else 1
 
 
-def _shared_bytes(tile: Tile, programs: int) -> int | None:
-    """Bytes of shared memory that each of `programs` programs gets at least; None: as many as it uses. All programs
-    take about the same time, so they run in rounds. If ten shared a multiprocessor, 2,048 programs (256 rows of 8
-    key/value heads) would fill half of the second round, in which fewer copies of keys are on their way than memory
-    needs. With eight both rounds are full. `tile` is how the keys are read."""
-    if tile not in _MANY_TILES.values():
-        return None
-    rounds = -(-programs // (_MOST_SHARING * _CORES))
-    sharing = -(-programs // (rounds * _CORES))
-    return _SHARED_BYTES // sharing // 128 * 128 - 1024  # in units of 128 bytes
-
-
-def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, shares: int) -> str | None:
+def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile: Tile, shares: int) -> str | None:
     """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
     reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
     tile, rows longer than the cache, and for each program that shares a head four tiles of keys, more than it reads
-    ahead. parts, keys, table, norms, soft_cap: of the call. rounding: its settings of norms. tile: how its keys are
-    read. shares: how many programs share a head."""
+    ahead. If the call has a window, so has the case, and it begins within a tile. parts, keys, table, norms, window,
+    soft_cap: of the call. rounding: its settings of norms. tile: how its keys are read. shares: how many programs share
+    a head."""
     dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
     group = parts.shape[2] // dim // kv_heads - 2
 
@@ -174,7 +192,8 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, 
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
         given = drawn(0, 2, count, 2 * (group + 2) * dim, dtype=jnp.float32), *caches, rows, tables, weights
-        masking = dict(scale=dim**-0.5, window=capacity - 28, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
+        masking = dict(scale=dim**-0.5, window=window and capacity - 28, soft_cap=soft_cap)
+        masking["sinks"] = jnp.linspace(-1, 1, 2 * group)
 
         def wanted(parts, keys, values, positions, table, norms):
             query, keys, values = reference.placed(parts, keys, values, positions, table, norms, **rounding)
@@ -189,7 +208,7 @@ def _first_use(parts, keys, table, norms, soft_cap, rounding: dict, tile: Tile, 
         return [out[:2], *out[2:], keys, values]
 
     call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}, {table is not None}"
-    call += f", {norms is not None}, {soft_cap is not None}"
+    call += f", {norms is not None}, {window is not None}, {soft_cap is not None}"
     return dispatch.first_use("attended", "triton", call, compare)
 
 
@@ -197,8 +216,6 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, shar
     """Runs the kernel of `attended`, and returns what that returns. tile: how the keys are read. shares: how many
     programs share the keys of a head. rounding: its eps, offset and float32. masking: its scale, window, soft_cap and
     sinks. The other arguments are those of `attended`; `refusal` says which calls are supported."""
-    from jaxtune.pallas.few_rows import attended_kernels
-
     splits, count, width = parts.shape
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim - 2 * kv_heads
@@ -211,24 +228,29 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, shar
     # No sinks are no array, which XLA would fill in each step.
     sinks = () if masking["sinks"] is None else (log2_sinks(masking["sinks"], heads),)
     before = parts, *weights, turns, positions, *sinks
-    sums = count * kv_heads, shares, heads // kv_heads, dim + 2
+    results = [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
+    results += [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
+    constants: dict = {} if sinks else {"sinks": None}
+    if tile == _MANY_TILE:
+        from jaxtune.pallas.few_rows.attended_gluon import many_kernel as kernel
+    else:
+        from jaxtune.pallas.few_rows.attended_kernels import attended_kernel as kernel
+
+        sums = jax.ShapeDtypeStruct((count * kv_heads, shares, heads // kv_heads, dim + 2), jnp.float32)
+        results += [sums] * (shares > 1)
+        constants |= {} if shares > 1 else {"sums": None}
+        constants |= dict(DIM=dim, GROUP=max(16, 1 << (heads // kv_heads - 1).bit_length()), SHARES=shares)
     out, keys, values, *_ = compat.triton_graph_call(
-        attended_kernels.attended_kernel,
+        kernel,
         (*before, keys, values),
-        [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
-        + [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
-        + [jax.ShapeDtypeStruct(sums, jnp.float32)] * (shares > 1),
+        results,
         (kv_heads, count, shares),
         warps=tile.warps,
         stages=tile.stages,
         aliases={len(before): 1, len(before) + 1: 2},
-        shared_bytes=_shared_bytes(tile, kv_heads * count),
-        **({} if sinks else {"sinks": None}),
-        **({} if shares > 1 else {"sums": None}),
         COUNT=count,
         HEADS=heads,
         KV_HEADS=kv_heads,
-        DIM=dim,
         CAPACITY=capacity,
         SPLITS=splits,
         NORMS=int(norms is not None),
@@ -240,8 +262,7 @@ def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, shar
         SCALE=float(masking["scale"]),
         CAP=float(masking["soft_cap"] or 0.0),
         STEP=tile.step,
-        GROUP=max(16, 1 << (heads // kv_heads - 1).bit_length()),
         STAGES=tile.stages,
-        SHARES=shares,
+        **constants,
     )
     return out, keys, values

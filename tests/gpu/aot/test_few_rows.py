@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -177,45 +179,97 @@ def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "invariant", "step", "together", "shares"),
+    ("rows", "invariant", "group", "kernel", "step", "shares"),
     [
-        (1, False, 128, 1, 6),
-        (1, True, 32, 4, 1),
-        (4, False, 128, 1, 4),
-        (16, False, 128, 1, 1),
-        (64, False, 32, 4, 1),
-        (67, False, 16, 5, 1),
-        (128, False, 16, 8, 1),
-        (256, False, 16, 8, 1),
-        (256, True, 32, 4, 1),
+        (1, False, 4, "attended_kernel", 128, 6),
+        (1, True, 4, "attended_kernel", 32, 1),
+        (4, False, 4, "attended_kernel", 128, 4),
+        (16, False, 4, "attended_kernel", 128, 1),
+        (17, False, 4, "many_kernel", 32, 1),
+        (64, False, 8, "many_kernel", 32, 1),
+        (64, False, 9, "attended_kernel", 32, 1),
+        (256, False, 4, "many_kernel", 32, 1),
+        (256, True, 4, "attended_kernel", 32, 1),
     ],
 )
-def test_tiles_of_the_attention_by_the_number_of_rows_fit_a_hopper_gpu(
-    rows, invariant, step, together, shares, tmp_path
+def test_kernels_of_the_attention_by_the_number_of_rows_fit_a_hopper_gpu(
+    rows, invariant, group, kernel, step, shares, tmp_path
 ):
-    """together: how many programs share a multiprocessor, of which each takes a further KB of its shared memory. As
-    many programs of a single warp do as fill each round of them. shares: how many programs share a head, which is one
-    where a row must have the same bits in any batch."""
-    parts, keys = array(2, rows, (HEADS + 2 * KV_HEADS) * DIM, dtype=jnp.float32), array(rows, KV_HEADS, 768, DIM)
+    """Four programs share a multiprocessor, where there are so many. shares: how many programs share a head, which is
+    one where a row must have the same bits in any batch."""
+    parts, keys = array(2, rows, (group + 2) * KV_HEADS * DIM, dtype=jnp.float32), array(rows, KV_HEADS, 768, DIM)
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
         run = functools.partial(attended, scale=0.1, batch_invariant=invariant)
         jax.eval_shape(run, parts, keys, keys, array(rows, dtype=jnp.int32))
     [call] = calls
-    assert call[2]["STEP"] == step and call[2]["SHARES"] == shares
+    assert call[0].__name__ == kernel and call[2]["STEP"] == step and call[2].get("SHARES", 1) == shares
     compiled = compile_call(call, (9, 0), tmp_path)
     assert compiled.spilled_bytes == 0
-    shared = max(compiled.shared_bytes, call[2]["shared_bytes"] or 0) + 1024
-    assert together * shared <= (SHARED_MEMORY_KB[9, 0] + 1) * 1024
-    assert step != 16 or (together + 1) * shared > (SHARED_MEMORY_KB[9, 0] + 1) * 1024
+    assert (1 if step == 128 else 4) * (compiled.shared_bytes + 1024) <= (SHARED_MEMORY_KB[9, 0] + 1) * 1024
 
 
-@pytest.mark.parametrize(("dim", "group"), [(64, 8), (128, 4)])
-def test_the_attention_reads_keys_before_its_own_parts(dim, group, tmp_path):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("everything", [False, True])
+def test_the_attention_of_many_rows_fits_a_hopper_gpu(dtype, everything, tmp_path):
+    """Everything: norms, rotation, sums of parts, a window, a soft cap and sinks."""
+    keys, rows = array(64, KV_HEADS, 768, DIM, dtype=dtype), array(64, dtype=jnp.int32)
+    parts = array(1, 64, 6 * KV_HEADS * DIM, dtype=dtype)
+    given, options = (parts, keys, keys, rows), {}
+    if everything:
+        table = (array(64, DIM // 2, dtype=jnp.float32),) * 2
+        given = array(4, *parts.shape[1:], dtype=jnp.float32), keys, keys, rows, table, (array(DIM, dtype=dtype),) * 2
+        options = {"window": 100, "soft_cap": 5.0, "sinks": jnp.zeros(4 * KV_HEADS)}
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        jax.eval_shape(functools.partial(attended, scale=0.1, batch_invariant=False, **options), *given)
+    [call] = calls
+    assert call[0].__name__ == "many_kernel" and bool(call[2]["WINDOW"]) is everything
+    compiled = compile_call(call, (9, 0), tmp_path)
+    assert compiled.spilled_bytes == 0
+    assert 4 * (compiled.shared_bytes + 1024) <= (SHARED_MEMORY_KB[9, 0] + 1) * 1024
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacity", "invariant", "kernel"),
+    [
+        (64, 2304, False, "many_kernel"),
+        (64, 4096, False, "many_kernel"),
+        (64, 4128, False, None),
+        (64, 2304, True, None),
+        (33, 1024, False, "many_kernel"),
+        (33, 2304, False, None),
+        (34, 2320, False, None),
+    ],
+)
+def test_the_attention_of_many_rows_reads_long_caches(rows, capacity, invariant, kernel, tmp_path):
+    """A cache that the kernel does not read is written and read apart."""
+    keys, parts = array(rows, KV_HEADS, capacity, DIM), array(2, rows, 6 * KV_HEADS * DIM, dtype=jnp.float32)
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        run = functools.partial(attended, scale=0.1, batch_invariant=invariant)
+        jax.eval_shape(run, parts, keys, keys, array(rows, dtype=jnp.int32))
+    assert dispatch.record["attended"][0] == ("triton" if kernel else "apart")
+    if kernel:
+        [call] = calls
+        assert call[0].__name__ == kernel and compile_call(call, (9, 0), tmp_path).spilled_bytes == 0
+
+
+def test_the_attention_of_many_rows_without_gluon_is_that_of_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jaxtune.pallas.few_rows.attended_gluon", None)
+    monkeypatch.delattr(importlib.import_module("jaxtune.pallas.few_rows"), "attended_gluon", raising=False)
+    keys, parts = array(64, KV_HEADS, 768, DIM), array(2, 64, 6 * KV_HEADS * DIM, dtype=jnp.float32)
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        run = functools.partial(attended, scale=0.1, batch_invariant=False)
+        jax.eval_shape(run, parts, keys, keys, array(64, dtype=jnp.int32))
+    assert [kernel.__name__ for kernel, *_ in calls] == ["attended_kernel"]
+
+
+@pytest.mark.parametrize(("dim", "group", "invariant"), [(64, 8, True), (128, 4, True), (128, 4, False)])
+def test_the_attention_reads_keys_before_its_own_parts(dim, group, invariant, tmp_path):
     """The only number that is read before the first keys is the row's position."""
     parts = array(2, 64, (group + 2) * KV_HEADS * dim, dtype=jnp.float32)
     keys, positions = array(64, KV_HEADS, 768, dim), array(64, dtype=jnp.int32)
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
-        jax.eval_shape(functools.partial(attended, scale=0.1, implementation="triton"), parts, keys, keys, positions)
+        run = functools.partial(attended, scale=0.1, batch_invariant=invariant, implementation="triton")
+        jax.eval_shape(run, parts, keys, keys, positions)
     [call] = calls
     ptx = compile_call(call, (9, 0), tmp_path).ptx
     assert ptx.split("cp.async", maxsplit=1)[0].count("ld.global") == 1

@@ -72,15 +72,18 @@ def recorded_calls():
 
 def compile_call(call, capability: tuple[int, int], folder) -> Compiled:
     """Compiles a recorded call to machine code, as jax-triton has it compiled."""
-    from triton.compiler import ASTSource
-
     kernel, types, settings = call
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        from triton.compiler import ASTSource as Source
+
     pointers = {jnp.dtype(dtype): name for dtype, name in _POINTERS.items()}
-    others = ("warps", "stages", "contract", "aliases", "shared_bytes")
+    others = ("warps", "stages", "contract", "aliases")
     constants = {k: v for k, v in settings.items() if k not in others}
     arrays = [name for name in kernel.arg_names if name not in constants]
     signature = {name: pointers[array.dtype] for name, array in zip(arrays, types, strict=True)}
-    source = ASTSource(
+    source = Source(
         kernel,
         signature={name: signature.get(name, "constexpr") for name in kernel.arg_names},
         constexprs=constants,

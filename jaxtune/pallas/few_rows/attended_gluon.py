@@ -1,0 +1,337 @@
+"""The body of the kernel of `attended` (attended.py) for many rows of head dim 128, in Gluon, the language of Triton in
+which the layout of each tensor is chosen. One warp computes one key/value head of one row."""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from jaxtune.pallas.few_rows.attended_kernels import _in_log2
+from jaxtune.pallas.few_rows.triton_kernels import _loaded, _sum, _turned
+
+# What later versions of Triton call async_load has another name in 3.6.
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+_MASKED = gl.constexpr(-1e30)
+# How far, in log2, scores may exceed the subtracted maximum before it is raised: weights are up to 2**8 then, which
+# float16 holds. _LAZY is this number's float32 as an integer: positive floats compare as their bits do.
+_LAZY = gl.constexpr(0x41000000)
+# The accumulator of a product of 16 rows and 8 columns: thread 4 g + t has rows g and g + 8 of columns 2 t and 2 t + 1.
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+_LEFT = gl.constexpr(gl.DotOperandLayout(0, _SUMS, 2))
+_RIGHT = gl.constexpr(gl.DotOperandLayout(1, _SUMS, 2))
+_RING = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))  # 8 rows of 16 bytes lie in different banks
+
+
+@gluon.jit
+def _transposed(x, ROWS: gl.constexpr):
+    """Brings x, 16-bit [ROWS, 8] as an accumulator has it, into the layout of a right operand: by movmatrix, which
+    transposes 8 x 8 numbers. What each thread gets is where the right operand wants it."""
+    x = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
+    )
+    x = x.reshape([ROWS // 8, 8, 8]).permute([0, 2, 1]).reshape([ROWS, 8])
+    return gl.convert_layout(x, _RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _tile_places(STEP: gl.constexpr):
+    """The places in a tile of STEP rows that a thread copies, as three parts of an index [STEP / 2, 2, 128]: rows
+    2 i + j, of which i differs between a thread's registers only, and columns."""
+    PARTS: gl.constexpr = gl.BlockedLayout([STEP // 2, 1, 8], [1, 2, 16], [1, 1, 1], [2, 1, 0])
+    i = gl.arange(0, STEP // 2, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))[:, None, None]
+    j = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))[None, :, None]
+    column = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))[None, None, :]
+    return i, j, column
+
+
+@gluon.jit
+def _copied(key_lines, value_lines, key_ring, value_ring, slot, begin, end, STEP: gl.constexpr, MASKS: gl.constexpr):
+    """Starts the copies of the keys and values from `begin` on into a slot of the rings. key_lines, value_lines:
+    pointers [1, 2, 128] to the first two rows of the head. MASKS: only rows before `end` are read; the others are 0."""
+    i, j, column = _tile_places(STEP)
+    # The offset of i is constant in each register, and becomes a part of the instruction.
+    keys = (key_lines + begin * 128 + i * 256).reshape([STEP, 128])
+    values = (value_lines + begin * 128 + i * 256).reshape([STEP, 128])
+    keys = gl.max_contiguous(gl.multiple_of(keys, [16, 16]), [1, 8])
+    values = gl.max_contiguous(gl.multiple_of(values, [16, 16]), [1, 8])
+    if MASKS:
+        written = (begin + 2 * i + j + 0 * column < end).reshape([STEP, 128])
+        written = gl.max_constancy(written, [1, 8])
+        _copy(key_ring.index(slot), keys, mask=written)
+        _copy(value_ring.index(slot), values, mask=written)
+    else:
+        _copy(key_ring.index(slot), keys)
+        _copy(value_ring.index(slot), values)
+
+
+@gluon.jit
+def _seen(
+    keys,
+    values,
+    query,
+    top,
+    total,
+    acc,
+    begin,
+    newest,
+    seen,
+    SCALE: gl.constexpr,
+    CAP: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    STEP: gl.constexpr,
+    MASKS: gl.constexpr,
+):
+    """Adds a tile of keys and values to the attention, and returns top, total and acc.
+
+    Args:
+      keys, values: the tile in shared memory, [STEP, 128].
+      query: [128, 8], a right operand.
+      top: float32[8], about the largest score so far, in log2, which is subtracted from all scores.
+      total: float32[STEP, 8], the sums of weights, not yet added over the first axis.
+      acc: float32[128, 8], the weighted sum of values.
+      begin: the place of the first key in the cache; newest: that of the new token; seen: how many tokens it sees.
+      MASKS: 0: all keys are visible.
+    """
+    scores = mma_v2(keys.load(_LEFT), query, gl.full([STEP, 8], 0.0, gl.float32, _SUMS))
+    if CAP > 0.0:
+        scores = _in_log2(scores, SCALE, CAP)
+    else:
+        scores = scores * (SCALE * 1.4426950408889634)
+    if MASKS:
+        age = newest - begin - gl.arange(0, STEP, gl.SliceLayout(1, _SUMS))
+        age = gl.where(age < 0, age + CAPACITY, age)
+        scores = gl.where((age < seen)[:, None], scores, _MASKED)
+    above = scores - top[None, :]
+    # The largest number of all threads is found by one instruction if they are integers.
+    if gl.max(above.to(gl.int32, bitcast=True).reshape([STEP * 8]), 0) > _LAZY:
+        new = gl.maximum(top, gl.max(scores, 0))
+        fade = gl.exp2(top - new)[None, :]
+        total, acc, top = total * fade, acc * fade, new
+        above = scores - top[None, :]
+    weights = gl.exp2(above)
+    if MASKS:  # a head without visible keys so far has _MASKED as its maximum
+        weights = gl.where((age < seen)[:, None], weights, 0.0)
+    total += weights
+    weights = _transposed(weights.to(query.dtype), STEP)
+    return top, total, mma_v2(values.permute([1, 0]).load(_LEFT), weights, acc)
+
+
+@gluon.jit
+def _own_parts(
+    parts,
+    q_weight,
+    k_weight,
+    turns,
+    keys,
+    values,
+    row,
+    head,
+    newest,
+    COUNT: gl.constexpr,
+    HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    SPLITS: gl.constexpr,
+    NORMS: gl.constexpr,
+    ROTATES: gl.constexpr,
+    EPS: gl.constexpr,
+    OFFSET: gl.constexpr,
+    FLOAT32: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """For many_kernel, whose arguments these are: norms and rotates the new token's heads that belong to one key/value
+    head of one row, and writes its key and value into the caches at the place `newest`. Returns the queries as a right
+    operand, [128, 8], in DTYPE; query heads that there are not are 0."""
+    ALL: gl.constexpr = HEADS + 2 * KV_HEADS
+    OWN: gl.constexpr = HEADS // KV_HEADS
+    stride: gl.constexpr = COUNT * ALL * 128
+    half = gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
+    column = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+    q_half = gl.arange(0, 64, gl.SliceLayout(1, _RIGHT))[:, None]
+    member = gl.arange(0, 8, gl.SliceLayout(0, _RIGHT))[None, :]
+    real = (member < OWN) & (q_half < 64)
+    places = (row * ALL + head * OWN + member) * 128 + q_half
+    own = (row * ALL + HEADS + head) * 128
+
+    # All is read before anything that threads exchange, as a program waits for memory only once then.
+    k_turn = _loaded(turns, turns + 64, row * 128 + half, ROTATES)
+    q_turn = _loaded(turns, turns + 64, row * 128 + q_half, ROTATES)
+    k_norm = _loaded(k_weight, k_weight + 64, half, NORMS)
+    q_norm = _loaded(q_weight, q_weight + 64, q_half, NORMS)
+    k_low = _sum(parts, own + half, half < 64, stride, SPLITS, DTYPE)
+    k_high = _sum(parts, own + 64 + half, half < 64, stride, SPLITS, DTYPE)
+    value = _sum(parts, own + KV_HEADS * 128 + column, column < 128, stride, SPLITS, DTYPE)
+    q_low = _sum(parts, places, real, stride, SPLITS, DTYPE)
+    q_high = _sum(parts, places + 64, real, stride, SPLITS, DTYPE)
+
+    inverse = gl.rsqrt((gl.sum(k_low * k_low, 0) + gl.sum(k_high * k_high, 0)) / 128 + EPS)
+    k_low, k_high = _turned(k_low, k_high, inverse, k_norm, k_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
+    place = ((row * KV_HEADS + head).to(gl.int64) * CAPACITY + newest) * 128
+    gl.store(keys + place + half, k_low.to(DTYPE))
+    gl.store(keys + place + 64 + half, k_high.to(DTYPE))
+    gl.store(values + place + column, value.to(DTYPE))
+    inverse = gl.rsqrt((gl.sum(q_low * q_low, 0) + gl.sum(q_high * q_high, 0)) / 128 + EPS)[None, :]
+    q_low, q_high = _turned(q_low, q_high, inverse, q_norm, q_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
+    query = gl.join(q_low.to(DTYPE), q_high.to(DTYPE)).permute([2, 0, 1]).reshape([128, 8])
+    return gl.convert_layout(query, _RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def many_kernel(
+    parts,
+    q_weight,
+    k_weight,
+    turns,
+    positions,
+    sinks,
+    old_keys,
+    old_values,
+    out,
+    keys,
+    values,
+    COUNT: gl.constexpr,
+    HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    SPLITS: gl.constexpr,
+    NORMS: gl.constexpr,
+    ROTATES: gl.constexpr,
+    EPS: gl.constexpr,
+    OFFSET: gl.constexpr,
+    FLOAT32: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SCALE: gl.constexpr,
+    CAP: gl.constexpr,
+    STEP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Does what attended_kernel does, for head dim 128 and at most 8 query heads a key/value head, by programs of one
+    warp. Grid: (KV_HEADS, COUNT). The arguments are those of attended_kernel.
+
+    Products are transposed, keys times queries and values times weights, so that 8 query heads are computed rather
+    than 16, and weights become an operand of the second product within registers. The new token's key and value are
+    written into the caches first, and read back with the last tile, which is the one that has them. So no tile but the
+    last one has masks, unless there is a window."""
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    OWN: gl.constexpr = HEADS // KV_HEADS
+    head, row = gl.program_id(0), gl.program_id(1)
+    position = gl.load(positions + row)
+    key_ring = gl.allocate_shared_memory(DTYPE, [STAGES, STEP, 128], _RING)
+    value_ring = gl.allocate_shared_memory(DTYPE, [STAGES, STEP, 128], _RING)
+    half = gl.arange(0, 128, gl.SliceLayout(1, _RIGHT))[:, None]
+    member = gl.arange(0, 8, gl.SliceLayout(0, _RIGHT))[None, :]
+    result = out + (row * HEADS + head * OWN + member) * 128 + half
+    if position < 0:
+        gl.store(result, gl.full([128, 8], 0.0, DTYPE, _RIGHT), mask=member < OWN)
+    else:
+        newest = position % CAPACITY
+        length = position + 1
+        seen = gl.minimum(length, WINDOW) if WINDOW > 0 else length
+        end = gl.minimum(length, CAPACITY)
+        # A row that fits the cache has its keys in order. In a longer one every key of the ring may be visible; the
+        # oldest ones come first, and those in the tile of the new token last.
+        last = newest // STEP * STEP
+        first = (length - seen) // STEP * STEP
+        before = (last - first) // STEP
+        if length > CAPACITY:
+            first = gl.where(last + STEP == CAPACITY, 0, last + STEP)
+            before = CAPACITY // STEP - 1
+
+        _, j, column = _tile_places(STEP)
+        cache = (row * KV_HEADS + head).to(gl.int64) * (CAPACITY * 128)
+        key_lines, value_lines = keys + cache + (j * 128 + column), values + cache + (j * 128 + column)
+        ahead = first
+        # The copies of each tile are a group. The last group of the first tiles is closed after the own parts, because
+        # the tile of the new token may belong to it.
+        for index in gl.static_range(STAGES - 1):
+            if index > 0:
+                async_copy.commit_group()
+            if index < before:
+                _copied(key_lines, value_lines, key_ring, value_ring, index, ahead, end, STEP, 0)
+            ahead = gl.where(ahead + STEP == CAPACITY, 0, ahead + STEP)
+
+        query = _own_parts(
+            parts,
+            q_weight,
+            k_weight,
+            turns,
+            keys,
+            values,
+            row,
+            head,
+            newest,
+            COUNT,
+            HEADS,
+            KV_HEADS,
+            CAPACITY,
+            SPLITS,
+            NORMS,
+            ROTATES,
+            EPS,
+            OFFSET,
+            FLOAT32,
+            DTYPE,
+        )
+        tl.debug_barrier()  # the key and value are written before another thread copies them
+        if before < STAGES - 1:
+            _copied(key_lines, value_lines, key_ring, value_ring, before, last, end, STEP, 1)
+        async_copy.commit_group()
+
+        heads = gl.arange(0, 8, gl.SliceLayout(0, _SUMS))
+        if sinks is None:
+            sink = gl.full([8], _MASKED, gl.float32, gl.SliceLayout(0, _SUMS))
+        else:
+            sink = gl.load(sinks + head * OWN + heads, mask=heads < OWN, other=_MASKED)
+        top, total = sink, gl.full([STEP, 8], 0.0, gl.float32, _SUMS)
+        acc = gl.full([128, 8], 0.0, gl.float32, _SUMS)
+        slot, begin = 0, first
+        for index in range(before):
+            async_copy.wait_group(STAGES - 2)  # all groups but those of tiles after this one
+            into = gl.where(slot == 0, STAGES - 1, slot - 1)
+            if index + (STAGES - 1) < before:
+                _copied(key_lines, value_lines, key_ring, value_ring, into, ahead, end, STEP, 0)
+            else:
+                if index + (STAGES - 1) == before:
+                    _copied(key_lines, value_lines, key_ring, value_ring, into, last, end, STEP, 1)
+            async_copy.commit_group()
+            top, total, acc = _seen(
+                key_ring.index(slot),
+                value_ring.index(slot),
+                query,
+                top,
+                total,
+                acc,
+                begin,
+                newest,
+                seen,
+                SCALE,
+                CAP,
+                CAPACITY,
+                STEP,
+                WINDOW,
+            )
+            ahead = gl.where(ahead + STEP == CAPACITY, 0, ahead + STEP)
+            begin = gl.where(begin + STEP == CAPACITY, 0, begin + STEP)
+            slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+        async_copy.wait_group(0)
+        top, total, acc = _seen(
+            key_ring.index(slot),
+            value_ring.index(slot),
+            query,
+            top,
+            total,
+            acc,
+            last,
+            newest,
+            seen,
+            SCALE,
+            CAP,
+            CAPACITY,
+            STEP,
+            1,
+        )
+        total = gl.sum(total, 0)
+        if sinks is not None:
+            total += gl.where(sink > _MASKED, gl.exp2(sink - top), 0.0)
+        acc = acc * (1.0 / gl.maximum(total, 1e-30))[None, :]
+        gl.store(result, _transposed(acc.to(DTYPE), 128), mask=member < OWN)
