@@ -33,7 +33,7 @@ _MANY_GROUP = 8  # the most query heads a key/value head of that kernel
 # The longest cache that it reads where there are more than two programs a multiprocessor. One warp reads a row's keys
 # one after another, so that a step would wait long for a row of far more keys than the others, which decode_attention
 # divides.
-_MANY_CAPACITY = 4096
+_MANY_CAPACITY = 3072
 
 
 def attended(
@@ -62,7 +62,7 @@ def attended(
       scale, window, soft_cap, sinks: as for decode_attention.
       batch_invariant: False: the kernel may sum the keys in other tiles, by several programs if N is small, and by the
         kernel in Gluon if it is large.
-      implementation: "triton" (one kernel; caches of 16 bits with at most 1,024 keys, or 4,096 if it is the kernel in
+      implementation: "triton" (one kernel; caches of 16 bits with at most 1,024 keys, or 3,072 if it is the kernel in
         Gluon and N is large, D of 64, 128, 256 or 512), "apart" (`placed` and decode_attention, each by the
         implementation that it chooses), or None for the first that supports the call.
     Returns:

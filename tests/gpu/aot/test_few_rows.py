@@ -232,8 +232,8 @@ def test_the_attention_of_many_rows_fits_a_hopper_gpu(dtype, everything, tmp_pat
     ("rows", "capacity", "invariant", "kernel"),
     [
         (64, 2304, False, "many_kernel"),
-        (64, 4096, False, "many_kernel"),
-        (64, 4128, False, None),
+        (64, 3072, False, "many_kernel"),
+        (64, 3104, False, None),
         (64, 2304, True, None),
         (33, 1024, False, "many_kernel"),
         (33, 2304, False, None),
