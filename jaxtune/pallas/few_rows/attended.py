@@ -1,7 +1,9 @@
-"""`attended`: what a decoding step does between the product of query, key and value and that of the attention's output.
-For short caches one kernel (attended_kernels.py; attended_gluon.py where many rows decode) does what `placed` and
-decode_attention do. It saves the start and end of a kernel, and the queries' way through memory. Other calls run these
-two."""
+"""`attended` computes the attention of a decoding step, from the product of query, key and value to the input of the
+output projection. It norms and rotates the new token's heads, writes its key and value into the caches, and attends to
+the keys in them. `placed` and decode_attention do the same in two operations. For short caches one kernel does all of
+it, so that one kernel fewer starts and ends, and the queries are not written to memory. That kernel is
+attended_kernels.py, or attended_gluon.py where many rows decode. For all other calls `attended` runs the two
+operations."""
 
 from __future__ import annotations
 

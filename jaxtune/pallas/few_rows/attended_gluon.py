@@ -24,8 +24,9 @@ _RING = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))  # 8 rows of 16 b
 
 @gluon.jit
 def _transposed(x, ROWS: gl.constexpr):
-    """Brings x, 16-bit [ROWS, 8] as an accumulator has it, into the layout of a right operand: by movmatrix, which
-    transposes 8 x 8 numbers. What each thread gets is where the right operand wants it."""
+    """Returns x, 16-bit [ROWS, 8], in the layout of a right operand (_RIGHT). x has the layout of an accumulator
+    (_SUMS). The instruction movmatrix transposes blocks of 8 x 8 numbers between the threads of the warp. After it each
+    thread already has the numbers that it needs as a part of a right operand, so nothing else is moved."""
     x = gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
     )
@@ -35,8 +36,9 @@ def _transposed(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def _tile_places(STEP: gl.constexpr):
-    """The places in a tile of STEP rows that a thread copies, as three parts of an index [STEP / 2, 2, 128]: rows
-    2 i + j, of which i differs between a thread's registers only, and columns."""
+    """Returns the indices i, j and column of the numbers of a tile of STEP rows and 128 columns, arranged as [STEP / 2,
+    2, 128]: a number is in row 2 i + j. A thread copies numbers of all i, but of only one j and 8 columns, so that the
+    addresses of a thread differ by constants only."""
     PARTS: gl.constexpr = gl.BlockedLayout([STEP // 2, 1, 8], [1, 2, 16], [1, 1, 1], [2, 1, 0])
     i = gl.arange(0, STEP // 2, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))[:, None, None]
     j = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))[None, :, None]
@@ -46,8 +48,16 @@ def _tile_places(STEP: gl.constexpr):
 
 @gluon.jit
 def _copied(key_lines, value_lines, key_ring, value_ring, slot, begin, end, STEP: gl.constexpr, MASKS: gl.constexpr):
-    """Starts the copies of the keys and values from `begin` on into a slot of the rings. key_lines, value_lines:
-    pointers [1, 2, 128] to the first two rows of the head. MASKS: only rows before `end` are read; the others are 0."""
+    """Starts to copy a tile of STEP keys and values into shared memory, and does not wait for it.
+
+    Args:
+      key_lines, value_lines: pointers [1, 2, 128] to the numbers of the first two keys and values of the head.
+      key_ring, value_ring: shared memory [STAGES, STEP, 128], in which each tile has a slot.
+      slot: the index of the slot that gets the tile.
+      begin: the index of the tile's first key in the cache.
+      end: the number of keys in the cache that have been written; it is only used with MASKS.
+      MASKS: 1: keys and values from `end` on are not read, and the tile has zeros there. 0: all are read.
+    """
     i, j, column = _tile_places(STEP)
     # The offset of i is constant in each register, and becomes a part of the instruction.
     keys = (key_lines + begin * 128 + i * 256).reshape([STEP, 128])
@@ -205,13 +215,16 @@ def many_kernel(
     STEP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Does what attended_kernel does, for head dim 128 and at most 8 query heads a key/value head, by programs of one
-    warp. Grid: (KV_HEADS, COUNT). The arguments are those of attended_kernel.
+    """Computes what attended_kernel computes, for head dim 128 and at most 8 query heads for each key/value head. Each
+    program is one warp. Grid: (KV_HEADS, COUNT). The arguments are those of attended_kernel.
 
-    Products are transposed, keys times queries and values times weights, so that 8 query heads are computed rather
-    than 16, and weights become an operand of the second product within registers. The new token's key and value are
-    written into the caches first, and read back with the last tile, which is the one that has them. So no tile but the
-    last one has masks, unless there is a window."""
+    The left operands of the two products are keys and values, and the right ones are queries and weights. A tensor core
+    multiplies by at least 8 columns on the right, but by 16 rows on the left, so that 8 query heads suffice in place of
+    16. The weights are also moved to the second product within registers.
+
+    The last tile is the one with the place of the new token. The program writes the new key and value into the caches
+    before it starts to copy this tile, and so reads them from there. Only this tile needs masks, unless there is a
+    window."""
     DTYPE: gl.constexpr = out.dtype.element_ty
     OWN: gl.constexpr = HEADS // KV_HEADS
     head, row = gl.program_id(0), gl.program_id(1)

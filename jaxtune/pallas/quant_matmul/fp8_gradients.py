@@ -55,12 +55,13 @@ def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
 
 
 def _first_use(dtype, width: int, several: bool) -> str | None:
-    """Checks the kernel at the first use for each combination of arguments: its products are compared with those of
-    plain JAX, and its codes and scales with those of fp8_rounding's kernel. Returns the reason, in words, why this GPU
-    must not run the kernel, or None if the results agree. Without a GPU nothing is compared, and the result is None.
+    """Checks the kernel when it is first used with these arguments. The kernel's products are compared with those of
+    plain JAX, and its codes and scales with those of fp8_rounding's kernel. Returns None if they agree, and otherwise
+    the reason in words, for which this GPU must not run the kernel. Without a GPU nothing is compared, and None is
+    returned.
 
-    In the case that is compared, one program computes all rows of a block of columns. It thus reads tiles ahead many
-    times, so that the comparison would find a tile that is written over too early.
+    In the compared case one program computes all rows of a block of columns. It reads many tiles ahead of their use. If
+    one were overwritten too early, the results would differ.
 
     Args:
       dtype: of the gradients.

@@ -659,9 +659,9 @@ def _first_normed(width: int, blocks: bool) -> str | None:
             return (wide, of_rows) if inner is None else (wide, of_rows, inner)
 
         def exact(x, weight, a):
-            """Computes in plain JAX, in float32, what the kernel computes before it rounds. Returns (the normed x
-            [333, 2304]; the inverse root mean squares of the rows of x [333, 1]; the normed x times a^T [333, width],
-            or None if a is None)."""
+            """Computes the kernel's results before they are rounded, in plain JAX and float32. Returns (the normed x
+            [333, 2304]; the reciprocal root mean square of each row of x [333, 1]; the product of the normed x and a^T
+            [333, width], or None if a is None)."""
             wide = normed(x.astype(jnp.float32), weight, 1e-6, 0.0, True)
             return wide, inverse_rms(x, 1e-6), None if a is None else _thin(wide, a)
 
