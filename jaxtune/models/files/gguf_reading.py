@@ -31,6 +31,9 @@ from jaxtune.models.files.gguf_names import (
 )
 from jaxtune.models.files.tensor_entries import listed
 
+Combine = Callable[[list[np.ndarray]], np.ndarray]  # of a tensor's sources in a file
+
+
 @dataclasses.dataclass(frozen=True)
 class _Opened:
     """A parsed file: its metadata, and gguf's description of each tensor, whose bytes stay mapped."""
@@ -187,9 +190,7 @@ def _joined(arrays: list[np.ndarray], rows: tuple[slice, slice], turned: bool) -
     return whole.swapaxes(1, 2) if turned else whole
 
 
-def _entry(
-    whole: _Opened, name: str, shape: tuple[int, ...], sources: list[str], combine: Combine | None
-) -> GgufEntry:
+def _entry(whole: _Opened, name: str, shape: tuple[int, ...], sources: list[str], combine: Combine | None) -> GgufEntry:
     """The entry of a tensor of the model that these tensors of the file make."""
     tensors = [whole.tensors[source] for source in sources]
     kinds = {tensor.tensor_type.name for tensor in tensors}

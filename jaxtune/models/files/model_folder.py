@@ -1,8 +1,5 @@
-"""The files of a model's folder other than the data of tensors; a GGUF file stands for a folder. `resolve_folder` finds
-the folder, locally or on the hub. `read_config` reads its config.json, `find_config` that of a model whose folder need not be there, `weight_entries`
-the index and the headers of its weight files, `read_generation_config` its generation_config.json, and `load_tokenizer`
-its tokenizer; `require_tokenizer` only looks whether there is one. `read_json` and `write_json` handle any JSON file,
-and `save_companions` writes what comes with the weights. A damaged file is refused with its name."""
+"""The files of a model's folder other than the data of tensors; a GGUF file stands for a folder. A damaged file is
+refused with its name."""
 
 from __future__ import annotations
 
@@ -215,10 +212,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_config(path: str | os.PathLike) -> dict[str, Any]:
-    """The parsed config.json of a model whose weights are not needed: for a plan that a command shows without a run,
-    and for the planned memory of a teacher. `path` is a folder, a GGUF or JSON file, the name of a published model whose config
-    this package contains (PUBLISHED, published.py), or another name on the Hugging Face hub, from which this one file
-    is then fetched into the local cache. The first of these that there is, in this order, is used. The caller may
+    """The parsed config.json of a model whose weights are not needed, for a plan.
+
+    `path` is a folder, a GGUF or JSON file, the name of a published model whose config this package contains
+    (PUBLISHED), or another name on the Hugging Face hub, from which this one file is then fetched. The caller may
     change what is returned.
 
     Raises:
