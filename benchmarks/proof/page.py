@@ -1,4 +1,4 @@
-"""docs/proof.md and its pictures, from the records in benchmarks/results/proof: what has no record is not on the page."""
+"""docs/proof.md and its pictures, from the records in benchmarks/results/proof; what has none is not on the page."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def common(model: str, output: Path, steps: int) -> list[str]:
         f"steps={steps}",
         "rows_per_step=64",
         "schedule.name=constant",
-        "evaluation.generate=rewards",
+        "evaluation.generate=[rewards]",
         "evaluation.generate_rows=256",
         "evaluation.max_new_tokens=24",
         "evaluation.at_start=true",
@@ -79,7 +79,7 @@ def run(model: str, output: Path, steps: int, seconds: float, at_once: int, seed
 def resumed(own: list[str], output: Path, steps: int, until: float) -> dict[str, Any]:
     """Kills a run in its middle, resumes it with the same command, and compares its adapter's bytes with an
     uninterrupted run's."""
-    more = (f"steps={steps}", "checkpoint.every_steps=2", "deterministic=true", "evaluation.generate=null")
+    more = (f"steps={steps}", "checkpoint.every_steps=2", "deterministic=true", "evaluation.generate=[]")
     words = [word for word in own if not word.startswith(("evaluation.generate", "checkpoint.", "steps="))]
     digests, killed_at = {}, None
     for name in ("whole", "killed"):

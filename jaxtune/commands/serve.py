@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> None:
     answers have --grace seconds to end, and the exit code is 0. A second one ends it at once.
     """
     parser = common.parser("serve", run.__doc__)
-    parser.add_argument("model", help="model folder, hub name or adapter folder")
+    parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")
     parser.add_argument(
         "--adapter",
         action="append",
