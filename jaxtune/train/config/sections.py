@@ -78,7 +78,10 @@ class DataConfig:
         "Fill rows with several whole documents; false: one padded document a row; step: a step has rows_per_step "
         "documents (or pairs), which share rows.",
     ] = True
-    overflow: Annotated[Literal["truncate", "split", "error"], "Documents longer than data.length."] = "truncate"
+    overflow: Annotated[
+        Literal["truncate", "split", "drop", "error"],
+        "Documents longer than data.length: cut, divided, left out, or an error.",
+    ] = "truncate"
     on_bad_row: Annotated[Literal["error", "skip"], "Rows that cannot be used; they are reported as file:line."] = (
         "error"
     )

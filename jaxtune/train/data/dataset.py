@@ -103,7 +103,12 @@ class TokenDataset:
         data.length was not tokenised, and that no response has a span that data.mask_spans masks. The rows are packed
         for it, with the errors of `rows`."""
         found, report = self.summary.warnings(), self.report
-        if report.dropped:
+        if report.dropped and self.overflow == "drop":
+            found.append(
+                f"{report.dropped:,} of {report.documents:,} documents left out: empty, or longer than data.length="
+                f"{self.length} (data.overflow=drop)"
+            )
+        elif report.dropped:
             found.append(
                 f"{report.dropped:,} of {report.documents:,} documents dropped: empty, or cut at data.length="
                 f"{self.length} before their first trained token; raise data.length"
@@ -220,7 +225,8 @@ def prepare(
         mask_spans: (opening, closing) pairs of texts, such as ("<think>", "</think>"): the tokens of a response from
             an opening to its closing, both included, or to the end of the response, are not trained on.
         packing: True puts several documents into a row, False one; "step" packs the documents of each step separately.
-        overflow: longer documents are cut ("truncate"), divided into pieces ("split"), or refused ("error").
+        overflow: longer documents are cut ("truncate"), divided into pieces ("split"), left out ("drop"), or refused
+            ("error").
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
         max_rows: the largest number of rows to read; None reads all.
         cache_dir: the folder of token caches; None: as `cache_folder` says. A list of dicts is not cached.
@@ -298,7 +304,7 @@ def _changed_while_read(sources: list[Source], template: str | None) -> ValueErr
 
 def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> None:
     """Raises ValueError if one of these arguments of `prepare` has a value that is not allowed: on_bad_row (not
-    "error" or "skip"), overflow (not "truncate", "split" or "error"), or a `format` that does not fit `pairs`. A
+    "error" or "skip"), overflow, or a `format` that does not fit `pairs`. A
     preference or labelled format needs pairs=True, and pairs=True needs one of them. It is called before any row is
     read; a `format` that is not known at all is refused by `read_rows`."""
     if (format in (PREFERENCE, LABELLED)) != pairs:

@@ -41,7 +41,7 @@ class PackedPairs:
         documents: two documents for each pair.
         length: without `width`, the most tokens of a pair, and the length of a row; with `width`, the most tokens of
             each document.
-        overflow: what happens to what is longer: "truncate" or "error".
+        overflow: what happens to what is longer: "truncate", "drop" or "error".
         packing: True puts several pairs into a row; False gives every pair a row of its own.
         reference: float32[documents] or None, the sum of the log-probabilities of each document's answer under the
             reference model. NaN where it is not computed yet; it is filled in place later.
@@ -74,7 +74,9 @@ class PackedPairs:
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
         if overflow == "split":
-            raise ValueError("data.overflow = 'split': a pair cannot be laid out in pieces; set truncate or error")
+            raise ValueError(
+                "data.overflow = 'split': a pair cannot be laid out in pieces; set truncate, drop or error"
+            )
         self.documents, self.length, self.full = documents, width or length, False
         self.reference, self.labels = reference, labels
         lengths = np.asarray(documents.lengths).reshape(-1, 2)
@@ -84,7 +86,7 @@ class PackedPairs:
                 plan_rows(lengths.reshape(-1), length, overflow="error", packing=False, name=documents.source)
         else:
             kept = _shortened(lengths, length) if width is None else np.minimum(lengths, length)
-        if whole:
+        if whole or overflow == "drop":
             kept = np.where((kept < lengths).any(1, keepdims=True), 0, kept)
         trained = np.array(documents.trained).reshape(-1, 2)
         for pair, side in np.argwhere(kept < lengths):
