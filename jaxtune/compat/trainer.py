@@ -57,9 +57,11 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.templates import derive_markers
 from jaxtune.train.display.metrics import JSONL
-from jaxtune.train.folder.run_rows import is_stream
+from jaxtune.train.folder.run_rows import InOrder, is_stream
 from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer
+
+_TRL_WINDOW = 1_000  # the rows of a stream that TRL packs at a time
 
 
 class SFTTrainer(Evaluations):
@@ -282,6 +284,7 @@ class SFTTrainer(Evaluations):
                 length=row_length(args, self.model),
                 # Of a stream no step can be laid out before; padded, it trains on the same rows in as many steps.
                 packing=packing or (False if streamed else "step"),
+                buffer_size=_TRL_WINDOW if streamed and packing else DataConfig.buffer_size,
                 template=args.chat_template_path,
                 num_workers=args.dataset_num_proc,
                 **self._masking,
@@ -357,7 +360,12 @@ class SFTTrainer(Evaluations):
         (those of a stream are read later). It is made once, at the first use, so that the constructor tokenises
         nothing, and once more after train_on_responses_only."""
         config = self.config(prepared=False)
-        return Trainer(self._to_train(), self.tokenizer, config, self._rows["train"], self._rows.get("eval"))
+        return Trainer(self._to_train(), self.tokenizer, config, self._train_rows(), self._rows.get("eval"))
+
+    def _train_rows(self) -> Any:
+        """The script's rows to train on; a stream keeps its order, whatever train_sampling_strategy is."""
+        rows = self._rows["train"]
+        return InOrder(rows) if is_stream(rows) else rows
 
     @property
     def _epoch_steps(self) -> int:
@@ -375,7 +383,7 @@ class SFTTrainer(Evaluations):
         """Makes the jaxtune Trainer of one call of train(), or of evaluate() without rows of its own, on the tokenised
         rows, or on a stream of rows. resume: "auto" continues the run in output_dir, "never" starts a new one.
         callbacks: those of jaxtune.train, such as an Events."""
-        data, rows = self._prepared, self._rows["train"]
+        data, rows = self._prepared, self._train_rows()
         if data.train_data is not None:
             rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())
         held_out = None if data.eval_data is None else self._rows_for(data.eval_data)

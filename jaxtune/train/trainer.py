@@ -49,7 +49,7 @@ from jaxtune.train.folder.record import (
 )
 from jaxtune.train.folder.results import Delivery
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG
-from jaxtune.train.folder.run_rows import Reader, own_lanes, run_rows, samples, source_of
+from jaxtune.train.folder.run_rows import Reader, run_rows, samples, source_of
 from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
 from jaxtune.train.objectives import references
@@ -155,7 +155,6 @@ class Trainer:
         self.flops = flop_counter(self.model.prepared)
         config, mesh, planner = setup.planned(config, self.model, self.objective, self.batches, optimizer, trains)
         self.slots, self.answers = setup.with_slots(planner, self.model.prepared, self.batches, self.answers)
-        self.batches.divide(mesh.size, own_lanes(mesh))
         self.engine = Engine(*programs, planner, mesh, self.batches, config, self.eval_data and self.eval_data.rows)
 
     @property

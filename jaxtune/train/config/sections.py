@@ -53,7 +53,7 @@ class DataConfig:
     eval: Annotated[str | None, "Held-out rows, in the same formats."] = None
     eval_rows: Annotated[
         int | float,
-        "Without data.eval: this many rows are taken out of data.train for evaluation; below 1: this share of them.",
+        "Without data.eval: this many distinct rows are taken out of data.train for evaluation; below 1: this share.",
     ] = 0
     format: Annotated[str, "Format of the rows; 'auto' reads it from their columns."] = "auto"
     columns: Annotated[

@@ -63,6 +63,8 @@ class TokenDataset:
     does) or "given" (as they were packed)."""
     max_documents: int | None = None
     """The most documents that a packed row may have, and for which its batches have room; None sets no limit."""
+    copies: int = 0
+    """Rows that `split` left out of training because they equal one that it held out."""
     teacher: TeacherValues | None = None
     """A teacher's log-probabilities, which the batches of the rows then have too, for distillation from stored values;
     None without."""
@@ -112,6 +114,8 @@ class TokenDataset:
             found.append(
                 f"{self.summary.cut:,} documents are so long that their text beyond data.length was not tokenised"
             )
+        if self.copies:
+            found.append(f"{self.copies:,} rows are left out because they equal held-out ones (data.eval_rows)")
         if self.mask_spans and not self.summary.masked:
             found.append("data.mask_spans: no response holds such a span")
         return found
@@ -160,16 +164,11 @@ class TokenDataset:
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
     def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:
-        """Divides the documents into two data sets (train, eval), as data.eval_rows asks. `run_rows.run_rows` calls it
-        if data.eval_rows is set and no other rows are given to evaluate on. If others are given, it calls it only for a
-        Trainer that does not train, and uses only the first set. Rows that are streamed, mixed or sampled are not
-        divided.
-
-        eval_rows: the number of documents for evaluation, or below 1 the share of them. Those whose tokens have the
-        smallest hashes are chosen (`Documents.held_out`). Training documents that equal a held-out one are in neither
-        data set. Raises ValueError if either set would be empty."""
-        train, held_out = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
-        return self._of(train), self._of(held_out)
+        """(train, eval), as data.eval_rows asks. eval_rows: the number of distinct documents for evaluation, or below 1
+        the share of them, chosen by `Documents.held_out`. Training rows that equal one are in neither set, and are
+        counted as `copies` of the first. Raises ValueError if either set would be empty."""
+        train, held_out, copies = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
+        return dataclasses.replace(self._of(train), copies=copies), self._of(held_out)
 
     def _of(self, documents: np.ndarray) -> TokenDataset:
         """A copy of this data set with only the documents at the indices `documents` (int[n]), in that order; `split`

@@ -155,7 +155,11 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
         "schedule.warmup_ratio); the schedule of this one depends on the number of steps. To continue training with "
         f"another schedule, start a new run from its result, with {result} and another output"
     )
-    harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, shorter))
+    lanes = (
+        "An older version gave each device shards of its own, so that files weighed by the number of devices; the rows "
+        f"of such a run cannot be continued. Start a new run from its result, with {result} and another output"
+    )
+    harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, shorter) | {"data.lanes": lanes})
     return [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless]
 
 
