@@ -179,11 +179,10 @@ def _quantizable(model: Decoder) -> list[tuple[Component, Linear | ExpertLinear]
 
 
 def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Batch]]:
-    """Loads what `Sensitivity` needs: (the model of a recipe without its adapter, in 16 or 32 bits unless the
-    checkpoint itself stores quantised weights, which `Sensitivity` then refuses; batches of the first `rows` packed
-    rows, held-out ones if the recipe has some, otherwise of those that it trains on). Batches have up to 8,192 tokens,
-    or one longer row; the last one ends with rows of padding if the rows do not fill it. config: the recipe's; its formats, QAT and adapter
-    are not used.
+    """(the model of a recipe without its adapter, in 16 or 32 bits unless the checkpoint itself stores quantised
+    weights; batches of the first `rows` packed rows, held-out ones if the recipe has some, otherwise of those that it
+    trains on). Batches have up to 8,192 tokens, or one longer row; the last one may end with rows of padding. config:
+    the recipe's; its formats, QAT and adapter are not used.
 
     Raises:
       ValueError: the recipe has another objective than sft, or a precision map already; it has no held-out rows, and

@@ -86,8 +86,9 @@ class BatchSource:
     `train_rows`.
 
     A subclass sets `rows_per_step` and defines `length` and `batch_at`, which makes the batch of a step; `empty` makes
-    one of padding. Before the first batch, `limit_slots` says how many answers may be sampled at a time. `position` and `resume` are for checkpoints, which also record `identity`;
-    `described`, `warnings` and `news` are texts for the screen, and `metrics_at` adds to the log.
+    one of padding. Before the first batch, `limit_slots` says how many answers may be sampled at a time. `position` and
+    `resume` are for checkpoints, which also record `identity`; `described`, `warnings` and `news` are texts for the
+    screen, and `metrics_at` adds to the log.
     """
 
     rows_per_step: int
@@ -135,8 +136,8 @@ class BatchSource:
         return Batch.empty(rows, self.length)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of a step (counted from 0), as numpy arrays `[rows_per_step, ...]`: the rows of all devices, the same
-        in every process and whatever the number of devices. A subclass defines it; here it raises NotImplementedError.
+        """The batch of a step (from 0), as numpy arrays `[rows_per_step, ...]`: the rows of all devices, the same in
+        every process and whatever the number of devices. A subclass defines it; here it raises NotImplementedError.
 
         The run calls it for every step. Before the run, --check shows a row of step 0. Steps are asked for in ascending
         order, from the step that the run begins or resumes with. The latest one may be asked for again.

@@ -130,8 +130,8 @@ class Documents:
             what: what is chosen, in plural ("rows" or "pairs"), for error messages.
 
         Returns:
-            (training, held-out, copies): indices into `firsts`, int64, both ascending, and how many rows are in neither,
-                because they equal a held-out one.
+            (training, held-out, copies): indices into `firsts`, int64, both ascending, and the number of rows in
+                neither, because they equal a held-out one.
 
         Raises:
             ValueError: the number to choose is not between 1 and one less than the texts.

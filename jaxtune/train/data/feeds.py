@@ -192,7 +192,7 @@ class FedBatches(BatchSource):
         return np.minimum(chosen, len(self.sets) - 1).tolist()
 
     def _open(self) -> list[Feed]:
-        """The feed of each set, opened at the positions of `resume` on the first call and on the first after `close`."""
+        """The feed of each set, opened at the positions of `resume` on the first call after `close`, too."""
         if not self._feeds:
             self._feeds = [
                 one.feed(self._seed + (number << 48), place)
@@ -211,8 +211,8 @@ class FedBatches(BatchSource):
         return list(self._positions[step])
 
     def resume(self, step: int, position: Json) -> None:
-        """Continues with `step` as the next step, at what `position(step)` returned in an earlier process. A position of
-        an older version, {"0": positions}, is that of one device, whose rows were those of every device now."""
+        """Continues with `step` as the next step, at what `position(step)` returned in an earlier process. Older
+        versions recorded {"0": positions} for one device, whose rows were those that all runs have now."""
         known = position["0"] if isinstance(position, dict) and [*position] == ["0"] else position
         if not isinstance(known, list) or len(known) != len(self.sets):
             raise ValueError(f"the checkpoint's position in the rows is not one of {len(self.sets)} sets: {position!r}")

@@ -1,10 +1,10 @@
 """Streams: rows that are read during the run, from files too large to be tokenised before it or from data sets that
 come over a network.
 
-A stream is a list of shards (`reading.Source`), read one after another in an order drawn for the epoch, a window of rows
-at a time. A window is tokenised and packed like a small data set, and its packed rows are used in an order drawn for the
-window, while a thread makes the next one. No device and no process has rows of its own: every process of a run reads and
-tokenises all of the stream, so that the rows of a step depend on neither number.
+A stream is a list of shards (`reading.Source`), read one after another in an order drawn for the epoch, a window of
+rows at a time. A window is tokenised and packed like a small data set, and its packed rows are used in an order drawn
+for the window, while a thread makes the next one. Every process of a run reads and tokenises all of the stream, so that
+the rows of a step depend neither on the number of devices nor on that of processes.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class StreamedRows:
     # ---- used by its feeds
 
     def read(self, source: Source, after: int, epoch: int = 0) -> Iterator[Row]:
-        """Yields the rows of a shard whose number is above `after`, in pass `epoch` over the stream. The fingerprint of a
-        file is compared first, so that no run mixes two versions of it.
+        """Yields the rows of a shard whose number is above `after`, in pass `epoch` over the stream. The fingerprint of
+        a file is compared first, so that no run mixes two versions of it.
 
         Raises:
             ValueError: the shard is missing, has changed since this object was made, or cannot be read.
@@ -280,9 +280,9 @@ class StreamFeed:
         self._loading = self._load()
 
     def next(self) -> tuple[Rows, int]:
-        """(rows, index): the next row is row `index` of `rows`, the packed rows of a window. Waits if the next window is
-        not made yet, and raises the error of the thread that makes it, such as ValueError if a shard cannot be read or
-        no row of a whole epoch can be trained on."""
+        """(rows, index): the next row is row `index` of `rows`, the packed rows of a window. Waits if the next window
+        is not made yet, and raises the error of the thread that makes it, such as ValueError if a shard cannot be read
+        or no row of a whole epoch can be trained on."""
         while self._window is None or self._taken >= len(self._window.order):
             if self._window is not None:
                 self._taken = 0

@@ -165,7 +165,7 @@ class Engine:
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
-        """Micro-batch `part` (from 0) of `parts` of a step's batch: consecutive rows, placed on the devices of the mesh.
+        """Micro-batch `part` (from 0) of `parts` of a step's batch: consecutive rows, placed on the devices.
         If tables of embeddings are on the host, the rows of the micro-batch's tokens are looked up and placed with it,
         so that no program copies a part of larger rows."""
         size = batch.tokens.shape[0] // parts
