@@ -57,6 +57,7 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.templates import derive_markers
 from jaxtune.train.display.metrics import JSONL
+from jaxtune.train.folder.record import with_today
 from jaxtune.train.folder.run_rows import InOrder, is_stream
 from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer
@@ -98,6 +99,8 @@ class SFTTrainer(Evaluations):
         ("dataset_text_field", "max_seq_length", "packing", "dataset_num_proc", "neftune_noise_alpha")
         + ("model_init_kwargs", "dataset_kwargs", "eval_packing")
     )
+
+    _today: str | None = None  # the day that the chat template writes, once it is known
 
     def __init__(
         self,
@@ -271,7 +274,7 @@ class SFTTrainer(Evaluations):
         if args.gradient_checkpointing is not None:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
         stored: Any = stored_in(self.model.module)
-        return TrainConfig(
+        made = TrainConfig(
             model=ModelConfig(
                 path="in memory" if source is None else source.path,
                 load_in=stored,
@@ -286,6 +289,7 @@ class SFTTrainer(Evaluations):
                 packing=packing or (False if streamed else "step"),
                 buffer_size=_TRL_WINDOW if streamed and packing else DataConfig.buffer_size,
                 template=args.chat_template_path,
+                today=self._today,
                 num_workers=args.dataset_num_proc,
                 **self._masking,
             ),
@@ -318,6 +322,9 @@ class SFTTrainer(Evaluations):
             metrics=metrics_config(args, log_every),
             output=os.fspath(args.output_dir),
         )
+        made = with_today(made, self.tokenizer)
+        self._today = made.data.today
+        return made
 
     def _strategies(self) -> tuple[str, str]:
         """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; raises ValueError for another value, for

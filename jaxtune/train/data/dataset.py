@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from jaxtune.conversations import dates
 from jaxtune.system import terminal
 from jaxtune.train.data.batches import Batches, Order
 from jaxtune.train.data.cache import Summary, cache_folder, cache_key, collect, open_or_build
@@ -21,7 +22,7 @@ from jaxtune.train.data.packaged import packaged_that_fit
 from jaxtune.train.data.packing import OVERFLOW_POLICIES, NothingUsable, Overflow, PackedRows, PackingReport
 from jaxtune.train.data.reading import Source, open_sources, read_rows
 from jaxtune.train.data.teacher_values import TaughtRows, TeacherValues
-from jaxtune.train.data.templates import resolve_template
+from jaxtune.train.data.templates import resolve_template, writes_today
 from jaxtune.train.data.workers import Chunk, encode_rows
 
 # The values of data.packing: True packs several documents into a row, False gives each a row of its own, and "step"
@@ -185,6 +186,7 @@ def prepare(
     format: str = "auto",
     columns: Mapping[str, str] | None = None,
     template: str | None = None,
+    today: str | None = None,
     train_on: Literal["responses", "all"] = "responses",
     instruction_part: str | None = None,
     response_part: str | None = None,
@@ -212,6 +214,7 @@ def prepare(
         template: None or "tokenizer" (the tokenizer's own chat template), a name of packaged.py, the path of a .jinja
             file, or Jinja text. With None, Alpaca rows get Alpaca's prompt, and a prompt that is plain text is followed
             directly by its completion; with any other value both become a conversation.
+        today: the day that the template writes, such as 2026-11-28; None: the current one. Tokens are cached by it.
         train_on: "responses" trains on responses only, "all" on all tokens.
         instruction_part, response_part: markers, the texts that begin a user's turn and a response, both or neither.
             They find the responses instead of the template, except in rows whose own text has one or a special token.
@@ -243,6 +246,7 @@ def prepare(
         resolve_template(tokenizer, template)
     options = {
         "template": template,
+        "today": (today or dates.today()) if writes_today(tokenizer, template) else None,
         "train_on": train_on,
         "instruction_part": instruction_part,
         "response_part": response_part,
