@@ -244,12 +244,10 @@ class SFTTrainer(Evaluations):
         )
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """The TrainConfig for the arguments: an update has as many examples as in transformers, each cut at max_length,
-        and there are as many updates. Examples share rows without changing results, unless packing is asked for; then
-        an update has that number of packed rows, as in TRL. Raises ValueError for an argument that is not supported.
-        The constructor makes one to refuse such arguments early, and each call of train() its own. resume: "auto"
-        continues the run in output_dir, "never" starts a new one. prepared: True: rows are tokenised if the steps of an
-        epoch must be known; False: they are not, and numbers that depend on them are left out."""
+        """The TrainConfig for the arguments: an update has as many examples as in transformers (with packing, as many
+        packed rows), each cut at max_length. Raises ValueError for an argument that is not supported. resume: "auto"
+        continues the run in output_dir, "never" starts a new one. prepared: False: rows are not tokenised to know the
+        steps of an epoch, and numbers that depend on them are left out."""
         args, source = self.args, self.model.module.source
         batch, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
         saves, evaluates = self._strategies()
@@ -369,7 +367,7 @@ class SFTTrainer(Evaluations):
         config = self.config(prepared=False)
         return Trainer(self._to_train(), self.tokenizer, config, self._train_rows(), self._rows.get("eval"))
 
-    def _train_rows(self) -> Any:
+    def _train_rows(self) -> object:
         """The script's rows to train on; a stream keeps its order, whatever train_sampling_strategy is."""
         rows = self._rows["train"]
         return InOrder(rows) if is_stream(rows) else rows

@@ -33,7 +33,6 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import pydantic
 
-import jaxtune
 from jaxtune.system.files import atomic_write, read_plain, temporary_path, writing
 from jaxtune.system.terminal import printable
 from jaxtune.train.data.documents import Documents
@@ -43,7 +42,7 @@ from jaxtune.train.data.workers import Chunk
 # The files NAME.bin of a folder and their dtypes; `Documents` documents the fields.
 FIELDS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "trained": np.int64, "origins": np.int64}
 ABANDONED_SECONDS = 24 * 3600  # temporary folders older than this are deleted
-_PACKAGE = Path(jaxtune.__file__).parent
+_HOME = Path(__file__).parents[3]  # which has the package
 _ROOTS = ("jaxtune.train.data.reading", "jaxtune.train.data.workers")
 _ROOMS = ("jaxtune.train.data.", "jaxtune.conversations.")  # whose modules decide tokens
 _RENDERERS = ("transformers", "tokenizers", "jinja2")  # packages that render and split
@@ -514,7 +513,7 @@ def _imported(modules: Iterable[str]) -> dict[str, Path]:
     names = list(modules)
     while names:
         name = names.pop()
-        file = _PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py")
+        file = _HOME.joinpath(*name.split(".")).with_suffix(".py")
         if name in files or not name.startswith(_ROOMS) or not file.is_file():
             continue
         files[name] = file

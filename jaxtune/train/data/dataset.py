@@ -203,7 +203,7 @@ def prepare(
     say: Callable[[str], None] = print,
     poll: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
-    """Reads rows and tokenises them by a chat template, or opens the token cache of an earlier run. Objectives call it.
+    """Reads rows and tokenises them by a chat template, or opens the token cache of an earlier run.
 
     Args:
         source: the rows, in any of the forms that `reading.open_sources` takes.
@@ -232,9 +232,6 @@ def prepare(
             the chosen answer and that with the rejected one; of a labelled row, which has one answer, one is empty.
         say: called with a line for the user if a folder of the token cache is damaged or cannot be read.
         poll: called several times a second while rows are tokenised; it may raise, and then no partial cache is left.
-
-    Returns:
-        The documents with their counts. Nothing is packed before `TokenDataset.rows` is read.
 
     Raises:
         ValueError: the data cannot be trained on (NothingUsable: no row or token) or changed while it was read, the

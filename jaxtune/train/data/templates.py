@@ -117,10 +117,11 @@ def resolve_template(tokenizer: Any, template: str | None) -> str:
     )
 
 
-def writes_today(tokenizer: Any, template: str | None) -> bool:
+def writes_today(tokenizer: object, template: str | None) -> bool:
     """Whether a chat template, as `resolve_template` takes it, writes the date; False if there is no such template."""
-    if template in (None, "tokenizer") and isinstance(tokenizer.chat_template, dict):
-        return any(map(writes_date, tokenizer.chat_template.values()))
+    if template in (None, "tokenizer"):
+        named = getattr(tokenizer, "chat_template", None)
+        return any(writes_date(text or "") for text in (named.values() if isinstance(named, dict) else [named]))
     try:
         return writes_date(resolve_template(tokenizer, template))
     except SetupError:

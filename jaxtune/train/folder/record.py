@@ -266,7 +266,7 @@ def in_first_words(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, template=template), adapter=adapter)
 
 
-def with_today(config: TrainConfig, tokenizer: Any) -> TrainConfig:
+def with_today(config: TrainConfig, tokenizer: object) -> TrainConfig:
     """`config` with the day that its chat template writes into rows (data.today), if it writes one: the day that it
     names, or that config.yaml in the output folder records, or the current one of the first process. A collective
     call."""

@@ -173,7 +173,7 @@ class InOrder:
     """An IterableDataset of the library `datasets` that is trained on in its own order, as transformers does: neither
     its shards nor its rows are shuffled here."""
 
-    rows: Any
+    rows: object
 
 
 def is_stream(rows: object, streaming: bool = False) -> bool:
