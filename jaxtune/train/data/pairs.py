@@ -245,11 +245,10 @@ class PairDataset(TokenDataset):
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:
-        """Divides the pairs into (train, eval), as data.eval_rows asks, each with the references and labels of its
-        pairs. eval_rows: the number of pairs for evaluation, or below 1 a share of them. Those whose first documents
-        have the smallest hashes are chosen (`Documents.held_out`); training pairs with the same first document as one
-        of them are in neither data set. Raises ValueError if either set would be empty."""
-        rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")
+        """(train, eval), as TokenDataset.split, each with the references and labels of its pairs. A pair is known by
+        its first document."""
+        firsts = np.arange(0, len(self.documents), 2)
+        training, chosen, copies = self.documents.held_out(firsts, eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:
             """A copy with only the pairs at the indices `pairs` (int64[n]), in that order."""
@@ -260,4 +259,4 @@ class PairDataset(TokenDataset):
                 self, documents=self.documents.select(indices), reference=reference, labels=labels
             )
 
-        return of_pairs(rest), of_pairs(chosen)
+        return dataclasses.replace(of_pairs(training), copies=copies), of_pairs(chosen)

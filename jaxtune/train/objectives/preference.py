@@ -127,7 +127,7 @@ class Pairs:
           max_rows: the most rows to read; None reads all.
         """
         if not isinstance(rows, PairDataset):
-            options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
+            options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "today", "cache_dir", "num_workers")}
             if data.format not in ("auto", self.row_format):
                 raise ConfigError(
                     f"data.format = {data.format!r}: {self.name} takes {self.row_format} rows; leave it out"
