@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
 
     from jaxtune.models.generation.chat import Conversation
-    from jaxtune.train.end_tokens import with_end_tokens
+    from jaxtune.models.generation.ends import with_end_tokens
     from jaxtune.train.program.program_cache import use_program_cache
 
     use_program_cache()

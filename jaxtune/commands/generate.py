@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> None:
             parser.error(f"{flag} {value}: must be a positive integer")
 
     from jaxtune.commands import answers
-    from jaxtune.train.end_tokens import with_end_tokens
+    from jaxtune.models.generation.ends import with_end_tokens
     from jaxtune.train.program.program_cache import use_program_cache
 
     use_program_cache()

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
+from jaxtune.conversations.templates import TemplateError, render
 from jaxtune.train.data.row_errors import RowError
 
 MOST_RESPONSES = 1000  # the most responses of a conversation that is rendered again for each of them
@@ -59,22 +60,11 @@ class Conversations:
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """Renders a conversation (`messages`, and `tools` or None) by the tokenizer's `apply_chat_template`, and
-        returns the text, without tokenising it. All other methods except `render_marked` use it. `RowEncoder` calls it
-        for prompts, and for conversations whose responses need not be found here, because all tokens are trained on or
-        markers find the responses; `ToolFormat` calls it for the answers of tools. Raises `RowError` if the template
-        fails on the conversation. add_generation_prompt: whether the text ends with what the template writes before a
-        response."""
+        """The text of a conversation. Raises `RowError` if the template fails on it."""
         try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=self.template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except Exception as error:  # a template is a program, which can raise any error; it counts as the row's
-            raise RowError(f"the chat template fails: {type(error).__name__}: {error}") from None
+            return render(self.tokenizer, self.template, messages, tools, add_generation_prompt=add_generation_prompt)
+        except TemplateError as error:
+            raise RowError(str(error)) from None
 
     def render_marked(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
         """(text of a conversation, ranges of its responses) from its `messages` and `tools` (or None), for a template
