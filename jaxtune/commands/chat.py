@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> None:
     model, tokenizer = common.load(options)
     model = with_end_tokens(model, tokenizer)
     settings = {"max_new_tokens": options.max_new_tokens, **sampling.settings(options)}
-    conversation = Conversation(model, tokenizer, options.system, **settings)
+    conversation = Conversation(model, tokenizer, options.system, options.template_arguments, **settings)
     if options.no_adapter:
         conversation.adapter = False
     prompt = "> " if sys.stdin.isatty() else ""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxtune.conversations.calls import FORMS, HERMES, Call, CallForm, Schemas, arguments_of
-from jaxtune.conversations.templates import named_template
+from jaxtune.conversations.messages import template_for
 from jaxtune.conversations.tokenizing import special_ids
 
 type Kind = Literal["thought", "content"]
@@ -114,7 +114,7 @@ class AnswerReader:
     @classmethod
     def of(cls, tokenizer: Any, tools: object = None) -> AnswerReader:
         """The reader of answers to prompts in the tokenizer's own template, of several the one for `tools`."""
-        return cls(tokenizer, named_template(tokenizer.chat_template, tools))
+        return cls(tokenizer, template_for(tokenizer.chat_template, tools))
 
     @property
     def marks_are_special(self) -> bool:
@@ -221,7 +221,7 @@ class AnswerStream:
             place, _, mark = min(places)
         else:
             place, mark = len(self._text), ""
-            place -= 0 if last else max((_overlap(self._text, mark) for mark in marks), default=0)
+            place -= 0 if last else max((overlap(self._text, mark) for mark in marks), default=0)
         text, self._text = self._text[:place], self._text[place + len(mark) :]
         return text, mark
 
@@ -255,7 +255,7 @@ def _joined(pieces: Pieces) -> Pieces:
     return joined
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """The number of characters at the end of a text that may be the beginning of `mark`, but not all of it."""
     longest = min(len(text), len(mark) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from jaxtune.conversations.templates import TemplateError, named_template, render
+from jaxtune.conversations.messages import template_for
+from jaxtune.conversations.templates import TemplateError, render
 from jaxtune.conversations.tokenizing import end_ids
 
 _WORD = "\ue000x\ue001"  # a text that no template writes
@@ -17,7 +18,7 @@ def turn_ends(tokenizer: Any) -> list[int]:
     there is no template, if it refuses a short conversation, or if no special token ends its turns."""
     ends = []
     for tools in (None, True):
-        template = named_template(tokenizer.chat_template, tools)
+        template = template_for(tokenizer.chat_template, tools)
         if template is not None:
             ends += [_answer_end(tokenizer, template), _call_end(tokenizer, template)]
     return sorted({end for end in ends if end is not None})

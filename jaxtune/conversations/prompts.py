@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxtune.conversations.messages import Message, template_for
 from jaxtune.conversations.templates import (
-    Message,
     TemplateError,
     guarded,
-    named_template,
     render,
     special_pattern,
     unguarded,
@@ -44,7 +43,7 @@ def prompt_tokens(
     """
     text, cuts = (prompt, []) if isinstance(prompt, str) else ("", [])
     if not isinstance(prompt, str):
-        template = template or named_template(tokenizer.chat_template, tools)
+        template = template or template_for(tokenizer.chat_template, tools)
         if not template:
             raise TemplateError("the tokenizer has no chat template")
         from_tools = any(message.get("role") == "tool" for message in prompt)

@@ -1,4 +1,4 @@
-"""The chat templates of a tokenizer: which one writes a conversation, what it writes, and the one that is saved."""
+"""The chat templates of a tokenizer: what they write, and the one that is saved."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxtune.conversations.messages import Message, for_template
 from jaxtune.conversations.tokenizing import beginning, special_ids
 
-type Message = dict[str, Any]
-
-TOOL_USE, DEFAULT = "tool_use", "default"  # names of a tokenizer's templates
 # Arguments of apply_chat_template, which no template can have.
 _RESERVED = frozenset(
     ("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt")
@@ -39,15 +37,6 @@ def checked_arguments(value: object, key: str) -> dict[str, Any] | None:
     return dict(value)
 
 
-def named_template(templates: object, tools: object = None) -> str | None:
-    """Of a tokenizer's `chat_template`, the one for a conversation: `tool_use`, if there is one, where it has tools."""
-    if not isinstance(templates, Mapping):
-        return str(templates) if templates else None
-    if tools and templates.get(TOOL_USE):
-        return templates[TOOL_USE]
-    return templates.get(DEFAULT) or None
-
-
 def render(
     tokenizer: Any,
     template: str,
@@ -67,7 +56,7 @@ def render(
     options = {**(arguments or {}), **({"continue_final_message": True} if continue_final else {})}
     try:
         return tokenizer.apply_chat_template(
-            list(messages),
+            for_template(messages, template),
             tools=list(tools) if tools else None,
             chat_template=template,
             add_generation_prompt=add_generation_prompt,

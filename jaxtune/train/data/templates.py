@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxtune.conversations.messages import template_for
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import (
     TemplateError,
     asking_template,
     asking_templates,
     guarded,
-    named_template,
     special_pattern,
     unguarded,
 )
@@ -97,7 +97,7 @@ def resolve_template(tokenizer: Any, template: str | None, tools: object = None)
         SetupError: there is no such template, or it is packaged and needs special tokens that the tokenizer lacks.
     """
     if template is None or template == "tokenizer":
-        own = named_template(tokenizer.chat_template, tools)
+        own = template_for(tokenizer.chat_template, tools)
         if own is None:
             raise SetupError(
                 f"the tokenizer has no chat template; set data.template to {_names_that_fit(tokenizer)} a .jinja file"
