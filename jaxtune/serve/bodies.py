@@ -20,6 +20,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from jaxtune.conversations.answers import AnswerReader
+from jaxtune.conversations.calls import Schemas, schemas_of
+from jaxtune.conversations.prompts import prompt_tokens
+from jaxtune.conversations.templates import TemplateError, checked_arguments
 from jaxtune.models.generation.sampling import MOST_RANKED
 from jaxtune.serve.engine import Row
 from jaxtune.serve.errors import ApiError
@@ -128,6 +132,7 @@ class _Chat(_Body):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
     tools: list[dict[str, object]] | None = None  # in OpenAI's form, as the chat template takes them
     tool_choice: Literal["auto", "none"] | None = None  # "auto", as None: the model may call tools
+    chat_template_kwargs: dict[str, object] | None = None  # the template's, as {"enable_thinking": false}
 
 
 class _Completion(_Body):
@@ -164,8 +169,12 @@ class Asked:
     """Whether a stream ends with the numbers of tokens. An answer that is sent whole has them in any case."""
     logprobs: bool
     """Whether the answer has log-probabilities of its tokens."""
-    tools: bool
-    """True: calls of tools are looked for in the answers, and returned as such; False: all is text."""
+    reader: AnswerReader | None = None
+    """Tells thoughts, text and calls of an answer apart; None: all is text."""
+    schemas: Schemas | None = None
+    """The tools whose calls are looked for in the answers, {name: JSON schema of the parameters}; None: none are."""
+    begun: str = ""
+    """What of an answer the prompt's end has, such as <think>."""
 
 
 def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
@@ -183,12 +192,18 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
     checked = _checked(_Chat, body)
     served = _model(checked.model, models)
     tools = checked.tools if checked.tool_choice != "none" else None
-    prompt = _conversation(checked.messages, tools, served)
+    try:
+        arguments = checked_arguments(checked.chat_template_kwargs, "chat_template_kwargs")
+    except ValueError as error:
+        raise ApiError(400, str(error), "chat_template_kwargs", "invalid_value") from None
+    prompt = _conversation(checked.messages, tools, served, arguments)
     most = checked.max_completion_tokens or checked.max_tokens
     logprobs = (checked.top_logprobs or 0) if checked.logprobs else None
     if logprobs is None and checked.top_logprobs:
         raise ApiError(400, f"top_logprobs = {checked.top_logprobs}: set logprobs to true too", "top_logprobs")
-    return _asked(checked, served, [prompt], most, logprobs, chat=True, tools=bool(tools))
+    asked, reader = _asked(checked, served, [prompt], most, logprobs, chat=True), served.reader(bool(tools))
+    schemas = schemas_of(tools) if tools else None
+    return dataclasses.replace(asked, reader=reader, schemas=schemas, begun=reader.begun(prompt))
 
 
 def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
@@ -210,7 +225,7 @@ def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
     if len(prompts) * (checked.n or 1) > _MOST_ANSWERS:
         raise ApiError(400, f"prompt and n ask for more than {_MOST_ANSWERS} answers: ask in several requests", "n")
     most = checked.max_tokens or _COMPLETION_TOKENS
-    return _asked(checked, served, prompts, most, checked.logprobs, chat=False, tools=False)
+    return _asked(checked, served, prompts, most, checked.logprobs, chat=False)
 
 
 def _checked[B: _Body](kind: type[B], body: object) -> B:
@@ -274,25 +289,29 @@ def _model(name: str, models: Mapping[str, Served]) -> Served:
 
 
 def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
-    """Returns the token ids of one prompt of a completion: a text or a list of token ids, as _Completion has checked.
-    The caller calls it for each prompt of a list. A text is tokenised, with the special tokens, such as BOS, that the
-    tokenizer adds by default. A list of token ids is returned as it is; ids outside the vocabulary are refused later,
-    by the sampler. Raises ApiError (400) for a text with lone surrogates."""
+    """The token ids of one prompt of a completion, a text or a list of token ids, which is returned as it is. Raises
+    ApiError (400) for a text with lone surrogates."""
     if not isinstance(prompt, str):
         return list(prompt)  # type: ignore[call-overload]
     try:
-        return tokenizer(prompt)["input_ids"]
-    except (TypeError, UnicodeError):
+        return prompt_tokens(tokenizer, prompt)
+    except TemplateError:
         raise ApiError(400, "prompt has surrogates, which are no characters: leave them out", "prompt") from None
 
 
-def _conversation(messages: list[_Message], tools: list[dict[str, object]] | None, served: Served) -> list[int]:
-    """Makes the token ids of a chat's prompt with the model's chat template, up to where the assistant's answer begins.
+def _conversation(
+    messages: list[_Message],
+    tools: list[dict[str, object]] | None,
+    served: Served,
+    arguments: Mapping[str, object] | None,
+) -> list[int]:
+    """The token ids of a chat's prompt in the model's chat template, up to where the assistant's answer begins.
 
     Args:
       messages: the conversation.
       tools: descriptions of the tools that the model may call, in OpenAI's form; None or []: there are none.
       served: the model, which has the tokenizer with the template.
+      arguments: further arguments of the template.
     Raises:
       ApiError: 400, if the tokenizer has no template, a message has a part that is not text, or the template refuses
         the messages.
@@ -303,11 +322,9 @@ def _conversation(messages: list[_Message], tools: list[dict[str, object]] | Non
         raise ApiError(400, message, "messages")
     turns = [_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
     try:
-        return tokenizer.apply_chat_template(
-            turns, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:  # a template raises what it likes, such as of roles that do not alternate
-        raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
+        return prompt_tokens(tokenizer, turns, tools=tools, arguments=arguments)
+    except TemplateError as error:
+        raise ApiError(400, f"these messages cannot be asked: {error}", "messages") from error
 
 
 def _turn(message: _Message, place: str) -> dict[str, object]:
@@ -360,7 +377,6 @@ def _asked(
     logprobs: int | None,
     *,
     chat: bool,
-    tools: bool,
 ) -> Asked:
     """Makes the Asked of a validated body, for read_chat and read_completion, with the defaults filled in: temperature
     1, a random seed of 32 bits for all rows, one answer to each prompt. At temperature 0, top_k, top_p and min_p get
@@ -374,7 +390,6 @@ def _asked(
       logprobs: how many of the most likely tokens at the position of each sampled one are asked for, with their
         log-probabilities; None: no log-probabilities.
       chat: True: the answer has the JSON form of /v1/chat/completions; False: that of /v1/completions.
-      tools: True: calls of tools are looked for in the answers; False: all is text.
     """
     temperature = 1.0 if body.temperature is None else body.temperature
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -398,4 +413,4 @@ def _asked(
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(count))
     ]
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return Asked(served, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs is not None, tools)
+    return Asked(served, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs is not None)

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from jaxtune.conversations.messages import for_template
+from jaxtune.conversations.templates import TemplateError, render
 from jaxtune.train.data.row_errors import RowError
 
 MOST_RESPONSES = 1000  # the most responses of a conversation that is rendered again for each of them
@@ -60,18 +61,11 @@ class Conversations:
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation; with `add_generation_prompt` it ends with what the template writes before a
-        response. Raises `RowError` if the template fails."""
+        """The text of a conversation. Raises `RowError` if the template fails on it."""
         try:
-            return self.tokenizer.apply_chat_template(
-                for_template(messages, self.template),
-                tools=tools,
-                chat_template=self.template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except Exception as error:  # a template is a program, which can raise any error; it counts as the row's
-            raise RowError(f"the chat template fails: {type(error).__name__}: {error}") from None
+            return render(self.tokenizer, self.template, messages, tools, add_generation_prompt=add_generation_prompt)
+        except TemplateError as error:
+            raise RowError(str(error)) from None
 
     def render_marked(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
         """(Text of a conversation, ranges of its responses), for a template with `{% generation %}` marks. The ranges

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from jaxtune.conversations.messages import Message
+from jaxtune.conversations.tokenizing import Tokens
 from jaxtune.train.data.markers import special_ids
 from jaxtune.train.data.row_errors import RowError
-from jaxtune.train.data.tokenizing import Tokens
 
 
 def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Pattern[str] | None:
