@@ -19,6 +19,7 @@ from jaxtune.conversations.messages import (
     turns_in,
     turns_of,
     unknown_keys,
+    with_system,
 )
 from jaxtune.train.data.row_errors import RowError, check_unicode
 
@@ -544,8 +545,7 @@ def _conversation(value: Mapping[str, Any], messages: list[Message]) -> Example:
         if message["role"] == "assistant" and not message.get("tool_calls"):
             _not_empty(message["content"], "response")
     system = _text(value, SYSTEM, required=False)
-    if system.strip() and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
+    messages = with_system(messages, system)
     names = [f"messages[].{key}" for key in unknown_keys(messages)]
     return Example(messages=messages, tools=_tools(value), unknown=tuple(names))
 
