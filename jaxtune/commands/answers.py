@@ -195,8 +195,8 @@ def prompt_ids(
 
     `messages` or `conversations` are a conversation in any form that rows have, of which a last message of the
     assistant is left out; the chat template also gets the row's `tools`. A `prompt` is such a conversation, or a text,
-    which is the message of a user. With `raw`, or if the tokenizer has no chat template, a text is tokenised as it is, and a
-    conversation is an error.
+    which is the message of a user. With `raw`, or if the tokenizer has no chat template, a text is tokenised as it is,
+    and a conversation is an error.
 
     Args:
       row: the row.

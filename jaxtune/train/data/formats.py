@@ -146,7 +146,7 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
     if (texts := _TEXTS.get(format)) and all(_is_text(_column(value, group, False)) for group in texts):
         groups = tuple(group for group in groups if group != TOOLS)
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
-    if format in (PREFERENCE, LABELLED):
+    if _PROMPT in groups:
         read |= set(_question_columns(value))
     if format in ("messages", "sharegpt", LABELLED):
         read |= set(_marks(value))
