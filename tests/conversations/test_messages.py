@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -33,7 +34,7 @@ from jaxtune.train.data.templates import RowEncoder
 from jaxtune.train.objectives.prompts import prompt_of
 from tests.train.data.conftest import make_tokenizer, spans
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=40, deadline=None)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}|{{ m.content }}"
     "{% for c in m.tool_calls %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>{% endfor %}<|im_end|>\n"
@@ -137,13 +138,16 @@ def written(draw, messages):
     return json.dumps(turns)
 
 
-class Plain:
+@functools.cache
+def plain():
     """A tokenizer with a template that shows everything."""
+    return make_tokenizer(TEMPLATE, adds_bos=True)
 
-    @staticmethod
-    @functools.cache
-    def tokenizer():
-        return make_tokenizer(TEMPLATE, adds_bos=True)
+
+@functools.cache
+def moved():
+    """The tokenizer of a moved script."""
+    return compat.texts.without_torch(make_tokenizer(TEMPLATE, adds_bos=True))
 
 
 @few
@@ -165,7 +169,7 @@ def test_every_form_is_the_same_messages(data):
 @given(st.data())
 def test_every_way_asks_with_the_same_tokens(data):
     """Rows, prompts of sampled answers, `generate --prompts`, the server, and tokenizers of moved scripts."""
-    tokenizer = Plain.tokenizer()
+    tokenizer = plain()
     messages = data.draw(conversations())[:-1]
     form = data.draw(written(messages))
     tools = [{"name": "look", "parameters": {}}]
@@ -174,8 +178,7 @@ def test_every_way_asks_with_the_same_tokens(data):
     served = Served("m", None, tokenizer)  # type: ignore[arg-type]
     turns = json.loads(form) if isinstance(form, str) else form
     asked = read_chat({"model": "m", "messages": turns, "tools": tools}, {"m": served})
-    moved = compat.texts.without_torch(make_tokenizer(TEMPLATE, adds_bos=True))
-    text = moved.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    text = moved().apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     assert [
         list(prompt_of({"prompt": form}, encoder, 10**6, "").ids),
         prompt_ids({"messages": form}, tokenizer, False, "here"),
@@ -209,12 +212,12 @@ def packaged(name):
     """A tokenizer that a packaged template fits."""
     marks = PACKAGED[name].marks or ()
     tokenizer = make_tokenizer(None)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.additional_special_tokens, *marks]})
+    tokenizer.add_tokens(list(marks), special_tokens=True)
     return tokenizer
 
 
 @pytest.mark.parametrize("name", PACKAGED)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(row=marked(), form=st.sampled_from(["messages", "sharegpt"]))
 def test_marks_are_followed_in_every_packaged_template(name, row, form):
     turns, trained = row
@@ -243,13 +246,13 @@ def test_parts_of_an_answer_are_left_out(data):
     content = data.draw(words)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(content)), max_size=4)) | {0, len(content)})
     details, kept = [], [False] * len(content)
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in itertools.pairwise(cuts):
         train = data.draw(st.sampled_from([True, False, None]))
         if train is not None:
             details.append({"begin_offset": low, "end_offset": high - 1, "train": train})
         kept[low:high] = [bool(train)] * (high - low)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content, "train_detail": details}]
-    tokenizer = Plain.tokenizer()
+    tokenizer = plain()
     [encoded] = RowEncoder(tokenizer).encode([normalize({"messages": turns}, "messages")])
     text = tokenizer.decode(encoded.tokens[encoded.mask])
     within = tokenizer.decode(encoded.tokens[~encoded.mask])
