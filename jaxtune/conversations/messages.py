@@ -141,7 +141,7 @@ def read_tools(value: object, column: str = "tools") -> list[Message] | None:
         value = _loaded(value, "is not JSON", column)
     if isinstance(value, Mapping) and value:
         value = value.get("tools", [value])
-    if value is None or value == [] or value == {} or value == ():
+    if value is None or (isinstance(value, list | tuple | Mapping) and not value):
         return None
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise ConversationError(f"is not a list of objects but {type(value).__name__}", column)

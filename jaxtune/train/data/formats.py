@@ -150,12 +150,12 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
         read |= set(_question_columns(value))
     if format in ("messages", "sharegpt", LABELLED):
         read |= set(_marks(value))
-    empty = (str, list, tuple, Mapping)
-    return [
-        name
-        for name, cell in value.items()
-        if name and name not in read and cell is not None and (cell or not isinstance(cell, empty))
-    ]
+    return [name for name, cell in value.items() if name and name not in read and not _is_blank(cell)]
+
+
+def _is_blank(cell: object) -> bool:
+    """Whether a cell is null, or an empty text, list or object."""
+    return cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell)
 
 
 def _is_text(cell: object) -> bool:
@@ -419,7 +419,7 @@ def _question_columns(value: Mapping[str, Any]) -> list[str]:
     known = [name for name in _PROMPT if value.get(name) is not None]
     if known:
         return known[:1]
-    others = [name for name in _ASKED if value.get(name) not in (None, "", [])]
+    others = [name for name in _ASKED if not _is_blank(value.get(name))]
     alpaca = others in (["instruction", "input"], ["instruction", "context"])
     return others if alpaca or (len(others) == 1 and others != ["context"]) else []
 
