@@ -16,6 +16,10 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtune.conversations.answers import Answer, AnswerReader
+from jaxtune.conversations.messages import read_messages, read_tools, turns_in, with_system
+from jaxtune.conversations.prompts import prompt_tokens
+from jaxtune.conversations.templates import TemplateError
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.requests import text_of
 from jaxtune.system import files, terminal
@@ -27,7 +31,10 @@ if TYPE_CHECKING:
 type Row = Mapping[str, Any]
 type Tokenizer = Any  # of transformers
 
+CONVERSATIONS = ("messages", "conversations", "prompt")  # the columns of which a row has one
+SYSTEM, TOOLS = ("system", "system_prompt"), ("tools", "functions")
 ANSWER, REASON = "answer", "finish_reason"  # columns that are added to a row
+THOUGHTS = "reasoning_content"  # and that of thoughts, if the answer has any
 
 
 def answer_file(
@@ -41,6 +48,7 @@ def answer_file(
     num_answers: int,
     slots: int | None,
     settings: Row,
+    template_arguments: Row | None = None,
 ) -> None:
     """Answers a file of prompts, for `jaxtune generate --prompts`. For each answer it writes a line to `output`, which
     is the prompt's row with `answer` (its text) and `finish_reason`; the lines are in the order of the prompts.
@@ -76,7 +84,7 @@ def answer_file(
     rows = read_rows(prompts)
     asked = []
     for number, row in enumerate(rows, 1):
-        ids = prompt_ids(row, tokenizer, raw, f"{prompts}:{number}")
+        ids = prompt_ids(row, tokenizer, raw, f"{prompts}:{number}", template_arguments)
         if len(ids) + max_new_tokens > model.config.context_length:
             raise ValueError(
                 f"{prompts}:{number}: the prompt of {len(ids)} tokens and --max-new-tokens {max_new_tokens} are more "
@@ -102,8 +110,10 @@ def answer_file(
             numbers[sampler.submit(asked[index // num_answers], max_new_tokens, **request)] = index
         with terminal.counted("answers", total, there) as advance:
             for index, ids, reason in in_order(sampler, numbers, there):
-                text = text_of(tokenizer, ids)
-                append(file, {**rows[index // num_answers], ANSWER: text, REASON: reason})
+                row = rows[index // num_answers]
+                answer = read_answer(tokenizer, row, asked[index // num_answers], ids, raw)
+                thoughts = {THOUGHTS: answer.reasoning} if answer.reasoning else {}
+                append(file, {**row, ANSWER: answer.content, **thoughts, REASON: reason})
                 tokens += len(ids)
                 advance(1)
     seconds = time.monotonic() - began
@@ -155,9 +165,11 @@ def read_rows(file: Path) -> list[Row]:
             row = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{file}:{number} is not JSON: {error}") from None
-        if not isinstance(row, dict) or ("messages" in row) == ("prompt" in row):
-            raise ValueError(f"{file}:{number}: each line must be an object with either 'messages' or 'prompt'")
-        for column in (ANSWER, REASON):
+        if not isinstance(row, dict) or sum(name in row for name in CONVERSATIONS) != 1:
+            raise ValueError(
+                f"{file}:{number}: each line must be an object with either 'messages' or 'prompt' (or 'conversations')"
+            )
+        for column in (ANSWER, REASON, THOUGHTS):
             if column in row:
                 raise ValueError(
                     f"{file}:{number} has a column {column!r}, which is what is added: give it another name"
@@ -168,48 +180,60 @@ def read_rows(file: Path) -> list[Row]:
     return rows
 
 
-def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[int]:
-    """Returns the token ids of the prompt that a row asks the model, for both `answer_file` and `show`.
+def read_answer(tokenizer: Tokenizer, row: Row, prompt: Sequence[int], ids: Sequence[int], raw: bool) -> Answer:
+    """The answer `ids` to a row's prompt, whose thoughts are told apart where the chat template writes the prompt."""
+    if raw or not tokenizer.chat_template:
+        return Answer(text_of(tokenizer, ids))
+    reader = AnswerReader.of(tokenizer, row.get("tools"))
+    return reader.read(ids, begun=reader.begun(prompt))
 
-    `messages` are a conversation. A last message of the assistant is left out, and the chat template ends the prompt
-    with the beginning of the assistant's answer; it also gets the row's `tools`, if there are any. A `prompt` that is a
-    list is such a conversation, and one that is a text is the message of a user. With `raw`, or if the tokenizer has no
-    chat template, a text is tokenised as it is, with the special tokens that the tokenizer adds, and a conversation is
-    an error.
+
+def prompt_ids(
+    row: Row, tokenizer: Tokenizer, raw: bool, place: str, template_arguments: Row | None = None
+) -> list[int]:
+    """The token ids of the prompt that a row asks the model.
+
+    `messages` or `conversations` are a conversation in any form that rows have, of which a last message of the
+    assistant is left out; the chat template also gets the row's `tools`. A `prompt` is such a conversation, or a text,
+    which is the message of a user. With `raw`, or if the tokenizer has no chat template, a text is tokenised as it is,
+    and a conversation is an error.
 
     Args:
-      row: the row, which has either `messages` or `prompt`.
+      row: the row.
       tokenizer: the model's.
       raw: True: no chat template is applied. False: it is, if the tokenizer has one.
       place: where the row is, "FILE:LINE" or "--prompt", for errors.
+      template_arguments: further variables of the chat template.
     Raises:
-      ValueError: the row has none of these forms, its text gives no token, its conversation has no message (without a
-        last one of the assistant), it has a conversation where no chat template is applied, or the template refuses it.
+      ValueError: the row cannot be read, its text gives no token, its conversation has no message to answer, it has a
+        conversation where no chat template is applied, or the template refuses it.
     """
-    column = "messages" if "messages" in row else "prompt"
-    asked = row[column]
-    if column == "prompt" and isinstance(asked, str):
-        if raw or not tokenizer.chat_template:
-            ids = tokenizer(asked)["input_ids"]
-            if not ids:
-                raise ValueError(f"{place}: the prompt is empty")
-            return ids
-        asked = [{"role": "user", "content": asked}]
-    right = isinstance(asked, list) and all(isinstance(turn, dict) and "role" in turn for turn in asked)
-    if right and asked and asked[-1]["role"] == "assistant":
-        asked = asked[:-1]
-    if not right or not asked:
-        text = "a text, or " if column == "prompt" else ""
-        raise ValueError(f"{place}: {column!r} must be {text}a list of messages with role and content")
-    if raw or not tokenizer.chat_template:
-        why = "--raw takes texts only" if raw else "the tokenizer has no chat template"
-        raise ValueError(f"{place}: it has messages, and {why}: give a text as 'prompt'")
+    column = next(name for name in CONVERSATIONS if name in row)
+    plain = raw or not tokenizer.chat_template
     try:
-        return tokenizer.apply_chat_template(
-            asked, tools=row.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:  # a template raises what it likes, such as of roles that do not alternate
-        raise ValueError(f"{place}: the chat template refuses these messages: {error}") from error
+        asked = turns_in(row[column], column) if column == "prompt" else row[column]
+        if column == "prompt" and isinstance(asked, str):
+            if plain:
+                ids = prompt_tokens(tokenizer, asked)
+                if not ids:
+                    raise ValueError("the prompt is empty")
+                return ids
+            asked = {"role": "user", "content": asked}
+        system = next((text for name in SYSTEM if isinstance(text := row.get(name), str)), "")
+        messages = with_system(read_messages(asked, column), system)
+        if messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            raise ValueError(f"{column!r} has no message to answer: give a text, or a list of messages")
+        if plain:
+            why = "--raw takes texts only" if raw else "the tokenizer has no chat template"
+            raise ValueError(f"it has messages, and {why}: give a text as 'prompt'")
+        name = next((name for name in TOOLS if row.get(name) is not None), TOOLS[0])
+        return prompt_tokens(tokenizer, messages, tools=read_tools(row.get(name), name), arguments=template_arguments)
+    except TemplateError as error:
+        raise ValueError(f"{place}: these messages cannot be asked: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:
@@ -238,6 +262,7 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
             else:
                 found = json.loads(line)
                 # As JSON, because a row with NaN is not equal to itself.
+                found.pop(THOUGHTS, None)
                 same = encoded({**found, ANSWER: None, REASON: None}) == encoded({**row, ANSWER: None, REASON: None})
                 right = ANSWER in found and same
         except (ValueError, TypeError):
@@ -277,7 +302,14 @@ def append(file: FileIO, row: Row) -> None:
         raise
 
 
-def show(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], raw: bool, settings: Row) -> None:
+def show(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    raw: bool,
+    settings: Row,
+    template_arguments: Row | None = None,
+) -> None:
     """Prints the model's answers to the prompts of --prompt on stdout, after all of them have ended. If there are
     several prompts, a line with the prompt is above each answer.
 
@@ -294,9 +326,9 @@ def show(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], raw: bool
     """
     import jaxtune
 
-    asked = [prompt_ids({"prompt": prompt}, tokenizer, raw, "--prompt") for prompt in prompts]
+    asked = [prompt_ids({"prompt": prompt}, tokenizer, raw, "--prompt", template_arguments) for prompt in prompts]
     answers = jaxtune.generate(model, asked, tokenizer=tokenizer, **settings)
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, ids, answer in zip(prompts, asked, answers, strict=True):
         if len(prompts) > 1:
             say(f"--- {prompt}")
-        say(text_of(tokenizer, answer))
+        say(read_answer(tokenizer, {}, ids, answer, raw).shown)

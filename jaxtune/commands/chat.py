@@ -34,14 +34,14 @@ def run(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
 
     from jaxtune.models.generation.chat import Conversation
-    from jaxtune.train.end_tokens import with_end_tokens
+    from jaxtune.models.generation.ends import with_end_tokens
     from jaxtune.train.program.program_cache import use_program_cache
 
     use_program_cache()
     model, tokenizer = common.load(options)
     model = with_end_tokens(model, tokenizer)
     settings = {"max_new_tokens": options.max_new_tokens, **sampling.settings(options)}
-    conversation = Conversation(model, tokenizer, options.system, **settings)
+    conversation = Conversation(model, tokenizer, options.system, options.template_arguments, **settings)
     if options.no_adapter:
         conversation.adapter = False
     prompt = "> " if sys.stdin.isatty() else ""

@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> None:
             parser.error(f"{flag} {value}: must be a positive integer")
 
     from jaxtune.commands import answers
-    from jaxtune.train.end_tokens import with_end_tokens
+    from jaxtune.models.generation.ends import with_end_tokens
     from jaxtune.train.program.program_cache import use_program_cache
 
     use_program_cache()
@@ -71,9 +71,8 @@ def run(arguments: Sequence[str]) -> None:
         )
     settings = sampling.settings(options)
     if options.prompts is None:
-        answers.show(
-            model, tokenizer, options.prompt, options.raw, {"max_new_tokens": options.max_new_tokens, **settings}
-        )
+        settings = {"max_new_tokens": options.max_new_tokens, **settings}
+        answers.show(model, tokenizer, options.prompt, options.raw, settings, options.template_arguments)
         return
     answers.answer_file(
         model,
@@ -85,4 +84,5 @@ def run(arguments: Sequence[str]) -> None:
         num_answers=options.num_answers,
         slots=options.slots,
         settings=settings,
+        template_arguments=options.template_arguments,
     )

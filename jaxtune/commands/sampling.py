@@ -6,9 +6,22 @@ other two."""
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from jaxtune.commands.common import add_numbers
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    """The value of --template-arguments."""
+    from jaxtune.conversations.templates import checked_arguments
+
+    try:
+        return checked_arguments(json.loads(text), "--template-arguments")
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
@@ -36,6 +49,12 @@ def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
     ):
         parser.add_argument(f"--{flag}", type=kind, default=value, metavar="N" if kind is int else "X", help=words)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
+    parser.add_argument(
+        "--template-arguments",
+        type=_arguments,
+        metavar="JSON",
+        help="variables of the chat template, such as '{\"enable_thinking\": false}'",
+    )
     add_numbers(parser)
 
 

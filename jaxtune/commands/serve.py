@@ -122,9 +122,9 @@ def _models(options: argparse.Namespace) -> list[Served]:
     from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.models.adapters.adapter_files import load_adapter
     from jaxtune.models.files.model_folder import load_tokenizer
+    from jaxtune.models.generation.ends import with_end_tokens
     from jaxtune.models.lora import without_adapter
     from jaxtune.serve.served import Served
-    from jaxtune.train.end_tokens import with_end_tokens
 
     adapters = [_named(text) for text in options.adapter]
     model, tokenizer = common.load(options)

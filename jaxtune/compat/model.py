@@ -29,11 +29,11 @@ from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.files.weights import Weights
+from jaxtune.models.generation.ends import with_end_tokens
 from jaxtune.models.hf import hf_config_of, load_base, save_weights
 from jaxtune.models.lora import has_adapter
 from jaxtune.pallas.formats import FORMATS
 from jaxtune.train.config import AdapterConfig
-from jaxtune.train.end_tokens import with_end_tokens
 
 _MERGED = {"merged_16bit": None, "merged_4bit": "nf4", "merged_4bit_forced": "nf4", "lora": None}
 

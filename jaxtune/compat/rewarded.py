@@ -24,6 +24,7 @@ from jaxtune.compat.settings import given_arguments, plain_value
 from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
 from jaxtune.compat.transformers_names import loaded
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.ends import ends_of
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
@@ -34,7 +35,7 @@ from jaxtune.train.folder.run_rows import is_stream
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO as Policy
 from jaxtune.train.objectives.policy import log_probs_of
-from jaxtune.train.objectives.prompts import OwnParts, end_tokens, sampled_answers
+from jaxtune.train.objectives.prompts import OwnParts, sampled_answers
 from jaxtune.train.objectives.reward_functions import RewardFunction, RewardFunctions, Turns
 from jaxtune.train.objectives.rollout_function import RolloutModel
 from jaxtune.train.objectives.rollouts import SampledAnswers, Score
@@ -403,7 +404,7 @@ class RewardedTrainer(PreferenceTrainer):
             self._rows["train"],
             self.tokenizer,
             config,
-            end_tokens(module, self.tokenizer),
+            ends_of(module, self.tokenizer),
             module.config.context_length,
             OwnParts(
                 self._rewards(),

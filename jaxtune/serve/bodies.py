@@ -3,9 +3,7 @@ of which model.
 
 Names and defaults are OpenAI's. `top_k`, `min_p` and `repetition_penalty` are accepted beside them, as other servers do
 (`extra_body` of the openai package). What changes nothing here is ignored, what cannot be followed is refused. pydantic
-checks the keys that the classes _Chat and _Completion list (`_checked`, with errors from `_refused`). `_conversation`
-makes the prompt of a chat with the model's template, from messages that `_turn` and `_call` convert for it, and
-`_tokens` that of a completion. `_asked` makes the Asked.
+checks the keys of a body, and the reader of conversations its messages and tools.
 """
 
 from __future__ import annotations
@@ -15,11 +13,16 @@ import difflib
 import itertools
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from jaxtune.conversations.answers import AnswerReader
+from jaxtune.conversations.calls import Schemas, schemas_of
+from jaxtune.conversations.messages import ConversationError, Message, read_messages, read_tools
+from jaxtune.conversations.prompts import prompt_tokens
+from jaxtune.conversations.templates import TemplateError, checked_arguments
 from jaxtune.models.generation.sampling import MOST_RANKED
 from jaxtune.serve.engine import Row
 from jaxtune.serve.errors import ApiError
@@ -61,7 +64,6 @@ _NEUTRAL: dict[str, object] = {
 _MUST = {
     "prompt": "must be a text, a list of texts, token ids, or a list of lists of them",
     "stop": "must be a text that is not empty, or a list of at most 16 of them",
-    "content": "must be a text, or a list of parts of type text",
 }
 
 Positive = Annotated[int, Field(ge=1)]
@@ -104,30 +106,20 @@ class _Body(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # above 1: repetition is rarer
 
 
-class _Message(BaseModel):
-    """One message of a conversation: who says it (`role`), its text (`content`: a text, or a list of parts of type
-    text; null is an empty text), and the calls of tools that an assistant's message has. Other keys are passed to the
-    chat template. pydantic checks what is typed here; `_turn` checks the parts and converts the message."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, object]] | None = None
-    tool_calls: list[dict[str, object]] | None = None  # in OpenAI's form, with arguments as JSON text
-
-
 class _Chat(_Body):
     """A body of /v1/chat/completions: the shared keys and those below, with OpenAI's meanings. None is a key that is
     not given. `max_completion_tokens` is the newer name of `max_tokens`, and is used if both are given. `tools` are
     descriptions of tools for the prompt. `tool_choice` "none" leaves them out; without tools, calls of tools are not
     looked for in the answer."""
 
-    messages: Annotated[list[_Message], Field(min_length=1)]  # the conversation that the answer continues
+    messages: Annotated[list[dict[str, object]], Field(min_length=1)]  # the conversation that the answer continues
     max_completion_tokens: Positive | None = None  # the most tokens of the answer
     logprobs: bool | None = None  # True: the log-probability of each token of the answer is returned
     # how many of the most likely tokens at the position of each one are returned too; above 0 it needs logprobs
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
     tools: list[dict[str, object]] | None = None  # in OpenAI's form, as the chat template takes them
     tool_choice: Literal["auto", "none"] | None = None  # "auto", as None: the model may call tools
+    chat_template_kwargs: dict[str, object] | None = None  # the template's, as {"enable_thinking": false}
 
 
 class _Completion(_Body):
@@ -164,8 +156,12 @@ class Asked:
     """Whether a stream ends with the numbers of tokens. An answer that is sent whole has them in any case."""
     logprobs: bool
     """Whether the answer has log-probabilities of its tokens."""
-    tools: bool
-    """True: calls of tools are looked for in the answers, and returned as such; False: all is text."""
+    reader: AnswerReader | None = None
+    """Tells thoughts, text and calls of an answer apart; None: all is text."""
+    schemas: Schemas | None = None
+    """The tools whose calls are looked for in the answers, {name: JSON schema of the parameters}; None: none are."""
+    begun: str = ""
+    """What of an answer the prompt's end has, such as <think>."""
 
 
 def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
@@ -182,13 +178,19 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
     """
     checked = _checked(_Chat, body)
     served = _model(checked.model, models)
-    tools = checked.tools if checked.tool_choice != "none" else None
-    prompt = _conversation(checked.messages, tools, served)
+    tools = _read(read_tools, checked.tools, "tools") if checked.tool_choice != "none" else None
+    try:
+        arguments = checked_arguments(checked.chat_template_kwargs, "chat_template_kwargs")
+    except ValueError as error:
+        raise ApiError(400, str(error), "chat_template_kwargs", "invalid_value") from None
+    prompt = _conversation(checked.messages, tools, served, arguments)
     most = checked.max_completion_tokens or checked.max_tokens
     logprobs = (checked.top_logprobs or 0) if checked.logprobs else None
     if logprobs is None and checked.top_logprobs:
         raise ApiError(400, f"top_logprobs = {checked.top_logprobs}: set logprobs to true too", "top_logprobs")
-    return _asked(checked, served, [prompt], most, logprobs, chat=True, tools=bool(tools))
+    asked, reader = _asked(checked, served, [prompt], most, logprobs, chat=True), served.reader(bool(tools))
+    schemas = schemas_of(tools) if tools else None
+    return dataclasses.replace(asked, reader=reader, schemas=schemas, begun=reader.begun(prompt))
 
 
 def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
@@ -210,7 +212,7 @@ def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
     if len(prompts) * (checked.n or 1) > _MOST_ANSWERS:
         raise ApiError(400, f"prompt and n ask for more than {_MOST_ANSWERS} answers: ask in several requests", "n")
     most = checked.max_tokens or _COMPLETION_TOKENS
-    return _asked(checked, served, prompts, most, checked.logprobs, chat=False, tools=False)
+    return _asked(checked, served, prompts, most, checked.logprobs, chat=False)
 
 
 def _checked[B: _Body](kind: type[B], body: object) -> B:
@@ -274,25 +276,29 @@ def _model(name: str, models: Mapping[str, Served]) -> Served:
 
 
 def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
-    """Returns the token ids of one prompt of a completion: a text or a list of token ids, as _Completion has checked.
-    The caller calls it for each prompt of a list. A text is tokenised, with the special tokens, such as BOS, that the
-    tokenizer adds by default. A list of token ids is returned as it is; ids outside the vocabulary are refused later,
-    by the sampler. Raises ApiError (400) for a text with lone surrogates."""
+    """The token ids of one prompt of a completion, a text or a list of token ids, which is returned as it is. Raises
+    ApiError (400) for a text with lone surrogates."""
     if not isinstance(prompt, str):
         return list(prompt)  # type: ignore[call-overload]
     try:
-        return tokenizer(prompt)["input_ids"]
-    except (TypeError, UnicodeError):
+        return prompt_tokens(tokenizer, prompt)
+    except TemplateError:
         raise ApiError(400, "prompt has surrogates, which are no characters: leave them out", "prompt") from None
 
 
-def _conversation(messages: list[_Message], tools: list[dict[str, object]] | None, served: Served) -> list[int]:
-    """Makes the token ids of a chat's prompt with the model's chat template, up to where the assistant's answer begins.
+def _conversation(
+    messages: list[dict[str, object]],
+    tools: list[Message] | None,
+    served: Served,
+    arguments: Mapping[str, object] | None,
+) -> list[int]:
+    """The token ids of a chat's prompt in the model's chat template, up to where the assistant's answer begins.
 
     Args:
       messages: the conversation.
       tools: descriptions of the tools that the model may call, in OpenAI's form; None or []: there are none.
       served: the model, which has the tokenizer with the template.
+      arguments: further arguments of the template.
     Raises:
       ApiError: 400, if the tokenizer has no template, a message has a part that is not text, or the template refuses
         the messages.
@@ -301,55 +307,22 @@ def _conversation(messages: list[_Message], tools: list[dict[str, object]] | Non
     if not tokenizer.chat_template:
         message = f"the tokenizer of {served.name} has no chat template: ask /v1/completions with a text as prompt"
         raise ApiError(400, message, "messages")
-    turns = [_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
+    turns = _read(read_messages, messages, "messages")
     try:
-        return tokenizer.apply_chat_template(
-            turns, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:  # a template raises what it likes, such as of roles that do not alternate
-        raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
+        return prompt_tokens(tokenizer, turns, tools=tools, arguments=arguments)
+    except TemplateError as error:
+        raise ApiError(400, f"these messages cannot be asked: {error}", "messages") from error
 
 
-def _turn(message: _Message, place: str) -> dict[str, object]:
-    """Converts a message of a request into the dict that chat templates take. Its content is one text: parts are joined
-    without a separator, and a message without content gets "". The arguments of tool calls, which OpenAI's API has as
-    JSON text, become the JSON value, as a rule an object; those that are not JSON stay text. The role "developer"
-    becomes "system". All other keys, such as name and tool_call_id, stay as they are; those whose value is null are
-    left out.
-
-    Args:
-      message: the message.
-      place: the message's key in the body, such as messages.3, for errors.
-    Raises:
-      ApiError: 400, if the content has a part that is not text.
-    """
-    turn = {key: value for key, value in message.model_dump().items() if value is not None}
-    if message.role == "developer":
-        turn["role"] = "system"
-    if isinstance(message.content, list):
-        texts = []
-        for part in message.content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ApiError(400, f"{place}.content: only parts of type text are supported", f"{place}.content")
-            texts.append(part["text"])
-        turn["content"] = "".join(texts)
-    turn.setdefault("content", "")
-    if message.tool_calls:
-        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
-    return turn
-
-
-def _call(call: dict[str, object]) -> dict[str, object]:
-    """Returns a copy of a tool call, in OpenAI's form, with its arguments as the JSON value, as a rule an object:
-    OpenAI's API has them as JSON in a string, and templates write objects as JSON themselves. A call that has no
-    arguments in a string, or none that are JSON, is returned unchanged, the same object."""
-    function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        try:
-            return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-        except (ValueError, RecursionError):
-            pass  # a template gets the text as it is
-    return call
+def _read[T](read: Callable[[object, str], T], value: object, key: str) -> T:
+    """What a reader of conversations makes of the value of a key. Raises ApiError (400) that names the key in it."""
+    try:
+        return read(value, key)
+    except ConversationError as error:
+        path = list(error.path)
+        while path and isinstance(path[-1], int):
+            path.pop()
+        raise ApiError(400, str(error), ".".join(map(str, path)), "invalid_value") from None
 
 
 def _asked(
@@ -360,7 +333,6 @@ def _asked(
     logprobs: int | None,
     *,
     chat: bool,
-    tools: bool,
 ) -> Asked:
     """Makes the Asked of a validated body, for read_chat and read_completion, with the defaults filled in: temperature
     1, a random seed of 32 bits for all rows, one answer to each prompt. At temperature 0, top_k, top_p and min_p get
@@ -374,7 +346,6 @@ def _asked(
       logprobs: how many of the most likely tokens at the position of each sampled one are asked for, with their
         log-probabilities; None: no log-probabilities.
       chat: True: the answer has the JSON form of /v1/chat/completions; False: that of /v1/completions.
-      tools: True: calls of tools are looked for in the answers; False: all is text.
     """
     temperature = 1.0 if body.temperature is None else body.temperature
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -398,4 +369,4 @@ def _asked(
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(count))
     ]
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return Asked(served, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs is not None, tools)
+    return Asked(served, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs is not None)

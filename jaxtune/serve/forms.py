@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 
-from jaxtune.models.generation.requests import Piece
+from jaxtune.conversations.answers import Pieces
+from jaxtune.models.generation.requests import Piece, text_of
 from jaxtune.serve.bodies import Asked
 from jaxtune.serve.served import Tokenizer
 from jaxtune.serve.texts import Text
@@ -34,7 +36,12 @@ class _Choice:
     def __init__(self, asked: Asked, index: int):
         self._asked, self.index = asked, index
         self._tokenizer = asked.served.decoder
-        self._text = Text(self._tokenizer, asked.rows[index].stop_strings, asked.tools)
+        reader, tokenizer = asked.reader, self._tokenizer
+        stops, stream, decode = asked.rows[index].stop_strings, None, functools.partial(text_of, tokenizer)
+        if reader is not None:
+            stream = reader.stream(asked.schemas, asked.begun)
+            decode = functools.partial(reader.text, calls=asked.schemas is not None)
+        self._text = Text(decode, stops, stream)
         self._ids: list[int] = []  # whose log-probabilities were not given yet
         self._logprobs: list[float] = []
         self._ranked: list[list[tuple[int, float]]] = []  # the most likely tokens at the position of each of these
@@ -42,26 +49,23 @@ class _Choice:
         self.tokens = 0
         self.reason: str | None = None
 
-    def add(self, piece: Piece, stream: bool) -> str:
-        """Adds the row's new tokens and returns the text that can be sent now.
+    def add(self, piece: Piece, stream: bool) -> Pieces:
+        """Adds the row's new tokens and returns the thoughts and the text that can be sent now.
 
         Args:
           piece: the new tokens, and why the row ended if it has; then `reason` is set, and `calls` if there are any.
-          stream: True: text is returned as soon as later tokens cannot change it, which they can while a stop string or
-            a call of a tool may begin in it; with the last tokens the text that was not returned yet. False: "" is
-            returned until the last tokens, and then all text. In both cases the text ends before the first stop string
-            or, if the request has tools, the first call of one.
+          stream: True: what later tokens cannot change is returned at once. False: all is with the last tokens.
         """
         self.tokens += len(piece.ids)
         if self._asked.logprobs:
             self._ids += piece.ids
             self._logprobs += [max(value, _LEAST_LOGPROB) for value in piece.logprobs]
             self._ranked += piece.top_logprobs or [[] for _ in piece.ids]
-        text = self._text.add(piece.ids) if stream else self._text.keep(piece.ids)
+        pieces = self._text.add(piece.ids) if stream else self._text.keep(piece.ids)
         if piece.finish_reason is not None:
-            text += self._text.end()
+            pieces += self._text.end()
             self.reason = "tool_calls" if self._text.calls else piece.finish_reason
-        return text
+        return pieces
 
     @property
     def calls(self) -> list[dict[str, object]]:
@@ -152,7 +156,7 @@ class Answer:
     def __init__(self, asked: Asked):
         self._asked = asked
         self._choices = [_Choice(asked, index) for index in range(len(asked.rows))]
-        self._texts = [""] * len(asked.rows)
+        self._pieces: list[Pieces] = [[] for _ in asked.rows]
         kind = "chat.completion" if asked.chat else "text_completion"
         self._head: dict[str, object] = {
             "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -163,16 +167,19 @@ class Answer:
 
     def add(self, index: int, piece: Piece) -> None:
         """Adds `piece`, the new tokens of the row with this index in the request, to an answer that is sent whole."""
-        self._texts[index] += self._choices[index].add(piece, stream=False)
+        self._pieces[index] += self._choices[index].add(piece, stream=False)
 
     def whole(self) -> dict[str, object]:
         """Returns the JSON object of the whole answer, of a chat or a completion. It may be called once all rows have
         ended. If a chat's message calls tools and has no text, its `content` is null."""
         choices = []
-        for choice, text in zip(self._choices, self._texts, strict=True):
+        for choice, pieces in zip(self._choices, self._pieces, strict=True):
             form: dict[str, object] = {"index": choice.index, "finish_reason": choice.reason}
+            thoughts, text = ("".join(text for kind, text in pieces if kind == of) for of in ("thought", "content"))
             if self._asked.chat:
                 message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
+                if thoughts:
+                    message["reasoning_content"] = thoughts
                 if choice.calls:
                     message |= {"content": text or None, "tool_calls": choice.calls}
                 form["message"] = message
@@ -191,12 +198,11 @@ class Answer:
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, object]]:
         """The JSON objects that a stream sends for `piece`, the new tokens of the row with this index in the request:
-        up to three chunks, one each for the text that later tokens cannot change, the tool calls, and the reason why
-        the row ended. The list is empty if there is none of these. The first chunk has the log-probabilities, if they
-        are asked for, of all tokens since the last chunk of this row; the objects of the others then have no entries.
-        If they are not asked for, `logprobs` is null."""
+        for thoughts and text that later tokens cannot change, for the tool calls, and for the reason why the row ended.
+        The first of them has the log-probabilities, if they are asked for, of all tokens since the last chunk of the
+        row; the others then have none."""
         choice = self._choices[index]
-        text, found = choice.add(piece, stream=True), []
+        pieces, found = choice.add(piece, stream=True), []
 
         def chunk(delta: dict[str, object], reason: str | None) -> None:
             """Adds a chunk with `delta`, the new content, and `reason`, why the row ended (None: it has not), to
@@ -205,8 +211,8 @@ class Answer:
             form |= {"delta": delta} if self._asked.chat else {"text": delta.get("content", "")}
             found.append(self._chunk(form | {"logprobs": choice.logprobs()}))
 
-        if text:
-            chunk({"content": text}, None)
+        for kind, text in pieces:
+            chunk({"content" if kind == "content" else "reasoning_content": text}, None)
         if choice.calls:
             chunk({"tool_calls": [{"index": i, **call} for i, call in enumerate(choice.calls)]}, None)
         if choice.reason is not None:

@@ -5,22 +5,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from jaxtune.conversations.answers import AnswerReader
+from jaxtune.conversations.messages import template_for
 from jaxtune.models.decoder import Decoder
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer of transformers, as far as a server needs it. Called with a text it encodes it:
-    {"input_ids": token ids}. `decode` makes text of token ids, and `apply_chat_template` makes token ids of a
-    conversation. Served copies it deeply."""
+    """The interface of a tokenizer of transformers, as far as a server needs it. Served copies it deeply."""
 
     # the chat template, a Jinja text or several by name; None or empty: the tokenizer has none, and chats are refused
     chat_template: object
 
-    def __call__(self, text: str, /) -> Mapping[str, list[int]]:
-        """{"input_ids": the token ids of a text}, with the special tokens that begin a text, such as BOS."""
+    def __call__(self, text: str, /, **options: object) -> Mapping[str, list[int]]:
+        """{"input_ids": the token ids of a text}. `options` are those of transformers."""
         ...
 
     def decode(
@@ -30,9 +31,8 @@ class Tokenizer(Protocol):
         they have their own text. clean_up_tokenization_spaces: whether spaces before punctuation are left out."""
         ...
 
-    def apply_chat_template(self, conversation: list[dict[str, object]], /, **options: object) -> list[int]:
-        """The token ids of a conversation, a list of messages with role and content. `options` are those of
-        transformers; with tokenize=True and return_dict=False the result is a list of ids."""
+    def apply_chat_template(self, conversation: list[dict[str, object]], /, **options: object) -> str:
+        """A conversation, a list of messages with role and content, as text. `options` are those of transformers."""
         ...
 
 
@@ -52,3 +52,12 @@ class Served:
     def __post_init__(self):
         """Sets `decoder` to a copy of the tokenizer."""
         object.__setattr__(self, "decoder", copy.deepcopy(self.tokenizer))
+
+    @functools.cached_property
+    def _readers(self) -> dict[bool, AnswerReader]:
+        templates = self.tokenizer.chat_template
+        return {tools: AnswerReader(self.decoder, template_for(templates, tools)) for tools in (False, True)}
+
+    def reader(self, tools: bool) -> AnswerReader:
+        """What reads answers to conversations in the tokenizer's template, with or without tools."""
+        return self._readers[tools]

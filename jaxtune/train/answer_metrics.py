@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from jaxtune.conversations.answers import Completions
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.ends import ends_of
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import SampledRows
-from jaxtune.train.end_tokens import turn_end
 from jaxtune.train.objectives.packed_answers import Prompt
-from jaxtune.train.objectives.prompts import end_tokens, read_prompts
+from jaxtune.train.objectives.prompts import completions_of, read_prompts
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, text_of
 
 KEY = "evaluation.generate"  # the config key that names the functions, for messages
@@ -90,8 +91,8 @@ class AnswerMetrics:
     ends: Sequence[int]
     """The token ids that end an answer."""
 
-    decode: Callable[[Sequence[int]], str]
-    """Decodes token ids to text."""
+    completion: Completions
+    """What functions get of an answer."""
 
     seed: int
     """The seed of sampling."""
@@ -154,12 +155,13 @@ class AnswerMetrics:
             )
         )
         del sampler  # frees its caches before the functions run
-        texts = [self.decode([token for token in row.ids if token not in self.ends]) for row in rows]
+        answers = [[token for token in row.ids if token not in self.ends] for row in rows]
+        completions = [self.completion(one.given, one.ids, ids) for one, ids in zip(self.prompts, answers, strict=True)]
         sampled = Sampled.of(
             [prompt.given for prompt in self.prompts],
             [prompt.columns for prompt in self.prompts],
             [row.ids for row in rows],
-            texts,
+            completions,
         )
         table = self.functions(sampled)
         found = {f"eval_answers/{name}": _mean(table[:, column]) for column, name in enumerate(self.functions.names)}
@@ -171,10 +173,12 @@ class AnswerMetrics:
         samples = [
             {
                 "question": question if isinstance(question, str) else text_of(question[-1:]),
-                "given": text,
+                "given": text_of(answer),
                 **dict(zip(self.functions.names, values.tolist(), strict=True)),
             }
-            for question, text, values in list(zip(sampled.prompts, texts, table, strict=True))[: self.sample_rows]
+            for question, answer, values in list(zip(sampled.prompts, completions, table, strict=True))[
+                : self.sample_rows
+            ]
         ]
         return Answered(found, samples)
 
@@ -215,14 +219,13 @@ def answer_metrics(
     most = model.config.context_length - wanted.max_new_tokens
     data = dataclasses.replace(config.data, max_rows=wanted.generate_rows)
     beside = "evaluation.max_new_tokens the model's positions leave"
-    turn = turn_end(tokenizer)
     return AnswerMetrics(
         read_prompts(rows, tokenizer, data, most, "data.eval", beside),
         functions,
         wanted.max_new_tokens,
         wanted.temperature,
-        sorted({*end_tokens(model, tokenizer), *([] if turn is None else [turn])}),
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        ends_of(model, tokenizer),
+        completions_of(tokenizer, config.data.template),
         config.seed,
         wanted.sample_rows,
         _MOST_SLOTS,

@@ -17,6 +17,7 @@ import jax
 import optax
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.ends import ends_of, with_end_tokens
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition
 from jaxtune.system import processes, shared_folders
@@ -34,7 +35,6 @@ from jaxtune.train.data.templates import trained_tokenizer, writes_today
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
 from jaxtune.train.display.monitor import Monitor, Watched
-from jaxtune.train.end_tokens import with_end_tokens
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError
 from jaxtune.train.folder.record import (
     POSITION,
@@ -56,7 +56,6 @@ from jaxtune.train.folder.saving import Saver, TrainingInterrupted
 from jaxtune.train.objectives import references
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.objectives.prompts import end_tokens
 from jaxtune.train.objectives.rollouts import SampledAnswers
 from jaxtune.train.objectives.stored_teachers import StoredTeacher
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
@@ -138,7 +137,7 @@ class Trainer:
         self.objective = objective or objective_of(config)
         self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
-        ends = end_tokens(self.model.given, self.tokenizer) if samples(self.objective) else ()
+        ends = ends_of(self.model.given, self.tokenizer) if samples(self.objective) else ()
         reader = Reader(self.objective, self.tokenizer, config, self.model.given.config, tuple(ends))
         asked = config.data.eval if eval_rows is None else eval_rows
         rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None

@@ -17,7 +17,8 @@ import pyarrow.parquet as parquet
 import pytest
 
 import jaxtune
-from jaxtune.train.data import cache, prepare, row_files, tokenizing, workers
+from jaxtune.conversations import tokenizing
+from jaxtune.train.data import cache, prepare, row_files, workers
 from jaxtune.train.data.preview import preview
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.data.workers import encode_rows

@@ -14,11 +14,11 @@ from pathlib import Path
 from tiny_models import adapted_model
 
 import jaxtune
+from jaxtune.models.generation.ends import with_end_tokens
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.engine import Engine
 from jaxtune.serve.served import Served
 from jaxtune.serve.server import Server, listen
-from jaxtune.train.end_tokens import with_end_tokens
 
 BASE = Path(jaxtune.__file__).parent / "quickstart" / "base"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 
 import pytest
 
+from jaxtune.conversations.answers import AnswerReader
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.generation.requests import Piece, StopStrings
 from jaxtune.serve.bodies import read_chat
@@ -27,12 +29,19 @@ def tokenizer() -> Tokenizer:
 
 
 def pieces(tokenizer, ids, stops, draw, tools=False):
-    text, found, at = Text(tokenizer, stops, tools), [], 0
+    reader = AnswerReader(tokenizer, None)
+    decode = functools.partial(reader.text, calls=tools)
+    text, found, at = Text(decode, stops, reader.stream({} if tools else None)), [], 0
     while at < len(ids):
         size = draw.randint(0, 5)
-        found.append(text.add(ids[at : at + size]))
+        found.append(said(text.add(ids[at : at + size])))
         at += size
-    return [*found, text.end()], text
+    return [*found, said(text.end())], text
+
+
+def said(found) -> str:
+    assert all(kind == "content" for kind, _ in found)
+    return "".join(text for _, text in found)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -74,7 +83,7 @@ def test_calls_of_tools_are_taken_out(tokenizer, stream):
     said = "I look.\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call, *_ in CALLS)
     ids = tokenizer(said)["input_ids"]
     found, text = pieces(tokenizer, ids, (), random.Random(3), tools=True)
-    assert "".join(found) == "I look.\n"
+    assert "".join(found) == "I look."
     functions = [call["function"] for call in text.calls]
     assert [(one["name"], json.loads(one["arguments"])) for one in functions] == [one[1:] for one in CALLS]
     for broken in (said.replace('"now"', "now"), f"<tool_call>[1]</tool_call>{said}"):
@@ -94,9 +103,15 @@ class _Turns:
     def __deepcopy__(self, memo):
         return self._tokenizer
 
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text, **options):
+        return self._tokenizer(text, **options)
+
     def apply_chat_template(self, turns, **options):
         self.asked.append((turns, options["tools"]))
-        return [1, 2, 3]
+        return "asked"
 
 
 def test_tools_reach_the_template_and_their_calls_the_client(tokenizer):
@@ -115,11 +130,11 @@ def test_tools_reach_the_template_and_their_calls_the_client(tokenizer):
     body = {"model": "m", "messages": messages, "tools": [tool]}
     asked = read_chat(body, {"m": served})
     [(given, tools)] = turns.asked
-    assert tools == [tool] and asked.tools
+    assert tools == [tool] and asked.schemas == {"add": {}}
     assert given[0] == {"role": "system", "content": "Be short."} and given[1]["content"] == "1 + 2"
     assert given[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1} and given[2]["content"] == ""
     assert given[3] == {"role": "tool", "tool_call_id": "c", "content": "3"}
-    assert not read_chat(body | {"tool_choice": "none"}, {"m": served}).tools and turns.asked[1][1] is None
+    assert read_chat(body | {"tool_choice": "none"}, {"m": served}).schemas is None and turns.asked[1][1] is None
 
     ids = tokenizer(f"<tool_call>{CALLS[0][0]}</tool_call>")["input_ids"]
     answer = Answer(asked)

@@ -11,10 +11,10 @@ from tiny_models import tiny_model
 from jaxtune import from_pretrained, get_peft_model, merge_adapter, save_adapter, save_pretrained
 from jaxtune.commands import common
 from jaxtune.compat import FastLanguageModel
+from jaxtune.conversations.ends import turn_ends
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.generation.ends import end_token_ids, with_end_tokens
 from jaxtune.train.config import DataConfig
-from jaxtune.train.end_tokens import turn_end, with_end_tokens
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import make_config
@@ -29,7 +29,7 @@ def options_for(folder: Path) -> argparse.Namespace:
 def test_what_a_run_taught_to_end_a_turn_ends_texts_wherever_it_goes(tmp_path):
     tokenizer = make_tokenizer(eos="<|eos|>")
     eos, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|eos|>", "<|im_end|>"))
-    assert turn_end(tokenizer) == end
+    assert turn_ends(tokenizer) == [end]
     save_pretrained(
         tiny_model(vocab_size=len(tokenizer), layers=(LayerSpec(),)), tmp_path / "base", tokenizer=tokenizer
     )
@@ -60,9 +60,9 @@ def test_an_end_that_is_known_or_no_template_shows_changes_nothing(tmp_path):
     save_pretrained(tiny_model(vocab_size=len(tokenizer), layers=(LayerSpec(),)), tmp_path, tokenizer=tokenizer)
     model, tokenizer = from_pretrained(tmp_path, dtype="float32")
     source = model.source
-    assert end_token_ids(model) == [turn_end(tokenizer)]
+    assert end_token_ids(model) == turn_ends(tokenizer)
     assert with_end_tokens(model, tokenizer).source is source
     tokenizer.chat_template = None
-    assert turn_end(tokenizer) is None and with_end_tokens(model, None).source is source
+    assert turn_ends(tokenizer) == [] and with_end_tokens(model, None).source is source
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert turn_end(tokenizer) is None and with_end_tokens(model, tokenizer).source is source
+    assert turn_ends(tokenizer) == [] and with_end_tokens(model, tokenizer).source is source

@@ -15,6 +15,9 @@ import pytest
 from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
+from jaxtune.conversations import answers
+from jaxtune.conversations.calls import Call, CallForm
+from jaxtune.conversations.templates import render
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.generation.requests import Piece
 from jaxtune.models.lora import get_peft_model
@@ -22,14 +25,13 @@ from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.packaged import PACKAGED
-from jaxtune.train.objectives import tool_formats
 from jaxtune.train.objectives.answering import Sampling, ToolTurns
 from jaxtune.train.objectives.packed_answers import Prompt, Settings
 from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.objectives.reward_functions import RewardFunctions
 from jaxtune.train.objectives.rollout_function import RolloutFunction
 from jaxtune.train.objectives.rollouts import SampledAnswers
-from jaxtune.train.objectives.tool_formats import Call, ToolFormat
+from jaxtune.train.objectives.tool_formats import ToolFormat
 from jaxtune.train.objectives.tools import Tools
 from jaxtune.train.objectives.user_functions import EventLoop
 from jaxtune.train.program.loss import Forward
@@ -110,79 +112,6 @@ class Game:
 
 
 # ---- what models write
-
-
-@pytest.mark.parametrize(
-    "parse, text, content, calls",
-    [
-        (tool_formats.parse_hermes, "I see.", "I see.", []),
-        (
-            tool_formats.parse_hermes,
-            'So:\n<tool_call>\n{"name": "f", "arguments": {"a": {"b": 1}}}\n</tool_call>\n'
-            '<tool_call>{"name": "g", "arguments": "{}"}</tool_call>',
-            "So:",
-            [Call("f", {"a": {"b": 1}}), Call("g", {})],
-        ),
-        (
-            tool_formats.parse_xml,
-            "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n<parameter=s>\n7\n</parameter>\n</function>\n"
-            "</tool_call>",
-            "",
-            [Call("f", {"a": 7, "s": "7"})],
-        ),
-        (
-            tool_formats.parse_llama,
-            '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
-            "",
-            [Call("f", {"a": 1}), Call("g", {})],
-        ),
-        (tool_formats.parse_llama, "It is {1}.", "It is {1}.", []),
-        (
-            tool_formats.parse_channels,
-            "<|channel|>analysis<|message|>I need f.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
-            '<|constrain|>json<|message|>{"a": 1}',
-            "",
-            [Call("f", {"a": 1})],
-        ),
-        (
-            tool_formats.parse_channels,
-            "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>final<|message|>4",
-            "4",
-            [],
-        ),
-        (
-            tool_formats.parse_gemma,
-            '<|channel>thought\nI need f.\n<channel|>So: <|tool_call>call:f{a:7,b:{c:[1.5,true,null],d:<|"|>x, {y}: '
-            '"z"<|"|>},e:<|"|><|"|>}<tool_call|><|tool_call>call:g{}',
-            "So:",
-            [Call("f", {"a": 7, "b": {"c": [1.5, True, None], "d": 'x, {y}: "z"'}, "e": ""}), Call("g", {})],
-        ),
-        (tool_formats.parse_gemma, "<|channel>thought\nx\n<channel|>It is {4}.", "It is {4}.", []),
-    ],
-)
-def test_calls_are_parsed_in_the_form_of_each_kind_of_template(parse, text, content, calls):
-    assert parse(text, {"f": {"properties": {"s": {"type": "string"}}}}) == (content, calls)
-
-
-def test_a_malformed_call_is_a_text():
-    form = ToolFormat(make_tokenizer(TEMPLATE), None, [3])
-    assert form.kind.parse is tool_formats.parse_hermes
-    for text in ('<tool_call>{"name": </tool_call>', '<tool_call>["f"]</tool_call>'):
-        ids = form._ids(text)
-        assert form.parsed(ids, {}) == ({"role": "assistant", "content": text}, [])
-    message, calls = form.parsed(form._ids('<tool_call>{"name": "f", "arguments": {}}</tool_call>'), {})
-    assert calls == [Call("f", {})] and message["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
-
-
-def test_a_number_among_calls_of_llama():
-    with pytest.raises(ValueError, match="a call is an object with a name"):
-        tool_formats.parse_llama('{"name": "add", "parameters": {}}; 3', {})
-
-
-@pytest.mark.parametrize("call", ["f", "call:f{a:}", "call:f{a:1", "call:f{a:b}", "call:f{a:<1>}", "call:f(1)"])
-def test_a_malformed_call_of_gemma(call):
-    with pytest.raises(ValueError):
-        tool_formats.parse_gemma(f"<|tool_call>{call}<tool_call|>", {})
 
 
 @pytest.mark.parametrize("name", ["qwen-2.5", "qwen-3", "qwen-3-instruct"])
@@ -346,7 +275,8 @@ def turns_of(tokenizer, tools, script, most=200, **options):
     form = ToolFormat(tokenizer, None, sampling.ends)
 
     def encode(messages, columns):
-        return tuple(form._ids(form._conversations.render(messages, tools.schemas(columns), True)))
+        text = render(tokenizer, form._template, messages, tools.schemas(columns), add_generation_prompt=True)
+        return tuple(form._ids(text))
 
     return ToolTurns(sampling, tools, form, encode, 400, **options), scripted
 
@@ -417,7 +347,7 @@ class EveryTurnCalls:
     """A parser by which every turn calls `wait` with the number of its characters."""
 
     def __call__(self, text, schemas):
-        return text, [Call("wait", {"count": len(text)})]
+        return [Call("wait", {"count": len(text)})]
 
 
 class Waits:
@@ -438,7 +368,7 @@ class Waits:
 
 def sampled_with_tools(seed: int, tokenizer, monkeypatch) -> SampledAnswers:
     """A source whose answers have several turns: a third of all tokens end a turn."""
-    monkeypatch.setattr(tool_formats, "KINDS", (tool_formats.Kind("all", (), EveryTurnCalls()),))
+    monkeypatch.setattr(answers, "FORMS", (CallForm("all", (), "", "", EveryTurnCalls(), leading=("",)),))
     objective = GRPO.of(num_generations=4, max_completion_length=64)
     ends = tuple(range(0, len(tokenizer), 8))
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)

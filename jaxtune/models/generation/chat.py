@@ -1,33 +1,36 @@
-"""A conversation with a model in its chat template, which keeps the messages and answers one question at a time. The
-command `jaxtune chat` is built on it."""
+"""A conversation with a model in its chat template, which keeps the messages and answers one question at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxtune.conversations.answers import AnswerReader, Pieces
+from jaxtune.conversations.messages import read_messages
+from jaxtune.conversations.prompts import prompt_tokens
+from jaxtune.conversations.templates import TemplateError
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.generation.ends import ends_of
 from jaxtune.models.generation.generate import generate
-from jaxtune.models.generation.requests import text_of
 from jaxtune.models.lora import has_adapter, without_adapter
 
 _INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character whose other bytes are missing
 
 
 class Conversation:
-    """A conversation in which the model sees all earlier questions and answers, for `jaxtune chat`. An answer ends at
-    one of the model's end tokens or the tokenizer's EOS, or with max_new_tokens tokens (by default generate's number).
+    """A conversation in which the model sees all earlier questions and answers. An answer ends at a token that ends a
+    turn, or with max_new_tokens tokens (by default generate's number).
 
     Args:
       model: with or without an adapter.
       tokenizer: with a chat template.
       system: the system message; None: there is none.
+      template_arguments: further variables of the chat template, such as {"enable_thinking": False}.
       settings: arguments of `generate` (generate.py) for every answer by name, such as max_new_tokens, temperature and
         top_p; not eos_token_ids, streamer and tokenizer, which are set here.
 
     Attributes:
-      messages: [{"role", "content"}], as the chat template takes them.
+      messages: as the chat template takes them, with an answer's thoughts as `reasoning_content`.
       adapter: True: the next answer is the adapted model's; False: the base model's. It can be set at any time, and is
         False at first only for a model without an adapter.
 
@@ -35,17 +38,22 @@ class Conversation:
       ValueError: no tokenizer, or one without a chat template.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Any, system: str | None = None, **settings: Any):
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Any,
+        system: str | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ):
         if tokenizer is None or not tokenizer.chat_template:
             lacks = "tokenizer: put its files into the model's folder" if tokenizer is None else "chat template"
             raise ValueError(f"chat: the model has no {lacks}")
         self._with, self._without = model, without_adapter(model) if has_adapter(model) else model
         self._tokenizer, self._settings = tokenizer, settings
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        ends = set(end_token_ids(model))
-        if tokenizer.eos_token_id is not None:
-            ends.add(int(tokenizer.eos_token_id))
-        self._ends = sorted(ends)
+        self._arguments, self._ends = template_arguments, ends_of(model, tokenizer)
+        self._reader = AnswerReader.of(tokenizer)
         self.adapter = has_adapter(model)
         self.reset()
 
@@ -58,44 +66,51 @@ class Conversation:
     def reset(self) -> None:
         """Removes all messages but the system message, so that a new conversation begins (/reset of the command chat);
         `adapter` stays as it is."""
-        self.messages: list[dict[str, str]] = list(self._system)
+        self.messages: list[dict[str, Any]] = list(self._system)
 
     def ask(self, text: str, show: Callable[[str], None] = lambda piece: None) -> str:
-        """The model's answer to a question, as text; both are added to the messages, unless an error ends the answer.
+        """The model's answer to a question, as text without thoughts; both are added to the messages, unless an error
+        ends the answer.
 
         Args:
           text: the question, as the user's next message.
-          show: called with each piece of the answer, in whole characters, as soon as it is known; the pieces add up to
-            the answer, and some may be empty. By default nothing is called.
+          show: called with each piece of the thoughts and the answer, which an empty line separates, in whole
+            characters, as soon as it is known. By default nothing is called.
 
         Raises:
           ValueError: the chat template refuses the messages; the conversation and max_new_tokens are more tokens than
             the model has positions; a setting that `generate` refuses.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
+        messages = read_messages([*self.messages, {"role": "user", "content": text}])
         try:
-            prompt = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as error:  # a template raises what it likes, such as of a system message that it does not know
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+            prompt = prompt_tokens(self._tokenizer, messages, arguments=self._arguments)
+        except TemplateError as error:
+            raise ValueError(f"these messages cannot be asked: {error}") from error
         new: list[int] = []
-        shown = ""
+        begun, shown, last = self._reader.begun(prompt), "", ""
+        stream = self._reader.stream(None, begun)
 
-        def stream(_: int, tokens: list[int]) -> None:
+        def tell(pieces: Pieces) -> None:
+            nonlocal last
+            for kind, piece in pieces:
+                show(f"\n\n{piece}" if last and kind != last else piece)
+                last = kind
+
+        def take(_: int, tokens: list[int]) -> None:
             """The streamer of generate: shows what new tokens add to the text, in whole characters."""
             nonlocal shown
             new.extend(tokens)
-            known = text_of(self._tokenizer, new)
+            known = self._reader.text(new, calls=False)
             if not known.endswith(_INCOMPLETE) and known.startswith(shown):
-                show(known[len(shown) :])
+                tell(stream.add(known[len(shown) :]))
                 shown = known
 
         model = self._with if self.adapter else self._without
         [answer] = generate(
-            model, [prompt], eos_token_ids=self._ends, streamer=stream, tokenizer=self._tokenizer, **self._settings
+            model, [prompt], eos_token_ids=self._ends, streamer=take, tokenizer=self._tokenizer, **self._settings
         )
-        whole = text_of(self._tokenizer, answer)
-        show(whole[len(shown) :])
-        self.messages = [*messages, {"role": "assistant", "content": whole}]
-        return whole
+        tell(stream.add(self._reader.text(answer, calls=False)[len(shown) :]))
+        tell(stream.end())
+        message = self._reader.read(answer, begun=begun).message
+        self.messages = [*messages, message]
+        return message["content"]

@@ -1,12 +1,13 @@
-"""The tokens at which the text of a model ends, as its generation_config.json and config.json name them
-(`end_token_ids`), and adding further ones to a model (`with_end_token_ids`)."""
+"""The tokens at which the text of a model ends, and adding further ones to a model."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
+from jaxtune.conversations.ends import answer_ends
 from jaxtune.models.decoder import Decoder
 
 
@@ -41,3 +42,18 @@ def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
     text = json.dumps(settings | {"eos_token_id": [*ends, *more]}, indent=2) + "\n"
     model.source = dataclasses.replace(source, generation_config=text)
     return model
+
+
+def ends_of(model: Decoder, tokenizer: Any) -> list[int]:
+    """The ids of the tokens that end an answer of the model, in ascending order; its arrays may be shapes."""
+    return answer_ends(tokenizer, end_token_ids(model))
+
+
+def with_end_tokens(model: Decoder, tokenizer: Any) -> Decoder:
+    """The model, whose texts, and those of folders that it is saved to, end where `ends_of` says; changed in place.
+
+    A model that scores texts, or was built without a config.json, stays as it is, as all do without a tokenizer.
+    """
+    if tokenizer is None or model.source is None or not model.config.head.is_text:
+        return model
+    return with_end_token_ids(model, answer_ends(tokenizer))

@@ -274,7 +274,8 @@ def prepare(
         """The `cache_key` of these tokens, None if they are not cached; of a template the text counts, not the path."""
         key_options = {**options, "format": format, "max_rows": max_rows, "on_bad_row": on_bad_row}
         if template is not None:
-            key_options["template_text"] = resolve_template(tokenizer, template)
+            texts = [resolve_template(tokenizer, template, tools) for tools in (None, True)]
+            key_options["template_text"] = texts[0] if texts[0] == texts[1] else texts
         return cache_key(sources, tokenizer, key_options)
 
     key = identity()

@@ -1,6 +1,5 @@
 """Finds responses by marker strings (`Markers`): a response is the tokens from a response marker to the end of that
-turn. `templates.RowEncoder` decides by it what is trained on, if data.response_part is set. `special_ids` gives the ids
-of a tokenizer's special tokens.
+turn. `templates.RowEncoder` decides by it what is trained on, if data.response_part is set.
 
 The rules are those of Unsloth's `train_on_responses_only`. They work on token ids, so they also apply to rows that were
 tokenised elsewhere. A marker is found by its stable core, the tokens that are the same whatever text is next to the
@@ -22,21 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxtune.conversations.tokenizing import special_ids
+
 # Texts that are put before and after a marker to learn which of its tokens are the same in all contexts.
 _BEFORE_SPACE = ("a", ".", "1", '"', "\n")
 _BEFORE_TEXT = ("\n", "\n\n", "a")
 _AFTER_SPACE = ("a", "A", "1", " a", "\n", '"', "é")
 _AFTER_TEXT = ("\n", "\n\n", "\nA", " a", " A", "a", "1")
-
-
-def special_ids(tokenizer: Any) -> frozenset[int]:
-    """The ids of the special tokens of `tokenizer`, a Hugging Face one: those that its list of added tokens marks as
-    special, and its named ones such as EOS. Only templates should write them: a conversation whose own messages have
-    one is counted in a warning. A packaged template is refused unless its marks are among them (`missing_marks`). All
-    but BOS and UNK may end a turn (`RowEncoder.end_ids`). Those with which both markers begin open one
-    (`Markers.opener`)."""
-    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(added | set(tokenizer.all_special_ids))
 
 
 class _Marker:

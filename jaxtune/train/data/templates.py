@@ -14,21 +14,38 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxtune.conversations.dates import dated, writes_date
+from jaxtune.conversations.messages import template_for
+from jaxtune.conversations.prompts import prompt_tokens
+from jaxtune.conversations.templates import (
+    TemplateError,
+    asking_template,
+    asking_templates,
+    guarded,
+    special_pattern,
+    unguarded,
+)
+from jaxtune.conversations.tokenizing import Tokens, beginning, end_ids, tokenize, tokenize_pieces, with_beginning
 from jaxtune.train.data.conversations import GENERATION_MARK, SENTINEL, Conversations
 from jaxtune.train.data.formats import Example, strings
-from jaxtune.train.data.markers import Markers, special_ids
+from jaxtune.train.data.markers import Markers
 from jaxtune.train.data.packaged import PACKAGED, missing_marks, packaged_that_fit
 from jaxtune.train.data.row_errors import RowError, SetupError, attempt, check_unicode
 from jaxtune.train.data.row_files import MAX_ROW_SIZE
-from jaxtune.train.data.spans import masked_spans, refuse_left_out, special_texts
-from jaxtune.train.data.tokenizing import Tokens, tokenize, tokenize_pieces
+from jaxtune.train.data.spans import (
+    is_marked,
+    masked_spans,
+    refuse_marked_questions,
+    special_texts,
+    untrained_spans,
+    within,
+)
 
 TRAIN_ON = ("responses", "all")  # the values of data.train_on
 
@@ -71,24 +88,27 @@ class Rendered:
     """What the template does not write of the conversation, in words, such as "tools"; "" if it writes everything."""
     begin: int = 0
     """The index of the first character after the prompt's turns, before which nothing is trained on; 0 without them."""
+    excluded: tuple[tuple[int, int], ...] = ()
+    """The (start, end) character ranges of answers, or parts of them, that the row's marks exclude."""
+    cuts: tuple[int, ...] = ()
+    """Places within special tokens' texts that tools returned: no token extends over them."""
 
 
-def resolve_template(tokenizer: Any, template: str | None) -> str:
-    """The Jinja text of a chat template. Rows and prompts are rendered by it; the key of the token cache contains it;
-    and it is put into the tokenizer of a trained model, and by jaxtune.compat's get_chat_template into a script's.
+def resolve_template(tokenizer: Any, template: str | None, tools: object = None) -> str:
+    """The Jinja text of a chat template.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        template: None or "tokenizer" (the tokenizer's own; of several, the "default"), a packaged name, the path of a
-            `.jinja` file, or Jinja text.
+        template: None or "tokenizer" (the tokenizer's own; of several, the one for `tools`), a packaged name, the path
+            of a `.jinja` file, or Jinja text.
+        tools: the tools of the conversation, or None.
 
     Raises:
         SetupError: there is no such template, or it is packaged and needs special tokens that the tokenizer lacks.
     """
     if template is None or template == "tokenizer":
-        own = tokenizer.chat_template
-        own = own.get("default") if isinstance(own, dict) else own
-        if not own:
+        own = template_for(tokenizer.chat_template, tools)
+        if own is None:
             raise SetupError(
                 f"the tokenizer has no chat template; set data.template to {_names_that_fit(tokenizer)} a .jinja file"
             )
@@ -134,14 +154,19 @@ def _names_that_fit(tokenizer: Any) -> str:
     return "".join(f"{name}, " for name in packaged_that_fit(tokenizer)) + "or to the path of"
 
 
-def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
-    """The Trainer's tokenizer, also stored with the trained model: a copy with the chat template data.template,
-    so that generation renders prompts as training did. It is `tokenizer` itself if template is None, or if there is no
-    tokenizer (the rows were already tokens). Raises `SetupError` if there is no such template."""
-    if template is None or tokenizer is None:
+def trained_tokenizer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any] | None = None) -> Any:
+    """The tokenizer of a trained model, whose chat template writes by itself what prompts have in training: a copy, or
+    `tokenizer` itself if nothing changes. Raises `SetupError` if there is no such template."""
+    if tokenizer is None:
+        return tokenizer
+    if template is None:
+        asks = asking_templates(tokenizer, arguments)
+    else:
+        asks = asking_template(tokenizer, resolve_template(tokenizer, template), arguments)
+    if template is None and asks == tokenizer.chat_template:
         return tokenizer
     trained = copy.copy(tokenizer)
-    trained.chat_template = resolve_template(tokenizer, template)
+    trained.chat_template = asks
     return trained
 
 
@@ -202,12 +227,10 @@ class RowEncoder:
         if train_on == "responses" and (instruction_part is not None or response_part is not None):
             self.markers = Markers(tokenizer, instruction_part, response_part)
         self._special_texts = special_texts(tokenizer, (instruction_part, response_part) if self.markers else ())
-        self.end_ids = special_ids(tokenizer) - {tokenizer.bos_token_id, tokenizer.unk_token_id}
-        if tokenizer.eos_token_id is not None:
-            self.end_ids |= {tokenizer.eos_token_id}
-        self.bos_id = tokenizer.bos_token_id
-        self.adds_bos = self.bos_id is not None and tokenizer("")["input_ids"][:1] == [self.bos_id]
-        self._jinja: str | None = None
+        self._special_tokens = special_pattern(tokenizer)
+        self.end_ids = end_ids(tokenizer)
+        self._begins = beginning(tokenizer)
+        self._jinja: dict[bool, str] = {}
 
     # --- rows
 
@@ -228,22 +251,22 @@ class RowEncoder:
         return results
 
     def encode_prompt(self, example: Example) -> np.ndarray:
-        """int32[n]: the prompt from which the last response of an example is generated, with BOS as in training. It is
-        for answers that are sampled in training or in evaluations, not for `jaxtune chat` or serve. For an example of
-        text alone, it is all of the text; for a plain prompt (data.template is null), the prompt; neither needs a
-        template. For a conversation, it is the turns without the last one if that is the assistant's, rendered with the
-        generation prompt (training has the same tokens before the response, unless the template renders them
-        differently there). Raises `RowError` if the template fails, and `SetupError` if a conversation has none."""
-        if example.text is not None:
-            text = example.text
-        elif self._is_raw(example):
-            text = example.prompt or ""
-        else:
-            messages = list(example.messages or ())
-            if messages and messages[-1]["role"] == "assistant":
-                messages.pop()
-            text = self._render(messages, example.tools, add_generation_prompt=True)
-        return self._one_bos(tokenize(self.tokenizer, [text])[0].ids)
+        """int32[n]: the prompt from which the last response of an example is generated: all of a text alone, a plain
+        prompt (data.template is null), or a conversation without its last message if that is the assistant's. Raises
+        `RowError` if the template fails, and `SetupError` if a conversation has none."""
+        prompt: Any = example.text
+        if prompt is None and self._is_raw(example):
+            prompt = example.prompt or ""
+        template = None
+        if prompt is None:
+            template, prompt = self._template_text(example.tools), list(example.messages or ())
+            if prompt and prompt[-1]["role"] == "assistant":
+                prompt.pop()
+        try:
+            ids = prompt_tokens(self.tokenizer, prompt, template=template, tools=example.tools)
+        except TemplateError as error:
+            raise RowError(str(error)) from None
+        return np.array(ids, np.int32)
 
     def around_answer(self, example: Example) -> tuple[str, str]:
         """The texts that the template itself adds (before, after) the last answer of the conversation of `example`.
@@ -264,23 +287,37 @@ class RowEncoder:
         """The text of an example (text, prompt with completion, or a rendered conversation) and the ranges of its
         responses: the first part of `encode`, which alone calls it. Raises `RowError` if it cannot be rendered,
         its responses are not found or may not be trained on, or its text is too long or not Unicode."""
+        cuts: list[int] = []
         if example.text is not None:
             text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
+            excluded = []
         elif self._is_raw(example):
             text, special, left_out, begin = (example.prompt or "") + (example.completion or ""), "", "", 0
+            excluded = []
             ranges = [(len(example.prompt or ""), len(text))]
         else:
             special = self._special_in(example)
-            text, ranges = self._render_conversation(example, special)
+            messages, mark = guarded(example.messages or [], self._special_tokens)
+            example = dataclasses.replace(example, messages=messages)
+            text, ranges, excluded = self._render_conversation(example, special)
             begin = self._end_of_prompt(example, text)
             ranges = [(low, high) for low, high in ranges if high > begin]
-            left_out = self._conversations.left_out(example.messages or [], example.tools, text)
+            left_out = self._conversations(example.tools).left_out(messages, example.tools, text)
+            if mark:  # positions are counted without the marks
+                begin = begin - text.count(mark, 0, begin)
+                ranges, excluded = (
+                    [(low - text.count(mark, 0, low), high - text.count(mark, 0, high)) for low, high in some]
+                    for some in (ranges, excluded)
+                )
+                text, cuts = unguarded(text, mark)
         check_unicode(text)
         if len(text) > 2 * MAX_ROW_SIZE:
             raise RowError(
                 f"its text has {len(text):,} characters once the template is applied; divide it into several rows"
             )
-        return Rendered(text, None if self.markers is not None and not special else ranges, special, left_out, begin)
+        by_markers = self.markers is not None and not special and not is_marked(self._trained(example))
+        shown = None if by_markers else ranges
+        return Rendered(text, shown, special, left_out, begin, tuple(excluded), tuple(cuts))
 
     def _special_in(self, example: Example) -> str:
         """The first special token, or marker string that opens turns, in the messages and tools of the conversation
@@ -290,37 +327,66 @@ class RowEncoder:
         found = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
         return next((match[0] for match in found if match), "")
 
-    def _render_conversation(self, example: Example, special: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the (start, end) character ranges of its responses. The template's marks also
-        give those of the prompt and those before the last one; `render` and `_finish` drop them if they do not train.
-        There are none if all tokens are trained on, or if markers will find the responses.
-
-        Args:
-            example: with messages.
-            special: what `_special_in` found; if it is not "", markers are not used.
-
-        Raises:
-            RowError: the template fails, the responses are not found, or an answer is marked as not to be trained on.
-        """
+    def _render_conversation(
+        self, example: Example, special: str
+    ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
+        """(Text of a conversation, character ranges of its responses, those within them that its marks exclude). Ranges
+        of the prompt and before the last response may be among them. There are none if all tokens are trained on, or if
+        markers will find the responses. Raises `RowError` if the template fails, or does not show the responses."""
         messages = example.messages or []
-        if self.train_on != "all":
-            refuse_left_out(messages[example.prompt_messages :], self.last_response_only)
-        if self.train_on == "all" or (self.markers is not None and not special):
-            return self._render(messages, example.tools), []
+        marked = is_marked(self._trained(example))
+        if self.train_on == "all":
+            refuse_marked_questions(messages)
+        if not marked and (self.train_on == "all" or (self.markers is not None and not special)):
+            return self._render(messages, example.tools), [], []
+        responses = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+        first = max(example.prompt_messages, 1)
+        if self.last_response_only:  # the ranges of the other responses are not needed
+            first = max([first, *responses])
         try:
-            if GENERATION_MARK.search(self._template_text()):
-                return self._conversations.render_marked(messages, example.tools)
-            first = max(example.prompt_messages, 1)
-            if self.last_response_only:  # the ranges of the other responses are not needed
-                first = max([first, *(i for i, turn in enumerate(messages) if turn["role"] == "assistant")])
-            return self._conversations.render_prefixes(messages, example.tools, first)
+            conversations = self._conversations(example.tools)
+            if GENERATION_MARK.search(self._template_text(example.tools)):
+                if not marked:
+                    return *conversations.render_marked(messages, example.tools), []
+                text, by_message = conversations.marked_by_message(messages, example.tools)
+            else:
+                text, ranges = conversations.render_prefixes(messages, example.tools, first)
+                if not marked:
+                    return text, ranges, []
+                by_message = {i: [one] for i, one in zip([i for i in responses if i >= first], ranges, strict=True)}
+            return self._by_marks(example, text, by_message)
         except RowError as error:
-            if self.markers is None:
+            if self.markers is None or marked:
                 raise
             raise RowError(
                 f"its text holds {special!r}, a special token or marker, so markers cannot find its responses, and "
                 f"neither can the template: {error}"
             ) from None
+
+    def _trained(self, example: Example) -> list[dict]:
+        """The messages of which something may be trained on."""
+        return (example.messages or [])[0 if self.train_on == "all" else example.prompt_messages :]
+
+    def _by_marks(
+        self, example: Example, text: str, by_message: dict[int, list[tuple[int, int]]]
+    ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
+        """What `_render_conversation` returns of a conversation whose messages have marks. by_message: the ranges of
+        its responses by the index of the message."""
+        messages = example.messages or []
+        kept, excluded = [], []
+        last = max(by_message, default=0)
+        for index in range(len(messages) - len(self._trained(example)), len(messages)):
+            message, ranges = messages[index], by_message.get(index)
+            if message["role"] != "assistant" or (self.last_response_only and index < last):
+                continue
+            if ranges is None and (self.train_on == "all" or index > 0) and is_marked([message]):
+                raise RowError(f"the chat template does not show messages[{index}], whose marks cannot be followed")
+            train = message.get("train", True)
+            (kept if train else excluded).extend(ranges or ())
+            if train and ranges and (spans := untrained_spans(message)):
+                start, stripped = self._conversations(example.tools).content_range(messages, example.tools, text, index)
+                excluded += [(start + max(low - stripped, 0), start + high - stripped) for low, high in spans]
+        return text, [] if self.train_on == "all" else kept, excluded
 
     def _end_of_prompt(self, example: Example, text: str) -> int:
         """The index in `text`, the rendered conversation of `example`, of the first character after the turns of its
@@ -349,11 +415,12 @@ class RowEncoder:
         calls it last. rendered: the example's text, and the ranges of its responses. tokens: those of that text."""
         text, ranges = rendered.text, rendered.ranges or []
         is_raw = example.text is not None or self._is_raw(example)
-        cuts = [low for low, _ in ranges if np.any((tokens.starts < low) & (low < tokens.ends))]
+        cuts = {low for low, _ in ranges if np.any((tokens.starts < low) & (low < tokens.ends))}
+        cuts.update(rendered.cuts)
         if cuts:
             # A token has the end of a prompt and the begin of its response. At inference the prompt is tokenised
             # alone, so it is tokenised alone here too.
-            tokens = tokenize_pieces(self.tokenizer, text, cuts, self.max_tokens)
+            tokens = tokenize_pieces(self.tokenizer, text, sorted(cuts), self.max_tokens)
         ids = tokens.ids
         spans = []
         for low, high in ranges[-1:] if self.last_response_only else ranges:
@@ -385,9 +452,10 @@ class RowEncoder:
             responses, ended = len(spans), sum(ends)
         masked = masked_spans(text, tokens, spans, self.mask_spans)
         mask[masked] = False
-        with_bos = self._one_bos(ids)
+        mask[: len(tokens)] &= ~within(tokens, rendered.excluded)
+        with_bos = np.array(with_beginning(self.tokenizer, ids.tolist(), self._begins), np.int32)
         added = len(with_bos) - len(ids)  # 1 if a BOS was prepended, -k if k repeated ones were removed, else 0
-        mask = np.concatenate([np.zeros(1, bool), mask]) if added > 0 else mask[-added:]
+        mask = np.concatenate([np.zeros(added, bool), mask]) if added > 0 else mask[-added:]
         return Encoded(with_bos, mask, responses, ended, len(masked), rendered.special, rendered.left_out, tokens.cut)
 
     def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int | None = None) -> int:
@@ -429,43 +497,27 @@ class RowEncoder:
         ids = np.append(tokens.ids, np.int32(self.tokenizer.eos_token_id))
         return ids, [*spans[:-1], *((first, len(ids)) for first, _ in spans[-1:])]
 
-    def _one_bos(self, tokens: np.ndarray) -> np.ndarray:
-        """`tokens` (int32[n] token ids) with exactly one BOS at the beginning if the tokenizer adds one or the template
-        wrote one (several become one), else unchanged. Rows and prompts (`encode_prompt`) get it alike."""
-        if self.bos_id is None:
-            return tokens
-        leading = 0
-        while leading < len(tokens) and tokens[leading] == self.bos_id:
-            leading += 1
-        if leading > 1:
-            return tokens[leading - 1 :]
-        if leading == 0 and self.adds_bos:
-            return np.concatenate([np.array([self.bos_id], np.int32), tokens])
-        return tokens
-
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
         """The tokens of each of `texts`, in order, with their positions in the text. A text of over 65,536 characters
         is cut after the window with which it has at least `max_tokens` tokens. For `encode`: prompts are not cut."""
         return tokenize(self.tokenizer, texts, self.max_tokens)
 
-    def _template_text(self) -> str:
-        """The Jinja text of the template, looked up on the first call, because plain text needs none. Raises
+    def _template_text(self, tools: object = None) -> str:
+        """The Jinja text of the template, looked up when it is needed, because plain text needs none. Raises
         `SetupError` if there is none or the tokenizer lacks its special tokens."""
-        if self._jinja is None:
-            self._jinja = dated(resolve_template(self.tokenizer, self.template), self.today)
-        return self._jinja
+        if bool(tools) not in self._jinja:
+            self._jinja[bool(tools)] = dated(resolve_template(self.tokenizer, self.template, tools), self.today)
+        return self._jinja[bool(tools)]
 
-    @property
-    def _conversations(self) -> Conversations:
-        """The `Conversations` of this encoder's template, which renders conversations and finds their responses; made
-        anew on each access. Raises `SetupError` if there is no such template."""
-        return Conversations(self.tokenizer, self._template_text(), self._special_texts, self.end_ids)
+    def _conversations(self, tools: object) -> Conversations:
+        """Renders conversations with these tools by the template, and finds their responses."""
+        return Conversations(self.tokenizer, self._template_text(tools), self._special_texts, self.end_ids)
 
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation (messages, and tools or None) by this encoder's template, for prompts and for rows
         whose responses the template need not find. add_generation_prompt: whether the text ends with what the template
         writes before a response. Raises `RowError` if the template fails on it, `SetupError` if there is none."""
-        return self._conversations.render(messages, tools, add_generation_prompt)
+        return self._conversations(tools).render(messages, tools, add_generation_prompt)
 
 
 def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, str]:

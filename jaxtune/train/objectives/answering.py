@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol
 
+from jaxtune.conversations.answers import Completions
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.divided import DividedSampler, devices_of
 from jaxtune.models.generation.requests import Piece
@@ -74,6 +75,8 @@ class Sampling:
     """The plan of a device's memory, which limits how many answers are sampled at a time, and in how many layers the
     weights are converted once for all tokens (models/generation/converted.py). None: the memory that is free decides.
     `SampledAnswers.limit_slots` sets it once the run is planned."""
+    completions: Completions | None = None
+    """What reward functions get of an answer; None: its text."""
 
     @property
     def slots(self) -> int:
@@ -145,6 +148,11 @@ class Sampling:
             eos_token_ids=self.ends,
             scaled_logprobs=True,
         )
+
+    def completion(self, shown: Turns, prompt_ids: Sequence[int], ids: Sequence[int]) -> Turns:
+        """An answer as reward functions get it: text, or a list with a message."""
+        ids = self.without_end(ids)
+        return self.decode(ids) if self.completions is None else self.completions(shown, prompt_ids, ids)
 
     def without_end(self, ids: Sequence[int]) -> list[int]:
         """`ids`, the token ids of an answer or of one of its turns, as a list, without the last one if it is a token
@@ -237,7 +245,7 @@ class OneTurn:
             for piece in sampler.step():
                 _extend(requests[piece.request], piece)
         for one in found:
-            one.completion = self.sampling.decode(self.sampling.without_end(one.ids))
+            one.completion = self.sampling.completion(one.shown, one.prompt_ids, one.ids)
         return found, {}
 
 

@@ -1,8 +1,8 @@
 """Reads the prompts of data rows for runs that sample answers (`read_prompts`), and makes the batch source of a run
 that learns from rewards (GRPO, RLOO) from them and from the functions of the user's code, its `OwnParts`
 (`sampled_answers`). `read_each` and `prompt_of` serve other readers of prompts, such as on-policy distillation, and
-evaluations by generated answers read their questions by `read_prompts` too. `end_tokens` gives the tokens that end an
-answer, and `_answering` makes what samples the answers of a run."""
+evaluations by generated answers read their questions by `read_prompts` too. `_answering` makes
+what samples the answers of a run, and `completions_of` what reward functions get of them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.conversations.answers import AnswerReader, Completions
+from jaxtune.conversations.messages import ConversationError, read_messages, turns_in
 from jaxtune.models.placement import partition
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.formats import Example, detect_format, normalize, refuse_media
 from jaxtune.train.data.reading import open_sources
-from jaxtune.train.data.row_errors import RowError, check_unicode
-from jaxtune.train.data.templates import RowEncoder
-from jaxtune.train.end_tokens import turn_end
+from jaxtune.train.data.row_errors import RowError, SetupError, check_unicode
+from jaxtune.train.data.templates import RowEncoder, resolve_template
 from jaxtune.train.objectives.answering import Answering, OneTurn, Sampling, ToolTurns
 from jaxtune.train.objectives.packed_answers import Prompt, Settings
 from jaxtune.train.objectives.policy import GRPO, log_probs_of, reference_log_probs
@@ -237,24 +236,20 @@ def _answering(
       settings: how answers are sampled.
       tokenizer: a fast Hugging Face tokenizer.
       config: the config of the run, for its chat template.
-      ends: the token ids that end an answer; with tools, the token that ends a turn in the chat template is added, if
-        the template has one.
+      ends: the token ids that end an answer.
       length: the most tokens of a prompt with its answer.
     Raises:
       ConfigError: there are tools, and the chat template cannot write their calls or answers.
     """
     encoder = RowEncoder(tokenizer, template=config.data.template, today=config.data.today)
-    if own.tools is not None:  # a turn that calls tools ends as the template ends it, whatever the model's files say
-        ends = [*ends, *(token for token in [turn_end(tokenizer)] if token is not None)]
-    sampling = Sampling(
-        settings, tuple(sorted(set(ends))), lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
-    )
+    completions = completions_of(tokenizer, config.data.template)
+    sampling = Sampling(settings, tuple(sorted(set(ends))), completions.decode, completions=completions)
     if own.rollout is not None:
 
         def encoded(prompt: Turns) -> tuple[int, ...]:
             """The token ids of `prompt`, text or messages, up to where the answer begins, for a rollout function."""
             text = prompt if isinstance(prompt, str) else None
-            messages = [{"role": "user", "content": text}] if isinstance(prompt, str) else list(prompt)
+            messages = [{"role": "user", "content": text}] if isinstance(prompt, str) else read_messages(prompt)
             example = Example(prompt=text, messages=messages)
             return tuple(map(int, encoder.encode_prompt(example)))
 
@@ -266,11 +261,22 @@ def _answering(
     def with_tools(messages: Sequence[Message], columns: Mapping[str, object]) -> tuple[int, ...]:
         """The token ids of the prompt `messages` with the schemas of the tools of a data row, whose other columns are
         `columns`."""
-        example = Example(messages=list(messages), tools=tools.schemas(columns) or None)
+        example = Example(messages=read_messages(messages), tools=tools.schemas(columns) or None)
         return tuple(map(int, encoder.encode_prompt(example)))
 
     form = ToolFormat(tokenizer, config.data.template, sampling.ends, config.data.today)
     return ToolTurns(sampling, tools, form, with_tools, length, own.most_iterations)
+
+
+def completions_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Completions:
+    """What reward functions get of answers to prompts in a chat template, as data.template names it."""
+    try:
+        reader = AnswerReader(tokenizer, resolve_template(tokenizer, template))
+    except SetupError:  # prompts are text alone
+        reader = None
+    return Completions(
+        lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)), reader, template is not None
+    )
 
 
 def prompt_of(
@@ -293,7 +299,12 @@ def prompt_of(
       ConfigError: the row's column `environment` names none of the run's environments.
     """
     refuse_media(value)
-    given = value.get("prompt")
+    try:
+        given = turns_in(value.get("prompt"), "prompt")
+    except ConversationError as error:
+        raise RowError(str(error)) from None
+    if isinstance(given, Mapping):
+        given = [given]
     if isinstance(given, str) and not _answered(value):
         check_unicode(given)
         example = Example(prompt=given, messages=[{"role": "user", "content": given}])  # a template shows the latter
@@ -343,14 +354,3 @@ def _answered(value: Mapping[str, object]) -> bool:
     rows for supervised fine-tuning do. `prompt_of` calls it for rows whose prompt is a text: one with such a column is
     read as a row for supervised fine-tuning, and its completion becomes the column ANSWER."""
     return any(name in value for name in ("completion", "response"))
-
-
-def end_tokens(model: Decoder, tokenizer: Any) -> list[int]:
-    """The token ids at which the generation of an answer ends, in ascending order: those of the model's generation
-    config, and the EOS of `tokenizer`, if it has one. Training runs that sample answers and evaluations by generated
-    answers end them there; evaluations, and runs with tools, add the token that ends a turn in the chat template.
-    model: its arrays may be jax.ShapeDtypeStruct."""
-    ends = set(end_token_ids(model))
-    if tokenizer.eos_token_id is not None:
-        ends.add(int(tokenizer.eos_token_id))
-    return sorted(ends)

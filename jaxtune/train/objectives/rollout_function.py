@@ -200,7 +200,12 @@ class RolloutFunction:
                 f"objective.max_completion_length = {settings.max_completion_length:,}, and both data.length = "
                 f"{self.length:,}"
             )
-        text = self.sampling.decode(self.sampling.without_end(ids))
+        whole = mask is None or all(mask)  # else other texts are among the model's
+        text = (
+            self.sampling.completion(prompt, prompt_ids, list(ids))
+            if whole
+            else self.sampling.decode(self.sampling.without_end(ids))
+        )
         return Given(
             tuple(map(int, prompt_ids)),
             prompt,

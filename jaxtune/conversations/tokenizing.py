@@ -1,6 +1,4 @@
-"""Tokenises texts and records the position of each token (`Tokens`), at a cost that grows linearly with the length of a
-text. `tokenize` does it for several texts, and `tokenize_pieces` for one text that is cut into pieces at given
-characters.
+"""Tokenises texts and records the position of each token, at a cost that grows linearly with the length of a text.
 
 A text longer than a window (65,536 characters) is tokenised window by window. Neighbouring windows overlap, and are
 joined at a token that both have at the same position, away from the edges of both. There they agree with the text
@@ -12,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +53,39 @@ class Tokens:
         return cls(*fields, cut=parts[-1].cut)
 
 
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids of the special tokens of a Hugging Face tokenizer: its added tokens that are marked so, and EOS etc."""
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added | set(tokenizer.all_special_ids))
+
+
+def end_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids of the special tokens that may end a turn: all but BOS and UNK, and EOS."""
+    ends = special_ids(tokenizer) - {tokenizer.bos_token_id, tokenizer.unk_token_id}
+    return ends if tokenizer.eos_token_id is None else ends | {tokenizer.eos_token_id}
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The token ids that the tokenizer puts before a text, such as BOS."""
+    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], list(tokenizer("a")["input_ids"])
+    starts = (at for at in range(len(whole)) if plain and whole[at : at + len(plain)] == plain)
+    return whole[: next(starts, 0)]
+
+
+def with_beginning(tokenizer: Any, ids: Sequence[int], begins: Sequence[int] | None = None) -> list[int]:
+    """Token ids of a text with what the tokenizer puts before a text, once, whether or not the text has it.
+
+    Args:
+        begins: what `beginning` says of the tokenizer; None asks it.
+    """
+    ids, bos = list(ids), tokenizer.bos_token_id
+    begins = beginning(tokenizer) if begins is None else begins
+    leading = next((place for place, token in enumerate(ids) if token != bos), len(ids))
+    if leading:
+        return ids[leading - 1 :]
+    return ids if not begins or ids[:1] == list(begins[:1]) else [*begins, *ids]
+
+
 def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) -> list[Tokens]:
     """The tokens of each text, in order, with their positions in it, without the special tokens that a tokenizer adds
     around a text. `RowEncoder` tokenises rows and prompts by it, and adds BOS and EOS itself where they belong. A text
@@ -71,29 +103,47 @@ def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) ->
     return [next(short) if len(text) <= WINDOW else _in_windows(tokenizer, text, max_tokens) for text in texts]
 
 
-def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], max_tokens: int | None = None) -> Tokens:
-    """The tokens of a text that is cut into pieces, which are tokenised separately, so that no token extends over one
-    of the positions `cuts`. Special tokens that the tokenizer adds around a text, such as BOS and EOS, are not among
-    them. `RowEncoder` cuts where a response begins, if a token would extend over that place, because at inference the
-    prompt before it is tokenised alone.
+def tokenize_pieces(tokenizer: Any, text: str, cuts: Sequence[int], max_tokens: int | None = None) -> Tokens:
+    """The tokens of a text, none of which extends over one of the positions `cuts`; decoded, they are the text.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         text: the text.
         cuts: indices of characters, in ascending order; each is the first character of a piece.
         max_tokens: tokenising stops after the piece with which there are at least this many tokens, and the result's
-            `cut` is then True if text is left; a piece longer than a window may be cut itself, as by `tokenize`. None
-            never stops.
+            `cut` is then True if text is left. None never stops.
     """
     pieces, count = [], 0
     for low, high in itertools.pairwise([0, *cuts, len(text)]):
-        piece = tokenize(tokenizer, [text[low:high]], max_tokens)[0]
+        words = text[low:high]
+        piece = _later(tokenizer, words, max_tokens) if low else tokenize(tokenizer, [words], max_tokens)[0]
         count += len(piece)
         full = max_tokens is not None and count >= max_tokens and high < len(text)
         pieces.append(piece.part(0, len(piece), low, cut=piece.cut or full))
         if pieces[-1].cut:
             break
     return Tokens.joined(pieces)
+
+
+# Texts before a piece with whose first characters no token of theirs merges; which do differs between tokenizers.
+_ANCHORS = ("\n", "a", ".", "1", "\n.", "é")
+
+
+def _later(tokenizer: Any, text: str, max_tokens: int | None = None) -> Tokens:
+    """The tokens of a text that follows another one: without the space that SentencePiece puts before a text."""
+    if text and _adds_space(tokenizer):
+        for anchor in _ANCHORS:
+            whole = tokenize(tokenizer, [anchor + text], max_tokens)[0]
+            first = int(np.searchsorted(whole.starts, len(anchor)))
+            if first < len(whole) and whole.starts[first] == len(anchor) and np.all(whole.ends[:first] <= len(anchor)):
+                return whole.part(first, len(whole), -len(anchor), whole.cut)
+    return tokenize(tokenizer, [text], max_tokens)[0]
+
+
+def _adds_space(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts a space before a text."""
+    ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return bool(ids) and str(tokenizer.convert_ids_to_tokens(ids[0])).startswith(("\u2581", "\u0120"))
 
 
 def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
@@ -136,7 +186,8 @@ def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
         if first is None:  # no token in common: the next window begins after the last token used of this one
             last = min(max(last, 1), len(current))
             low = int(current.ends[last - 1])
-            following, first = window(low), 0
+            following, first = _later(tokenizer, text[low : low + WINDOW]), 0
+            following = following.part(0, len(following), low)
         parts.append(current.part(0, last))
         count += last
         current = following.part(first, len(following))

@@ -1,0 +1,455 @@
+"""What a model's answer says: its thoughts, its text and its calls of tools, told apart by the family of its template.
+
+Thoughts are cut first: a call within one is no call. `AnswerReader` reads the answers of one tokenizer and template,
+whole (`read`) or while their tokens arrive (`stream`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from jaxtune.conversations.calls import FORMS, HERMES, Call, CallForm, Schemas, arguments_of
+from jaxtune.conversations.messages import template_for
+from jaxtune.conversations.tokenizing import special_ids
+
+type Kind = Literal["thought", "content"]
+type Pieces = list[tuple[Kind, str]]
+
+_TAIL = 64  # tokens of a prompt's end, in which an answer may have begun
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """An answer, read."""
+
+    content: str
+    reasoning: str = ""
+    """What the model thought before; "" if it did not, or its family writes no thoughts."""
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the assistant, as chat templates and reward functions read it."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [call.message for call in self.calls]
+        return message
+
+    @property
+    def shown(self) -> str:
+        """The thoughts and the text, for a screen."""
+        return f"{self.reasoning}\n\n{self.content}" if self.reasoning else self.content
+
+
+def whole_text(message: Mapping[str, Any]) -> str:
+    """The content of a message of the assistant, after its thoughts in <think> tags if it has `reasoning_content`."""
+    content, thoughts = message.get("content"), message.get("reasoning_content")
+    text = content if isinstance(content, str) else ""
+    return f"<think>{thoughts}</think>{text}" if thoughts else text
+
+
+@dataclasses.dataclass(frozen=True)
+class Thoughts:
+    """How the thoughts of a family begin and end. `source`: what the Jinja source of a template has that tells them
+    from text; `title`: what their text begins with; `wrapper`: marks around the text after them."""
+
+    source: tuple[str, ...]
+    opens: str
+    closes: str
+    title: str = ""
+    wrapper: tuple[str, str] | None = None
+
+
+# The first whose `source` a template has is taken.
+THOUGHTS = (
+    Thoughts(("<|channel>", "<channel|>"), "<|channel>", "<channel|>", "thought"),  # Gemma 4
+    Thoughts(("[/THINK]",), "[THINK]", "[/THINK]"),  # Magistral
+    Thoughts(("<seed:think>",), "<seed:think>", "</seed:think>"),
+    Thoughts(("◁/think▷",), "◁think▷", "◁/think▷"),  # Kimi
+    Thoughts(("<|inner_prefix|>",), "<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    Thoughts(
+        ("<|START_THINKING|>",),
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        wrapper=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    Thoughts(("</think>", "</response>"), "<think>", "</think>", wrapper=("<response>", "</response>")),  # Granite 3.3
+    Thoughts(("</think>",), "<think>", "</think>"),  # Qwen, DeepSeek, GLM, Nemotron and others
+)
+_CHANNELS = ("<|channel|>", "<|message|>")  # gpt-oss's
+_CHANNEL_MARKS = (*_CHANNELS, "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+
+
+class AnswerReader:
+    """Reads the answers to prompts of one chat template.
+
+    Args:
+        tokenizer: of transformers.
+        template: the Jinja text of the template; None: answers are plain text, and calls have Hermes' form.
+
+    Attributes:
+        form: the form of calls; None: the template writes none that is known.
+        thinks: whether answers of the family have thoughts.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None):
+        source = _COMMENT.sub("", template or "")
+        self._tokenizer = tokenizer
+        self._channels = all(mark in source for mark in _CHANNELS)
+        self._thoughts = next((one for one in THOUGHTS if all(mark in source for mark in one.source)), None)
+        self.form = next((one for one in FORMS if all(mark in source for mark in one.source)), None)
+        if self._channels:
+            self._thoughts = self.form = None
+        self.thinks = self._channels or self._thoughts is not None
+        self.writes_calls = self.form is not None or (self._channels and "functions." in source)
+        self._specials = special_ids(tokenizer)
+        self._thought_marks, self._call_marks = self._special()
+
+    @classmethod
+    def of(cls, tokenizer: Any, tools: object = None) -> AnswerReader:
+        """The reader of answers to prompts in the tokenizer's own template, of several the one for `tools`."""
+        return cls(tokenizer, template_for(tokenizer.chat_template, tools))
+
+    @property
+    def marks_are_special(self) -> bool:
+        """Whether the marks of thoughts are special tokens, so that a text without these cannot show them."""
+        marks = _CHANNELS if self._channels else () if self._thoughts is None else (self._thoughts.opens,)
+        return bool(marks) and set(marks) <= self._thought_marks.keys()
+
+    def _special(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The marks of thoughts and those of calls that are special tokens, with their ids."""
+        by_text = {str(self._tokenizer.convert_ids_to_tokens(token)): token for token in self._specials}
+        thoughts, form = self._thoughts, self.form
+        of_thoughts = _CHANNEL_MARKS if self._channels else ()
+        if thoughts is not None:
+            of_thoughts = (thoughts.opens, thoughts.closes, *(thoughts.wrapper or ()))
+        of_calls = () if form is None else (form.opens, form.closes, *form.marks)
+        first, second = (
+            {mark: by_text[mark] for mark in marks if mark in by_text} for marks in (of_thoughts, of_calls)
+        )
+        return first, second
+
+    def text(self, ids: Sequence[int], ends: Sequence[int] = (), calls: bool = True) -> str:
+        """The text of an answer's tokens with no special tokens but the marks of thoughts and, with `calls`, of calls.
+        ends: a last token that is one of these is left out."""
+        marks = {*self._thought_marks.values(), *(self._call_marks.values() if calls else ())}
+        kept = list(ids[:-1] if len(ids) and ids[-1] in ends else ids)
+        kept = [int(token) for token in kept if token not in self._specials or token in marks]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def begun(self, prompt_ids: Sequence[int]) -> str:
+        """What of an answer a prompt's end has already, such as <think>; "" if nothing."""
+        if not self.thinks:
+            return ""
+        tail = str(self._tokenizer.decode(list(prompt_ids[-_TAIL:]), skip_special_tokens=False)).rstrip()
+        if self._channels:
+            _, started, begun = tail.rpartition("<|start|>assistant")
+            return begun if started and "<|end|>" not in begun else ""
+        assert self._thoughts is not None
+        opens = self._thoughts.opens
+        return next((text for text in (opens + self._thoughts.title, opens) if tail.endswith(text)), "")
+
+    def stream(self, schemas: Schemas | None = None, begun: str = "") -> AnswerStream:
+        """Reads an answer piece by piece. schemas: of the tools whose calls are looked for; None: all is text. begun:
+        what `begun` returned."""
+        if self._channels:
+            return _Channels(schemas is not None, begun)
+        form = None if schemas is None else self.form or HERMES
+        return _Tags(self._thoughts, form, schemas or {}, begun, self._call_marks)
+
+    def read(
+        self, ids: Sequence[int], schemas: Schemas | None = None, begun: str = "", ends: Sequence[int] = ()
+    ) -> Answer:
+        """An answer, from its tokens. schemas, begun: as `stream` has them. ends: as `text` has them."""
+        return self.read_text(self.text(ids, ends, schemas is not None), schemas, begun)
+
+    def read_text(self, text: str, schemas: Schemas | None = None, begun: str = "") -> Answer:
+        """An answer, from its text with the family's marks."""
+        stream = self.stream(schemas, begun)
+        pieces = [*stream.add(text), *stream.end()]
+        thoughts, content = ("".join(text for kind, text in pieces if kind == name) for name in ("thought", "content"))
+        return Answer(content, thoughts, tuple(stream.calls))
+
+
+class AnswerStream:
+    """An answer that is read while its text arrives: `add` returns what is certain of it, `end` what was not returned
+    yet, and sets `calls`. The pieces, joined by kind, do not depend on where the text was cut."""
+
+    def __init__(self):
+        self.calls: list[Call] = []
+        self._text = ""  # not read yet
+        self._spaces: dict[Kind, str] = {"thought": "", "content": ""}  # white space that may be the last of its kind
+        self._strips: set[Kind] = {"thought"}  # kinds of which white space that comes next is left out
+        self._said: set[Kind] = set()
+
+    def add(self, text: str) -> Pieces:
+        """Reads more text."""
+        self._text += text
+        return _joined(self._advance(False))
+
+    def end(self) -> Pieces:
+        """Reads what is left, after the last text."""
+        return _joined([*self._advance(True), *self._close()])
+
+    def _advance(self, last: bool) -> Pieces:
+        """Reads as far as no later text can change what is read, or, with `last`, all."""
+        pieces: Pieces = []
+        while True:
+            before = self._state, self._text
+            pieces += self._step(last)
+            if (self._state, self._text) == before:
+                return pieces
+
+    _state = ""
+
+    def _step(self, last: bool) -> Pieces:
+        raise NotImplementedError
+
+    def _close(self) -> Pieces:
+        raise NotImplementedError
+
+    def _until(self, marks: Sequence[str], last: bool) -> tuple[str, str]:
+        """Takes the text before the first of the marks, and the mark ("" if it has not come), from what is not read."""
+        places = [(place, -len(mark), mark) for mark in marks if mark and (place := self._text.find(mark)) >= 0]
+        if places:
+            place, _, mark = min(places)
+        else:
+            place, mark = len(self._text), ""
+            place -= 0 if last else max((overlap(self._text, mark) for mark in marks), default=0)
+        text, self._text = self._text[:place], self._text[place + len(mark) :]
+        return text, mark
+
+    def _say(self, kind: Kind, text: str, hold: bool = True) -> Pieces:
+        """Text of a kind. hold: white space at its end is returned with what follows it."""
+        text = text.lstrip() if kind in self._strips else text
+        if not text:
+            return []
+        self._strips.discard(kind)
+        text = self._spaces[kind] + text
+        said = text.rstrip() if hold else text
+        self._spaces[kind] = text[len(said) :]
+        if said:
+            self._said.add(kind)
+        return [(kind, said)] if said else []
+
+    def _again(self, kind: Kind, between: str) -> None:
+        """Begins another text of a kind, `between` of which and the one before, if there is one, is put."""
+        self._strips.add(kind)
+        self._spaces[kind] = between if kind in self._said else ""
+
+
+def _joined(pieces: Pieces) -> Pieces:
+    """Neighbours of one kind as one piece."""
+    joined: Pieces = []
+    for kind, text in pieces:
+        if joined and joined[-1][0] == kind:
+            joined[-1] = kind, joined[-1][1] + text
+        else:
+            joined.append((kind, text))
+    return joined
+
+
+def overlap(text: str, mark: str) -> int:
+    """The number of characters at the end of a text that may be the beginning of `mark`, but not all of it."""
+    longest = min(len(text), len(mark) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+
+
+class _Tags(AnswerStream):
+    """Thoughts and calls between marks. marks: those that are special tokens, and no text if calls are malformed."""
+
+    def __init__(
+        self, thoughts: Thoughts | None, form: CallForm | None, schemas: Schemas, begun: str, marks: Iterable[str]
+    ):
+        super().__init__()
+        self._thoughts, self._form, self._schemas, self._marks = thoughts, form, schemas, marks
+        self._state = "content"
+        self._blocks: list[str] = []  # texts of calls
+        self._raw = ""  # all text from the first call on, without thoughts
+        self._title = ""
+        if thoughts is not None and begun:
+            self._think("" if thoughts.title and begun.endswith(thoughts.title) else thoughts.title)
+
+    def _step(self, last: bool) -> Pieces:
+        if self._state == "content":
+            return self._content(last)
+        if self._state == "thought":
+            return self._thought(last)
+        return self._call(last) if self._state == "call" else self._between(last)
+
+    def _think(self, title: str) -> None:
+        self._state, self._title = "thought", title
+        self._again("thought", "\n")
+
+    def _leads(self, last: bool) -> bool | None:
+        """Whether the answer consists of calls, by what it begins with; None: that is not known yet."""
+        form, text = self._form, self._text.lstrip()
+        if form is None or not form.leading or "content" in self._said:
+            return False
+        if text.startswith(form.leading):
+            return True
+        return None if not last and any(mark.startswith(text) for mark in form.leading) else False
+
+    def _content(self, last: bool) -> Pieces:
+        leads = self._leads(last)
+        if leads:
+            self._state = "call"
+            self._blocks.append("")
+        if leads or leads is None:
+            return []
+        wrapper = (self._thoughts and self._thoughts.wrapper) or ()
+        text, mark = self._until([*self._openings(), *wrapper], last)
+        pieces = self._say("content", text, hold=self._form is not None or self._thoughts is not None)
+        if wrapper and mark == wrapper[0] and "content" not in self._said:
+            self._again("content", "")
+        self._enter(mark)
+        return pieces
+
+    def _openings(self) -> list[str]:
+        return [one.opens for one in (self._thoughts, self._form) if one is not None]
+
+    def _enter(self, mark: str) -> None:
+        """Goes on behind a mark that opens a thought or a call."""
+        if mark and self._thoughts is not None and mark == self._thoughts.opens:
+            self._think(self._thoughts.title)
+        elif mark and self._form is not None and mark == self._form.opens:
+            self._raw += mark
+            self._blocks.append("")
+            self._state = "call"
+
+    def _thought(self, last: bool) -> Pieces:
+        assert self._thoughts is not None
+        if self._title:
+            text = self._text.lstrip()
+            if not last and self._title.startswith(text):
+                return []
+            self._text, self._title = text.removeprefix(self._title), ""
+        text, mark = self._until([self._thoughts.closes], last)
+        pieces = self._say("thought", text)
+        if mark:
+            self._state = "between" if self._blocks else "content"
+            if "content" not in self._said:
+                self._again("content", "")
+        return pieces
+
+    def _call(self, last: bool) -> Pieces:
+        assert self._form is not None
+        text, mark = self._until([self._form.closes or self._form.opens], last)
+        self._blocks[-1] += text
+        self._raw += text + mark
+        if mark and self._form.closes:
+            self._state = "between"
+        elif mark:
+            self._blocks.append("")
+        return []
+
+    def _between(self, last: bool) -> Pieces:
+        text, mark = self._until(self._openings(), last)
+        self._raw += text
+        self._enter(mark)
+        return []
+
+    def _close(self) -> Pieces:
+        """Parses the calls; what cannot be parsed is text."""
+        text = self._raw
+        if self._form is not None and self._blocks:
+            try:
+                self.calls = [call for block in self._blocks for call in self._form.parse(block, self._schemas)]
+                return []
+            except (ValueError, TypeError, RecursionError, MemoryError):
+                for mark in self._marks:
+                    text = text.replace(mark, "")
+        spaces, self._spaces["content"] = self._spaces["content"], ""
+        return [("content", spaces + text)] if spaces + text else []
+
+
+_RECIPIENT = re.compile(r"to=(functions\.)?([\w.-]+)")
+_BODY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_HEADS = ("<|channel|>", "<|start|>", "to=")
+
+
+class _Channels(AnswerStream):
+    """gpt-oss's messages: a header with a channel and a recipient, <|message|>, and a text. calls: whether calls are
+    looked for; without, they are text."""
+
+    def __init__(self, calls: bool, begun: str):
+        super().__init__()
+        self._looks = calls
+        self._state = "begin"
+        self._blocks: list[tuple[str, str]] = []  # names and texts of calls
+        self.add(begun)
+
+    def _step(self, last: bool) -> Pieces:
+        if self._state == "begin":
+            text = self._text.lstrip()
+            if text.startswith(_HEADS):
+                self._state = "header"
+            elif last or not any(head.startswith(text) for head in _HEADS):
+                self._state = "content"  # an answer without channels
+            return []
+        return self._header() if self._state == "header" else self._body(last)
+
+    def _header(self) -> Pieces:
+        header, ended, text = self._text.partition("<|message|>")
+        if not ended:
+            return []
+        self._text, recipient = text, _RECIPIENT.search(header)
+        if recipient is not None and recipient[1] and self._looks:
+            self._state = "call"
+            self._blocks.append((recipient[2], ""))
+            return []
+        to_tool = recipient is not None and not recipient[1] and recipient[2] != "user"
+        kind: Kind = "thought" if "<|channel|>analysis" in header or to_tool else "content"
+        self._state = kind
+        self._again(kind, "\n\n")
+        return []
+
+    def _body(self, last: bool) -> Pieces:
+        text, mark = self._until(_BODY_ENDS, last)
+        state = self._state
+        if mark:
+            self._state = "header"
+            self._text = (mark if mark in _HEADS else "") + self._text
+        if state == "call":
+            name, block = self._blocks.pop()
+            self._blocks.append((name, block + text))
+            return []
+        return self._say("thought" if state == "thought" else "content", text)
+
+    def _close(self) -> Pieces:
+        try:
+            self.calls = [Call(name, arguments_of(block)) for name, block in self._blocks]
+        except (ValueError, RecursionError):
+            return self._say("content", "\n".join(block for _, block in self._blocks), hold=False)
+        spaces = "" if "content" in self._strips else self._spaces["content"]
+        return [("content", spaces)] if spaces and self._state == "content" else []
+
+
+@dataclasses.dataclass(frozen=True)
+class Completions:
+    """Sampled answers as reward functions get them. To messages: a message, with the thoughts as `reasoning_content` if
+    the template's family writes thoughts, else the whole text. To a text: text, with its thoughts unless their marks
+    are special tokens, which text cannot show."""
+
+    decode: Callable[[Sequence[int]], str]
+    """Decodes token ids, without special tokens."""
+    reader: AnswerReader | None = None
+    """Reads answers to prompts that a template writes; None: there is no template."""
+    renders_texts: bool = False
+    """Whether prompts that are text are written by the template, too."""
+
+    def __call__(
+        self, prompt: str | list[dict[str, Any]], prompt_ids: Sequence[int], ids: Sequence[int]
+    ) -> str | list[dict[str, Any]]:
+        """The answer with the tokens `ids`, without the one that ended it, to a prompt."""
+        reader, is_text = self.reader, isinstance(prompt, str)
+        if reader is None or not reader.thinks or (is_text and not (self.renders_texts and reader.marks_are_special)):
+            return self.decode(ids)
+        answer = reader.read(ids, begun=reader.begun(prompt_ids))
+        return answer.content if is_text else [answer.message]

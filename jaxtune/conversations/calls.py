@@ -1,0 +1,332 @@
+"""The forms in which models write calls of tools, and what a call's text means."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# {tool's name: JSON schema of its parameters}.
+type Schemas = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a tool, as a model wrote it; the arguments are not checked against the tool's schema."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The call as an entry of a message's `tool_calls`, as chat templates read it."""
+        return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclasses.dataclass(frozen=True)
+class CallForm:
+    """A form of calls. Its text begins with `opens` and ends with `closes` ("": with the next `opens`, or the end)."""
+
+    name: str
+    """Its name in error messages."""
+    source: tuple[str, ...]
+    """Texts that the Jinja source of a template contains if models of it write calls so; all must be there."""
+    opens: str
+    closes: str
+    parse: Callable[[str, Schemas], list[Call]]
+    """The calls in the text between them; raises ValueError if it is malformed."""
+    leading: tuple[str, ...] = ()
+    """In place of `opens`: what an answer begins with that consists of calls; it belongs to their text."""
+    marks: tuple[str, ...] = ()
+    """Further tokens of the form within the text."""
+
+
+def schemas_of(tools: object) -> dict[str, Any]:
+    """{tool's name: JSON schema of its parameters} of a list of tools as chat templates take them."""
+    schemas: dict[str, Any] = {}
+    for tool in tools if isinstance(tools, list | tuple) else ():
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            schemas[function["name"]] = function.get("parameters") or {}
+    return schemas
+
+
+def arguments_of(value: object) -> dict[str, Any]:
+    """The arguments of a call: an object or the JSON text of one; {} for nothing. Raises ValueError for others."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.strip() else None
+        if isinstance(value, str):  # quoted twice
+            return arguments_of(value)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("the arguments of a call are an object")
+    return value
+
+
+def _call_of(value: object) -> Call:
+    """The call that a JSON value describes."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name", value.get("tool_name")) if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(name, str) or not name:
+        raise ValueError("a call is an object with a name")
+    return Call(name, arguments_of(next((value[key] for key in ("arguments", "parameters") if key in value), None)))
+
+
+def _json_call(text: str, schemas: Schemas) -> list[Call]:
+    """{"name": ..., "arguments": ...}, or a list of such objects."""
+    value = json.loads(text)
+    if isinstance(value, list) and value:
+        return [_call_of(one) for one in value]
+    return [_call_of(value)]
+
+
+def _json_calls(text: str, schemas: Schemas) -> list[Call]:
+    """JSON objects or lists of them, after one another."""
+    calls, decoder, rest = [], json.JSONDecoder(), text.strip()
+    while rest:
+        value, end = decoder.raw_decode(rest)
+        calls += [_call_of(one) for one in (value if isinstance(value, list) else [value])]
+        rest = rest[end:].lstrip("; \n,")
+    return calls
+
+
+def _llama(text: str, schemas: Schemas) -> list[Call]:
+    """Llama 3's JSON objects, with or without <|python_tag|>."""
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    if not text.startswith("{"):
+        raise ValueError("no JSON object")
+    return _json_calls(text, schemas)
+
+
+# --- typed texts
+
+
+def allows_text(schema: object, root: object = None) -> bool:
+    """Whether a JSON schema allows text: "string" is a type or among the types, or no type is named."""
+    root = schema if root is None else root
+    if not isinstance(schema, Mapping):
+        return schema is not False
+    if isinstance(reference := schema.get("$ref"), str):
+        return allows_text(_referred(root, reference), root)
+    if isinstance(kind := schema.get("type"), str | list | tuple):
+        return kind == "string" or (not isinstance(kind, str) and "string" in kind)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list | tuple):
+            return any(allows_text(one, root) for one in schema[key])
+    if isinstance(schema.get("allOf"), list | tuple):
+        return all(allows_text(one, root) for one in schema["allOf"])
+    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list | tuple):
+        return any(isinstance(value, str) for value in values)
+    return True
+
+
+def _referred(root: object, reference: str) -> object:
+    """What a reference such as "#/$defs/Name" means; {} if that is not there."""
+    for key in reference.removeprefix("#").strip("/").split("/"):
+        root = root.get(key, {}) if isinstance(root, Mapping) else {}
+    return {} if isinstance(root, Mapping) and "$ref" in root else root
+
+
+_WORDS = {"True": True, "False": False, "None": None}  # templates write Python's words
+
+
+def _typed(text: str, parameters: object, key: str) -> Any:
+    """The value of an argument that is written as bare text, by the schema of the tool's parameters."""
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if isinstance(properties, Mapping) and key in properties and allows_text(properties[key], parameters):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _WORDS.get(text.strip(), text)
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _xml(text: str, schemas: Schemas) -> list[Call]:
+    """<function=NAME><parameter=KEY>VALUE</parameter>...</function>, of Qwen3-Coder and others."""
+    function = _FUNCTION.fullmatch(text)
+    if function is None:
+        raise ValueError("a call is <function=NAME>...</function>")
+    parameters = schemas.get(function[1], {})
+    return [Call(function[1], {key: _typed(value, parameters, key) for key, value in _PARAMETER.findall(function[2])})]
+
+
+_INVOKE = re.compile(r"<invoke name=\"?([^\">]+)\"?>(.*?)</invoke>", re.DOTALL)
+_NAMED = re.compile(r"<parameter name=\"?([^\">]+)\"?>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _invoked(text: str, schemas: Schemas) -> list[Call]:
+    """<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>, of MiniMax."""
+    calls = [
+        Call(name, {key: _typed(value, schemas.get(name, {}), key) for key, value in _NAMED.findall(body)})
+        for name, body in _INVOKE.findall(text)
+    ]
+    if not calls or _INVOKE.sub("", text).strip():
+        raise ValueError('a call is <invoke name="NAME">...</invoke>')
+    return calls
+
+
+_GLM = re.compile(r"\s*([^\s<]+)\s*((?:<arg_key>.*?</arg_key>\s*<arg_value>.*?</arg_value>\s*)*)", re.DOTALL)
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _glm(text: str, schemas: Schemas) -> list[Call]:
+    """NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>..., of GLM 4.5 and later."""
+    call = _GLM.fullmatch(text)
+    if call is None:
+        raise ValueError("a call is NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
+    parameters = schemas.get(call[1], {})
+    pairs = ((key.strip(), value) for key, value in _PAIR.findall(call[2]))
+    return [Call(call[1], {key: _typed(value, parameters, key) for key, value in pairs})]
+
+
+_DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>(?:(\w+)<｜tool▁sep｜>(\S+)\s*```json\s*(.*?)\s*```|(\S+?)<｜tool▁sep｜>(.*?))\s*"
+    r"(?:<｜tool▁call▁end｜>|\Z)",
+    re.DOTALL,
+)
+
+
+def _deepseek(text: str, schemas: Schemas) -> list[Call]:
+    """DeepSeek's calls: function<sep>NAME and a block of JSON (V3, R1), or NAME<sep>JSON (V3.1)."""
+    calls = [
+        Call(name or short, arguments_of(block if name else bare))
+        for _, name, block, short, bare in _DEEPSEEK.findall(text)
+    ]
+    if not calls or _DEEPSEEK.sub("", text).strip():
+        raise ValueError("a call is <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜>")
+    return calls
+
+
+_KIMI = re.compile(
+    r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)"
+    r"(?:<\|tool_call_end\|>|\Z)",
+    re.DOTALL,
+)
+
+
+def _kimi(text: str, schemas: Schemas) -> list[Call]:
+    """<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>, of Kimi K2."""
+    calls = [Call(name, arguments_of(value)) for name, value in _KIMI.findall(text)]
+    if not calls or _KIMI.sub("", text).strip():
+        raise ValueError("a call is <|tool_call_begin|>NAME<|tool_call_argument_begin|>JSON<|tool_call_end|>")
+    return calls
+
+
+_NAME_AND_JSON = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(\{.*)?", re.DOTALL)
+
+
+def _mistral(text: str, schemas: Schemas) -> list[Call]:
+    """A JSON list of calls (version 3 to 7), or NAME[ARGS]JSON (version 11 and later)."""
+    if text.lstrip().startswith(("[{", "{", "[ {")):
+        return _json_calls(text, schemas)
+    call = _NAME_AND_JSON.fullmatch(text)
+    if call is None:
+        raise ValueError("a call is a JSON list, or NAME[ARGS]JSON")
+    return [Call(call[1], arguments_of(call[2]))]
+
+
+def _python(text: str, schemas: Schemas) -> list[Call]:
+    """Python's calls with literals as keyword arguments: [f(a=1), g()] or one call a line."""
+    try:
+        bodies = [line.value for line in ast.parse(text.strip()).body if isinstance(line, ast.Expr)]
+    except SyntaxError as error:
+        raise ValueError(f"no calls of Python: {error}") from None
+    nodes = [node for body in bodies for node in (body.elts if isinstance(body, ast.List) else [body])]
+    calls = []
+    for node in nodes:
+        if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
+            raise ValueError("a call is NAME(KEY=VALUE, ...)")
+        arguments = {str(word.arg): _literal(word.value) for word in node.keywords}
+        calls.append(Call(ast.unparse(node.func), arguments))
+    if not calls:
+        raise ValueError("no call")
+    return calls
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal of Python or JSON."""
+    names = {"true": True, "false": False, "null": None}
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    return ast.literal_eval(node)
+
+
+# A text in quotes of Gemma's own; a sign of the notation; a key, which has no quotes; a number, true, false or null.
+_GEMMA_TOKEN = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<sign>[{}\[\],:])|(?P<word>[^{}\[\],:<]+)', re.DOTALL)
+_GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)(\{.*\})\s*", re.DOTALL)
+
+
+def _gemma(text: str, schemas: Schemas) -> list[Call]:
+    """call:NAME{key:value,...}, of Gemma 4; texts have <|"|> on both sides."""
+    call = _GEMMA_CALL.fullmatch(text)
+    if call is None:
+        raise ValueError("a call is call:NAME{key:value,...}")
+    parts, at, body = [], 0, call[2]
+    while at < len(body):
+        token = _GEMMA_TOKEN.match(body, at)
+        if token is None:
+            raise ValueError(f"the arguments {body!r} are malformed at {at}")
+        at = token.end()
+        word = token["word"]
+        is_key = word is not None and body.startswith(":", at)
+        parts.append(token["sign"] or (word if word and not is_key else json.dumps(token["text"] or word or "")))
+    return [Call(call[1], arguments_of("".join(parts)))]
+
+
+# The first form whose `source` a template has is taken. gpt-oss's calls are channels (`answers.py`).
+FORMS = (
+    CallForm(
+        "Gemma 4 <|tool_call>",
+        ("<|tool_call>call:", "<tool_call|>"),
+        "<|tool_call>",
+        "<tool_call|>",
+        _gemma,
+        marks=('<|"|>',),
+    ),
+    CallForm(
+        "DeepSeek",
+        ("<｜tool▁calls▁begin｜>",),
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        _deepseek,
+        marks=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    ),
+    CallForm(
+        "Kimi",
+        ("<|tool_calls_section_begin|>",),
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        _kimi,
+        marks=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    CallForm("Mistral [TOOL_CALLS]", ("[TOOL_CALLS]",), "[TOOL_CALLS]", "", _mistral, marks=("[ARGS]", "[CALL_ID]")),
+    CallForm("LFM2 <|tool_call_start|>", ("<|tool_call_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
+    CallForm("OLMo <function_calls>", ("<function_calls>",), "<function_calls>", "</function_calls>", _python),
+    CallForm("Phi-4 <|tool_call|>", ("<|tool_call|>", "<|/tool_call|>"), "<|tool_call|>", "<|/tool_call|>", _json_call),
+    CallForm("Granite <|tool_call|>", ("<|tool_call|>",), "<|tool_call|>", "", _json_calls),
+    CallForm("Command <|START_ACTION|>", ("<|START_ACTION|>",), "<|START_ACTION|>", "<|END_ACTION|>", _json_calls),
+    CallForm("MiniMax <invoke>", ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>", _invoked),
+    CallForm("Seed <function=NAME>", ("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _xml),
+    CallForm("GLM <arg_key>", ("<tool_call>", "<arg_key>"), "<tool_call>", "</tool_call>", _glm),
+    CallForm("Qwen3-Coder <function=NAME>", ("<tool_call>", "<function="), "<tool_call>", "</tool_call>", _xml),
+    CallForm("Hermes and Qwen <tool_call> JSON", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_call),
+    CallForm(
+        "Llama 3 JSON",
+        ("<|start_header_id|>", "tool_calls"),
+        "",
+        "",
+        _llama,
+        leading=("{", "<|python_tag|>"),
+        marks=("<|python_tag|>",),
+    ),
+)
+HERMES = next(form for form in FORMS if form.name.startswith("Hermes"))

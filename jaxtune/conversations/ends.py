@@ -1,0 +1,70 @@
+"""Where an answer ends: one definition for all that sample, serve, evaluate and save."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from jaxtune.conversations.messages import template_for
+from jaxtune.conversations.templates import TemplateError, render
+from jaxtune.conversations.tokenizing import end_ids
+
+_WORD = "\ue000x\ue001"  # a text that no template writes
+
+
+def turn_ends(tokenizer: Any) -> list[int]:
+    """The ids of the special tokens with which the tokenizer's chat template ends an answer and a call of tools; [] if
+    there is no template, if it refuses a short conversation, or if no special token ends its turns."""
+    ends = []
+    for tools in (None, True):
+        template = template_for(tokenizer.chat_template, tools)
+        if template is not None:
+            ends += [_answer_end(tokenizer, template), _call_end(tokenizer, template)]
+    return sorted({end for end in ends if end is not None})
+
+
+def answer_ends(tokenizer: Any, named: Iterable[int] = ()) -> list[int]:
+    """The ids of the tokens that end an answer, in ascending order: those that the model's files name (`named`), the
+    tokenizer's EOS, and those that end a turn in its chat template."""
+    if tokenizer is None:
+        return sorted({int(token) for token in named})
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return sorted({*map(int, named), *(() if eos is None else (int(eos),)), *turn_ends(tokenizer)})
+
+
+def ends_in_words(tokenizer: Any, ends: Iterable[int]) -> str:
+    """The end tokens as a line for the screen."""
+    names = ", ".join(str(tokenizer.convert_ids_to_tokens(int(token))) for token in ends)
+    return f"an answer ends at {names}" if names else "no token ends an answer"
+
+
+def _specials(tokenizer: Any) -> dict[str, int]:
+    """The ids of the tokens that may end a turn, by their texts."""
+    return {str(tokenizer.convert_ids_to_tokens(token)): token for token in end_ids(tokenizer)}
+
+
+def _answer_end(tokenizer: Any, template: str) -> int | None:
+    """The first token after the text of an answer that may end a turn."""
+    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _WORD}]
+    try:
+        text, specials = render(tokenizer, template, asked), _specials(tokenizer)
+    except TemplateError:
+        return None
+    after = text.rpartition(_WORD)[2] if _WORD in text else ""
+    first = re.search("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)", after)
+    return None if first is None else specials[first[0]]
+
+
+def _call_end(tokenizer: Any, template: str) -> int | None:
+    """The token that ends a turn of calls, if the template writes two calls and the token once, at the end."""
+    functions = [{"name": _WORD, "arguments": {}}] * 2
+    calls = [{"type": "function", "id": f"call0000{n}", "function": one} for n, one in enumerate(functions)]
+    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    try:
+        text, specials = render(tokenizer, template, asked).rstrip(), _specials(tokenizer)
+    except TemplateError:
+        return None
+    after = text.partition(_WORD)[2]
+    last = next((special for special in sorted(specials, key=len, reverse=True) if after.endswith(special)), None)
+    return None if last is None or after.count(last) > 1 else specials[last]

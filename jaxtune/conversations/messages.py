@@ -1,0 +1,614 @@
+"""Reads conversations, as people and programs write them, to one list of messages.
+
+A message that was read is a dict with `role` (system, user, assistant or tool) and `content` (text), and where there is
+something to say `reasoning_content`, `tool_calls` (whose arguments are objects), `name`, `tool_call_id`, `train` and
+`train_detail`. Keys that are unknown here stay, because a template may know them. Reading such a list again changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+type Message = dict[str, Any]
+
+# {what speakers are called, in lower case: the role}. Turns of CALLS are the assistant's, with calls in place of text.
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "environment"), "tool"),
+    **dict.fromkeys(("tool_response", "tool_result", "tool_results", "tool_output"), "tool"),
+    **dict.fromkeys(("function_response", "function_result", "function_call_output"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call", "tool_calls", "function_calls"), "assistant"),
+}
+CALLS = frozenset(("function_call", "tool_call", "tool_calls", "function_calls"))
+
+# Keys of a turn that mean the same; the first that is there is read.
+SPEAKER = ("role", "from", "speaker", "author", "sender")
+CONTENT = ("content", "value", "text", "message", "parts")
+THOUGHT = ("reasoning_content", "thinking", "reasoning", "thought")
+
+# Keys that say whether a turn is trained on: what a true value means.
+MARKS = {
+    **dict.fromkeys(("weight", "loss", "loss_mask", "step_loss_mask", "loss_weight", "loss_scale"), True),
+    **dict.fromkeys(("compute_loss", "calculate_loss", "calc_loss", "use_loss", "has_loss", "with_loss"), True),
+    **dict.fromkeys(("in_loss", "include_in_loss", "train", "training", "trainable", "is_trainable"), True),
+    **dict.fromkeys(("train_on", "train_on_turn", "train_turn", "should_train", "do_train", "to_train"), True),
+    **dict.fromkeys(("is_train", "is_trained", "trained", "learn", "learnable", "supervise", "supervised"), True),
+    **dict.fromkeys(("is_target", "include_in_training", "response_mask", "assistant_mask", "train_mask"), True),
+    **dict.fromkeys(("masked", "is_masked", "mask_loss", "loss_masked", "mask_out", "masked_out", "no_loss"), False),
+    **dict.fromkeys(("skip_loss", "ignore_loss", "exclude_from_loss", "no_train", "dont_train"), False),
+    **dict.fromkeys(("do_not_train", "not_trained", "skip_train", "skip_training", "exclude"), False),
+    **dict.fromkeys(("excluded", "exclude_from_training", "ignore", "ignored", "skip", "context_only"), False),
+}
+# Keys with the parts of a turn's text that are trained on: [{"begin_offset", "end_offset" (inclusive), "train"}, ...].
+DETAILS = ("train_detail", "training_detail", "train_details")
+# Keys that change nothing and are left out.
+NEUTRAL = frozenset(
+    (
+        *("id", "message_id", "msg_id", "uuid", "parent_id", "parent", "conversation_id", "turn", "turn_id", "index"),
+        *("turn_identifier", "idx", "position", "timestamp", "created", "created_at", "create_time", "updated_at"),
+        *("date", "time", "datetime", "model", "model_name", "provider", "lang", "language", "country", "state"),
+        *("source", "dataset", "metadata", "meta", "extra", "info", "tokens", "token_count", "num_tokens", "n_tokens"),
+        *("length", "usage", "finish_reason", "stop_reason", "logprobs", "rating", "score", "scores", "votes", "rank"),
+        *("quality", "labels", "emojis", "hash", "hashed_ip", "header", "status", "object", "synthetic", "deleted"),
+        *("review_count", "review_result", "toxic", "toxicity", "detoxify", "redacted", "openai_moderation"),
+    )
+)
+_READ = frozenset(
+    ("role", "content", "reasoning_content", "tool_calls", "name", "tool_call_id", "train", "train_detail")
+)
+_MARKING = re.compile(r"(^|_)(loss|train\w*|learn\w*|mask\w*|weight\w*|superv\w*|grad|gradient)(_|$)")
+_TRUTH = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False, "yes": True, "no": False}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_THOUGHT_PARTS = ("reasoning", "thinking", "reasoning_text")
+_CALL_PARTS = ("tool_call", "tool_use", "function_call")
+_ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_PRINTED = re.compile(r"^(?:array\()?[\[(]?\s*\{\s*'\w+'\s*:.*[\])}]$", re.DOTALL)
+_PRINTED_SPEAKER = re.compile(r"'(?:role|from)'\s*:\s*'(\w+)'")
+
+
+class ConversationError(ValueError):
+    """A conversation that cannot be read; `path` is where in it, such as (3, "content")."""
+
+    def __init__(self, why: str, *path: int | str):
+        super().__init__(why)
+        self.why, self.path = why, path
+
+    def inside(self, *path: int | str) -> ConversationError:
+        """The error of the whole of which this one's value is a part."""
+        return ConversationError(self.why, *path, *self.path)
+
+    def __str__(self) -> str:
+        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).lstrip(".")
+        return f"{place}: {self.why}" if place else self.why
+
+
+def read_messages(value: object, column: str = "messages") -> list[Message]:
+    """The messages of a conversation: a list of turns, one turn, columns of turns, or the JSON text of one of them.
+
+    Consecutive turns of the assistant are one message where one of them calls tools. Raises ConversationError, whose
+    path begins with `column`.
+    """
+    messages = []
+    for index, turn in enumerate(turns_of(value, column)):
+        try:
+            messages.append(_message(turn))
+        except ConversationError as error:
+            raise error.inside(column, index) from None
+    _refuse_selected_questions(messages, column)
+    return _joined(messages, column)
+
+
+def turns_in(value: object, column: str) -> object:
+    """`value`, a cell of a prompt or an answer, with the turns that a text holds as JSON decoded; other texts stay.
+
+    Raises ConversationError for a text that is a printed Python object of turns.
+    """
+    if not isinstance(value, str):
+        return value
+    start = value.lstrip()[:6]
+    if not start.startswith(("[", "{", "(", '"[', '"{', "array(")):
+        return value
+    try:
+        decoded = json.loads(value)
+        decoded = json.loads(decoded) if isinstance(decoded, str) else decoded
+    except (ValueError, RecursionError):
+        decoded = None
+    inner = decoded.get("messages", decoded) if isinstance(decoded, Mapping) else decoded
+    turns = [inner] if isinstance(inner, Mapping) else inner
+    if isinstance(turns, list) and turns and all(map(_is_turn, turns)):
+        return _loaded(value, "is not JSON", column) if start[0] != '"' else decoded
+    try:
+        _refuse_printed(value, _is_turn)
+    except ConversationError as error:
+        raise error.inside(column) from None
+    return value
+
+
+def read_tools(value: object, column: str = "tools") -> list[Message] | None:
+    """The schemas of tools, {"type": "function", "function": {...}} each, from a list of them (also bare ones, and
+    Anthropic's), one, or JSON text; None if there are none. Raises ConversationError."""
+    if isinstance(value, str):
+        if not value.strip():
+            return None
+        value = _loaded(value, "is not JSON", column)
+    if isinstance(value, Mapping) and value:
+        value = value.get("tools", [value])
+    if value is None or (isinstance(value, list | tuple | Mapping) and not value):
+        return None
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise ConversationError(f"is not a list of objects but {type(value).__name__}", column)
+    return [_schema(tool, column, index) for index, tool in enumerate(value)]
+
+
+def with_system(messages: list[Message], system: str) -> list[Message]:
+    """The messages after a system message, unless it is blank or they begin with one."""
+    begins = bool(messages) and messages[0]["role"] == "system"
+    return [{"role": "system", "content": system}, *messages] if system.strip() and not begins else messages
+
+
+def unknown_keys(messages: Iterable[Mapping[str, object]]) -> list[str]:
+    """The names of keys that only a template may read, of messages that were read."""
+    return list(dict.fromkeys(key for message in messages for key in message if key not in _READ))
+
+
+def for_template(messages: Iterable[Message], template: str) -> list[Message]:
+    """Messages as a chat template takes them: without marks of training, and with thoughts under the key that it reads.
+
+    messages: of `read_messages`. template: its Jinja text.
+    """
+    thinking = "reasoning_content" not in template and re.search(r"\bthinking\b", template) is not None
+    names = {"reasoning_content": "thinking"} if thinking else {}
+    return [
+        {names.get(key, key): value for key, value in message.items() if key not in ("train", "train_detail")}
+        for message in messages
+    ]
+
+
+def template_for(templates: object, tools: object) -> str | None:
+    """The template of a conversation with or without tools, of a tokenizer's `chat_template`, which may be several by
+    name; None if there is none."""
+    if isinstance(templates, Mapping):
+        names = ("tool_use", "default") if tools else ("default",)
+        templates = next((templates[name] for name in names if templates.get(name)), None)
+    return templates if isinstance(templates, str) and templates else None
+
+
+def check_unicode(text: str) -> None:
+    """Raises ConversationError for half of a surrogate pair, which JSON can write and no tokenizer can encode."""
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise ConversationError("not valid Unicode: half of a surrogate pair")
+
+
+def _is_turn(value: object) -> bool:
+    """Whether a decoded value is a turn: it has a speaker, and a text or calls."""
+    if not isinstance(value, Mapping) or not any(isinstance(value.get(key), str) for key in SPEAKER):
+        return False
+    return any(key in value for key in (*CONTENT, "tool_calls", "function_call"))
+
+
+def _refuse_printed(text: str, looks: Callable[[object], bool]) -> None:
+    """Raises for the text of a printed Python object, one for which `looks` holds or a list of them: it is no JSON."""
+    stripped = text.strip()
+    if _PRINTED.match(stripped) is None:
+        return
+    try:
+        printed = ast.literal_eval(stripped)
+        items = printed if isinstance(printed, list | tuple) else [printed]
+        refused = all(map(looks, items))
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # such as one with NumPy arrays
+        refused = any(name.lower() in ROLES for name in _PRINTED_SPEAKER.findall(stripped))
+    if refused:
+        raise ConversationError(
+            f"{stripped[:40]!r} ... is a printed Python object, not JSON: write it with json.dumps, or as a list"
+        )
+
+
+def _looks_written(value: object) -> bool:
+    """Whether an object is a turn, a call or a schema."""
+    return _is_turn(value) or (isinstance(value, Mapping) and ("name" in value or "function" in value))
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The object of JSON's (key, value) pairs. Raises for a key that occurs twice."""
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConversationError(f"an object has the key {twice!r} twice")
+    return dict(pairs)
+
+
+def _loaded(text: str, why: str, *path: int | str) -> object:
+    """The value of JSON text; `why` is what is said of another text."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except ConversationError as error:
+        raise error.inside(*path) from None
+    except (ValueError, RecursionError):
+        pass
+    try:
+        _refuse_printed(text, _looks_written)
+    except ConversationError as error:
+        raise error.inside(*path) from None
+    raise ConversationError(f"{why}: {text.strip()[:60]!r}; write it with json.dumps", *path)
+
+
+def turns_of(value: object, column: str) -> list[object]:
+    """The turns of a conversation in any form that `read_messages` takes, not read yet."""
+    if isinstance(value, str):
+        value = _loaded(value, "the conversation is text, and not the JSON of a list of turns", column)
+        value = turns_in(value, column)  # JSON text of JSON text
+    if isinstance(value, Mapping):
+        inner = next((value[key] for key in ("messages", "conversations", "conversation") if key in value), None)
+        columns = {key: cell for key, cell in value.items() if isinstance(cell, list | tuple)}
+        if inner is not None:
+            return turns_of(inner, column)
+        if any(key in columns for key in SPEAKER):  # a column of each key, as `datasets` gives sequences of objects
+            count = max(map(len, columns.values()))
+            return [{k: cell[i] for k, cell in columns.items() if i < len(cell)} for i in range(count)]
+        return [value]
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConversationError(f"the conversation is not a list of turns but {type(value).__name__}", column)
+    return [_decoded_turn(turn) for turn in value]
+
+
+def _decoded_turn(turn: object) -> object:
+    """A turn of a list; one that is JSON text decoded."""
+    return turns_in(turn, "") if isinstance(turn, str) else turn
+
+
+def _message(turn: object) -> Message:
+    """The message of one turn. Raises ConversationError."""
+    if not isinstance(turn, Mapping):
+        raise ConversationError(f"a turn is not an object but {type(turn).__name__}")
+    extra = {key: cell for key, cell in turn.items() if cell is not None}  # tables fill keys of other turns with None
+    role, calling = _role(extra)
+    key = next((key for key in CONTENT if key in extra), None)
+    content = extra.pop(key, None) if key is not None else None
+    message: Message = {"role": role, "content": ""}
+    calls: list[Message] = []
+    for name in ("function_call", "tool_calls"):  # the first is OpenAI's older key
+        written = extra.pop(name, None)
+        if written is not None and not isinstance(written, bool):
+            calls = _within(name, _calls, written)[1] or calls
+    thoughts = _thoughts(extra)
+    if calling and not calls:
+        message["content"], calls = _within(key or "content", _calls, content)
+        if not calls:
+            raise ConversationError("a turn of a call has no call", key or "content")
+    elif content is not None:
+        text, thought, parts = _within(key, _content, content, role)
+        message["content"], calls = text, parts or calls
+        thoughts = [*thoughts, thought] if thought.strip() else thoughts
+    elif role in ("user", "system"):
+        raise ConversationError(f"a message of the role {role} has no content")
+    if len(set(thoughts)) > 1:
+        raise ConversationError(f"it has several thoughts ({', '.join(THOUGHT)}): leave one")
+    _within(key or "content", check_unicode, message["content"])
+    if thoughts:
+        message["reasoning_content"] = thoughts[0]
+    if calls and role != "assistant":
+        raise ConversationError(f"a message of the role {role} calls tools: only the assistant does", "tool_calls")
+    if calls:
+        message["tool_calls"] = calls
+    if role == "tool":
+        for key, name in (("tool_name", "name"), ("call_id", "tool_call_id")):
+            if name not in extra and key in extra:
+                extra[name] = extra.pop(key)
+    marks = _marks(extra, message)
+    return message | {name: cell for name, cell in extra.items() if name not in NEUTRAL} | marks
+
+
+def _within[T](key: str | None, read: Callable[..., T], *values: object) -> T:
+    """What `read` makes of the value of a key; its errors name the key."""
+    try:
+        return read(*values)
+    except ConversationError as error:
+        raise error.inside(str(key)) from None
+
+
+def _role(extra: Message) -> tuple[str, bool]:
+    """(The role of a turn, whether its content is calls); takes the speaker's key out of `extra`."""
+    key = next((key for key in SPEAKER if key in extra), None)
+    if key is None:
+        raise ConversationError(f"a message has no role; it has {', '.join(map(str, extra)) or 'nothing'}")
+    speaker = extra.pop(key)
+    if not isinstance(speaker, str):
+        raise ConversationError(f"a role is text, not {type(speaker).__name__}", key)
+    name = speaker.strip().lower().replace("-", "_").replace(" ", "_")
+    if name not in ROLES:
+        raise ConversationError(
+            f"{_short(speaker)} is no known role: rename it to system, user, assistant or tool", key
+        )
+    return ROLES[name], name in CALLS
+
+
+def _content(value: object, role: str) -> tuple[str, str, list[Message]]:
+    """(Text, thought, calls) of a content: text, a list of typed parts, or what a tool returned."""
+    if isinstance(value, str):
+        return value, "", []
+    if role == "tool" and _is_data(value):
+        return json.dumps(value, ensure_ascii=False, default=str), "", []
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, Iterable) or isinstance(value, bytes):
+        raise ConversationError(f"content is neither text nor a list of parts but {type(value).__name__}")
+    texts, thoughts, calls = [], [], []
+    for index, part in enumerate(value):
+        kind, text = _part(part)
+        if kind in _CALL_PARTS:
+            written = part if text is None else text
+            calls += _calls(written)[1]
+        elif text is None or kind not in (*_TEXT_PARTS, *_THOUGHT_PARTS):
+            raise ConversationError(f"a part of the type {kind[:80]} in content; only text can be read", index)
+        else:
+            (thoughts if kind in _THOUGHT_PARTS else texts).append(text)
+    return "".join(texts), "".join(thoughts), calls
+
+
+def _is_data(value: object) -> bool:
+    """Whether what a tool returned is data, and not typed parts of text."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return not all(isinstance(part, str) or (isinstance(part, Mapping) and "type" in part) for part in items)
+
+
+def _part(part: object) -> tuple[str, str | None]:
+    """(Type, text) of a part of a content; the text is None if it has none."""
+    if isinstance(part, str):
+        return "text", part
+    if not isinstance(part, Mapping):
+        return type(part).__name__, None
+    kind = str(part.get("type") or ("text" if isinstance(part.get("text"), str) else "without a type"))
+    cells = [part[key] for key in ("text", "value", "thinking", "reasoning", "content", kind) if key in part]
+    text = next((cell for cell in cells if cell is not None), None)
+    if text is None and kind in (*_TEXT_PARTS, *_THOUGHT_PARTS):
+        text = ""
+    return kind, text if isinstance(text, str) else None
+
+
+def _thoughts(extra: Message) -> list[str]:
+    """The thoughts of a turn, which are taken out of `extra`: texts, or lists of parts."""
+    found = []
+    for key in THOUGHT:
+        value = extra.get(key)
+        if isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(p, Mapping) for p in value)):
+            text = value if isinstance(value, str) else "".join(_part(part)[1] or "" for part in value)
+            del extra[key]
+            if text.strip():
+                found.append(text)
+    return found
+
+
+def _calls(value: object) -> tuple[str, list[Message]]:
+    """(Text beside the calls, calls) of what a turn says of its calls: a call, a list of them, or their JSON text, also
+    in <tool_call> marks."""
+    text = ""
+    if isinstance(value, str):
+        if "<tool_call>" in value:
+            text = value.partition("<tool_call>")[0].strip()
+            value = [block for block in _TAGGED.findall(value) if block.strip()]
+        else:
+            value = _several(value)
+    if isinstance(value, Mapping):
+        value = [value]
+    if value is None or (isinstance(value, Sequence) and not value):
+        return text, []
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConversationError(f"calls are not a list but {type(value).__name__}")
+    return text, [_call(call) for call in value]
+
+
+def _several(text: str) -> object:
+    """The JSON value of a text, or a list of the values that stand one behind the other in it."""
+    values, decoder, rest = [], json.JSONDecoder(object_pairs_hook=_unique), text.strip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except ConversationError:
+            raise
+        except (ValueError, RecursionError):
+            _refuse_printed(text, _looks_written)
+            raise ConversationError(f"a tool call is not JSON: {text.strip()[:60]!r}") from None
+        values.append(value)
+        rest = rest[end:].lstrip(" \t\r\n;,")
+    return values[0] if len(values) == 1 else values
+
+
+def _call(call: object) -> Message:
+    """A call as templates take it: {"id" (if there is one), "type": "function", "function": {"name", "arguments"}}."""
+    if isinstance(call, str):
+        call = _loaded(call, "a tool call is not JSON")
+    if not isinstance(call, Mapping):
+        raise ConversationError(f"a tool call is not an object but {type(call).__name__}")
+    function = call.get("function")
+    inner = function if isinstance(function, Mapping) else call
+    name = function if isinstance(function, str) else inner.get("name") or inner.get("tool_name")
+    if not isinstance(name, str) or not name.strip():
+        raise ConversationError("a tool call has no name")
+    written = next((inner[key] for key in _ARGUMENTS if inner.get(key) is not None), None)
+    number = next((call[key] for key in ("id", "call_id", "tool_call_id") if call.get(key) is not None), None)
+    first = {} if number is None else {"id": number}
+    return {**first, "type": "function", "function": {"name": name, "arguments": _arguments(written, name)}}
+
+
+def _arguments(value: object, name: str) -> dict[str, object]:
+    """The arguments of a call as an object: from an object, its JSON text, a list of pairs, or nothing."""
+    for _ in range(2):  # JSON text of JSON text is written too
+        if isinstance(value, str):
+            value = _loaded(value, f"the arguments of the tool call {name} are not JSON") if value.strip() else None
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):  # what a map of a table becomes
+        pairs = [(item["key"], item["value"]) if _is_entry(item) else item for item in value]
+        if all(isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+            return _unique([(pair[0], pair[1]) for pair in pairs])
+    raise ConversationError(f"the arguments of the tool call {name} are not an object but {type(value).__name__}")
+
+
+def _is_entry(item: object) -> bool:
+    return isinstance(item, Mapping) and item.keys() == {"key", "value"}
+
+
+def _schema(tool: object, column: str, index: int) -> Message:
+    """The schema of one tool in OpenAI's form."""
+    if isinstance(tool, str):
+        tool = _loaded(tool, "a tool is not JSON", column, index)
+    if not isinstance(tool, Mapping):
+        raise ConversationError(f"is not a list of objects: a tool is {type(tool).__name__}", column)
+    if isinstance(tool.get("function"), Mapping):
+        return dict(tool)
+    function = dict(tool)
+    if "input_schema" in function:
+        function["parameters"] = function.pop("input_schema")
+    if function.get("type") == "function":  # OpenAI's later form has the name beside the type
+        del function["type"]
+    if isinstance(function.get("parameters"), str):
+        function["parameters"] = _loaded(function["parameters"], "parameters are not JSON", column, index)
+    return {"type": "function", "function": function}
+
+
+def _marks(extra: Message, message: Message) -> Message:
+    """The marks of training of a turn, as {"train"} and {"train_detail"}, taken out of `extra`."""
+    said: dict[str, bool] = {}
+    details = None
+    for key in list(extra):
+        name = snake(key)
+        if name in MARKS:
+            value = _truth(extra[key], key)
+            del extra[key]
+            said[key] = value is MARKS[name]
+        elif name in DETAILS:
+            details = _within(key, _details, extra.pop(key), message["content"])
+        elif message["role"] == "assistant" and name not in NEUTRAL and _MARKING.search(name) and _is_mark(extra[key]):
+            raise ConversationError(
+                f"{_short(extra[key])} seems to say whether the answer is trained on, and this key is unknown: name it "
+                "loss_mask (1 trains on it) or masked (true leaves it out)",
+                key,
+            )
+    if len(set(said.values())) > 1:
+        raise ConversationError(f"{', '.join(said)} disagree whether the turn is trained on: leave one")
+    marks: Message = {"train": next(iter(said.values()))} if said else {}
+    if details is not None and marks.get("train", True):
+        marks["train_detail"] = details
+    return marks
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def snake(key: object) -> str:
+    """The name of a key in lower case with underscores."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key)).lower().replace("-", "_")
+
+
+def _is_mark(value: object) -> bool:
+    return str(value).strip().lower() in _TRUTH
+
+
+def _truth(value: object, key: str) -> bool:
+    """The truth of a mark's value. Raises for what is neither 0 nor 1."""
+    truth = _TRUTH.get(str(value).strip().lower())
+    if truth is None:
+        raise ConversationError(f"{_short(value)}: answers are trained on or not; write true or false (1 or 0)", key)
+    return truth
+
+
+def _details(value: object, content: str) -> list[Message]:
+    """The spans of a text that are trained on or not, in order: checked."""
+    if isinstance(value, str):
+        value = _loaded(value, "is not JSON")
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):
+        raise ConversationError(f"is not a list of spans but {type(value).__name__}")
+    spans = []
+    for index, span in enumerate(value):
+        if not isinstance(span, Mapping) or "train" not in span:
+            raise ConversationError("a span has begin_offset, end_offset and train", index)
+        low, high = span.get("begin_offset"), span.get("end_offset")
+        if not isinstance(low, int) or not isinstance(high, int):
+            raise ConversationError("a span has begin_offset, end_offset and train", index)
+        if not 0 <= low <= high < len(content):
+            raise ConversationError(f"the span {low} to {high} is not within the {len(content)} characters", index)
+        spans.append({"begin_offset": low, "end_offset": high, "train": _truth(span["train"], "train")})
+    return sorted(spans, key=lambda span: span["begin_offset"])
+
+
+def _refuse_selected_questions(messages: Sequence[Message], column: str) -> None:
+    """Raises if the marks of a conversation select a turn that is no answer. Marks that are all true select nothing."""
+    marked = [message.get("train", True) for message in messages if "train" in message or "train_detail" in message]
+    if all(marked) and not any("train_detail" in message for message in messages):
+        return
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" and (message.get("train") or "train_detail" in message):
+            raise ConversationError(
+                f"its marks train on a turn of the role {message['role']}; only answers are trained on: mark it false, "
+                "or leave the mark out",
+                column,
+                index,
+            )
+
+
+def _joined(messages: list[Message], column: str) -> list[Message]:
+    """The messages, with each run of the assistant's turns that calls tools as one message."""
+    result: list[Message] = []
+    at = 0
+    while at < len(messages):
+        end = at + 1
+        while end < len(messages) and _continues(messages[end - 1], messages[end]):
+            end += 1
+        run = messages[at:end]
+        if len(run) > 1 and any("tool_calls" in message for message in run):
+            try:
+                run = [_one(run)]
+            except ConversationError as error:
+                raise error.inside(column, at) from None
+        result += run
+        at = end
+    return result
+
+
+def _continues(before: Message, message: Message) -> bool:
+    same = before["role"] == message["role"] == "assistant"
+    return same and before.get("name") == message.get("name")
+
+
+def _one(run: list[Message]) -> Message:
+    """One message of the assistant's consecutive turns."""
+    merged: Message = {"role": "assistant", "content": ""}
+    spans: list[Message] = []
+    marks = [message.get("train", True) for message in run]
+    differ = len(set(marks)) > 1 or any("train_detail" in message for message in run)
+    for message, train in zip(run, marks, strict=True):
+        merged |= {key: value for key, value in message.items() if key not in _READ}
+        if message.get("name") is not None:
+            merged["name"] = message["name"]
+        text = message["content"]
+        start = len(merged["content"]) + (2 if text and merged["content"] else 0)
+        if text:
+            merged["content"] += ("\n\n" if merged["content"] else "") + text
+            details = message.get("train_detail") or [{"begin_offset": 0, "end_offset": len(text) - 1, "train": train}]
+            spans += [
+                {**span, "begin_offset": span["begin_offset"] + start, "end_offset": span["end_offset"] + start}
+                for span in details
+            ]
+        if thought := message.get("reasoning_content"):
+            merged["reasoning_content"] = "\n\n".join(filter(None, (merged.get("reasoning_content"), thought)))
+        if "tool_calls" in message:
+            merged["tool_calls"] = [*merged.get("tool_calls", []), *message["tool_calls"]]
+        if differ and not train and ("tool_calls" in message or "reasoning_content" in message):
+            raise ConversationError(
+                "text and calls of one message are marked differently, and its calls or thoughts cannot be left out "
+                "alone: mark all of them, or leave the row out"
+            )
+    if differ:
+        return merged | {"train": True} | ({"train_detail": spans} if spans else {})
+    return merged | ({"train": marks[0]} if any("train" in message for message in run) else {})

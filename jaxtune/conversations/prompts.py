@@ -1,0 +1,71 @@
+"""The tokens of a prompt, which are the same wherever a model is asked and where its rows are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtune.conversations.messages import Message, template_for
+from jaxtune.conversations.templates import (
+    TemplateError,
+    guarded,
+    render,
+    special_pattern,
+    unguarded,
+)
+from jaxtune.conversations.tokenizing import tokenize, tokenize_pieces, with_beginning
+
+
+def prompt_tokens(
+    tokenizer: Any,
+    prompt: str | Sequence[Message],
+    *,
+    template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    begins_answer: bool = True,
+    continues: bool = False,
+) -> list[int]:
+    """The token ids by which a model is asked. Their beginning (BOS) is what the tokenizer puts before a text, once,
+    and no EOS is added. Special tokens in what tools returned are text.
+
+    Args:
+        tokenizer: of transformers.
+        prompt: a text, which is taken as it is, or messages, as a template takes them.
+        template: the Jinja text that writes messages; None: the tokenizer's own, of several the one for `tools`.
+        tools: the schemas of the tools that the messages are written with.
+        arguments: further variables of the template, such as {"enable_thinking": False}.
+        begins_answer: whether messages end with the beginning of an answer.
+        continues: whether the last message is continued; then no answer begins.
+
+    Raises:
+        TemplateError: the template refuses the messages, there is none, or the text is not valid Unicode.
+    """
+    text, cuts = (prompt, []) if isinstance(prompt, str) else ("", [])
+    if not isinstance(prompt, str):
+        template = template or template_for(tokenizer.chat_template, tools)
+        if not template:
+            raise TemplateError("the tokenizer has no chat template")
+        from_tools = any(message.get("role") == "tool" for message in prompt)
+        messages, mark = guarded(prompt, special_pattern(tokenizer) if from_tools else None)
+        text = render(
+            tokenizer,
+            template,
+            messages,
+            tools,
+            add_generation_prompt=begins_answer and not continues,
+            continue_final=continues,
+            arguments=arguments,
+        )
+        text, cuts = unguarded(text, mark)
+    return with_beginning(tokenizer, text_tokens(tokenizer, text, cuts))
+
+
+def text_tokens(tokenizer: Any, text: str, cuts: Sequence[int] = ()) -> list[int]:
+    """The token ids of a text alone, none over one of the positions `cuts`. Raises `TemplateError` for surrogates."""
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise TemplateError("not valid Unicode: half of a surrogate pair")
+    if not getattr(tokenizer, "is_fast", False):
+        return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    tokens = tokenize_pieces(tokenizer, text, cuts) if cuts else tokenize(tokenizer, [text])[0]
+    return tokens.ids.tolist()

@@ -1,0 +1,162 @@
+"""The chat templates of a tokenizer: what they write, and the one that is saved."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtune.conversations.messages import Message, for_template
+from jaxtune.conversations.tokenizing import beginning, special_ids
+
+# Arguments of apply_chat_template, which no template can have.
+_RESERVED = frozenset(
+    ("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt")
+    + ("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict")
+    + ("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs")
+)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+class TemplateError(ValueError):
+    """A conversation that the chat template does not write, or a tokenizer without a template."""
+
+
+def checked_arguments(value: object, key: str) -> dict[str, Any] | None:
+    """Arguments of a chat template, such as {"enable_thinking": False}; raises ValueError, which names `key`."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError(f'{key} = {value!r}: must be an object, such as {{"enable_thinking": false}}')
+    for name in value:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(f"{key}: {name!r} is not a name that a template can read")
+        if name in _RESERVED:
+            raise ValueError(f"{key}: {name} is not the template's own argument; leave it out")
+    return dict(value)
+
+
+def render(
+    tokenizer: Any,
+    template: str,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    add_generation_prompt: bool = False,
+    continue_final: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a conversation by a template's Jinja text. Raises `TemplateError` if the template refuses it.
+
+    Args:
+        continue_final: the text ends within the last message, which is to be continued.
+        arguments: further variables of the template, such as enable_thinking.
+    """
+    options = {**(arguments or {}), **({"continue_final_message": True} if continue_final else {})}
+    try:
+        return tokenizer.apply_chat_template(
+            for_template(messages, template),
+            tools=list(tools) if tools else None,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **options,
+        )
+    except Exception as error:  # a template is a program, which can raise any error
+        raise TemplateError(f"the chat template fails: {type(error).__name__}: {error}") from None
+
+
+# --- text of tools
+
+
+def special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
+    """A pattern that matches the texts of special tokens; None if there are none."""
+    texts = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
+    longest_first = sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def guarded(messages: Sequence[Message], special: re.Pattern[str] | None) -> tuple[list[Message], str]:
+    """The messages with a mark inside each special token's text that a tool returned, and the mark; "" without any.
+
+    `unguarded` takes the marks out of the rendered text again. special: what `special_pattern` returns.
+    """
+    messages = list(messages)
+    places = [
+        place
+        for place, message in enumerate(messages)
+        if special is not None
+        and message.get("role") == "tool"
+        and isinstance(message.get("content"), str)
+        and special.search(message["content"])
+    ]
+    if special is None or not places:
+        return messages, ""
+    text = json.dumps(messages, ensure_ascii=False, default=str)
+    mark = next(char for char in map(chr, range(0xF8FF, 0xE000, -1)) if char not in text)
+    for place in places:
+        content = special.sub(lambda match: match[0][0] + mark + match[0][1:], messages[place]["content"])
+        messages[place] = {**messages[place], "content": content}
+    return messages, mark
+
+
+def unguarded(text: str, mark: str) -> tuple[str, list[int]]:
+    """The text without the marks of `guarded`, and where they stood: a token over such a place would be special."""
+    if not mark:
+        return text, []
+    first, *others = text.split(mark)
+    whole, cuts = first, []
+    for piece in others:
+        cuts.append(len(whole))
+        whole += piece
+    return whole, cuts
+
+
+# --- saved templates
+
+
+_PROBES = (
+    [{"role": "user", "content": "Hello"}],
+    [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}],
+    [{"role": "system", "content": "Hello"}, {"role": "user", "content": "Hello"}],
+)
+
+
+def asking_template(tokenizer: Any, template: str, arguments: Mapping[str, Any] | None = None) -> str:
+    """A template that writes by itself what rows and prompts begin with here, for programs that add nothing to it.
+
+    It writes the BOS that the tokenizer adds and the template does not, and has `arguments` as defaults.
+    """
+    if arguments:
+        lines = (
+            f"{{%- set {name} = {name} if {name} is defined else {value!r} %}}" for name, value in arguments.items()
+        )
+        template = "".join(lines) + _at_line_start(template)
+    begins = beginning(tokenizer)
+    if begins and begins == [tokenizer.bos_token_id] and not _writes_bos(tokenizer, template):
+        return "{{ bos_token }}" + _at_line_start(template)
+    return template
+
+
+def asking_templates(tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> Any:
+    """The tokenizer's `chat_template`, text or several by name, with each as `asking_template` makes it."""
+    own = tokenizer.chat_template
+    if isinstance(own, Mapping):
+        return {name: asking_template(tokenizer, text, arguments) for name, text in own.items()}
+    return asking_template(tokenizer, own, arguments) if own else own
+
+
+def _at_line_start(template: str) -> str:
+    """The template, which may follow other text: white space before its first block stays at the start of a line."""
+    return "{# #}\n" + template if template[:1].isspace() else template
+
+
+def _writes_bos(tokenizer: Any, template: str) -> bool:
+    """Whether the template writes the tokenizer's BOS first; True if it writes no conversation that is tried."""
+    for messages in _PROBES:
+        try:
+            return render(tokenizer, template, messages).startswith(tokenizer.bos_token)
+        except TemplateError:
+            continue
+    return True
