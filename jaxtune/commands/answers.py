@@ -228,7 +228,7 @@ def prompt_ids(
     try:
         return prompt_tokens(tokenizer, asked, tools=row.get("tools"), arguments=template_arguments)
     except TemplateError as error:
-        raise ValueError(f"{place}: these messages cannot be asked: {error}") from error
+        raise ValueError(f"{place}: the chat template refuses these messages: {error.__cause__ or error}") from error
 
 
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:

@@ -64,7 +64,7 @@ def render(
             **options,
         )
     except Exception as error:  # a template is a program, which can raise any error
-        raise TemplateError(f"the chat template fails: {type(error).__name__}: {error}") from None
+        raise TemplateError(f"the chat template fails: {type(error).__name__}: {error}") from error
 
 
 # --- text of tools

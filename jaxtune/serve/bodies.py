@@ -324,7 +324,9 @@ def _conversation(
     try:
         return prompt_tokens(tokenizer, turns, tools=tools, arguments=arguments)
     except TemplateError as error:
-        raise ApiError(400, f"these messages cannot be asked: {error}", "messages") from error
+        raise ApiError(
+            400, f"the chat template refuses these messages: {error.__cause__ or error}", "messages"
+        ) from error
 
 
 def _turn(message: _Message, place: str) -> dict[str, object]:
