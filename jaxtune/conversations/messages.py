@@ -97,7 +97,7 @@ def read_messages(value: object, column: str = "messages") -> list[Message]:
     path begins with `column`.
     """
     messages = []
-    for index, turn in enumerate(_turns(value, column)):
+    for index, turn in enumerate(turns_of(value, column)):
         try:
             messages.append(_message(turn))
         except ConversationError as error:
@@ -233,8 +233,8 @@ def _loaded(text: str, why: str, *path: int | str) -> object:
     raise ConversationError(f"{why}: {text.strip()[:60]!r}; write it with json.dumps", *path)
 
 
-def _turns(value: object, column: str) -> list[object]:
-    """The turns of a conversation in any form, not read yet."""
+def turns_of(value: object, column: str) -> list[object]:
+    """The turns of a conversation in any form that `read_messages` takes, not read yet."""
     if isinstance(value, str):
         value = _loaded(value, "the conversation is text, and not the JSON of a list of turns", column)
         value = turns_in(value, column)  # JSON text of JSON text
@@ -242,7 +242,7 @@ def _turns(value: object, column: str) -> list[object]:
         inner = next((value[key] for key in ("messages", "conversations", "conversation") if key in value), None)
         columns = {key: cell for key, cell in value.items() if isinstance(cell, list | tuple)}
         if inner is not None:
-            return _turns(inner, column)
+            return turns_of(inner, column)
         if any(key in columns for key in SPEAKER):  # a column of each key, as `datasets` gives sequences of objects
             count = max(map(len, columns.values()))
             return [{k: cell[i] for k, cell in columns.items() if i < len(cell)} for i in range(count)]
@@ -317,7 +317,7 @@ def _role(extra: Message) -> tuple[str, bool]:
         raise ConversationError(f"a role is text, not {type(speaker).__name__}", key)
     name = speaker.strip().lower().replace("-", "_").replace(" ", "_")
     if name not in ROLES:
-        raise ConversationError(f"{speaker!r} is no known role: rename it to one of {', '.join(ROLES)}", key)
+        raise ConversationError(f"{speaker!r} is no known role: rename it to system, user, assistant or tool", key)
     return ROLES[name], name in CALLS
 
 
@@ -472,7 +472,7 @@ def _marks(extra: Message, message: Message) -> Message:
     said: dict[str, bool] = {}
     details = None
     for key in list(extra):
-        name = _snake(key)
+        name = snake(key)
         if name in MARKS:
             value = _truth(extra[key], key)
             del extra[key]
@@ -493,7 +493,8 @@ def _marks(extra: Message, message: Message) -> Message:
     return marks
 
 
-def _snake(key: object) -> str:
+def snake(key: object) -> str:
+    """The name of a key in lower case with underscores."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key)).lower().replace("-", "_")
 
 

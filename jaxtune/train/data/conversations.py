@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
+from jaxtune.conversations.messages import for_template
 from jaxtune.conversations.templates import TemplateError, render
 from jaxtune.train.data.row_errors import RowError
 
@@ -67,16 +68,56 @@ class Conversations:
             raise RowError(str(error)) from None
 
     def render_marked(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
-        """(text of a conversation, ranges of its responses) from its `messages` and `tools` (or None), for a template
-        with `{% generation %}` marks. The ranges are (start, end) indices of characters of all these blocks; empty ones
-        are left out. `RowEncoder` calls it if only responses train, and no marker strings are set or the conversation's
-        own text has a special token or marker, so that markers cannot be used. The conversation is rendered once.
-        Raises `RowError` if the template fails."""
+        """(Text of a conversation, ranges of its responses), for a template with `{% generation %}` marks. The ranges
+        are (start, end) indices of characters of all these blocks that are not empty. Raises `RowError` if the template
+        fails."""
+        text, ranges = self._blocks(messages, tools)
+        return text, [(low, high) for low, high in ranges if low < high]
+
+    def marked_by_message(
+        self, messages: list[dict], tools: list[dict] | None
+    ) -> tuple[str, dict[int, list[tuple[int, int]]]]:
+        """(Text of a conversation, {index of a response: its ranges}), as `render_marked`, with a rendering for each
+        response. Raises `RowError` if the template does not show which block is whose."""
+        text, ranges = self._blocks(messages, tools)
+        responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(responses) > MOST_RESPONSES:
+            raise RowError(
+                f"{len(responses):,} responses, some of them marked; there may be {MOST_RESPONSES:,}: divide it"
+            )
+        by_message, before = {}, 0
+        for index in responses:
+            count = len(self._blocks(messages[: index + 1], tools)[1])
+            by_message[index] = [(low, high) for low, high in ranges[before:count] if low < high]
+            before = count
+        if before != len(ranges):
+            raise RowError("the chat template does not show which response is which, so marks cannot be followed")
+        return text, by_message
+
+    def content_range(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> tuple[int, int]:
+        """(Index in `text` of the first character of a message's content, number of characters that the template strips
+        before it). Raises `RowError` if the template does not write the content as it is."""
+        content = messages[index]["content"]
+        other = self._rendered_with(messages, tools, index, {**messages[index], "content": SENTINEL})
+        if other is not None and other != text:
+            low = _common_prefix(text, other)
+            shown = text[low : len(text) - _common_prefix(text[low:][::-1], other[low:][::-1])]
+            if shown in (content, content.rstrip()):
+                return low, 0
+            if shown in (content.lstrip(), content.strip()):
+                return low, len(content) - len(content.lstrip())
+        raise RowError(
+            f"messages[{index}].train_detail: the chat template does not write the content as it is, so its parts "
+            "cannot be found; mark the whole answer"
+        )
+
+    def _blocks(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
+        """(Text of a conversation, ranges of all blocks within `{% generation %}` marks)."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             rendered: Any = render_jinja_template(  # it is annotated to return str, and returns a pair
-                conversations=[messages],
+                conversations=[for_template(messages, self.template)],
                 tools=tools,  # type: ignore[arg-type]
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
@@ -85,7 +126,7 @@ class Conversations:
         except Exception as error:
             raise RowError(f"the chat template fails: {type(error).__name__}: {error}") from None
         (text,), (ranges,) = rendered
-        return text, [(low, high) for low, high in ranges if low < high]
+        return text, list(ranges)
 
     def render_prefixes(
         self, messages: list[dict], tools: list[dict] | None, first: int

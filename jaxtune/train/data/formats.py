@@ -1,21 +1,25 @@
 """The formats of rows: text, Alpaca, prompt and completion, messages and ShareGPT; and two for preference objectives,
-one with a chosen and a rejected answer, one with an answer and a label.
-
-`normalize` converts a row's columns to an `Example`, the one form that `templates.py` renders. `normalize_pair` and
-`normalize_labelled` convert the rows of preference objectives to a `Pair` of examples; `workers.py` tokenises what they
-return. All of them raise `RowError` with the reason if a row cannot be converted. `detect_format` finds the format of
-rows by their columns, `unread` names columns that the format does not read, `refuse_media` refuses rows with images,
-video or audio, and `strings` yields all texts in a nested value.
-"""
+one with a chosen and a rejected answer, one with an answer and a label."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxtune.train.data.messages import chat_message, sharegpt_message, tool_schemas
+from jaxtune.conversations.messages import (
+    MARKS,
+    ConversationError,
+    Message,
+    read_messages,
+    read_tools,
+    snake,
+    turns_in,
+    turns_of,
+    unknown_keys,
+)
 from jaxtune.train.data.row_errors import RowError, check_unicode
 
 # The columns of each row format, in the order in which `format: auto` tries them, the most specific first. A row must
@@ -33,23 +37,31 @@ SYSTEM = ("system", "system_prompt")
 PREFERENCE = "preference"
 # The format of rows with one answer and a label that says whether it is desirable, for the objective kto.
 LABELLED = "labelled"
-# The columns with the prompt of a preference.
+# The columns with the two answers of a preference, and with one that takes the place of the last turn of `messages`.
+CHOSEN, REJECTED = ("chosen", "preferred_output"), ("rejected", "non_preferred_output")
+# The columns with the question of a preference: the first that is there is read; or, without one, the only one of the
+# second group.
 _PROMPT = ("prompt", "question", "messages", "conversations")
+_ASKED = ("conversation", "instruction", "query", "request", "input", "context")
+# The columns that have a whole conversation.
+_WHOLE = ("messages", "conversations", "conversation")
+# The columns with the schemas of tools.
+TOOLS = ("tools", "functions")
 # The columns that are read in each format, in groups of which a row's first one is read.
 _READ = {
-    "messages": (*COLUMNS["messages"], SYSTEM, ("tools",)),
-    "sharegpt": (*COLUMNS["sharegpt"], SYSTEM, ("tools",)),
+    "messages": (*COLUMNS["messages"], SYSTEM, TOOLS),
+    "sharegpt": (*COLUMNS["sharegpt"], SYSTEM, TOOLS),
     "alpaca": (*COLUMNS["alpaca"], SYSTEM, ("input", "context")),
-    "prompt_completion": (*COLUMNS["prompt_completion"], SYSTEM, ("tools",)),
+    "prompt_completion": (*COLUMNS["prompt_completion"], SYSTEM, TOOLS),
     "text": COLUMNS["text"],
-    PREFERENCE: (("chosen",), ("rejected",), _PROMPT, SYSTEM, ("tools",), ("margin",)),
-    LABELLED: (("label",), ("completion", "messages"), _PROMPT, SYSTEM, ("tools",)),
+    PREFERENCE: (CHOSEN, REJECTED, _PROMPT, SYSTEM, TOOLS, ("margin",)),
+    LABELLED: (("label",), ("completion", "messages"), _PROMPT, SYSTEM, TOOLS),
 }
 # The columns of the prompt and its answers, in groups of which a row's first one is read. Tools are described to the
 # model in a conversation alone, and not where all of these are text.
 _TEXTS = {
     "prompt_completion": COLUMNS["prompt_completion"],
-    PREFERENCE: (("chosen",), ("rejected",), _PROMPT),
+    PREFERENCE: (CHOSEN, REJECTED, _PROMPT),
     LABELLED: (("completion",), _PROMPT),
 }
 # The columns with images, video and audio, which cannot be trained on, and the tag that represents each in the text.
@@ -76,15 +88,8 @@ ALPACA_PREAMBLE_WITH_INPUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A row in the form that chat templates render. `normalize`, `normalize_pair` and `normalize_labelled` make it of
-    rows to train on, and `objectives/prompts.py` of prompts to sample from. `templates.RowEncoder` renders and
-    tokenises it.
-
-    Either `text` is set; or `messages` (with or without `tools` and `prompt_messages`); or `prompt`, `completion` and
-    `messages`: such a row is trained on as plain text if no template was chosen, and else as a conversation. (A prompt
-    to sample from has no completion.) Fields that are not set are None, or 0. What the fields say about training holds
-    with data.train_on=responses and without marker strings, which find responses in plain text, too.
-    """
+    """A row in the form that chat templates render: `text`; or `messages`; or `prompt`, `completion` and `messages`,
+    which are trained on as plain text if no template was chosen, and else as a conversation."""
 
     text: str | None = None
     """Text that is trained on as a whole, except for the spans of data.mask_spans."""
@@ -93,13 +98,14 @@ class Example:
     completion: str | None = None
     """Text that follows the prompt and is trained on."""
     messages: list[dict[str, Any]] | None = None
-    """A conversation in OpenAI's form: dicts with `role` and `content` (text), some with `tool_calls` or
-    `reasoning_content`."""
+    """A conversation, as `read_messages` gives it."""
     tools: list[dict[str, Any]] | None = None
     """The JSON schemas of the tools that the conversation may call."""
     prompt_messages: int = 0
     """How many of the messages, from the first and with a system message, are the prompt; responses among them are not
     trained on."""
+    unknown: tuple[str, ...] = ()
+    """Keys of its messages that only a template may read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,24 +137,32 @@ def detect_format(columns: Iterable[str]) -> str:
 
 
 def unread(value: Mapping[str, Any], format: str) -> list[str]:
-    """The names of the columns of a row (`value`, its columns by name) that have a value and are not read in this row
-    format. `workers.py` collects them for a warning that is shown before training; no row is refused for them. Of
-    columns that mean the same (a group in `_READ`), only the first that is not null is read. Null and empty cells
-    (texts, lists, objects) do not count. Tools beside a prompt and answers that are all text are not read, nor is a
-    prompt beside messages that end with a labelled answer. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE
-    or LABELLED."""
+    """The names of the columns of a row that have a value and are not read in this row format; of columns that mean the
+    same, only the first is read. format: a key of `COLUMNS`, PREFERENCE or LABELLED."""
     groups = _READ[format]
     if format == LABELLED and value.get("completion") is None and value.get("messages") is not None:
         groups = tuple(group for group in groups if group is not _PROMPT)
-    if (texts := _TEXTS.get(format)) and all(isinstance(_column(value, group, False), str) for group in texts):
-        groups = tuple(group for group in groups if group != ("tools",))
+    if (texts := _TEXTS.get(format)) and all(_is_text(_column(value, group, False)) for group in texts):
+        groups = tuple(group for group in groups if group != TOOLS)
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
+    if format in (PREFERENCE, LABELLED):
+        read |= set(_question_columns(value))
+    if format in ("messages", "sharegpt", LABELLED):
+        read |= set(_marks(value))
     empty = (str, list, tuple, Mapping)
     return [
         name
         for name, cell in value.items()
         if name and name not in read and cell is not None and (cell or not isinstance(cell, empty))
     ]
+
+
+def _is_text(cell: object) -> bool:
+    """Whether a cell is text, and not the JSON text of turns."""
+    try:
+        return isinstance(turns_in(cell, ""), str)
+    except ConversationError:
+        return True
 
 
 def refuse_media(value: Mapping[str, Any]) -> None:
@@ -186,49 +200,49 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(part)
 
 
+def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
+    """`work`, whose errors of conversations are errors of rows."""
+
+    @functools.wraps(work)
+    def wrapped(*arguments: Any) -> T:
+        try:
+            return work(*arguments)
+        except ConversationError as error:
+            raise RowError(str(error)) from None
+
+    return wrapped
+
+
+@_as_row_errors
 def normalize_pair(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row with a preference (columns chosen and rejected), for dpo, orpo, simpo and reward: the prompt
-    with each of its two answers. `workers.py` calls it when it tokenises rows. value: the row's columns by name. Raises
-    `RowError` with the reason if the row cannot be used."""
+    """The `Pair` of a row with a question and two answers. Raises `RowError` if it cannot be used, or if its answers
+    are not to one question."""
     refuse_media(value)
-    return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
+    if value.get("rejected_response") is not None and _column(value, CHOSEN, False) is None:
+        turns = read_messages(_column(value, ("messages",)), "messages")
+        value = {**value, "prompt": turns[:-1], "chosen": turns[-1:], "rejected": value["rejected_response"]}
+    chosen, rejected = (_cell(value, names) for names in (CHOSEN, REJECTED))
+    return Pair(*_answered(value, {"chosen": chosen, "rejected": rejected}))
 
 
+@_as_row_errors
 def normalize_labelled(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row with one answer and a label, for kto; `workers.py` calls it when it tokenises rows. The
-    answer is `chosen` if the label is true, else `rejected`, and the other one is None. The answer is the column
-    completion, or without one the last turn of the column messages. value: the row's columns by name. Raises `RowError`
-    with the reason if the row cannot be used, or its label is not true, false, 1 or 0."""
+    """The `Pair` of a row with one answer (the column completion, or the last turn of messages) and a label; its other
+    side is None. Raises `RowError` if the row cannot be used, or its label is not true, false, 1 or 0."""
     refuse_media(value)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
-        turns = _turns(value["messages"])
+        turns = _read(value, value["messages"], "messages")
         value = {**value, "prompt": turns[:-1], "completion": turns[-1:]}
-    example = _answered(value, "completion")
+    [example] = _answered(value, {"completion": _cell(value, ("completion",))})
     if label not in (True, False):  # 1 and 0 are equal to them
         raise RowError(f"label = {label!r}: must be true for a desirable completion, or false")
     return Pair(example, None) if label else Pair(None, example)
 
 
+@_as_row_errors
 def normalize(value: Mapping[str, Any], format: str) -> Example:
-    """The `Example` of a row. Rows to train and evaluate on are converted by it for sft and distillation (`workers.py`;
-    preference objectives have functions of their own); so are rows whose prompts answers are sampled to, and the
-    held-out questions of exact match. Which of its fields are set depends on the format:
-
-    - text: `text`.
-    - messages and sharegpt: `messages` and `tools`.
-    - alpaca, and prompt_completion if both columns are text: `prompt`, `completion` and `messages`. For a row of
-      prompt_completion with a column question in place of prompt, only `messages`.
-    - prompt_completion if one of the columns is a turn or a list of turns: `messages`, `tools` and `prompt_messages`,
-      the number of messages before the completion.
-
-    Args:
-        value: the row's columns by name.
-        format: its row format, a key of `COLUMNS` such as "messages" or "alpaca"; any other is taken for "sharegpt".
-
-    Raises:
-        RowError: the row cannot be used; the message has the reason.
-    """
+    """The `Example` of a row of a format of `COLUMNS`. Raises `RowError` with the reason if it cannot be used."""
     refuse_media(value)
     if format == "text":
         text = _text(value, ("text",))
@@ -248,7 +262,7 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
             messages=_exchange(system, asked, output),
         )
     if format == "prompt_completion":
-        asked, answer = (_column(value, group) for group in COLUMNS["prompt_completion"])
+        asked, answer = (_cell(value, group) for group in COLUMNS["prompt_completion"])
         if any(isinstance(part, Iterable) and not isinstance(part, str) for part in (asked, answer)):
             return _prompted(value, asked, answer)
         prompt, completion = (_text(value, group) for group in COLUMNS["prompt_completion"])
@@ -258,96 +272,198 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
         if value.get("prompt") is None:  # a question is not laid out to be continued by its answer without a template
             return Example(messages=messages)
         return Example(prompt=_after(system, prompt), completion=completion, messages=messages)
-    if format == "messages":
-        return _conversation(value, _parsed(_column(value, COLUMNS["messages"][0])), chat_message)
-    return _conversation(value, _parsed(_column(value, COLUMNS["sharegpt"][0])), sharegpt_message)
+    names = COLUMNS["messages" if format == "messages" else "sharegpt"][0]
+    cell = _column(value, names)
+    return _conversation(value, _read(value, cell, _name(value, names)))
 
 
-def _answered(value: Mapping[str, Any], side: str) -> Example:
-    """The example of a row's prompt with one of its answers, in the formats of TRL and LLaMA-Factory. Raises `RowError`
-    if the row lacks the answer, or the prompt of an answer that is text; if a text answer is empty; or if a turn is
-    wrong, or the last one is not the assistant's. `normalize_pair` and `normalize_labelled` call it.
-
-    If both are text, the example has both as text and as a conversation. Otherwise it is a conversation only: the turns
-    of the prompt (in the column prompt, question, messages or conversations; text is a user's turn), then the answer,
-    which is text, a turn or a list of turns. If there is no prompt column, the answer's turns begin with the prompt.
-
-    Args:
-      value: the row's columns by name.
-      side: the column of the answer: chosen, rejected or completion.
-    """
-    answer, asked = _column(value, (side,)), _column(value, _PROMPT, False)
-    if isinstance(answer, str):
-        check_unicode(answer)
-        _not_empty(answer, f"{side} response")
+def _answered(value: Mapping[str, Any], answers: Mapping[str, Any]) -> list[Example]:
+    """The examples of one question with each of its answers, {column: text or turns}. Raises `RowError` if an answer is
+    empty or not the assistant's, or there is not one question before all of them."""
+    for side, answer in answers.items():
+        if isinstance(answer, str):
+            check_unicode(answer)
+            _not_empty(answer, f"{side} response")
+    names = _question_columns(value)
+    asked = _question(value, names)
+    texts = [answer for answer in answers.values() if isinstance(answer, str)]
+    if len(texts) == len(answers) and isinstance(asked, str | None):
+        if asked is None and all(_SPOKEN.match(text) for text in texts):  # transcripts, as Anthropic's HH has them
+            return _in_conversation(value, None, "", {side: _transcript(text) for side, text in answers.items()})
         if asked is None:
-            raise RowError(f"{side} is text, and there is no prompt before it")
-        if isinstance(asked, str):
-            check_unicode(asked)
-            system = _text(value, SYSTEM, required=False)
-            return Example(prompt=_after(system, asked), completion=answer, messages=_exchange(system, asked, answer))
-        answer = [{"role": "assistant", "content": answer}]
-    return _asked_and_answered(value, asked, answer, side)
+            raise RowError(f"{next(iter(answers))} is text, and there is no prompt before it; {_other_columns(value)}")
+        check_unicode(asked)
+        _not_empty(asked, names[0])
+        system = _text(value, SYSTEM, required=False)
+        return [
+            Example(prompt=_after(system, asked), completion=text, messages=_exchange(system, asked, text))
+            for text in _without_question(asked, texts)
+        ]
+    return _in_conversation(value, asked, names[0] if names else "", answers)
+
+
+_SPOKEN = re.compile(r"\s*Human:")
+_SPEAKERS = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
+
+
+def _transcript(text: str) -> list[Message]:
+    """The messages of a transcript, "Human: ... Assistant: ..."."""
+    _, *parts = _SPEAKERS.split(text.strip())
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _without_question(asked: str, answers: Sequence[str]) -> list[str]:
+    """The answers without the question, where all of them repeat it at their beginning."""
+    several = len(asked.split()) > 1 or len(asked.strip()) >= 16  # a greeting may be answered by the same word
+    if not several or not all(text.startswith(asked) and text[len(asked) :].strip() for text in answers):
+        return list(answers)
+    rests = [text[len(asked) :] for text in answers]
+    cut = any(asked[-1].isalnum() and rest[0].isalnum() for rest in rests)  # within a word
+    return list(answers) if cut else rests
+
+
+def _in_conversation(value: Mapping[str, Any], asked: Any, column: str, answers: Mapping[str, Any]) -> list[Example]:
+    """The examples of `_answered` where the question (`asked`, of a column) or an answer is turns."""
+    question = [] if asked is None else _turns(value, asked, column, "user")
+    whole = {side: _turns(value, answer, side, "assistant") for side, answer in answers.items()}
+    for side, turns in whole.items():
+        last = turns[-1]["role"] if turns else "nothing"
+        if last != "assistant":
+            raise RowError(f"{side} does not end with an answer of the assistant, but with {last}")
+    tellings = [_begins_with_question(turns) for turns in whole.values()]
+    if all(tellings):
+        if not any(turn["role"] == "user" for turn in _common(list(whole.values()))):
+            raise RowError(f"{' and '.join(whole)} begin with different questions: they must answer one")
+        for side, turns in whole.items():
+            _check_repeated(question, turns, column, side)
+        system = [turn for turn in question[:1] if turn["role"] == "system"]
+        whole = {s: [*([] if t[0]["role"] == "system" else system), *t] for s, t in whole.items()}
+    elif any(tellings):
+        raise RowError(f"{' and '.join(whole)}: one begins with its question, and the other does not")
+    else:
+        if not any(turn["role"] == "user" for turn in question):
+            raise RowError(f"{next(iter(whole))} has no question before it; {_other_columns(value)}")
+        whole = {side: _following(question, turns, side) for side, turns in whole.items()}
+    return [_conversation(value, turns) for turns in whole.values()]
+
+
+def _begins_with_question(turns: Sequence[Message]) -> bool:
+    return next((turn["role"] for turn in turns if turn["role"] != "system"), "") == "user"
+
+
+def _check_repeated(question: Sequence[Message], turns: Sequence[Message], column: str, side: str) -> None:
+    """Raises `RowError` if the answer's turns, which begin with their question, do not ask that of the column."""
+    said = [_said(turn) for turn in question if turn["role"] != "system"]
+    if said and question[-1]["role"] == "assistant":  # the whole conversation, with an answer
+        said.pop()
+    told = [_said(turn) for turn in turns if turn["role"] != "system"]
+    last = max((index for index, turn in enumerate(told) if turn[0] == "user"), default=0)
+    if said and said not in (told[: len(said)], told[max(last + 1 - len(said), 0) : last + 1]):
+        raise RowError(
+            f"{side} begins with another question than column {column}: leave out that column, or the turns before the "
+            "answer"
+        )
+    systems = [[turn["content"] for turn in part[:1] if turn["role"] == "system"] for part in (question, turns)]
+    if all(systems) and systems[0] != systems[1]:
+        raise RowError(f"{side} begins with another system message than column {column}: leave one out")
+
+
+def _said(turn: Message) -> tuple[object, ...]:
+    """What a turn says, without marks and spaces around it."""
+    return turn["role"], turn["content"].strip(), turn.get("tool_calls")
+
+
+def _common(conversations: Sequence[Sequence[Message]]) -> list[Message]:
+    """The turns with which all conversations begin."""
+    count = 0
+    for turns in zip(*conversations, strict=False):
+        if any(_said(turn) != _said(turns[0]) for turn in turns):
+            break
+        count += 1
+    return list(conversations[0][:count])
+
+
+def _following(asked: list[Message], answer: list[Message], side: str) -> list[Message]:
+    """The turns of a prompt and of what follows it. Raises `RowError` if the last and the first are one message."""
+    if asked and answer and asked[-1]["role"] == answer[0]["role"] == "assistant":
+        if "tool_calls" in asked[-1] or "tool_calls" in answer[0]:
+            raise RowError(f"the last turn before {side} and its first one are one message of the assistant: join them")
+    return [*asked, *answer]
 
 
 def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
-    """The example of a prompt (`asked`) and a completion (`answer`) of which at least one is a turn or a list of turns,
-    TRL's conversational format, for `normalize`: one conversation, in which only the responses of the completion are
-    trained on. Raises `RowError` if the completion is empty, the prompt is an empty list, a turn is wrong, or the
-    completion does not end with a turn of the assistant. value: the row's columns by name, for its system message and
-    tools."""
+    """The example of a prompt and a completion of which at least one is turns: one conversation, in which only the
+    completion's responses are trained on. Raises `RowError` if one is empty or wrong."""
     if isinstance(answer, str):
         _not_empty(answer, "response")
-        answer = {"role": "assistant", "content": answer}
-    answer = _turns(answer)
-    if not answer or not _turns(asked):
-        raise RowError(f"the {'prompt' if answer else 'completion'} is an empty list of turns")
-    example = _asked_and_answered(value, asked, answer, "completion")
-    return dataclasses.replace(example, prompt_messages=len(example.messages or ()) - len(answer))
+    if marks := _marks(value):
+        raise RowError(f"column {next(iter(marks))} marks turns: put prompt and completion into one list `messages`")
+    names = [_name(value, group) for group in COLUMNS["prompt_completion"]]
+    turns = _turns(value, answer, names[1], "assistant")
+    question = _turns(value, asked, names[0], "user")
+    if not turns or not question:
+        raise RowError(f"the {'prompt' if turns else 'completion'} is an empty list of turns")
+    if turns[-1]["role"] != "assistant":
+        raise RowError(f"completion does not end with an answer of the assistant, but with {turns[-1]['role']}")
+    said = [_said(turn) for turn in question]
+    if len(turns) > len(question) and [_said(turn) for turn in turns[: len(said)]] == said:  # it is told twice
+        turns = turns[len(said) :]
+    example = _conversation(value, _following(question, turns, names[1]))
+    return dataclasses.replace(example, prompt_messages=len(example.messages or ()) - len(turns))
 
 
-def _asked_and_answered(value: Mapping[str, Any], asked: Any, answer: Any, side: str) -> Example:
-    """The example of the conversation of a prompt (`asked`: text, a turn, turns or None) and the turn or turns after it
-    (`answer`), for `_answered` and `_prompted`. Raises `RowError` if a turn is wrong, or the last one is not the
-    assistant's.
-
-    Args:
-        value: the row's columns, of which the system message and the tools are read.
-        asked, answer: the prompt and the answer.
-        side: the name of the answer's column, for messages.
-    """
-    example = _conversation(value, [*_turns(asked), *_turns(answer)], sharegpt_message)
-    last = example.messages[-1] if example.messages else {}
-    if last.get("role") != "assistant":
-        raise RowError(f"{side} does not end with an answer of the assistant, but with {last.get('role')}")
-    return example
+def _question_columns(value: Mapping[str, Any]) -> list[str]:
+    """The columns with the question of a preference."""
+    known = [name for name in _PROMPT if value.get(name) is not None]
+    if known:
+        return known[:1]
+    others = [name for name in _ASKED if value.get(name) not in (None, "", [])]
+    alpaca = others in (["instruction", "input"], ["instruction", "context"])
+    return others if alpaca or (len(others) == 1 and others != ["context"]) else []
 
 
-def _parsed(turns: Any) -> Any:
-    """The turns of a cell, decoded from JSON if the cell is text, as in CSV files; any other value is returned
-    unchanged. `normalize` reads the columns messages and conversations by it. Raises `RowError` if the text is not
-    JSON; whether the result is a list of turns is not checked here."""
-    if not isinstance(turns, str):
-        return turns
-    try:
-        return json.loads(turns)
-    except ValueError:
-        raise RowError("the conversation is text, and not the JSON of a list of turns") from None
+def _question(value: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The question in these columns: text, turns, or None."""
+    if not names:
+        return None
+    if len(names) > 1:
+        return "\n\n".join(_text(value, (name,)) for name in names)
+    [name] = names
+    return _read(value, value[name], name) if name in _WHOLE else turns_in(value[name], name)
 
 
-def _turns(turns: Any) -> list[Any]:
-    """A list of turns, from a list (or other iterable) of turns, a single turn, None (no turns), or a text, which
-    becomes a user's turn. Raises `RowError` for anything else. The turns themselves are not checked. Prompts and
-    answers, which data sets write in any of these forms, become lists by it before they are joined to a conversation,
-    also those in the column messages or conversations of a preference or labelled row. Rows of the formats messages and
-    sharegpt do not go through it."""
-    if isinstance(turns, str):
-        return [{"role": "user", "content": turns}]
-    if isinstance(turns, Mapping):
-        return [turns]
-    if not isinstance(turns, Iterable | None):
-        raise RowError(f"the conversation is not a list of turns but {type(turns).__name__}")
-    return [] if turns is None else list(turns)
+def _other_columns(value: Mapping[str, Any]) -> str:
+    """What to do about a question that is not found, with the names of the row's other columns."""
+    known = (*CHOSEN, *REJECTED, "completion", "label", *SYSTEM, *TOOLS)
+    names = [str(name) for name in value if name not in known]
+    which = f" to one of {', '.join(names)}" if names else ""
+    return f"set data.columns={{prompt: ...}}{which}, or put the question into a column prompt"
+
+
+def _turns(value: Mapping[str, Any], cell: Any, column: str, role: str) -> list[Message]:
+    """The messages of a prompt or an answer: turns in any form, or text, which a speaker of this role says."""
+    if isinstance(cell, str):
+        check_unicode(cell)
+        return [{"role": role, "content": cell}]
+    return _read(value, cell, column) if cell is not None else []
+
+
+def _read(value: Mapping[str, Any], cell: Any, column: str) -> list[Message]:
+    """The messages of a column; columns that mark its turns (`loss_mask: [0, 1]`) are put into them."""
+    turns = turns_of(cell, column)
+    for name, marks in (_marks(value) if column in _WHOLE else {}).items():
+        if len(marks) != len(turns):
+            raise RowError(f"column {name} has {len(marks)} marks, and {column} {len(turns)} turns: give one for each")
+        marked = zip(turns, marks, strict=True)
+        turns = [{name: mark, **turn} if isinstance(turn, Mapping) else turn for turn, mark in marked]
+    return read_messages(turns, column)
+
+
+def _marks(value: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    """The columns that say of each turn of the row's conversation whether it is trained on."""
+    lists = {name: cell for name, cell in value.items() if isinstance(cell, list | tuple) and cell}
+    return {name: cell for name, cell in lists.items() if isinstance(name, str) and snake(name) in MARKS}
 
 
 def _alpaca_prompt(instruction: str, context: str) -> str:
@@ -374,10 +490,19 @@ def _exchange(system: str, user: str, assistant: str) -> list[dict[str, Any]]:
     return [*first, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
+def _name(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """The first of the columns `names` that is not null."""
+    return next((name for name in names if value.get(name) is not None), names[0])
+
+
+def _cell(value: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """The value of the first of the columns `names` that is not null; the JSON text of turns is decoded."""
+    return turns_in(_column(value, names), _name(value, names))
+
+
 def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> Any:
-    """The value of the first of the columns `names` that is not null in the row `value`; data sets name the same column
-    differently. If all are missing or null, it raises `RowError` (required) or returns None (not required). It is for
-    columns that may have turns or a label; `_text` reads those that must be text."""
+    """The value of the first of the columns `names` that is not null; without one it raises `RowError` (required) or
+    returns None."""
     for name in names:
         if value.get(name) is not None:
             return value[name]
@@ -389,10 +514,8 @@ def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = T
 
 
 def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> str:
-    """The text in the first of the columns `names` that is not null in the row `value`; data sets name the same column
-    differently. If all are missing or null, it raises `RowError` (required) or returns "" (not required). It also
-    raises `RowError` if the value is not text, or is invalid Unicode. Blank text is returned as it is; `_not_empty`
-    refuses it where it matters."""
+    """The text in the first of the columns `names` that is not null; without one it raises `RowError` (required) or
+    returns "". Raises `RowError` for turns and for any other value."""
     found = _column(value, names, required)
     if found is None:
         return ""
@@ -401,35 +524,20 @@ def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = Tru
             f"column {next(n for n in names if value.get(n) is not None)} is not text but {type(found).__name__}"
         )
     check_unicode(found)
+    if names != ("text",) and not isinstance(turns_in(found, _name(value, names)), str):
+        raise RowError(f"column {_name(value, names)} holds turns: put them into a column messages, or set data.format")
     return found
 
 
 def _not_empty(text: str, what: str) -> None:
-    """Raises `RowError` if `text` is only white space. `normalize` and the other functions that convert rows refuse by
-    it an empty response, an empty text, and an empty instruction of Alpaca's. what: its name in the message, such as
-    "response"."""
+    """Raises `RowError` if `text` is only white space. what: its name in the message."""
     if not text.strip():
         raise RowError(f"empty {what}")
 
 
-def _conversation(value: Mapping[str, Any], turns: Any, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Example:
-    """The example of a conversation. `normalize` calls it for rows of messages and sharegpt, and `_asked_and_answered`
-    for a prompt and its answer. The text in the row's column system or system_prompt (`SYSTEM`), if any, becomes its
-    first message, unless it begins with a system message. Raises `RowError` if it is empty, no list, or has a wrong
-    turn; if a response is empty and calls no tool; or if the system message or the tools cannot be used.
-
-    Args:
-        value: the row's columns, of which the system message and the tools are read.
-        turns: the conversation's turns, as the row has them.
-        read: converts a turn to a message: `chat_message` or `sharegpt_message`.
-    """
-    if isinstance(turns, str) or not isinstance(turns, Iterable):
-        raise RowError(f"the conversation is not a list of turns but {type(turns).__name__}")
-    messages = []
-    for turn in turns:
-        if not isinstance(turn, Mapping):
-            raise RowError(f"a turn is not an object but {type(turn).__name__}")
-        messages.append(read(turn))
+def _conversation(value: Mapping[str, Any], messages: list[Message]) -> Example:
+    """The example of a conversation, with the row's system message (unless it begins with one) and tools. Raises
+    `RowError` if it is empty, or a response is empty and calls no tool."""
     if not messages:
         raise RowError("empty conversation")
     for message in messages:
@@ -437,5 +545,14 @@ def _conversation(value: Mapping[str, Any], turns: Any, read: Callable[[Mapping[
             _not_empty(message["content"], "response")
     system = _text(value, SYSTEM, required=False)
     if system.strip() and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    return Example(messages=messages, tools=tool_schemas(value.get("tools")))
+        messages = [{"role": "system", "content": system}, *messages]
+    names = [f"messages[].{key}" for key in unknown_keys(messages)]
+    return Example(messages=messages, tools=_tools(value), unknown=tuple(names))
+
+
+def _tools(value: Mapping[str, Any]) -> list[Message] | None:
+    """The schemas of a row's tools; OpenAI's preferences have them beside the messages of `input`."""
+    inner = value.get("input")
+    if _column(value, TOOLS, False) is None and isinstance(inner, Mapping):
+        value = inner
+    return read_tools(_column(value, TOOLS, False), _name(value, TOOLS))

@@ -20,7 +20,7 @@ import dataclasses
 import inspect
 import itertools
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +29,8 @@ from jaxtune.system.terminal import printable
 MAX_ROW_SIZE = 32 * 2**20  # the most bytes of a line and characters of a row: about eight million tokens
 MAX_DEPTH = 100  # the most objects and lists inside each other
 MAX_EXPANSION = 1000  # the most characters of all rows of a Parquet file, as a multiple of its size in bytes
+
+type _Decoder = Callable[[Any], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,11 +309,12 @@ def read_parquet(file: Path, after: int) -> Iterator[Row]:
                 # Row groups are read one by one, because Arrow cannot join the dictionaries of two groups for texts in
                 # lists.
                 for batch in table.iter_batches(batch_size=1024, row_groups=[index]):
+                    decoders = {field.name: _decoder(field.type) for field in batch.schema}
                     for place in range(batch.num_rows):
                         number += 1
                         if number <= after:
                             continue
-                        row = _parquet_row(file, number, batch, place)
+                        row = _parquet_row(file, number, batch, place, decoders)
                         read += row.size
                         if read > allowed:
                             raise refusal
@@ -326,13 +329,42 @@ def read_parquet(file: Path, after: int) -> Iterator[Row]:
         raise ValueError(f"{file}: not a readable Parquet file{where}: {reason}; fetch or write it again") from None
 
 
-def _parquet_row(file: Path, number: int, batch: Any, place: int) -> Row:
-    """Row number `number` of the Parquet file `file`, from the row at index `place` of `batch`, a pyarrow RecordBatch.
-    `read_parquet` calls it. It is a bad row (without columns, with the reason) if it cannot be decoded."""
+def _parquet_row(file: Path, number: int, batch: Any, place: int, decoders: Mapping[str, _Decoder]) -> Row:
+    """Row number `number` of a Parquet file, from the row at index `place` of a RecordBatch; a bad row if it cannot be
+    decoded."""
     try:
-        return _table_row(str(file), number, {name: batch[name][place].as_py() for name in batch.schema.names})
+        cells = {name: batch[name][place].as_py() for name in batch.schema.names}
+        return _table_row(str(file), number, {name: decoders[name](cell) for name, cell in cells.items()})
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a date that Python cannot represent
         return Row(str(file), number, None, error=f"cannot be read: {error}")
+
+
+def _decoder(kind: Any) -> _Decoder:
+    """What makes objects of the maps and JSON in the cells of an Arrow type, which pyarrow gives as pairs and text."""
+    import pyarrow.types as types
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return lambda cell: _JSON.decode(cell) if isinstance(cell, str) else cell
+    if types.is_map(kind):
+        inner = _decoder(kind.item_type)
+        return lambda cell: {key: inner(part) for key, part in cell} if isinstance(cell, list) else cell
+    if types.is_struct(kind):
+        fields = {kind.field(index).name: _decoder(kind.field(index).type) for index in range(kind.num_fields)}
+        if all(decoder is _as_it_is for decoder in fields.values()):
+            return _as_it_is
+        return lambda cell: (
+            {key: fields[key](part) for key, part in cell.items()} if isinstance(cell, Mapping) else cell
+        )
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _decoder(kind.value_type)
+        if inner is _as_it_is:
+            return _as_it_is
+        return lambda cell: [inner(part) for part in cell] if isinstance(cell, list) else cell
+    return _as_it_is
+
+
+def _as_it_is(cell: object) -> object:
+    return cell
 
 
 def read_list(values: Sequence[object], after: int) -> Iterator[Row]:

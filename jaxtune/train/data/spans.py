@@ -1,15 +1,15 @@
-"""Parts of a row's text that need care: special tokens and markers in the text itself (`special_texts`), answers that
-the row says are not to be trained on (`refuse_left_out`), and spans that are not trained on (`masked_spans`,
-data.mask_spans)."""
+"""Parts of a row's text that need care: special tokens and markers in the text itself (`special_texts`), answers and
+spans that the row says are not to be trained on, and those of data.mask_spans (`masked_spans`)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxtune.conversations.messages import Message
 from jaxtune.conversations.tokenizing import Tokens
 from jaxtune.train.data.markers import special_ids
 from jaxtune.train.data.row_errors import RowError
@@ -27,24 +27,42 @@ def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Patt
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def refuse_left_out(turns: Sequence[Mapping[str, Any]], last_only: bool) -> None:
-    """Raises `RowError` if an answer that would be trained on has a false `weight`, `train` or `training` key, with
-    which data sets of OpenAI's and Axolotl's form exclude single answers. Here single answers cannot be excluded, so
-    `RowEncoder` refuses the row instead of training on them.
+def is_marked(messages: Sequence[Message]) -> bool:
+    """Whether messages say of an answer, or of a part of one, that it is not trained on."""
+    return any(not message.get("train", True) or "train_detail" in message for message in messages)
 
-    Args:
-        turns: the messages whose answers (those with the role "assistant") are trained on.
-        last_only: whether only the last answer is trained on, so that only this one is looked at.
-    """
-    answers = [turn for turn in turns if turn["role"] == "assistant"]
-    for answer in answers[-1 if last_only else 0 :]:
-        for key in ("weight", "train", "training"):  # OpenAI's key, and Axolotl's
-            if key in answer and not answer[key]:
-                raise RowError(
-                    f"an answer has {key} = {answer[key]!r}: single answers of a conversation cannot be left out; give "
-                    "the turns up to it as `prompt` and those after it as `completion`, or set "
-                    "data.last_response_only=true"
-                )
+
+def refuse_marked_questions(messages: Sequence[Message]) -> None:
+    """Raises `RowError` if a turn that is no answer is not to be trained on: for data.train_on=all."""
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" and not message.get("train", True):
+            raise RowError(
+                f"messages[{index}], of the role {message['role']}, is marked as not to be trained on, and "
+                "data.train_on=all trains on it: set data.train_on=responses, or leave the mark out"
+            )
+
+
+def untrained_spans(message: Message) -> list[tuple[int, int]]:
+    """The (start, end) character ranges of a message's content that it says are not trained on."""
+    details = message.get("train_detail")
+    if details is None:
+        return []
+    trained = [(span["begin_offset"], span["end_offset"] + 1) for span in details if span["train"]]
+    forbidden = [(span["begin_offset"], span["end_offset"] + 1) for span in details if not span["train"]]
+    gaps, at = [], 0
+    for low, high in trained:
+        gaps.append((at, low))
+        at = max(at, high)
+    gaps.append((at, len(message["content"])))
+    return [(low, high) for low, high in [*gaps, *forbidden] if low < high]
+
+
+def within(tokens: Tokens, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+    """bool[n]: the tokens of which a character is in one of the (start, end) ranges of the text."""
+    inside = np.zeros(len(tokens), bool)
+    for low, high in ranges:
+        inside |= (tokens.starts < high) & (tokens.ends > low)
+    return inside
 
 
 def masked_spans(

@@ -37,7 +37,14 @@ from jaxtune.train.data.markers import Markers
 from jaxtune.train.data.packaged import PACKAGED, missing_marks, packaged_that_fit
 from jaxtune.train.data.row_errors import RowError, SetupError, attempt, check_unicode
 from jaxtune.train.data.row_files import MAX_ROW_SIZE
-from jaxtune.train.data.spans import masked_spans, refuse_left_out, special_texts
+from jaxtune.train.data.spans import (
+    is_marked,
+    masked_spans,
+    refuse_marked_questions,
+    special_texts,
+    untrained_spans,
+    within,
+)
 
 TRAIN_ON = ("responses", "all")  # the values of data.train_on
 
@@ -80,6 +87,8 @@ class Rendered:
     """What the template does not write of the conversation, in words, such as "tools"; "" if it writes everything."""
     begin: int = 0
     """The index of the first character after the prompt's turns, before which nothing is trained on; 0 without them."""
+    excluded: tuple[tuple[int, int], ...] = ()
+    """The (start, end) character ranges of answers, or parts of them, that the row's marks exclude."""
     cuts: tuple[int, ...] = ()
     """Places within special tokens' texts that tools returned: no token extends over them."""
 
@@ -267,29 +276,34 @@ class RowEncoder:
         cuts: list[int] = []
         if example.text is not None:
             text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
+            excluded = []
         elif self._is_raw(example):
             text, special, left_out, begin = (example.prompt or "") + (example.completion or ""), "", "", 0
+            excluded = []
             ranges = [(len(example.prompt or ""), len(text))]
         else:
             special = self._special_in(example)
             messages, mark = guarded(example.messages or [], self._special_tokens)
             example = dataclasses.replace(example, messages=messages)
-            text, ranges = self._render_conversation(example, special)
+            text, ranges, excluded = self._render_conversation(example, special)
             begin = self._end_of_prompt(example, text)
             ranges = [(low, high) for low, high in ranges if high > begin]
             left_out = self._conversations(example.tools).left_out(messages, example.tools, text)
             if mark:  # positions are counted without the marks
-                before = [sum(char == mark for char in text[:place]) for place in (begin, *sum(ranges, ()))]
-                begin, *ends = (p - n for p, n in zip((begin, *sum(ranges, ())), before, strict=True))
-                ranges = list(zip(ends[::2], ends[1::2], strict=True))
+                begin = begin - text.count(mark, 0, begin)
+                ranges, excluded = (
+                    [(low - text.count(mark, 0, low), high - text.count(mark, 0, high)) for low, high in some]
+                    for some in (ranges, excluded)
+                )
                 text, cuts = unguarded(text, mark)
         check_unicode(text)
         if len(text) > 2 * MAX_ROW_SIZE:
             raise RowError(
                 f"its text has {len(text):,} characters once the template is applied; divide it into several rows"
             )
-        by_markers = self.markers is not None and not special
-        return Rendered(text, None if by_markers else ranges, special, left_out, begin, tuple(cuts))
+        by_markers = self.markers is not None and not special and not is_marked(self._trained(example))
+        shown = None if by_markers else ranges
+        return Rendered(text, shown, special, left_out, begin, tuple(excluded), tuple(cuts))
 
     def _special_in(self, example: Example) -> str:
         """The first special token, or marker string that opens turns, in the messages and tools of the conversation
@@ -299,37 +313,66 @@ class RowEncoder:
         found = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
         return next((match[0] for match in found if match), "")
 
-    def _render_conversation(self, example: Example, special: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the (start, end) character ranges of its responses. The template's marks also
-        give those of the prompt and those before the last one; `render` and `_finish` drop them if they do not train.
-        There are none if all tokens are trained on, or if markers will find the responses.
-
-        Args:
-            example: with messages.
-            special: what `_special_in` found; if it is not "", markers are not used.
-
-        Raises:
-            RowError: the template fails, the responses are not found, or an answer is marked as not to be trained on.
-        """
+    def _render_conversation(
+        self, example: Example, special: str
+    ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
+        """(Text of a conversation, character ranges of its responses, those within them that its marks exclude). Ranges
+        of the prompt and before the last response may be among them. There are none if all tokens are trained on, or if
+        markers will find the responses. Raises `RowError` if the template fails, or does not show the responses."""
         messages = example.messages or []
-        if self.train_on != "all":
-            refuse_left_out(messages[example.prompt_messages :], self.last_response_only)
-        if self.train_on == "all" or (self.markers is not None and not special):
-            return self._render(messages, example.tools), []
+        marked = is_marked(self._trained(example))
+        if self.train_on == "all":
+            refuse_marked_questions(messages)
+        if not marked and (self.train_on == "all" or (self.markers is not None and not special)):
+            return self._render(messages, example.tools), [], []
+        responses = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+        first = max(example.prompt_messages, 1)
+        if self.last_response_only:  # the ranges of the other responses are not needed
+            first = max([first, *responses])
         try:
+            conversations = self._conversations(example.tools)
             if GENERATION_MARK.search(self._template_text(example.tools)):
-                return self._conversations(example.tools).render_marked(messages, example.tools)
-            first = max(example.prompt_messages, 1)
-            if self.last_response_only:  # the ranges of the other responses are not needed
-                first = max([first, *(i for i, turn in enumerate(messages) if turn["role"] == "assistant")])
-            return self._conversations(example.tools).render_prefixes(messages, example.tools, first)
+                if not marked:
+                    return *conversations.render_marked(messages, example.tools), []
+                text, by_message = conversations.marked_by_message(messages, example.tools)
+            else:
+                text, ranges = conversations.render_prefixes(messages, example.tools, first)
+                if not marked:
+                    return text, ranges, []
+                by_message = {i: [one] for i, one in zip([i for i in responses if i >= first], ranges, strict=True)}
+            return self._by_marks(example, text, by_message)
         except RowError as error:
-            if self.markers is None:
+            if self.markers is None or marked:
                 raise
             raise RowError(
                 f"its text holds {special!r}, a special token or marker, so markers cannot find its responses, and "
                 f"neither can the template: {error}"
             ) from None
+
+    def _trained(self, example: Example) -> list[dict]:
+        """The messages of which something may be trained on."""
+        return (example.messages or [])[0 if self.train_on == "all" else example.prompt_messages :]
+
+    def _by_marks(
+        self, example: Example, text: str, by_message: dict[int, list[tuple[int, int]]]
+    ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
+        """What `_render_conversation` returns of a conversation whose messages have marks. by_message: the ranges of
+        its responses by the index of the message."""
+        messages = example.messages or []
+        kept, excluded = [], []
+        last = max(by_message, default=0)
+        for index in range(len(messages) - len(self._trained(example)), len(messages)):
+            message, ranges = messages[index], by_message.get(index)
+            if message["role"] != "assistant" or (self.last_response_only and index < last):
+                continue
+            if ranges is None and (self.train_on == "all" or index > 0) and is_marked([message]):
+                raise RowError(f"the chat template does not show messages[{index}], whose marks cannot be followed")
+            train = message.get("train", True)
+            (kept if train else excluded).extend(ranges or ())
+            if train and ranges and (spans := untrained_spans(message)):
+                start, stripped = self._conversations(example.tools).content_range(messages, example.tools, text, index)
+                excluded += [(start + max(low - stripped, 0), start + high - stripped) for low, high in spans]
+        return text, [] if self.train_on == "all" else kept, excluded
 
     def _end_of_prompt(self, example: Example, text: str) -> int:
         """The index in `text`, the rendered conversation of `example`, of the first character after the turns of its
@@ -395,6 +438,7 @@ class RowEncoder:
             responses, ended = len(spans), sum(ends)
         masked = masked_spans(text, tokens, spans, self.mask_spans)
         mask[masked] = False
+        mask[: len(tokens)] &= ~within(tokens, rendered.excluded)
         with_bos = np.array(with_beginning(self.tokenizer, ids.tolist(), self._begins), np.int32)
         added = len(with_bos) - len(ids)  # 1 if a BOS was prepended, -k if k repeated ones were removed, else 0
         mask = np.concatenate([np.zeros(added, bool), mask]) if added > 0 else mask[-added:]

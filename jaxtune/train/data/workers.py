@@ -100,7 +100,8 @@ class Chunk:
     cut: int = 0
     """The number of documents of which only the beginning was tokenised."""
     unread: list[str] = dataclasses.field(default_factory=list)
-    """The names, each once, of columns in which any row has a value and which its format does not use."""
+    """The names, each once, of columns in which any row has a value and which its format does not use, and of keys of
+    messages that only a template may read."""
 
 
 # The document of the answer that a labelled row does not have.
@@ -112,9 +113,8 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     or has no trained token after its first, gives no document and is listed with its place. One of a preference format
     gives two, chosen and rejected (empty for the answer that a labelled row lacks). Raises SetupError as `encode`."""
     outcome = [attempt(_examples, row) for row in rows]
-    encoded = iter(
-        encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found if one])
-    )
+    examples = [one for found in outcome if not isinstance(found, RowError) for one in found if one]
+    encoded = iter(encoder.encode(examples))
     documents: list[Encoded] = []
     origins, problems, untrained, special, left_out, masked = [], [], [], [], [], 0
     for row, found in zip(rows, outcome, strict=True):
@@ -135,6 +135,8 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         else:
             documents += [result if isinstance(result, Encoded) else _NO_ANSWER for result in outcomes]
             origins += [(row.file, row.number)] * len(outcomes)
+    columns = [name for row in rows if row.value for name in unread(row.value, row.format)]
+    keys = [name for example in examples for name in example.unknown]
     return Chunk(
         rows=len(rows),
         tokens=np.concatenate([d.tokens for d in documents]) if documents else np.zeros(0, np.int32),
@@ -150,7 +152,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         left_out=left_out,
         masked=masked,
         cut=sum(d.cut for d in documents),
-        unread=list(dict.fromkeys(name for row in rows if row.value for name in unread(row.value, row.format))),
+        unread=list(dict.fromkeys([*columns, *keys])),
     )
 
 

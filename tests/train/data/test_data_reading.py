@@ -284,7 +284,7 @@ def test_columns_of_which_nothing_is_read_are_named():
     assert unread(row, "prompt_completion") == ["question", "context", "id"]
     assert unread({"instruction": "Q", "output": "A", "context": "C", "history": [["q", "a"]]}, "alpaca") == ["history"]
     assert unread({"chosen": "A", "rejected": "B", "prompt": "P", "margin": 1.0, "score": 0.0}, PREFERENCE) == ["score"]
-    assert unread({"messages": [], "label": False, "functions": [1]}, LABELLED) == ["functions"]
+    assert unread({"messages": [], "label": False, "notes": [1]}, LABELLED) == ["notes"]
     tools, turns = [{"name": "add"}], [turn("user", "q"), turn("assistant", "a")]
     for kind, row in (  # tools are described in a conversation, and not before plain text
         ("prompt_completion", {"prompt": "P", "completion": "C"}),
@@ -341,10 +341,11 @@ def test_conversations_as_json_and_openais_other_forms():
 
 
 def test_roles_by_other_names():
-    """Nobody's template knows them: their answers were not trained on."""
     turns = [turn("System", "s"), turn("human", "q"), turn("gpt", "a"), turn("User", "q"), turn("model", "a")]
-    found = normalize({"messages": [*turns, turn("tool", "4"), turn("critic", "c")]}, "messages").messages
-    assert [m["role"] for m in found] == ["system", "user", "assistant", "user", "assistant", "tool", "critic"]
+    found = normalize({"messages": [*turns, turn("tool", "4"), turn("Developer", "c")]}, "messages").messages
+    assert [m["role"] for m in found] == ["system", "user", "assistant", "user", "assistant", "tool", "system"]
+    with pytest.raises(RowError, match=r"messages\[1\].role: 'critic' is no known role: rename it to system, user"):
+        normalize({"messages": [*turns[:1], turn("critic", "c")]}, "messages")
 
 
 def test_sharegpt_roles_and_tools():
@@ -403,10 +404,10 @@ def turn(role, content):
         ({"messages": [turn("user", "x"), turn("assistant", "")]}, "messages", "empty response"),
         ({"messages": [turn("user", [{"type": "image"}])]}, "messages", "a part of the type image in content"),
         ({"messages": [turn("user", 5)]}, "messages", "content is neither text nor a list of parts but int"),
-        ({"conversations": [{"from": "alien", "value": "x"}]}, "sharegpt", "unknown speaker 'alien'; known: human"),
-        ({"conversations": [{"value": "x"}]}, "sharegpt", "a turn needs `from` and `value` as text; it has value"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, "sharegpt", "'alien' is no known role"),
+        ({"conversations": [{"value": "x"}]}, "sharegpt", "a message has no role; it has value"),
         ({"conversations": [{"from": "function_call", "value": "no"}]}, "sharegpt", "a tool call is not JSON"),
-        ({"messages": [turn("user", "x")], "tools": "{"}, "messages", "column tools is not JSON"),
+        ({"messages": [turn("user", "x")], "tools": "{"}, "messages", "tools: is not JSON"),
     ],
 )
 def test_bad_rows_say_why(row, format, message):
