@@ -122,11 +122,12 @@ def test_a_kill_leaves_whole_lines(model):
         ('{"question": "w1"}\n', "prompts.jsonl:1: each line must be an object with either 'messages' or 'prompt'"),
         ('{"prompt": "w1", "answer": 3}\n', "prompts.jsonl:1 has a column 'answer'"),
         ("\n", "has no prompts"),
-        ('{"prompt": 3}\n', "prompts.jsonl:1: 'prompt' must be a text, or a list of messages with role and content"),
-        *(
-            (f'{{"messages": {messages}}}\n', "prompts.jsonl:1: 'messages' must be a list of messages with role and ")
-            for messages in ('[{"content": "w1"}]', '"w1"', "3", "null", "[]")
-        ),
+        ('{"prompt": 3}\n', "prompts.jsonl:1: prompt: the conversation is not a list of turns but int"),
+        ('{"messages": [{"content": "w1"}]}\n', "prompts.jsonl:1: messages[0]: a message has no role; it has content"),
+        ('{"messages": "w1"}\n', "prompts.jsonl:1: messages: the conversation is text, and not the JSON of a list of"),
+        ('{"messages": 3}\n', "prompts.jsonl:1: messages: the conversation is not a list of turns but int"),
+        ('{"messages": null}\n', "prompts.jsonl:1: messages: the conversation is not a list of turns but NoneType"),
+        ('{"messages": []}\n', "prompts.jsonl:1: 'messages' has no message to answer"),
         (json.dumps({"prompt": "w1 " * 60}), "62 tokens and --max-new-tokens 5 are more than the model's 64 positions"),
     ],
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtune.conversations.answers import Answer, AnswerReader
+from jaxtune.conversations.messages import read_messages, read_tools, turns_in, with_system
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import TemplateError
 from jaxtune.models.decoder import Decoder
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 type Row = Mapping[str, Any]
 type Tokenizer = Any  # of transformers
 
+CONVERSATIONS = ("messages", "conversations", "prompt")  # the columns of which a row has one
+SYSTEM, TOOLS = ("system", "system_prompt"), ("tools", "functions")
 ANSWER, REASON = "answer", "finish_reason"  # columns that are added to a row
 THOUGHTS = "reasoning_content"  # and that of thoughts, if the answer has any
 
@@ -162,8 +165,10 @@ def read_rows(file: Path) -> list[Row]:
             row = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{file}:{number} is not JSON: {error}") from None
-        if not isinstance(row, dict) or ("messages" in row) == ("prompt" in row):
-            raise ValueError(f"{file}:{number}: each line must be an object with either 'messages' or 'prompt'")
+        if not isinstance(row, dict) or sum(name in row for name in CONVERSATIONS) != 1:
+            raise ValueError(
+                f"{file}:{number}: each line must be an object with either 'messages' or 'prompt' (or 'conversations')"
+            )
         for column in (ANSWER, REASON, THOUGHTS):
             if column in row:
                 raise ValueError(
@@ -186,49 +191,49 @@ def read_answer(tokenizer: Tokenizer, row: Row, prompt: Sequence[int], ids: Sequ
 def prompt_ids(
     row: Row, tokenizer: Tokenizer, raw: bool, place: str, template_arguments: Row | None = None
 ) -> list[int]:
-    """Returns the token ids of the prompt that a row asks the model, for both `answer_file` and `show`.
+    """The token ids of the prompt that a row asks the model.
 
-    `messages` are a conversation. A last message of the assistant is left out, and the chat template ends the prompt
-    with the beginning of the assistant's answer; it also gets the row's `tools`, if there are any. A `prompt` that is a
-    list is such a conversation, and one that is a text is the message of a user. With `raw`, or if the tokenizer has no
-    chat template, a text is tokenised as it is, with the special tokens that the tokenizer adds, and a conversation is
-    an error.
+    `messages` or `conversations` are a conversation in any form that rows have, of which a last message of the
+    assistant is left out; the chat template also gets the row's `tools`. A `prompt` is such a conversation, or a text,
+    which is the message of a user. With `raw`, or if the tokenizer has no chat template, a text is tokenised as it is,
+    and a conversation is an error.
 
     Args:
-      row: the row, which has either `messages` or `prompt`.
+      row: the row.
       tokenizer: the model's.
       raw: True: no chat template is applied. False: it is, if the tokenizer has one.
       place: where the row is, "FILE:LINE" or "--prompt", for errors.
       template_arguments: further variables of the chat template.
     Raises:
-      ValueError: the row has none of these forms, its text gives no token, its conversation has no message (without a
-        last one of the assistant), it has a conversation where no chat template is applied, or the template refuses it.
+      ValueError: the row cannot be read, its text gives no token, its conversation has no message to answer, it has a
+        conversation where no chat template is applied, or the template refuses it.
     """
-    column = "messages" if "messages" in row else "prompt"
-    asked = row[column]
-    if column == "prompt" and isinstance(asked, str):
-        if raw or not tokenizer.chat_template:
-            try:
-                ids = prompt_tokens(tokenizer, asked)
-            except TemplateError as error:
-                raise ValueError(f"{place}: {error}") from None
-            if not ids:
-                raise ValueError(f"{place}: the prompt is empty")
-            return ids
-        asked = [{"role": "user", "content": asked}]
-    right = isinstance(asked, list) and all(isinstance(turn, dict) and "role" in turn for turn in asked)
-    if right and asked and asked[-1]["role"] == "assistant":
-        asked = asked[:-1]
-    if not right or not asked:
-        text = "a text, or " if column == "prompt" else ""
-        raise ValueError(f"{place}: {column!r} must be {text}a list of messages with role and content")
-    if raw or not tokenizer.chat_template:
-        why = "--raw takes texts only" if raw else "the tokenizer has no chat template"
-        raise ValueError(f"{place}: it has messages, and {why}: give a text as 'prompt'")
+    column = next(name for name in CONVERSATIONS if name in row)
+    plain = raw or not tokenizer.chat_template
     try:
-        return prompt_tokens(tokenizer, asked, tools=row.get("tools"), arguments=template_arguments)
+        asked = turns_in(row[column], column) if column == "prompt" else row[column]
+        if column == "prompt" and isinstance(asked, str):
+            if plain:
+                ids = prompt_tokens(tokenizer, asked)
+                if not ids:
+                    raise ValueError("the prompt is empty")
+                return ids
+            asked = {"role": "user", "content": asked}
+        system = next((text for name in SYSTEM if isinstance(text := row.get(name), str)), "")
+        messages = with_system(read_messages(asked, column), system)
+        if messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            raise ValueError(f"{column!r} has no message to answer: give a text, or a list of messages")
+        if plain:
+            why = "--raw takes texts only" if raw else "the tokenizer has no chat template"
+            raise ValueError(f"it has messages, and {why}: give a text as 'prompt'")
+        name = next((name for name in TOOLS if row.get(name) is not None), TOOLS[0])
+        return prompt_tokens(tokenizer, messages, tools=read_tools(row.get(name), name), arguments=template_arguments)
     except TemplateError as error:
         raise ValueError(f"{place}: the chat template refuses these messages: {error.__cause__ or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:

@@ -4,6 +4,7 @@ that torch is not needed (`without_torch`, `NumpyTensor`)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,16 @@ import numpy as np
 
 from jaxtune.compat.arguments import settle
 from jaxtune.compat.tables import TEMPLATE
+from jaxtune.conversations.messages import (
+    ConversationError,
+    Message,
+    for_template,
+    read_messages,
+    template_for,
+    unknown_keys,
+)
 from jaxtune.conversations.templates import asking_template
 from jaxtune.system.terminal import say
-from jaxtune.train.data.messages import ROLES
 from jaxtune.train.data.packaged import missing_marks, packaged_that_fit
 from jaxtune.train.data.templates import resolve_template
 
@@ -110,6 +118,8 @@ def without_torch(tokenizer: Any) -> Any:
         def method(self: Any, *arguments: Any, **options: Any) -> Any:
             """Calls the tokenizer's own method, and returns NumpyTensors where arrays are asked for."""
             arrays = asked(options)
+            if name == "apply_chat_template":
+                arguments, options = _read_conversation(self.chat_template, arguments, options)
             answer = getattr(base, name)(self, *arguments, **options)
             return movable(answer) if arrays else answer
 
@@ -127,6 +137,23 @@ def without_torch(tokenizer: Any) -> Any:
     methods |= {"__reduce_ex__": reduced, "_answers_numpy": True}
     tokenizer.__class__ = type(base.__name__, (base,), methods)
     return tokenizer
+
+
+def _read_conversation(
+    templates: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of apply_chat_template with its conversation, or each of several, as rows are read; what the reader
+    refuses (such as pictures) stays for the template."""
+    name = "conversation"
+    given = arguments[0] if arguments else options.get(name)
+    several = isinstance(given, list | tuple) and bool(given) and all(isinstance(one, list | tuple) for one in given)
+    template = template_for(options.get("chat_template") or templates, options.get("tools")) or ""
+    try:
+        read = [for_template(read_messages(one), template) for one in (given if several else [given])]  # type: ignore[union-attr]
+    except ConversationError:
+        return arguments, options
+    asked = read if several else read[0]
+    return ((asked, *arguments[1:]), options) if arguments else (arguments, {**options, name: asked})
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: Any) -> Any:
@@ -198,40 +225,75 @@ def setup_chat_format[Model](
 
 
 def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
-    """Unsloth's: returns a new data set with messages {"role", "content"} in place of ShareGPT's {"from", "value"} in
-    the column `conversations`. Messages that have a role keep it and their content. Further keys of messages, such as
-    tool_calls, are dropped; other columns stay.
+    """Unsloth's: a new data set whose column `conversations` has messages, as rows are read: roles, contents, calls,
+    thoughts and marks of training. In a data set of `datasets` the arguments of calls are JSON text, since all rows of
+    a table have the same keys.
 
     Args:
       dataset: a datasets.Dataset or IterableDataset, a DatasetDict or IterableDatasetDict of splits (no plain dict), or
         a list of dicts, with a column conversations. Rows of an IterableDataset are changed as they are read.
       others: Unsloth's other arguments, which have no effect here.
     Raises:
-      ValueError: an unknown argument or role.
+      ValueError: an unknown argument, or a conversation that cannot be read.
     """
     idle = {"tokenizer", "aliases_for_system", "aliases_for_user", "aliases_for_assistant", "batch_size", "num_proc"}
     if others.keys() - idle:
         raise ValueError(f"standardize_sharegpt: {min(others.keys() - idle)} is not an argument that it has")
+    if not hasattr(dataset, "map"):
+        return [dict(row) | {"conversations": _standard(row)} for row in dataset]
+    if isinstance(dataset, Mapping):  # splits
+        kind: Any = type(dataset)
+        return kind({name: standardize_sharegpt(split) for name, split in dataset.items()})
+    if not hasattr(dataset, "__len__"):
+        return dataset.map(lambda row: {"conversations": list(map(_as_text, _standard(row)))})
+    keys = {key for row in dataset for message in _standard(row) for key in message}
+    features = dataset.features.copy()
+    features["conversations"] = [{key: kind for key, kind in _features().items() if key in keys}]
 
-    def standard(row: Mapping[str, Any]) -> dict[str, Any]:
-        """The column `conversations` of a row, with every message as {"role", "content"}."""
-        return {"conversations": [_message(message) for message in row["conversations"]]}
+    def tabled(row: Mapping[str, Any]) -> dict[str, Any]:
+        """The column of a row, in which every message has the same keys."""
+        return {"conversations": [{key: m.get(key) for key in keys} for m in map(_as_text, _standard(row))]}
 
-    if hasattr(dataset, "map"):
-        return dataset.map(standard)
-    return [dict(row) | standard(row) for row in dataset]
+    return dataset.map(tabled, features=features)
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a message of a conversation as {"role", "content"}, for standardize_sharegpt. message: is in ShareGPT's
-    form {"from", "value"}, or has a role and a content already; further keys are dropped. Raises ValueError for an
-    unknown value of "from"."""
-    if message.get("role") is not None:
-        return {"role": message["role"], "content": message["content"]}
-    speaker = message["from"]
-    if speaker not in ROLES:
-        raise ValueError(f"standardize_sharegpt: from = {speaker!r} is nobody's role; known: {', '.join(ROLES)}")
-    return {"role": ROLES[speaker], "content": message["value"]}
+def _standard(row: Mapping[str, Any]) -> list[Message]:
+    """The messages of a row, without keys that only a template may read."""
+    try:
+        messages = read_messages(row["conversations"], "conversations")
+    except ConversationError as error:
+        raise ValueError(f"standardize_sharegpt: {error}") from None
+    unknown = set(unknown_keys(messages))
+    return [{key: cell for key, cell in message.items() if key not in unknown} for message in messages]
+
+
+def _as_text(message: Message) -> Message:
+    """A message whose calls have the same keys in every row: their arguments are JSON text."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {
+            "id": None if call.get("id") is None else str(call["id"]),
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False, default=str),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _features() -> dict[str, Any]:
+    """The types of the keys of messages in a table."""
+    from datasets import Value
+
+    text, number, truth = Value("string"), Value("int64"), Value("bool")
+    call = {"id": text, "type": text, "function": {"name": text, "arguments": text}}
+    span = {"begin_offset": number, "end_offset": number, "train": truth}
+    texts = dict.fromkeys(("role", "content", "reasoning_content", "name", "tool_call_id"), text)
+    return {**texts, "tool_calls": [call], "train": truth, "train_detail": [span]}
 
 
 standardize_data_formats = standardize_sharegpt

@@ -148,6 +148,12 @@ def read_tools(value: object, column: str = "tools") -> list[Message] | None:
     return [_schema(tool, column, index) for index, tool in enumerate(value)]
 
 
+def with_system(messages: list[Message], system: str) -> list[Message]:
+    """The messages after a system message, unless it is blank or they begin with one."""
+    begins = bool(messages) and messages[0]["role"] == "system"
+    return [{"role": "system", "content": system}, *messages] if system.strip() and not begins else messages
+
+
 def unknown_keys(messages: Iterable[Mapping[str, object]]) -> list[str]:
     """The names of keys that only a template may read, of messages that were read."""
     return list(dict.fromkeys(key for message in messages for key in message if key not in _READ))
@@ -284,7 +290,7 @@ def _message(turn: object) -> Message:
         raise ConversationError(f"a message of the role {role} has no content")
     if len(set(thoughts)) > 1:
         raise ConversationError(f"it has several thoughts ({', '.join(THOUGHT)}): leave one")
-    check_unicode(message["content"])
+    _within(key or "content", check_unicode, message["content"])
     if thoughts:
         message["reasoning_content"] = thoughts[0]
     if calls and role != "assistant":
@@ -317,7 +323,9 @@ def _role(extra: Message) -> tuple[str, bool]:
         raise ConversationError(f"a role is text, not {type(speaker).__name__}", key)
     name = speaker.strip().lower().replace("-", "_").replace(" ", "_")
     if name not in ROLES:
-        raise ConversationError(f"{speaker!r} is no known role: rename it to system, user, assistant or tool", key)
+        raise ConversationError(
+            f"{_short(speaker)} is no known role: rename it to system, user, assistant or tool", key
+        )
     return ROLES[name], name in CALLS
 
 
@@ -338,7 +346,7 @@ def _content(value: object, role: str) -> tuple[str, str, list[Message]]:
             written = part if text is None else text
             calls += _calls(written)[1]
         elif text is None or kind not in (*_TEXT_PARTS, *_THOUGHT_PARTS):
-            raise ConversationError(f"a part of the type {kind} in content; only text can be read", index)
+            raise ConversationError(f"a part of the type {kind[:80]} in content; only text can be read", index)
         else:
             (thoughts if kind in _THOUGHT_PARTS else texts).append(text)
     return "".join(texts), "".join(thoughts), calls
@@ -481,7 +489,7 @@ def _marks(extra: Message, message: Message) -> Message:
             details = _within(key, _details, extra.pop(key), message["content"])
         elif message["role"] == "assistant" and name not in NEUTRAL and _MARKING.search(name) and _is_mark(extra[key]):
             raise ConversationError(
-                f"{extra[key]!r} seems to say whether the answer is trained on, and this key is unknown: name it "
+                f"{_short(extra[key])} seems to say whether the answer is trained on, and this key is unknown: name it "
                 "loss_mask (1 trains on it) or masked (true leaves it out)",
                 key,
             )
@@ -491,6 +499,11 @@ def _marks(extra: Message, message: Message) -> Message:
     if details is not None and marks.get("train", True):
         marks["train_detail"] = details
     return marks
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def snake(key: object) -> str:
@@ -506,7 +519,7 @@ def _truth(value: object, key: str) -> bool:
     """The truth of a mark's value. Raises for what is neither 0 nor 1."""
     truth = _TRUTH.get(str(value).strip().lower())
     if truth is None:
-        raise ConversationError(f"{value!r}: answers are trained on or not; write true or false (1 or 0)", key)
+        raise ConversationError(f"{_short(value)}: answers are trained on or not; write true or false (1 or 0)", key)
     return truth
 
 

@@ -3,9 +3,7 @@ of which model.
 
 Names and defaults are OpenAI's. `top_k`, `min_p` and `repetition_penalty` are accepted beside them, as other servers do
 (`extra_body` of the openai package). What changes nothing here is ignored, what cannot be followed is refused. pydantic
-checks the keys that the classes _Chat and _Completion list (`_checked`, with errors from `_refused`). `_conversation`
-makes the prompt of a chat with the model's template, from messages that `_turn` and `_call` convert for it, and
-`_tokens` that of a completion. `_asked` makes the Asked.
+checks the keys of a body, and the reader of conversations its messages and tools.
 """
 
 from __future__ import annotations
@@ -15,13 +13,14 @@ import difflib
 import itertools
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxtune.conversations.answers import AnswerReader
 from jaxtune.conversations.calls import Schemas, schemas_of
+from jaxtune.conversations.messages import ConversationError, Message, read_messages, read_tools
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import TemplateError, checked_arguments
 from jaxtune.models.generation.sampling import MOST_RANKED
@@ -65,7 +64,6 @@ _NEUTRAL: dict[str, object] = {
 _MUST = {
     "prompt": "must be a text, a list of texts, token ids, or a list of lists of them",
     "stop": "must be a text that is not empty, or a list of at most 16 of them",
-    "content": "must be a text, or a list of parts of type text",
 }
 
 Positive = Annotated[int, Field(ge=1)]
@@ -108,24 +106,13 @@ class _Body(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # above 1: repetition is rarer
 
 
-class _Message(BaseModel):
-    """One message of a conversation: who says it (`role`), its text (`content`: a text, or a list of parts of type
-    text; null is an empty text), and the calls of tools that an assistant's message has. Other keys are passed to the
-    chat template. pydantic checks what is typed here; `_turn` checks the parts and converts the message."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, object]] | None = None
-    tool_calls: list[dict[str, object]] | None = None  # in OpenAI's form, with arguments as JSON text
-
-
 class _Chat(_Body):
     """A body of /v1/chat/completions: the shared keys and those below, with OpenAI's meanings. None is a key that is
     not given. `max_completion_tokens` is the newer name of `max_tokens`, and is used if both are given. `tools` are
     descriptions of tools for the prompt. `tool_choice` "none" leaves them out; without tools, calls of tools are not
     looked for in the answer."""
 
-    messages: Annotated[list[_Message], Field(min_length=1)]  # the conversation that the answer continues
+    messages: Annotated[list[dict[str, object]], Field(min_length=1)]  # the conversation that the answer continues
     max_completion_tokens: Positive | None = None  # the most tokens of the answer
     logprobs: bool | None = None  # True: the log-probability of each token of the answer is returned
     # how many of the most likely tokens at the position of each one are returned too; above 0 it needs logprobs
@@ -191,7 +178,7 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
     """
     checked = _checked(_Chat, body)
     served = _model(checked.model, models)
-    tools = checked.tools if checked.tool_choice != "none" else None
+    tools = _read(read_tools, checked.tools, "tools") if checked.tool_choice != "none" else None
     try:
         arguments = checked_arguments(checked.chat_template_kwargs, "chat_template_kwargs")
     except ValueError as error:
@@ -300,8 +287,8 @@ def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
 
 
 def _conversation(
-    messages: list[_Message],
-    tools: list[dict[str, object]] | None,
+    messages: list[dict[str, object]],
+    tools: list[Message] | None,
     served: Served,
     arguments: Mapping[str, object] | None,
 ) -> list[int]:
@@ -320,7 +307,7 @@ def _conversation(
     if not tokenizer.chat_template:
         message = f"the tokenizer of {served.name} has no chat template: ask /v1/completions with a text as prompt"
         raise ApiError(400, message, "messages")
-    turns = [_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
+    turns = _read(read_messages, messages, "messages")
     try:
         return prompt_tokens(tokenizer, turns, tools=tools, arguments=arguments)
     except TemplateError as error:
@@ -329,46 +316,15 @@ def _conversation(
         ) from error
 
 
-def _turn(message: _Message, place: str) -> dict[str, object]:
-    """Converts a message of a request into the dict that chat templates take. Its content is one text: parts are joined
-    without a separator, and a message without content gets "". The arguments of tool calls, which OpenAI's API has as
-    JSON text, become the JSON value, as a rule an object; those that are not JSON stay text. The role "developer"
-    becomes "system". All other keys, such as name and tool_call_id, stay as they are; those whose value is null are
-    left out.
-
-    Args:
-      message: the message.
-      place: the message's key in the body, such as messages.3, for errors.
-    Raises:
-      ApiError: 400, if the content has a part that is not text.
-    """
-    turn = {key: value for key, value in message.model_dump().items() if value is not None}
-    if message.role == "developer":
-        turn["role"] = "system"
-    if isinstance(message.content, list):
-        texts = []
-        for part in message.content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ApiError(400, f"{place}.content: only parts of type text are supported", f"{place}.content")
-            texts.append(part["text"])
-        turn["content"] = "".join(texts)
-    turn.setdefault("content", "")
-    if message.tool_calls:
-        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
-    return turn
-
-
-def _call(call: dict[str, object]) -> dict[str, object]:
-    """Returns a copy of a tool call, in OpenAI's form, with its arguments as the JSON value, as a rule an object:
-    OpenAI's API has them as JSON in a string, and templates write objects as JSON themselves. A call that has no
-    arguments in a string, or none that are JSON, is returned unchanged, the same object."""
-    function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        try:
-            return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-        except (ValueError, RecursionError):
-            pass  # a template gets the text as it is
-    return call
+def _read[T](read: Callable[[object, str], T], value: object, key: str) -> T:
+    """What a reader of conversations makes of the value of a key. Raises ApiError (400) that names the key in it."""
+    try:
+        return read(value, key)
+    except ConversationError as error:
+        path = list(error.path)
+        while path and isinstance(path[-1], int):
+            path.pop()
+        raise ApiError(400, str(error), ".".join(map(str, path)), "invalid_value") from None
 
 
 def _asked(

@@ -194,7 +194,7 @@ def test_templates_and_conversations(workplace):
     shared = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
     [row] = compat.standardize_sharegpt(shared)
     assert row["conversations"] == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(ValueError, match="from = 'nobody' is nobody's role"):
+    with pytest.raises(ValueError, match="standardize_sharegpt: conversations.0..from: 'nobody' is no known role"):
         compat.standardize_sharegpt([{"conversations": [{"from": "nobody", "value": "a"}]}])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtune.conversations.answers import AnswerReader, Pieces
+from jaxtune.conversations.messages import read_messages
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import TemplateError
 from jaxtune.models.decoder import Decoder
@@ -80,7 +81,7 @@ class Conversation:
           ValueError: the chat template refuses the messages; the conversation and max_new_tokens are more tokens than
             the model has positions; a setting that `generate` refuses.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
+        messages = read_messages([*self.messages, {"role": "user", "content": text}])
         try:
             prompt = prompt_tokens(self._tokenizer, messages, arguments=self._arguments)
         except TemplateError as error:

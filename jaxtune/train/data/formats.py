@@ -19,6 +19,7 @@ from jaxtune.conversations.messages import (
     turns_in,
     turns_of,
     unknown_keys,
+    with_system,
 )
 from jaxtune.train.data.row_errors import RowError, check_unicode
 
@@ -145,7 +146,7 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
     if (texts := _TEXTS.get(format)) and all(_is_text(_column(value, group, False)) for group in texts):
         groups = tuple(group for group in groups if group != TOOLS)
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
-    if format in (PREFERENCE, LABELLED):
+    if _PROMPT in groups:
         read |= set(_question_columns(value))
     if format in ("messages", "sharegpt", LABELLED):
         read |= set(_marks(value))
@@ -544,8 +545,7 @@ def _conversation(value: Mapping[str, Any], messages: list[Message]) -> Example:
         if message["role"] == "assistant" and not message.get("tool_calls"):
             _not_empty(message["content"], "response")
     system = _text(value, SYSTEM, required=False)
-    if system.strip() and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
+    messages = with_system(messages, system)
     names = [f"messages[].{key}" for key in unknown_keys(messages)]
     return Example(messages=messages, tools=_tools(value), unknown=tuple(names))
 

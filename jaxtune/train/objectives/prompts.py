@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtune.conversations.answers import AnswerReader, Completions
+from jaxtune.conversations.messages import ConversationError, read_messages, turns_in
 from jaxtune.models.placement import partition
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
@@ -248,7 +249,7 @@ def _answering(
         def encoded(prompt: Turns) -> tuple[int, ...]:
             """The token ids of `prompt`, text or messages, up to where the answer begins, for a rollout function."""
             text = prompt if isinstance(prompt, str) else None
-            messages = [{"role": "user", "content": text}] if isinstance(prompt, str) else list(prompt)
+            messages = [{"role": "user", "content": text}] if isinstance(prompt, str) else read_messages(prompt)
             example = Example(prompt=text, messages=messages)
             return tuple(map(int, encoder.encode_prompt(example)))
 
@@ -260,7 +261,7 @@ def _answering(
     def with_tools(messages: Sequence[Message], columns: Mapping[str, object]) -> tuple[int, ...]:
         """The token ids of the prompt `messages` with the schemas of the tools of a data row, whose other columns are
         `columns`."""
-        example = Example(messages=list(messages), tools=tools.schemas(columns) or None)
+        example = Example(messages=read_messages(messages), tools=tools.schemas(columns) or None)
         return tuple(map(int, encoder.encode_prompt(example)))
 
     form = ToolFormat(tokenizer, config.data.template, sampling.ends)
@@ -298,7 +299,12 @@ def prompt_of(
       ConfigError: the row's column `environment` names none of the run's environments.
     """
     refuse_media(value)
-    given = value.get("prompt")
+    try:
+        given = turns_in(value.get("prompt"), "prompt")
+    except ConversationError as error:
+        raise RowError(str(error)) from None
+    if isinstance(given, Mapping):
+        given = [given]
     if isinstance(given, str) and not _answered(value):
         check_unicode(given)
         example = Example(prompt=given, messages=[{"role": "user", "content": given}])  # a template shows the latter
