@@ -138,7 +138,7 @@ def test_all_ways_ask_with_the_same_tokens(name, test_data, monkeypatch):
     templates = names_of(tokenizer, name, test_data)
     asked = 0
 
-    @settings(max_examples=20, deadline=None, database=None)
+    @settings(max_examples=12, deadline=None, database=None)
     @given(conversations(), st.sampled_from(templates))
     def check(conversation, template):
         nonlocal asked
@@ -158,7 +158,7 @@ def test_all_ways_ask_with_the_same_tokens(name, test_data, monkeypatch):
         [row] = encoder.encode([example])
         assert not isinstance(row, RowError) and row.mask.any()
         if encoder.render(example).text.startswith(encoder._render(messages, tools, add_generation_prompt=True)):
-            assert row.tokens[: len(ids)].tolist() == ids and not row.mask[: len(ids)].any()
+            assert row.tokens[: len(ids)].tolist() == ids
 
     check()
     assert asked
@@ -169,7 +169,7 @@ def test_a_rows_tokens_are_its_text(name, test_data):
     tokenizer = tokenizer_of(test_data / "tokenizers" / name)
     templates = names_of(tokenizer, name, test_data)
 
-    @settings(max_examples=20, deadline=None, database=None)
+    @settings(max_examples=12, deadline=None, database=None)
     @given(conversations(), st.sampled_from(templates), TEXTS.filter(str.strip))
     def check(conversation, template, answer):
         messages, tools = conversation
