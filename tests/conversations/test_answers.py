@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxtune.conversations.answers import AnswerReader, Completions, whole_text
 from jaxtune.conversations.calls import FORMS, Call, allows_text, arguments_of, schemas_of
+from jaxtune.train.objectives.reward_functions import tagged_format
 from tests.train.data.conftest import make_tokenizer
 
 SCHEMAS = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "t": {"type": ["string", "null"]}}}}
@@ -343,6 +344,8 @@ def test_rewards_see_the_answer_and_its_thoughts_apart():
     for reader in (None, AnswerReader(tokenizer, "{# </think> #}<|im_start|>")):  # no template of thoughts
         assert Completions(decode, reader)(messages, ids("x"), answer) == decode(answer)
     assert whole_text(split) == "<think>hm</think>4" and whole_text({"content": "4"}) == "4"
+    tagged = {"role": "assistant", "content": "<answer>4</answer>", "reasoning_content": "hm"}
+    assert tagged_format([[tagged], "<think>hm</think><answer>4</answer>", [split]]) == [1.0, 1.0, 0.0]
 
 
 def test_special_tokens_are_no_text_but_marks_are():
