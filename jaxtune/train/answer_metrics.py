@@ -225,7 +225,7 @@ def answer_metrics(
         wanted.max_new_tokens,
         wanted.temperature,
         ends_of(model, tokenizer),
-        completions_of(tokenizer, config.data.template),
+        completions_of(tokenizer, config.data.trained_template),
         config.seed,
         wanted.sample_rows,
         _MOST_SLOTS,

@@ -90,7 +90,9 @@ def sampled_by(trainer: Trainer) -> Sampled:
     config, wanted, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
     (rows, _), positions = answered(config, wanted.exact_match_rows), trainer.model.given.config.context_length
     data = config.data
-    questions = questions_of(trainer.tokenizer, rows, wanted.max_new_tokens, data.template, positions, data.today)
+    questions = questions_of(
+        trainer.tokenizer, rows, wanted.max_new_tokens, data.trained_template, positions, data.today
+    )
     longest = max(len(one.prompt) for one in questions)
     return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, wanted.max_new_tokens)
 
@@ -117,7 +119,13 @@ def answer(
     rows, left_out = answered(config, settings.exact_match_rows)
     with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.exact_match_rows=0"):
         score, answers = exact_match(
-            model, tokenizer, rows, settings.max_new_tokens, config.data.template, sampled.rows, config.data.today
+            model,
+            tokenizer,
+            rows,
+            settings.max_new_tokens,
+            config.data.trained_template,
+            sampled.rows,
+            config.data.today,
         )
     samples = [
         dict(zip(("question", "expected", "given"), one, strict=True))

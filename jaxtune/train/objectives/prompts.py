@@ -69,7 +69,7 @@ def read_prompts(
         case, if a row's column `environment` names none of the environments in `tools`.
       ValueError: there is no such file or data set.
     """
-    encoder = RowEncoder(tokenizer, template=data.template, today=data.today)
+    encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
     return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, beside, tools))
 
 
@@ -241,8 +241,8 @@ def _answering(
     Raises:
       ConfigError: there are tools, and the chat template cannot write their calls or answers.
     """
-    encoder = RowEncoder(tokenizer, template=config.data.template, today=config.data.today)
-    completions = completions_of(tokenizer, config.data.template)
+    encoder = RowEncoder(tokenizer, template=config.data.trained_template, today=config.data.today)
+    completions = completions_of(tokenizer, config.data.trained_template)
     sampling = Sampling(settings, tuple(sorted(set(ends))), completions.decode, completions=completions)
     if own.rollout is not None:
 
@@ -264,7 +264,7 @@ def _answering(
         example = Example(messages=read_messages(messages), tools=tools.schemas(columns) or None)
         return tuple(map(int, encoder.encode_prompt(example)))
 
-    form = ToolFormat(tokenizer, config.data.template, sampling.ends, config.data.today)
+    form = ToolFormat(tokenizer, config.data.trained_template, sampling.ends, config.data.today)
     return ToolTurns(sampling, tools, form, with_tools, length, own.most_iterations)
 
 
