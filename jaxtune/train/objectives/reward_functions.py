@@ -22,7 +22,7 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ type Message = dict[str, Any]
 type Turns = str | list[Message]
 _KEY = "objective.reward_funcs"
 _SHOWN = 200  # characters of a prompt or an answer in a message
+_LARGEST = float(np.finfo(np.float32).max)  # advantages are float32
 
 
 class RewardError(ValueError):
@@ -259,7 +260,7 @@ class RewardFunctions:
           name: its name, for messages.
           sampled: the answers.
         """
-        values = np.full(len(sampled), np.nan, np.float32)
+        values = np.full(len(sampled), np.nan)
         failed: list[tuple[int, Exception]] = []
         for index in range(len(sampled)):
             try:
@@ -317,13 +318,13 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
     return arguments(function, {**sampled.columns, **sampled.also, **given})
 
 
-def _checked(name: str, values: Any, count: int) -> np.ndarray:
-    """Checks what a reward function returned, and returns it as float32[count], NaN where it returned None. Raises
-    RewardError if `values` has no length or not `count` entries, is a text or a mapping, or has an entry that is
-    neither None nor a finite number (what `float` accepts). RewardFunctions calls it for each call of a function. name:
-    the function's name, for the message."""
+def _checked(name: str, values: Any, count: int, nan_is_none: bool = False) -> np.ndarray:
+    """The rewards that the function `name` returned for `count` answers, as float64[count], NaN where it returned None.
+    RewardError: they are no ordered collection of `count` entries, or one is neither None nor a number that is finite
+    in float32. nan_is_none: NaN counts as None."""
+    unordered = isinstance(values, str | bytes | bytearray | Mapping | Set)
     try:
-        given = None if isinstance(values, str | Mapping) else len(values)
+        given = None if unordered else len(values)
     except TypeError:  # an array without dimensions has the method, and no length
         given = None
     if given != count:
@@ -331,20 +332,29 @@ def _checked(name: str, values: Any, count: int) -> np.ndarray:
         raise RewardError(
             f"reward function {name} returned {what} for {count} answers; it must return a list of as many"
         )
-    found = np.full(count, np.nan, np.float32)
-    for index, value in enumerate(values):
-        if value is None:
-            continue
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise RewardError(f"reward function {name} returned {value!r}; a reward is a number or None") from None
-        if not math.isfinite(number):
-            raise RewardError(
-                f"reward function {name} returned {number}; a reward is a finite number, or None where there is none"
-            )
-        found[index] = number
-    return found
+    return np.array([_number(name, value, nan_is_none) for value in values], np.float64)
+
+
+def _number(name: str, value: Any, nan_is_none: bool) -> float:
+    """A reward as a float, NaN for None; the arguments and errors are those of `_checked`."""
+    if value is None:
+        return math.nan
+    try:
+        number = None if isinstance(value, str | bytes | bytearray) else float(value)
+    except OverflowError:  # an integer
+        number = math.inf
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
+        raise RewardError(f"reward function {name} returned {value!r}; a reward is a number or None")
+    if math.isnan(number) and nan_is_none:
+        return number
+    if not abs(number) <= _LARGEST:  # NaN is not
+        most = "" if math.isnan(number) else f" of at most {_LARGEST:.1e}"
+        raise RewardError(
+            f"reward function {name} returned {number}; a reward is a finite number{most}, or None where there is none"
+        )
+    return number
 
 
 def _shortened(value: Turns) -> str:
@@ -365,22 +375,47 @@ def text_of(completion: Turns) -> str:
     return completion if isinstance(completion, str) else str((completion or [{}])[-1].get("content") or "")
 
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# A minus belongs to a number unless it follows an operand, as in "5-3".
+_SIGN = r"(?:(?<![\w)\]}%!])(?P<minus>[-\u2212\u2013\uFE63\uFF0D])\\?[$\u20AC\u00A3\u00A5]?)?"
+# Digits, in groups of three by commas or without, decimals and an exponent.
+_GROUPED = r"(?<!\d,)\d{1,3}(?>(?:,|\{,\})\d{3})+(?!\d|,\d|\{,\}\d)"
+_PLAIN = rf"(?>(?:(?:{_GROUPED}|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d+)?)"
+_NUMBER = re.compile(
+    rf"{_SIGN}(?:(?P<whole>\d+)[ ]?(?=\\[dt]?frac[{{\d])|(?P<and>\d+)[ ](?=\d+/\d))?"
+    rf"(?:\\[dt]?frac(?:\{{(?P<above>[-\u2212]?{_PLAIN})\}}\{{(?P<below>{_PLAIN})\}}|(?P<digits>\d\d))"
+    rf"|(?P<chain>{_PLAIN}(?:/{_PLAIN})*))"
+)
 
 
 def last_number(text: str) -> float | None:
-    """The last number in `text`, commas between digits ignored ("1,024" is 1024.0); None if there is no number. A minus
-    before the digits belongs to it, also in "5-3"; an exponent does not. `exact_number` compares it, as the result of
-    an answer, with that of the row's own answer."""
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    """The last number in `text`; None if there is none. "1,024" is 1024, but "1,2,3" are three numbers. A minus (also
+    U+2212) before the digits counts, unless it follows a digit, a letter or a closing bracket: of "5-3" the last number
+    is 3. "1/2", "1 1/2", LaTeX's fractions and exponents ("1e5") are one number; other expressions are not computed.
+
+    ```python
+    assert last_number("It costs -$1,024.50") == -1024.5 and last_number("2, 3/4") == 0.75
+    ```
+    """
+    last = None
+    for last in _NUMBER.finditer(text):
+        pass
+    if last is None:
+        return None
+    if last["digits"]:
+        parts = [*last["digits"]]
+    else:
+        parts = last["chain"].split("/") if last["chain"] else [last["above"], last["below"]]
+    numbers = [float(re.sub(r"[,{}]", "", part).replace("\u2212", "-")) for part in parts]
+    if len(numbers) == 2 and numbers[1]:
+        value = numbers[0] / numbers[1] + float(last["whole"] or last["and"] or 0)
+    else:  # also a date, 12/25/2024
+        value = numbers[-1]
+    return -value if last["minus"] and len(numbers) < 3 else value
 
 
 def exact_number(completions: list[Turns], answer: list[object], **columns: object) -> list[float | None]:
-    """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
-    `completions` 1.0 if the last number in its text (`text_of`) equals the last one in str of the row's column
-    `answer`, else 0.0; None if that column has no number, so that the function does not apply. Other columns are
-    ignored."""
+    """A ready reward: 1.0 if the `last_number` of an answer's text equals that of the column `answer`, else 0.0; None
+    if the column has no number."""
     wanted = [last_number(str(value)) for value in answer]
     return [
         None if number is None else float(last_number(text_of(completion)) == number)
@@ -398,13 +433,13 @@ def exact_match(completions: list[Turns], answer: list[object], **columns: objec
     ]
 
 
-_TAGGED = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+_WITHIN = r"[^<]*(?:<(?!/?(?:think|answer)>)[^<]*)*"  # text without the two tags
+_TAGGED = re.compile(rf"\s*<think>{_WITHIN}</think>\s*<answer>{_WITHIN}</answer>\s*")
 
 
 def tagged_format(completions: list[Turns], **columns: object) -> list[float]:
-    """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
-    `completions` 1.0 if its text (`text_of`) is `<think>...</think><answer>...</answer>` and nothing else but white
-    space around these, else 0.0. All columns are ignored."""
+    """A ready reward: 1.0 if an answer's text is one `<think>...</think>` and one `<answer>...</answer>`, without these
+    tags in them and with nothing but white space around, else 0.0."""
     return [float(_TAGGED.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 
