@@ -27,7 +27,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.objective import ObjectiveConfig, without_effect
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.folder.run_rows import is_stream
@@ -36,6 +36,7 @@ from jaxtune.train.objectives.policy import GRPO as Policy
 from jaxtune.train.objectives.policy import log_probs_of
 from jaxtune.train.objectives.prompts import OwnParts, end_tokens, sampled_answers
 from jaxtune.train.objectives.reward_functions import RewardFunction, RewardFunctions, Turns
+from jaxtune.train.objectives.reward_log import RewardLog
 from jaxtune.train.objectives.rollout_function import RolloutModel
 from jaxtune.train.objectives.rollouts import SampledAnswers, Score
 from jaxtune.train.objectives.tools import Tools
@@ -43,7 +44,6 @@ from jaxtune.train.trainer import Trainer
 
 _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
 _ALL_ROWS = 2**31 - 1  # the most rows of eval_dataset that are answered
-_IN_SCRIPT = ("the script's",)  # named in the config if environments or a rollout function give the reward
 # Arguments that have the names of the objective's options.
 _SHARED = (
     "beta",
@@ -243,9 +243,9 @@ class RewardedTrainer(PreferenceTrainer):
         accepted, and any name if environments or rollout_func give the rewards, because then nothing is evaluated. The
         constructor calls it."""
         wanted = self.args.metric_for_best_model
-        if wanted is None or (rewards := self._rewards()) is None:
+        if wanted is None or not self._functions:
             return
-        known = ("eval_reward", *(f"eval_answers/{name}" for name in rewards.names))
+        known = ("eval_reward", *(f"eval_answers/{name}" for name in self._parts().all_rewards().names))
         if best_name(self.args) not in known:
             raise ValueError(
                 f"{type(self.args).__name__}: metric_for_best_model = {wanted!r} is not in an evaluation by rewards; "
@@ -294,11 +294,11 @@ class RewardedTrainer(PreferenceTrainer):
     def _objective(self) -> ObjectiveConfig:
         """Returns the section `objective` of the run's config: "grpo" or "rloo", by the class of the script's config,
         with its options; ValueError if one is not supported."""
-        args, rewards = self.args, self._rewards()
+        args, rewards = self.args, self._parts().all_rewards()
         options = {name: getattr(args, name) for name in _SHARED}
         options |= dict(
-            reward_funcs=_IN_SCRIPT if rewards is None else rewards.names,
-            reward_weights=None if rewards is None else rewards.weights,
+            reward_funcs=rewards.names,
+            reward_weights=rewards.weights,
             steps_per_generation=self._steps_per_generation(),
             top_k=max(0, args.top_k or 0),  # vLLM's -1 is all tokens
             min_p=args.min_p or 0.0,
@@ -316,20 +316,27 @@ class RewardedTrainer(PreferenceTrainer):
         options |= {
             f"importance_sampling_{name}": getattr(args, f"vllm_importance_sampling_{name}") for name in corrections
         }
+        for option, why in without_effect("grpo", options).items():
+            own = option in ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min")
+            tell(where, f"vllm_{option}" if own else option, why.removesuffix("; leave it out"))
+            options[option] = None
         return ObjectiveConfig("grpo", **options)
 
-    def _rewards(self) -> RewardFunctions | None:
-        """Returns the script's reward functions in the form that the objective calls, with their weights, and with the
-        arguments that TRL passes to them in addition (`trainer_state`, `log_extra` and `log_metric`). None if there are
-        no functions, because environments or rollout_func give the rewards. `_source` gives them to the run,
-        `_objective` names them in its config, and `_require_best` needs the names. Raises ValueError for another number
-        of weights."""
-        if not self._functions:
-            return None
-        name = type(self).__name__
-        idle = {key: functools.partial(_not_logged, name, key) for key in ("log_extra", "log_metric")}
-        also = {"trainer_state": getattr(self, "state", None), **idle}
-        return RewardFunctions.of(self._functions, self._weights, also=also)
+    def _parts(self, reference: Score | None = None) -> OwnParts:
+        """The script's functions, with the arguments that TRL gives to reward functions: `trainer_state`, and those of
+        a RewardLog. NaN is None, as in TRL. reference: of the KL term."""
+        log = RewardLog()
+        also = {"trainer_state": getattr(self, "state", None), **log.arguments}
+        options = {"also": also, "nan_is_none": True, "log": log}
+        return OwnParts(
+            RewardFunctions.of(self._functions, **options) if self._functions else None,
+            self._weights,
+            options,
+            self._tools,
+            None if self._rollout_func is None else self._rollout,
+            getattr(self.args, "max_tool_calling_iterations", None),
+            reference,
+        )
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
         """Checks a script's data set, and returns (its rows, "auto": their format is detected later). The constructor
@@ -405,13 +412,7 @@ class RewardedTrainer(PreferenceTrainer):
             config,
             end_tokens(module, self.tokenizer),
             module.config.context_length,
-            OwnParts(
-                self._rewards(),
-                self._tools,
-                None if self._rollout_func is None else self._rollout,
-                getattr(self.args, "max_tool_calling_iterations", None),
-                self._reference(objective),
-            ),
+            self._parts(self._reference(objective)),
         )
 
     def _rollout(self, prompts: list[Turns], model: RolloutModel) -> Mapping[str, Sequence]:
@@ -472,17 +473,6 @@ def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Tur
         {"prompt_ids": own, "completion_ids": row.ids, "logprobs": row.logprobs, "text": model.decode(row.ids)}
         for own, row in zip(ids, model.generate(ids), strict=True)
     ]
-
-
-def _not_logged(trainer: str, name: str, *_: object) -> None:
-    """Takes the place of log_extra and log_metric, functions that TRL passes to reward functions: logs nothing, which
-    is printed at the first call. `_rewards` binds both arguments; further ones are ignored.
-
-    Args:
-      trainer: the class of the script's trainer, for the message.
-      name: "log_extra" or "log_metric".
-    """
-    tell(trainer, name, "rewards and their spread are logged for each function")
 
 
 class GRPOTrainer(RewardedTrainer):

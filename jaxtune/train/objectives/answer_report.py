@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtune.train.objectives.grpo import total_rewards
+from jaxtune.train.objectives.grpo import equal_rewards, total_rewards
 from jaxtune.train.objectives.packed_answers import Answer, Settings
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, Turns
 
@@ -28,18 +28,19 @@ def measured(
 
     Args:
       answers: the answers, those to the same prompt one after another.
-      table: float32[answers, functions], the rewards, NaN where a function does not apply.
+      table: float64[answers, functions], the rewards, NaN where a function does not apply.
       rewards: the reward functions, which give the names and weights of the columns of `table`.
       settings: how answers were sampled; num_generations is the number of answers to a prompt.
     """
     lengths = np.array([answer.length for answer in answers])
     cut = np.array([answer.finish_reason == "length" for answer in answers])
-    total = total_rewards(table, np.array(rewards.weights)).reshape(-1, settings.num_generations)
+    weights = np.array(rewards.weights)
+    total = total_rewards(table, weights)
     scored = total[~np.isnan(total)]
     found = {
         "reward": float(scored.mean()) if scored.size else 0.0,
         "reward_std": float(scored.std(ddof=1)) if scored.size > 1 else 0.0,
-        "frac_reward_zero_std": float(np.mean(_equal_groups(total))),
+        "frac_reward_zero_std": float(np.mean(equal_rewards(table, settings.num_generations, weights))),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
@@ -57,12 +58,12 @@ def screen_lines(
 ) -> list[str]:
     """Lines for the screen about a generation of answers: the one with the largest reward (the first one if no answer
     has a reward), and warnings if more than half are cut off, or if in more than 80% of groups (the answers to one
-    prompt) the weighted sums of rewards are equal or missing (`_equal_groups`), which teaches little or nothing. A run
+    prompt) the weighted sums of rewards are equal or missing, which teaches little or nothing. A run
     shows them in every tenth generation.
 
     Args:
       sampled: the prompts and answers as reward functions got them.
-      table: float32[answers, functions], the rewards, NaN where a function does not apply.
+      table: float64[answers, functions], the rewards, NaN where a function does not apply.
       answers: the same answers as tokens, in the same order.
       rewards: the reward functions, whose weights add up the columns of `table`.
       settings: how answers were sampled.
@@ -79,7 +80,7 @@ def screen_lines(
             f"{settings.max_completion_length}; raise it, ask for shorter answers, or set "
             "objective.mask_truncated_completions"
         )
-    equal = np.mean(_equal_groups(total.reshape(-1, settings.num_generations)))
+    equal = np.mean(equal_rewards(table, settings.num_generations, np.array(rewards.weights)))
     if equal > _EQUAL:
         found.append(
             f"warning: all rewards of a group are equal in {equal:.0%} of groups, which teach little; check the "
@@ -87,16 +88,6 @@ def screen_lines(
             "objective.num_generations"
         )
     return found
-
-
-def _equal_groups(total: np.ndarray) -> np.ndarray:
-    """bool[groups]: True where the rewards of a group (the answers to one prompt) are equal (to 1e-8), or where all are
-    missing or only one is not. Such rewards give no answer an advantage, with two exceptions: those of several
-    functions are normalised before they are added (normalize_then_sum), or RLOO subtracts a divergence from them (beta
-    above 0). `measured` and `screen_lines` count such groups. total: float32[groups, answers], the weighted sums of
-    rewards, NaN where all of an answer's are missing."""
-    low, high = np.where(np.isnan(total), np.inf, total).min(1), np.where(np.isnan(total), -np.inf, total).max(1)
-    return ~(high - low > 1e-8)
 
 
 def _line(value: Turns) -> str:

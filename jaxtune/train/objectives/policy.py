@@ -157,9 +157,9 @@ class GRPO:
         have their rewards.
 
         Args:
-          rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are
+          rewards: float[answers, functions], NaN where a function does not apply; the answers of a prompt are
             consecutive.
-          weights: float32[functions], the factors of the functions' rewards.
+          weights: float[functions], the factors of the functions' rewards.
           kl: not used here; RLOO subtracts it (float32[answers]) from the rewards.
         """
         return group_advantages(
@@ -329,10 +329,10 @@ class RLOO(GRPO):
         each generation.
 
         Args:
-          rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are
+          rewards: float[answers, functions], NaN where a function does not apply; the answers of a prompt are
             consecutive.
-          weights: float32[functions], the factors of the functions' rewards.
-          kl: float32[answers], the divergence of each answer from the reference, of which beta times is subtracted from
+          weights: float[functions], the factors of the functions' rewards.
+          kl: float[answers], the divergence of each answer from the reference, of which beta times is subtracted from
             its reward; None subtracts nothing.
         """
         return rloo_advantages(

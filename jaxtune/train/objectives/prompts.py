@@ -145,12 +145,8 @@ def sampled_answers(
     data, settings = config.data, objective.settings
     length = min(data.length, positions)
     own = OwnParts.named(config.objective) if own is None else own
-    rewards, reference = own.rewards, own.reference
-    if own.tools is not None:
-        rewards = own.tools.rewards(rewards)
-    if rewards is None:
-        rewards = RewardFunctions.of([rollout_reward])
-    weights = np.asarray(rewards.weights, np.float32)
+    rewards, reference = own.all_rewards(), own.reference
+    weights = np.asarray(rewards.weights, np.float64)
     if reference is None and objective.penalises:
         reference = functools.partial(reference_log_probs, settings.temperature)
     prompts = read_prompts(rows, tokenizer, data, length - settings.max_completion_length, tools=own.tools)
@@ -186,7 +182,12 @@ class OwnParts:
     Python script gives them; `sampled_answers` makes the run's batch source with them."""
 
     rewards: RewardFunctions | None = None
-    """The reward functions; None if the environments or the rollout function give the reward."""
+    """The reward functions of the user, without those of environments; None if there are none."""
+    reward_weights: Sequence[float] | None = None
+    """A weight for each of `rewards`, then for each class of environments with a reward (which may be left out: 1)."""
+    reward_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The fields timeout_seconds, errors, ... of RewardFunctions, for rewards that only environments or the rollout
+    function give."""
     tools: Tools | None = None
     """The tools that the model may call, and environments, whose methods are tools; None if the model calls none."""
     rollout: RolloutFunc | None = None
@@ -204,21 +205,25 @@ class OwnParts:
         environments and the rollout function by `load_from_file`. wanted: the config's section `objective`. The field
         `reference` of the result is None. `sampled_answers` calls it if no OwnParts were given. Raises ConfigError if a
         function cannot be loaded."""
-        rewards = None
-        if wanted.reward_funcs:
-            rewards = RewardFunctions.named(
-                wanted.reward_funcs,
-                wanted.reward_weights,
-                timeout_seconds=wanted.reward_timeout,
-                errors=wanted.reward_errors or "stop",
-            )
+        options = {"timeout_seconds": wanted.reward_timeout, "errors": wanted.reward_errors or "stop"}
+        rewards = RewardFunctions.named(wanted.reward_funcs, **options) if wanted.reward_funcs else None
         tools = None
         if wanted.tools or wanted.environment_factory:
             tools = Tools.named(wanted.tools or (), wanted.environment_factory, wanted.tool_timeout)
         rollout = None
         if wanted.rollout_func is not None:
             rollout = load_from_file(wanted.rollout_func, "objective.rollout_func")
-        return cls(rewards, tools, rollout, wanted.max_tool_calling_iterations)
+        return cls(rewards, wanted.reward_weights, options, tools, rollout, wanted.max_tool_calling_iterations)
+
+    def all_rewards(self) -> RewardFunctions:
+        """The reward functions of the run: `rewards`, then those of environments; or, without both, the column `reward`
+        of the rollout function. ConfigError: there are none, or another number of weights."""
+        rewards, own = self.rewards, 0 if self.rewards is None else len(self.rewards.functions)
+        if self.tools is not None:
+            rewards = self.tools.rewards(rewards, **self.reward_options)
+        if rewards is None:
+            rewards, own = RewardFunctions.of([rollout_reward], **self.reward_options), 1
+        return rewards.weighed(self.reward_weights, len(rewards.functions) - own)
 
 
 def _answering(

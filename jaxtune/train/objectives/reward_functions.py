@@ -19,6 +19,7 @@ side by side."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import math
 import re
@@ -30,6 +31,7 @@ import numpy as np
 
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.checks import unique_names
+from jaxtune.train.objectives.reward_log import RewardLog
 from jaxtune.train.objectives.user_functions import EventLoop, arguments, in_words, is_async, load_from_file
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,9 @@ class Sampled:
     also: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Further arguments by name, which are passed as they are and have no entry for each answer. RewardFunctions sets
     them to its own."""
+
+    named: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """The same, only for functions with a parameter of that name."""
 
     @classmethod
     def of(
@@ -120,13 +125,13 @@ class Sampled:
 @dataclasses.dataclass(frozen=True)
 class RewardFunctions:
     """The reward functions of a run, with their weights and what happens if one fails. Called with a Sampled, it calls
-    them all and returns the rewards, float32[answers, functions], NaN where a function does not apply, or raises
+    them all and returns the rewards, float64[answers, functions], NaN where a function does not apply, or raises
     RewardError. These are not weighted: `weights` are for those who add them up, as advantages and metrics do.
     Evaluations by generated answers score answers by it too.
 
     Example:
       rewards = RewardFunctions.named(["rewards.py:is_right", "brevity"], weights=(1.0, 0.1))
-      table = rewards(sampled)  # float32[answers, 2]
+      table = rewards(sampled)  # float64[answers, 2]
     """
 
     functions: tuple[RewardFunction, ...]
@@ -150,6 +155,12 @@ class RewardFunctions:
     """Further arguments, {name: value}; each function gets those that its parameters name, or all if it has
     **parameters."""
 
+    nan_is_none: bool = False
+    """Whether a reward that is NaN counts as None, as in TRL, or ends the run."""
+
+    log: RewardLog = dataclasses.field(default_factory=RewardLog)
+    """Takes what functions log by the arguments `log_metric` and `log_extra`."""
+
     @classmethod
     def of(
         cls, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None, **options: Any
@@ -169,14 +180,24 @@ class RewardFunctions:
         """
         if not functions:
             raise ConfigError("objective.reward_funcs = []: learning from rewards needs at least one reward function")
-        weights = (1.0,) * len(functions) if weights is None else tuple(weights)
-        if len(weights) != len(functions):
-            raise ConfigError(
-                f"objective.reward_weights = {list(weights)}: there are {len(functions)} reward functions; give "
-                "each a weight, in their order"
-            )
         names = unique_names([getattr(function, "__name__", type(function).__name__) for function in functions])
-        return cls(tuple(functions), names, weights, **options)
+        return cls(tuple(functions), names, (1.0,) * len(functions), **options).weighed(weights)
+
+    def weighed(self, weights: Sequence[float] | None, of_environments: int = 0) -> RewardFunctions:
+        """The same functions with a weight for each, in their order; None: as they are. The last `of_environments` may
+        be left out, and then weigh 1. ConfigError: another number of weights, or one that is not finite."""
+        if weights is None:
+            return self
+        weights, count = tuple(float(weight) for weight in weights), len(self.functions)
+        if len(weights) == count - of_environments:
+            weights += (1.0,) * of_environments
+        if len(weights) != count or not all(abs(weight) <= _LARGEST for weight in weights):
+            what = "reward function" if count == 1 else "reward functions"
+            raise ConfigError(
+                f"objective.reward_weights = {list(weights)}: there {'is' if count == 1 else 'are'} {count} {what} "
+                f"({', '.join(self.names)}); give each a finite weight, in this order"
+            )
+        return dataclasses.replace(self, weights=weights)
 
     @classmethod
     def named(
@@ -197,7 +218,7 @@ class RewardFunctions:
         return cls.of([load_function(name, key) for name in wanted], weights, **options)
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
-        """Calls all functions with the answers in `sampled`: float32[answers, functions], NaN where a function does not
+        """Calls all functions with the answers in `sampled`: float64[answers, functions], NaN where a function does not
         apply. Async functions run at the same time, in an event loop; the others run one after another, each in a
         thread, which a timeout does not stop. The rows of the result are in the order of `sampled`, its columns in that
         of the functions.
@@ -205,7 +226,7 @@ class RewardFunctions:
         Raises:
           RewardError: a function failed (errors = "stop"), took too long, or returned no list of numbers.
         """
-        sampled = dataclasses.replace(sampled, also=self.also)
+        sampled = dataclasses.replace(sampled, also=self.also, named=self.log.arguments)
         with EventLoop() as loop:
             waiting = [
                 loop.start(function, _given(function, sampled)) if is_async(function) else None
@@ -220,7 +241,7 @@ class RewardFunctions:
     def _rewards(
         self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled, future: Future | None
     ) -> np.ndarray:
-        """Calls one function with all answers, or waits for its call: float32[answers], its rewards, NaN where it does
+        """Calls one function with all answers, or waits for its call: float64[answers], its rewards, NaN where it does
         not apply. If it raises, it is called with one answer at a time (`_one_by_one`). `__call__` calls this for each
         function.
 
@@ -235,7 +256,7 @@ class RewardFunctions:
         """
         future = loop.start(function, _given(function, sampled)) if future is None else future
         try:
-            return _checked(name, future.result(self.timeout_seconds), len(sampled))
+            return _checked(name, future.result(self.timeout_seconds), len(sampled), self.nan_is_none)
         except TimeoutError:
             if not future.done():  # the function may raise a TimeoutError of its own
                 raise RewardError(
@@ -249,7 +270,7 @@ class RewardFunctions:
             return self._one_by_one(loop, function, name, sampled)
 
     def _one_by_one(self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled) -> np.ndarray:
-        """The rewards of a function that failed with all answers at once: float32[answers]. It is called with one
+        """The rewards of a function that failed with all answers at once: float64[answers]. It is called with one
         answer at a time to find those that it fails for, or for which it takes too long or returns no number. With
         errors = "skip" these are NaN, and a warning is logged. With "stop" RewardError is always raised: for the first
         such answer, or, if there is none, for the call with all answers.
@@ -265,7 +286,7 @@ class RewardFunctions:
         for index in range(len(sampled)):
             try:
                 future = loop.start(function, _given(function, sampled.only(index)))
-                values[index] = _checked(name, future.result(self.timeout_seconds), 1)[0]
+                values[index] = _checked(name, future.result(self.timeout_seconds), 1, self.nan_is_none)[0]
             except Exception as error:
                 failed.append((index, error))
                 if self.errors == "stop":
@@ -315,7 +336,9 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
     not name what it does not use. Of equal names, a further argument hides a column, and prompts, completions and
     completion_ids hide both."""
     given = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
-    return arguments(function, {**sampled.columns, **sampled.also, **given})
+    asked = inspect.signature(function).parameters if sampled.named else {}
+    named = {name: value for name, value in sampled.named.items() if name in asked and name not in sampled.columns}
+    return arguments(function, {**sampled.columns, **named, **sampled.also, **given})
 
 
 def _checked(name: str, values: Any, count: int, nan_is_none: bool = False) -> np.ndarray:
