@@ -393,7 +393,9 @@ def metric_names(options: PolicyLoss) -> tuple[str, ...]:
     return ("tokens", "ratios", "entropy", *(("kl",) if options.beta else ()), *clipped)
 
 
-def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+def grpo_sums(
+    answers: Answers, options: PolicyLoss, entropy_scale: jax.Array | float = 1.0
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """GRPO's loss of a batch of answers as sums: (sum of the losses, the count that divides it, {metric: sum}), float32
     scalars, so that several batches can be added up. `options` choose the variant of the loss. Gradients are taken of
     the first; the metrics, named by `metric_names`, pass none.
@@ -402,6 +404,9 @@ def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
     of the totals. The count is the number of answers with the loss types "grpo" and "sapo", the number of answers times
     max_completion_length with "dr_grpo", and the number of tokens in the mask with the others.
 
+    Args:
+      entropy_scale: what the caller divides the loss by, over the total count: the entropy's term is multiplied by it,
+        so that it stays entropy_coef times a mean.
     Raises:
       ValueError: beta is not 0, and there are no ref_logps.
     """
@@ -436,7 +441,7 @@ def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
     loss, count = _aggregated(losses * mask, per_answer, answers, options)
     if options.entropy_coef:
         mean = (answers.entropies * counted).sum() / jnp.maximum(counted.sum(), 1.0)
-        loss = loss - options.entropy_coef * mean * count
+        loss = loss - options.entropy_coef * mean * count * entropy_scale
     return loss, count, jax.lax.stop_gradient(sums)
 
 

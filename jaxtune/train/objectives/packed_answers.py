@@ -25,6 +25,7 @@ SAMPLED_LOGPS = "sampled_logps"  # float32 [rows, length]: at each position, tha
 OLD_LOGPS = "old_logps"  # float32 [rows, length]: under the model that the generation was sampled with
 REFERENCE_LOGPS = "reference_logps"  # float32 [rows, length]: under the reference of the divergence
 SHARE = "share"  # float32 [rows]: the row's part of the count by which a mean over the tokens of a generation divides
+STEP_TOKENS = "step_tokens"  # float32 [rows]: the row's equal part of the step's own counted tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +189,7 @@ class AnswerRows:
             ADVANTAGES: np.zeros(places, np.float32),
             SAMPLED_LOGPS: np.zeros(slots, np.float32),
             SHARE: np.zeros(rows, np.float32),
+            STEP_TOKENS: np.zeros(rows, np.float32),
         }
         if self.has_old:
             extra[OLD_LOGPS] = np.zeros(slots, np.float32)
@@ -212,6 +214,7 @@ class AnswerRows:
         for answer, place in zip(answers, self.places_of(answers), strict=True):
             self._write(batch, *place, answer)
         batch.extra[SHARE][:] = tokens / self.rows
+        batch.extra[STEP_TOKENS][:] = sum(map(self.counted, answers)) / self.rows
         return batch
 
     def places_of(self, answers: Sequence[Answer]) -> list[tuple[int, int, int]]:
