@@ -206,9 +206,7 @@ def answer_metrics(
         return None
     are_rewards, given = wanted.generate == (REWARDS,), config.objective
     if not are_rewards:
-        functions = RewardFunctions.named(
-            wanted.generate, key=KEY, errors="skip", timeout_seconds=given.reward_timeout
-        )
+        functions = RewardFunctions.named(wanted.generate, key=KEY, errors="skip", timeout_seconds=given.reward_timeout)
     elif rewards is None:
         functions = RewardFunctions.named(
             given.reward_funcs or (), given.reward_weights, errors="skip", timeout_seconds=given.reward_timeout

@@ -229,6 +229,8 @@ class Trainer:
                 trackio_project=config.metrics.trackio_project,
                 config=config_to_dict(config),
                 resumed_step=resumed_step,
+                rollouts_mb=config.metrics.rollouts_mb,
+                rollout_tables=config.metrics.rollout_tables,
             )
             shown = m.Progress(self.total_steps, start)
             with logger, shown as progress, Monitor(self._watched(), logger, progress) as monitor:

@@ -463,7 +463,7 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """The section `metrics`: where metrics go besides metrics.jsonl, and how often. log_every < 1: ConfigError."""
+    """The section `metrics`: where metrics and sampled answers go, and how often. Values out of range: ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -471,9 +471,16 @@ class MetricsConfig:
     wandb_project: Annotated[str | None, "Log to this Weights & Biases project (pip install wandb)."] = None
     trackio_project: Annotated[str | None, "Log to this trackio project (pip install trackio)."] = None
     log_every: Annotated[int, "Steps between two lines of metrics."] = 1
+    rollouts_mb: Annotated[
+        float, "The largest size of rollouts.jsonl, the sampled answers with their rewards; 0: none are kept."
+    ] = 64.0
+    rollout_tables: Annotated[
+        bool, "Send the sampled answers to Weights & Biases and trackio, too, as tables named completions."
+    ] = True
 
     def __post_init__(self) -> None:
         positive("metrics.log_every", self.log_every)
+        not_negative("metrics.rollouts_mb", self.rollouts_mb)
 
 
 @dataclass(frozen=True)

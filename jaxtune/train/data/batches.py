@@ -11,7 +11,7 @@ model samples at a time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
@@ -204,6 +204,14 @@ class BatchSource:
     def warnings(self) -> list[str]:
         """Warnings about the rows to show before training, with those lines, such as rows that were left out, one
         sentence each; [] by default. They end nothing: what makes rows unusable is raised as an error instead."""
+        return []
+
+    def rollouts_at(self, step: int) -> list[dict[str, Any]]:
+        """The answers that were sampled for `step` (display/rollouts.py), given out once; [] by default."""
+        return []
+
+    def remarks(self, step: int, line: Mapping[str, Any]) -> list[str]:
+        """Warnings for the screen about the metrics of `step`, a line of metrics.jsonl; [] by default."""
         return []
 
     def news(self) -> list[str]:

@@ -3,7 +3,8 @@ the log (`measured`), a sample and warnings for the screen (`screen_lines`). `ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from jaxtune.train.objectives.packed_answers import Answer, Settings
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, Turns
 
 _SHOWN = 160  # characters of a prompt or an answer on the screen
+_RATIO = "sampling/importance_sampling_ratio"
+_LEFT_OUT = 0.5  # the share of answers without a part in the loss above which it warns
 _CUT_OFF, _EQUAL = 0.5, 0.8  # shares of answers cut off, and of groups with equal rewards, above which it warns
 
 
@@ -86,6 +89,61 @@ def screen_lines(
             f"warning: all rewards of a group are equal in {equal:.0%} of groups, which teach little; check the "
             "reward functions, take prompts that are neither too easy nor too hard, or raise "
             "objective.num_generations"
+        )
+    return found
+
+
+def recorded(
+    step: int,
+    sampled: Sampled,
+    table: np.ndarray,
+    answers: Sequence[Answer],
+    rewards: RewardFunctions,
+    extra: Mapping[str, Sequence[Any]],
+) -> list[dict[str, Any]]:
+    """The answers of a generation as the lines of rollouts.jsonl (display/rollouts.py); NaN stands for no reward.
+
+    Args:
+      step: the first step, from 1, that trains on them.
+      sampled: the prompts and answers as reward functions got them.
+      table: float64[answers, functions], the rewards.
+      answers: the same answers as tokens, with their advantages.
+      rewards: the reward functions.
+      extra: {column: a value for each answer}, which the functions logged.
+    """
+    total = total_rewards(table, np.array(rewards.weights))
+    return [
+        {
+            "step": step,
+            "row": answer.prompt,
+            "prompt": sampled.prompts[index],
+            "answer": sampled.completions[index],
+            "rewards": dict(zip(rewards.names, table[index].tolist(), strict=True)),
+            "reward": float(total[index]),
+            "advantage": answer.advantage,
+            "tokens": answer.length,
+            "ended": answer.finish_reason,
+            **({"extra": {name: values[index] for name, values in extra.items()}} if extra else {}),
+        }
+        for index, answer in enumerate(answers)
+    ]
+
+
+def masked_lines(line: Mapping[str, Any]) -> list[str]:
+    """Warnings for the screen if the metrics of a step, a line of metrics.jsonl, say that more than half of the answers
+    have no part in the loss. The names are those of policy.py."""
+    masked, zero = (line.get(name, 0.0) for name in ("completions/masked_ratio", f"{_RATIO}/zero"))
+    found = []
+    if masked > _LEFT_OUT:
+        found.append(
+            f"warning: {masked:.0%} of answers have no part in the loss, as they reach "
+            "objective.max_completion_length (mask_truncated_completions) or have no token of the model; raise it"
+        )
+    if zero > _LEFT_OUT:
+        found.append(
+            f"warning: the correction for the sampler's rounding leaves {zero:.0%} of the answers or tokens out of the "
+            f"loss ({_RATIO} from {line.get(f'{_RATIO}/min', 0.0):.2g} to {line.get(f'{_RATIO}/max', 0.0):.2g}); set "
+            "objective.importance_sampling_mode: token_truncate, or wider importance_sampling_clip_max and clip_min"
         )
     return found
 

@@ -80,9 +80,7 @@ class KTO(Referenced):
             return made
         documents, labels = with_mismatched_answers(made.documents)
         reference = made.reference  # NaN, for as many documents as before
-        return dataclasses.replace(
-            made, documents=documents, labels=labels, reference=reference, second_yields=True
-        )
+        return dataclasses.replace(made, documents=documents, labels=labels, reference=reference, second_yields=True)
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """KTO's loss of `batch`, a micro-batch of pairs (an answer and a mismatched one): (sum of the losses, number of

@@ -13,7 +13,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -101,6 +101,7 @@ class OwnSamples(BatchSource):
         self._decode, self._ends = decode, sorted(ends)
         self._made: tuple[int, Batch] | None = None
         self._metrics: dict[int, dict[str, float]] = {}
+        self._rollouts: tuple[int, list[dict[str, Any]]] = (-1, [])
         self._news: list[str] = []
 
     @property
@@ -186,6 +187,12 @@ class OwnSamples(BatchSource):
         batch was not made."""
         return self._metrics.pop(step, {})
 
+    def rollouts_at(self, step: int) -> list[dict[str, Any]]:
+        """The answers that were sampled for `step`, given out once."""
+        at, rows = self._rollouts
+        self._rollouts = (-1, []) if at == step else self._rollouts
+        return rows if at == step else []
+
     # ---- a step
 
     def _chosen(self, step: int) -> list[int]:
@@ -254,6 +261,20 @@ class OwnSamples(BatchSource):
             "completions/clipped_ratio": cut,
             "sampling_seconds": time.monotonic() - started,
         }
+        self._rollouts = (
+            step,
+            [
+                {
+                    "step": step + 1,
+                    "row": answer.prompt,
+                    "prompt": self._decode(answer.prompt_ids),
+                    "answer": self._decode(answer.ids),
+                    "tokens": answer.length,
+                    "ended": answer.finish_reason,
+                }
+                for answer in found
+            ],
+        )
         if step % _PRINT_EVERY == 0:
             self._tell(found[0], cut)
         return found

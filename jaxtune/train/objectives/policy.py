@@ -250,7 +250,10 @@ class GRPO:
             counted = trained[:, None] if ratio.shape[1] == 1 else cut.mask > 0
             sums |= {ZEROED: (counted & (ratio == 0)).sum(), "corrected": counted.sum()}
             # The smallest ratio is that of the largest exp(-ratio), which begins at 0 as the other one does.
-            sums |= {_HIGHEST: (counted * ratio).max(initial=0.0), _LOWEST: (counted * jnp.exp(-ratio)).max(initial=0.0)}
+            sums |= {
+                _HIGHEST: (counted * ratio).max(initial=0.0),
+                _LOWEST: (counted * jnp.exp(-ratio)).max(initial=0.0),
+            }
         return sums
 
     def _sums(self, answers: Answers, scale: jax.Array | float) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:

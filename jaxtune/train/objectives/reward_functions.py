@@ -419,11 +419,10 @@ def last_number(text: str) -> float | None:
     assert last_number("It costs -$1,024.50") == -1024.5 and last_number("2, 3/4") == 0.75
     ```
     """
-    last = None
-    for last in _NUMBER.finditer(text):
-        pass
-    if last is None:
+    found = [*_NUMBER.finditer(text)]
+    if not found:
         return None
+    last = found[-1]
     if last["digits"]:
         parts = [*last["digits"]]
     else:
