@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.callbacks import best_name
+from jaxtune.compat.completions import Completions
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
 from jaxtune.compat.settings import given_arguments, plain_value
@@ -99,6 +100,11 @@ class RewardedConfig(PreferenceConfig):
     epsilon_high: float | None = None  # and above at 1 + epsilon_high ("cispo": at epsilon_high); None: epsilon's value
     reward_weights: Sequence[float] | None = None  # a factor for each reward function; None: 1 for each
     mask_truncated_completions: bool = False  # True: answers cut at max_completion_length do not count in the loss
+    # True: each logged step prints answers of the latest generation, and sends them to W&B and trackio as tables.
+    # rollouts.jsonl in output_dir has them in any case
+    log_completions: bool = False
+    num_completions_to_print: int | None = None  # None: all of the generation
+    log_unique_prompts: bool = False  # True: the tables have one answer to each prompt
 
 
 @dataclasses.dataclass(init=False)
@@ -335,7 +341,8 @@ class RewardedTrainer(PreferenceTrainer):
             self._tools,
             None if self._rollout_func is None else self._rollout,
             getattr(self.args, "max_tool_calling_iterations", None),
-            reference,
+            chooses_length=True,
+            reference=reference,
         )
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
@@ -373,7 +380,9 @@ class RewardedTrainer(PreferenceTrainer):
         if made.data.eval is not None:
             how = dict(max_new_tokens=args.max_completion_length, temperature=args.temperature)
             evaluation = dataclasses.replace(evaluation, generate=(REWARDS,), generate_rows=_ALL_ROWS, **how)
-        return dataclasses.replace(made, data=data, evaluation=evaluation, rows_per_step=self._answers)
+        tables = "prompts" if args.log_unique_prompts else True
+        metrics = dataclasses.replace(made.metrics, rollout_tables=tables if args.log_completions else False)
+        return dataclasses.replace(made, data=data, evaluation=evaluation, metrics=metrics, rows_per_step=self._answers)
 
     # ---- the run
 
@@ -430,6 +439,8 @@ class RewardedTrainer(PreferenceTrainer):
         """Makes a jaxtune Trainer of a run with this config and these callbacks of jaxtune.train, which trains on
         sampled answers. `_trainer` and `_prepared` call it."""
         held_out = self._rows.get("eval")
+        if self.args.log_completions:
+            callbacks = [*callbacks, Completions(config.metrics.log_every, self.args.num_completions_to_print)]
         return Trainer(self._to_train(), self.tokenizer, config, self._source(config), held_out, callbacks=callbacks)
 
     @functools.cached_property

@@ -98,8 +98,7 @@ class BatchSource:
     after the step before it, and the device waits for it; otherwise batches are made ahead."""
     sampled_rows: SampledRows | None = None
     """The size of the batch in which the source samples answers with the model, by which the run plans memory for them
-    (`limit_slots`). None if it samples none, or, as in on-policy distillation, takes the memory that is free when it
-    samples."""
+    (`limit_slots`). None if it samples none."""
     lanes: int = 1
     """1 if each process makes all rows of a batch. Otherwise the number of lanes: blocks of consecutive rows, all of
     the same size, into which a batch is divided, each computed by one device. A process then makes only the rows of its

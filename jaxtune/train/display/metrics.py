@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxtune.system import processes, terminal
 from jaxtune.system.files import atomic_write
@@ -46,7 +46,7 @@ class MetricsLogger:
       resumed_step: the step from which a resumed run continues; lines of later steps, and an incomplete last line, are
         dropped. None for a new run.
       rollouts_mb: the largest size of `folder`/rollouts.jsonl; 0: there is none.
-      rollout_tables: whether Weights & Biases and trackio get sampled answers as tables.
+      rollout_tables: whether Weights & Biases and trackio get sampled answers as tables; "prompts": one to each prompt.
 
     Raises:
       ValueError: an optional package is missing, or a new run finds metrics of an old one.
@@ -61,7 +61,7 @@ class MetricsLogger:
         config: Mapping[str, Any] | None = None,
         resumed_step: int | None = None,
         rollouts_mb: float = 0.0,
-        rollout_tables: bool = True,
+        rollout_tables: bool | Literal["prompts"] = True,
     ):
         self._rollouts: RolloutsFile | None = None
         self._tables = rollout_tables
@@ -109,6 +109,8 @@ class MetricsLogger:
         if self._rollouts is not None:
             with self._survived(ROLLOUTS):
                 self._rollouts.add(plain)
+        if self._tables == "prompts":
+            plain = list({json.dumps(row.get("prompt")): row for row in reversed(plain)}.values())[::-1]
         for name, sink in list(self._sinks.items()) if self._tables else ():
             with self._survived(name):
                 sink.table(step, plain)
@@ -463,8 +465,8 @@ class Progress:
         reward: float | None = None,
         all_equal: bool = False,
     ) -> None:
-        """Shows the Monitor's numbers of a step that are not None: loss, reward (of the latest generation), learning_rate,
-        grad_norm (of the gradient), tokens_per_second, memory_bytes (the peak of device memory), and the estimated time
+        """Shows the Monitor's numbers of a step that are not None: loss, reward (of the latest generation),
+        learning_rate, grad_norm (of the gradient), tokens_per_second, memory_bytes (the peak of device memory), and the estimated time
         left. `step`: steps done. all_equal: the rewards differ in no group, so that nothing is learnt from them."""
         now = time.monotonic()
         if self._first is None:

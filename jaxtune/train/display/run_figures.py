@@ -181,8 +181,8 @@ def _identity(path: Path) -> Any:
 def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
     """The JSON object of one run that page.js draws: {"name", "folder", "state", "why" (see RunState), "step": steps
     done, "total": steps of the run or None, "left": time left in words or "", "facts": main results, "plan": lines,
-    "charts", "samples" of answers, "rollouts": the latest, "settings": {key: value} of those that differ from the defaults, "config": the text
-    of config.yaml}.
+    "charts", "samples" of answers, "rollouts": the latest, "settings": {key: value} of those that differ from the
+    defaults, "config": the text of config.yaml}.
 
     Args:
       folder: the run's folder.

@@ -8,6 +8,7 @@ answer with its prompt's token ids, and `AnswerRows` packs answers, each after i
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ import numpy as np
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, Json
 from jaxtune.train.objectives.reward_functions import Turns
+
+_FULL = 0.8  # the share of a row below which its length is warned of
 
 # The names of the arrays in a batch's `extra`; they are [rows, answers of a row] unless another shape is given. An
 # answer's place is its number within its row, from 0.
@@ -26,6 +29,36 @@ OLD_LOGPS = "old_logps"  # float32 [rows, length]: under the model that the gene
 REFERENCE_LOGPS = "reference_logps"  # float32 [rows, length]: under the reference of the divergence
 SHARE = "share"  # float32 [rows]: the row's part of the count by which a mean over the tokens of a generation divides
 STEP_TOKENS = "step_tokens"  # float32 [rows]: the row's equal part of the step's own counted tokens
+
+
+_USUAL, _STEP = 2048, 64  # tokens of a row that is not longer than its documents need; rows have a multiple of 64
+
+
+def packed_shape(longest: int, answers: int, multiple: int = 1) -> tuple[int, int]:
+    """(tokens of a row, number of rows) in which `answers` documents of up to `longest` tokens fill the rows of a step
+    best: rows of about 2,048 tokens or of one document, if that is longer. multiple: the number of rows is one of it."""
+    shapes = []
+    for each in range(1, answers + 1):
+        length = math.ceil(each * longest / _STEP) * _STEP
+        if each > 1 and length > _USUAL:
+            break
+        rows = math.ceil(math.ceil(answers / each) / multiple) * multiple
+        shapes.append((rows * length, rows, length))
+    _, rows, length = min(shapes)
+    return length, rows
+
+
+def fill_warning(longest: int, answers: int, rows: int, length: int) -> list[str]:
+    """A sentence if `rows` of data.length = `length` are less than 80 % full, even of the longest documents, and another
+    length fills them better; else []."""
+    fill = answers * longest / (rows * length)
+    best, others = packed_shape(longest, answers)
+    if fill >= _FULL or answers * longest / (others * best) < fill + 0.05:
+        return []
+    return [
+        f"data.length = {length:,}: the longest prompts and answers, {longest:,} tokens, fill {fill:.0%} of the packed "
+        f"rows, and the rest is padding; leave it out, or set {best:,}"
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

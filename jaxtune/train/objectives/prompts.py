@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from jaxtune.models.decoder import Decoder
@@ -18,13 +19,14 @@ from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.placement import partition
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.formats import Example, detect_format, normalize, refuse_media
 from jaxtune.train.data.reading import open_sources
 from jaxtune.train.data.row_errors import RowError, check_unicode
 from jaxtune.train.data.templates import RowEncoder
 from jaxtune.train.end_tokens import turn_end
 from jaxtune.train.objectives.answering import Answering, OneTurn, Sampling, ToolTurns
-from jaxtune.train.objectives.packed_answers import Prompt, Settings
+from jaxtune.train.objectives.packed_answers import Prompt, Settings, packed_shape
 from jaxtune.train.objectives.policy import GRPO, log_probs_of, reference_log_probs
 from jaxtune.train.objectives.reward_functions import Message, RewardFunctions, Turns, rollout_reward
 from jaxtune.train.objectives.rollout_function import RolloutFunc, RolloutFunction
@@ -143,21 +145,29 @@ def sampled_answers(
       ValueError: there is no such file or data set.
     """
     data, settings = config.data, objective.settings
-    length = min(data.length, positions)
     own = OwnParts.named(config.objective) if own is None else own
     rewards, reference = own.all_rewards(), own.reference
     weights = np.asarray(rewards.weights, np.float64)
     if reference is None and objective.penalises:
         reference = functools.partial(reference_log_probs, settings.temperature)
-    prompts = read_prompts(rows, tokenizer, data, length - settings.max_completion_length, tools=own.tools)
+    chooses = own.chooses_length or isinstance(data.length, Unset)
+    most = positions if isinstance(data.length, Unset) else min(data.length, positions)
+    prompts = read_prompts(rows, tokenizer, data, most - settings.max_completion_length, tools=own.tools)
+    length = data.length
+    if chooses:
+        longest = max(len(prompt.ids) for prompt in prompts) + settings.max_completion_length
+        length, _ = packed_shape(longest, config.rows_per_step, rows_multiple(config, jax.device_count()))
+        if own.tools is not None or own.rollout is not None:  # they may make prompts longer
+            length = max(length, min(data.length, positions))
     return SampledAnswers(
         prompts,
         rewards,
         settings,
         functools.partial(objective.advantages, weights=weights),
-        _answering(own, settings, tokenizer, config, ends, length),
+        _answering(own, settings, tokenizer, config, ends, min(length, positions)),
         answers_per_step=config.rows_per_step,
-        length=data.length,
+        length=length,
+        chosen_length=chooses,
         seed=config.seed,
         rows_multiple=rows_multiple(config),
         score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
@@ -166,13 +176,12 @@ def sampled_answers(
     )
 
 
-def rows_multiple(config: TrainConfig) -> int:
+def rows_multiple(config: TrainConfig, devices: int = 1) -> int:
     """The number that the packed rows of a step must be a multiple of, so that each device has equally many in each
     micro-batch: the devices of `config.mesh`, whose size -1 is what the other leaves of all, times the micro-batches.
-    It is 1 without config.mesh, because the run then chooses a mesh that divides the rows. The batch sources that
-    sample answers are made with it."""
+    It is `devices` without config.mesh, because the run then chooses a mesh that divides the rows."""
     if config.mesh is None:
-        return 1
+        return devices
     return partition.make_mesh(*config.mesh.sizes).size * (config.micro_batches or 1)
 
 
@@ -194,6 +203,8 @@ class OwnParts:
     """A function that samples the answers in its own way (rollout_function.py); None: the run samples them itself."""
     most_iterations: int | None = None
     """The most turns of an answer in which tools are called; None is no limit."""
+    chooses_length: bool = False
+    """Whether data.length only limits a prompt with its answer, and the length of packed rows is chosen."""
     reference: Score | None = None
     """A function that computes log-probabilities under a reference model of the script's (rollouts.Score). None: the
     reference, if one is needed, is the model with its adapter off."""

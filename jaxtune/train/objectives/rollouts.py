@@ -38,6 +38,7 @@ from jaxtune.train.objectives.packed_answers import (
     AnswerRows,
     Prompt,
     Settings,
+    fill_warning,
 )
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled
 
@@ -80,6 +81,7 @@ class SampledAnswers(BatchSource):
       length: the number of tokens in a row.
       seed: of sampling and of the order of prompts.
       rows_multiple: the number of rows in a step is a multiple of it, so that devices can share them.
+      chosen_length: whether `length` was chosen for these prompts (`packed_shape`), and not by the user.
       score: computes the log-probabilities of a batch's tokens under the model that it is given: the one that
         sampled them. If it is not None, batches have them in `Batch.extra[OLD_LOGPS]`.
       reference: computes the log-probabilities of a batch's tokens under the frozen reference of the model that it is
@@ -108,6 +110,7 @@ class SampledAnswers(BatchSource):
         score: Score | None = None,
         reference: Score | None = None,
         penalises: bool = False,
+        chosen_length: bool = False,
     ):
         group, longest = settings.num_generations, max(len(prompt.ids) for prompt in prompts)
         if answers_per_step % group:
@@ -135,6 +138,11 @@ class SampledAnswers(BatchSource):
             settings.mask_truncated_completions,
             has_old=score is not None,
             has_reference=reference is not None and not penalises,
+        )
+        self._fill = (
+            []
+            if chosen_length or answering.changes_prompts
+            else fill_warning(longest + settings.max_completion_length, answers_per_step, self.rows_per_step, length)
         )
         at_once = min(settings.slots, answers_per_step * settings.steps_per_generation)
         self.sampled_rows = SampledRows(
@@ -296,6 +304,10 @@ class SampledAnswers(BatchSource):
             f"{total_steps:,} steps of {each}{used}; rewards: {', '.join(self.rewards.names)}",
             *([f"tools: {', '.join(self.answering.tool_names)}"] if self.answering.tool_names else []),
         ]
+
+    def warnings(self) -> list[str]:
+        """That rows of data.length are filled badly, if they are."""
+        return self._fill
 
     def news(self) -> list[str]:
         """Returns the samples and warnings for the screen that were added since the last call, and removes them. A run
