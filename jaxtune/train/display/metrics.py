@@ -466,8 +466,8 @@ class Progress:
         all_equal: bool = False,
     ) -> None:
         """Shows the Monitor's numbers of a step that are not None: loss, reward (of the latest generation),
-        learning_rate, grad_norm (of the gradient), tokens_per_second, memory_bytes (the peak of device memory), and the estimated time
-        left. `step`: steps done. all_equal: the rewards differ in no group, so that nothing is learnt from them."""
+        learning_rate, grad_norm (of the gradient), tokens_per_second, memory_bytes (the peak of device memory), and the
+        estimated time left. `step`: steps done. all_equal: the rewards differ in no group, so nothing is learnt."""
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)

@@ -36,7 +36,7 @@ _USUAL, _STEP = 2048, 64  # tokens of a row that is not longer than its document
 
 def packed_shape(longest: int, answers: int, multiple: int = 1) -> tuple[int, int]:
     """(tokens of a row, number of rows) in which `answers` documents of up to `longest` tokens fill the rows of a step
-    best: rows of about 2,048 tokens or of one document, if that is longer. multiple: the number of rows is one of it."""
+    best: rows of at most 2,048 tokens, or of one document. multiple: the number of rows is one of it."""
     shapes = []
     for each in range(1, answers + 1):
         length = math.ceil(each * longest / _STEP) * _STEP
@@ -49,7 +49,7 @@ def packed_shape(longest: int, answers: int, multiple: int = 1) -> tuple[int, in
 
 
 def fill_warning(longest: int, answers: int, rows: int, length: int) -> list[str]:
-    """A sentence if `rows` of data.length = `length` are less than 80 % full, even of the longest documents, and another
+    """A sentence if `rows` of data.length = `length` are less than 80 % full even of the longest documents, and another
     length fills them better; else []."""
     fill = answers * longest / (rows * length)
     best, others = packed_shape(longest, answers)
