@@ -345,10 +345,10 @@ def own_samples(
     data, free = config.data, isinstance(config.data.length, Unset)
     length = positions if free else min(data.length, positions)
     reads = _Reading(tokenizer, data, length, length - objective.drawing.max_completion_length, objective.on_policy < 1)
-    asked, row = read_each(rows, data, "data.train", reads), data.length
+    asked, row, multiple = read_each(rows, data, "data.train", reads), data.length, rows_multiple(config)
     if free:
         longest = max(max(len(one.prompt) + objective.drawing.max_completion_length, len(one.own)) for one in asked)
-        row, _ = packed_shape(longest, config.rows_per_step, rows_multiple(config, jax.device_count()))
+        row, multiple = packed_shape(longest, config.rows_per_step, multiple)
     return OwnSamples(
         asked,
         objective,
@@ -358,7 +358,7 @@ def own_samples(
         seed=config.seed,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         ends=ends,
-        rows_multiple=rows_multiple(config),
+        rows_multiple=multiple,
     )
 
 

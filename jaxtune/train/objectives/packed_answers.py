@@ -17,7 +17,7 @@ from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, Json
 from jaxtune.train.objectives.reward_functions import Turns
 
-_FULL = 0.8  # the share of a row below which its length is warned of
+_FULL, _WELL = 0.8, 0.9  # shares of a row: below which its length is warned of, and that is sought
 
 # The names of the arrays in a batch's `extra`; they are [rows, answers of a row] unless another shape is given. An
 # answer's place is its number within its row, from 0.
@@ -36,7 +36,20 @@ _USUAL, _STEP = 2048, 64  # tokens of a row that is not longer than its document
 
 def packed_shape(longest: int, answers: int, multiple: int = 1) -> tuple[int, int]:
     """(tokens of a row, number of rows) in which `answers` documents of up to `longest` tokens fill the rows of a step
-    best: rows of at most 2,048 tokens, or of one document. multiple: the number of rows is one of it."""
+    well: rows of at most 2,048 tokens, or of one document. multiple: the number of rows is one of it, and if that fills
+    the rows too, of 8, 4 or 2, so that devices and micro-batches can share them."""
+    shapes = []
+    for shared in (8, 4, 2, 1):
+        if answers % shared == 0:
+            shape = _fullest(longest, answers, math.lcm(multiple, shared))
+            shapes.append((math.prod(shape), shape))
+            if answers * longest >= _WELL * math.prod(shape):
+                return shape
+    return min(shapes)[1]
+
+
+def _fullest(longest: int, answers: int, multiple: int) -> tuple[int, int]:
+    """The shape of `packed_shape` with the fewest tokens."""
     shapes = []
     for each in range(1, answers + 1):
         length = math.ceil(each * longest / _STEP) * _STEP

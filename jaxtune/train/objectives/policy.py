@@ -295,7 +295,7 @@ class GRPO:
             others |= {
                 ZEROED: sums[ZEROED] / (count + (count == 0)),
                 _HIGHEST: sums[_HIGHEST],
-                _LOWEST: -jnp.log(jnp.where(lowest > 0, lowest, 1.0)),
+                _LOWEST: 0.0 - jnp.log(jnp.where(lowest > 0, lowest, 1.0)),
             }
         return grpo.means_of(found) | others
 

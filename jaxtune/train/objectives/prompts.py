@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jaxtune.models.decoder import Decoder
@@ -153,12 +152,12 @@ def sampled_answers(
     chooses = own.chooses_length or isinstance(data.length, Unset)
     most = positions if isinstance(data.length, Unset) else min(data.length, positions)
     prompts = read_prompts(rows, tokenizer, data, most - settings.max_completion_length, tools=own.tools)
-    length = data.length
+    length, multiple = data.length, rows_multiple(config)
     if chooses:
         longest = max(len(prompt.ids) for prompt in prompts) + settings.max_completion_length
-        length, _ = packed_shape(longest, config.rows_per_step, rows_multiple(config, jax.device_count()))
+        length, multiple = packed_shape(longest, config.rows_per_step, multiple)
         if own.tools is not None or own.rollout is not None:  # they may make prompts longer
-            length = max(length, min(data.length, positions))
+            length, multiple = max(length, min(data.length, positions)), rows_multiple(config)
     return SampledAnswers(
         prompts,
         rewards,
@@ -169,19 +168,19 @@ def sampled_answers(
         length=length,
         chosen_length=chooses,
         seed=config.seed,
-        rows_multiple=rows_multiple(config),
+        rows_multiple=multiple,
         score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
         reference=reference,
         penalises=objective.penalises,
     )
 
 
-def rows_multiple(config: TrainConfig, devices: int = 1) -> int:
+def rows_multiple(config: TrainConfig) -> int:
     """The number that the packed rows of a step must be a multiple of, so that each device has equally many in each
     micro-batch: the devices of `config.mesh`, whose size -1 is what the other leaves of all, times the micro-batches.
-    It is `devices` without config.mesh, because the run then chooses a mesh that divides the rows."""
+    It is 1 without config.mesh, because the run then chooses a mesh that divides the rows."""
     if config.mesh is None:
-        return devices
+        return 1
     return partition.make_mesh(*config.mesh.sizes).size * (config.micro_batches or 1)
 
 
