@@ -17,6 +17,7 @@ from jaxtune.train.config import CheckpointConfig, DataConfig
 from jaxtune.train.config.sections import MetricsConfig
 from jaxtune.train.display.metrics import MetricsLogger, _columns
 from jaxtune.train.display.rollouts import ROLLOUTS, RolloutsFile, kept_generations, latest
+from jaxtune.train.display.run_figures import RunFiles
 from jaxtune.train.display.run_page import run_page
 from jaxtune.train.objectives.answer_report import masked_lines
 from jaxtune.train.objectives.packed_answers import Answer, AnswerRows, fill_warning, packed_shape
@@ -132,8 +133,9 @@ def test_a_run_keeps_its_answers_and_tells_its_rewards(tmp_path, capsys):
     assert low - 1e-6 <= mean <= high + 1e-6 and low == pytest.approx(1, abs=0.01)
     printed = capsys.readouterr()
     assert f"reward {rewards[6]:.3f}" in printed.out + printed.err
-    page = run_page([made.output])
-    assert json.dumps(rows[64]["answer"])[1:-1].replace("<", "\\u003c") in page
+    shown = RunFiles(made.output).page()["rollouts"]
+    assert [one["answer"] for one in shown] == [row["answer"] for row in rows[64:]] and shown[0]["step"] == 5
+    assert "Answers sampled for step" in run_page([made.output])
 
 
 def test_masks_that_leave_most_answers_out_are_told():
@@ -192,7 +194,7 @@ def test_answers_fit_into_the_chosen_rows_and_fill_them(longest, answers, multip
     sizes = [data.draw(st.integers(2, longest)) if index < 20 else longest for index in range(answers)]
     made = [Answer(0, (1,), (2,) * (size - 1), (0.0,) * (size - 1), "stop") for size in sizes]
     packed.places_of(made)  # raises if one has no place
-    if answers % multiple == 0 and longest > 256 or multiple == 1 and answers * longest > 512:
+    if (answers % multiple == 0 and longest > 256) or (multiple == 1 and answers * longest > 512):
         assert answers * longest / (rows * length) >= 0.8
     assert fill_warning(longest, answers, rows, length) == [] or multiple > 1
 
