@@ -162,10 +162,12 @@ class AnswerMetrics:
             texts,
         )
         table = self.functions(sampled)
+        logged, _ = self.functions.log.taken(len(texts))
         found = {f"eval_answers/{name}": _mean(table[:, column]) for column, name in enumerate(self.functions.names)}
         if self.are_rewards:  # as in the objective, a function that does not apply to an answer adds nothing
             weighted = np.nan_to_num(table) * np.asarray(self.functions.weights)
             found["eval_reward"] = float(weighted.sum(1).mean())
+        found |= {f"eval_{name}": value for name, value in logged.items()}
         found["eval_answer_tokens"] = float(np.mean([len(row.ids) for row in rows]))
         found["eval_answers_cut_off"] = float(np.mean([row.finish_reason == "length" for row in rows]))
         samples = [
