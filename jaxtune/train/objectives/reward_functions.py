@@ -25,7 +25,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -122,6 +122,16 @@ class Sampled:
         )
 
 
+class RewardOptions(TypedDict, total=False):
+    """Fields of RewardFunctions that functions do not decide."""
+
+    timeout_seconds: float | None
+    errors: Literal["stop", "skip"]
+    also: Mapping[str, object]
+    nan_is_none: bool
+    log: RewardLog
+
+
 @dataclasses.dataclass(frozen=True)
 class RewardFunctions:
     """The reward functions of a run, with their weights and what happens if one fails. Called with a Sampled, it calls
@@ -163,7 +173,10 @@ class RewardFunctions:
 
     @classmethod
     def of(
-        cls, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None, **options: Any
+        cls,
+        functions: Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+        **options: Unpack[RewardOptions],
     ) -> RewardFunctions:
         """Makes RewardFunctions of functions, named by their `__name__` (objects without one: by their class); equal
         names get numbers ("f", "f_2"). Functions of a Python script are given so; `named` loads those of a recipe and
@@ -201,7 +214,12 @@ class RewardFunctions:
 
     @classmethod
     def named(
-        cls, wanted: Sequence[str], weights: Sequence[float] | None = None, *, key: str = _KEY, **options: Any
+        cls,
+        wanted: Sequence[str],
+        weights: Sequence[float] | None = None,
+        *,
+        key: str = _KEY,
+        **options: Unpack[RewardOptions],
     ) -> RewardFunctions:
         """Loads reward functions by the names that a recipe has, and makes RewardFunctions of them. A name is
         `file.py:function`, or that of a ready function of this module, such as exact_match. Runs that learn from
@@ -358,7 +376,7 @@ def _checked(name: str, values: Any, count: int, nan_is_none: bool = False) -> n
     return np.array([_number(name, value, nan_is_none) for value in values], np.float64)
 
 
-def _number(name: str, value: Any, nan_is_none: bool) -> float:
+def _number(name: str, value, nan_is_none: bool) -> float:
     """A reward as a float, NaN for None; the arguments and errors are those of `_checked`."""
     if value is None:
         return math.nan
