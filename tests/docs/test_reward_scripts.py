@@ -318,7 +318,8 @@ def test_completions_are_printed_and_kept(workplace, capsys):
     printed = capsys.readouterr()
     assert "delta does nothing here: loss_type = cispo has no such bound" in printed.out
     assert "shout" in printed.err and "step 2" in printed.err and "step 1" not in printed.err.replace("step 1/", "")
-    rows = [json.loads(line) for line in open(f"{trainer.args.output_dir}/rollouts.jsonl")]
+    kept = (workplace / trainer.args.output_dir / "rollouts.jsonl").read_text()
+    rows = [json.loads(line) for line in kept.splitlines()]
     assert {row["step"] for row in rows} == {1, 2} and len(rows) == 8
     assert [row["rewards"]["graded"] for row in rows[:2]] == [1.0, None]
     assert rows[0]["extra"]["shout"] == rows[0]["answer"].upper()
