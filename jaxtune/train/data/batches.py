@@ -11,8 +11,8 @@ model samples at a time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypedDict
 
 import jax
 import numpy as np
@@ -76,6 +76,21 @@ class SampledRows:
     """The most rows that are sampled at a time."""
 
 
+class Rollout(TypedDict, total=False):
+    """A sampled answer, a line of rollouts.jsonl (display/rollouts.py)."""
+
+    step: Required[int]
+    row: int
+    prompt: object
+    answer: object
+    rewards: dict[str, float]
+    reward: float
+    advantage: float
+    tokens: int
+    ended: str
+    extra: dict[str, object]
+
+
 class BatchSource:
     """Gives a run the batch of each of its steps. This is the base class of all sources; its methods have the defaults
     of a source whose batches depend on the number of the step alone.
@@ -98,8 +113,7 @@ class BatchSource:
     after the step before it, and the device waits for it; otherwise batches are made ahead."""
     sampled_rows: SampledRows | None = None
     """The size of the batch in which the source samples answers with the model, by which the run plans memory for them
-    (`limit_slots`). None if it samples none, or, as in on-policy distillation, takes the memory that is free when it
-    samples."""
+    (`limit_slots`). None if it samples none."""
 
     @property
     def length(self) -> int:
@@ -189,6 +203,14 @@ class BatchSource:
     def warnings(self) -> list[str]:
         """Warnings about the rows to show before training, with those lines, such as rows that were left out, one
         sentence each; [] by default. They end nothing: what makes rows unusable is raised as an error instead."""
+        return []
+
+    def rollouts_at(self, step: int) -> list[Rollout]:
+        """The answers that were sampled for `step` (display/rollouts.py), given out once; [] by default."""
+        return []
+
+    def remarks(self, step: int, line: Mapping[str, float]) -> list[str]:
+        """Warnings for the screen about the metrics of `step`, a line of metrics.jsonl; [] by default."""
         return []
 
     def news(self) -> list[str]:

@@ -19,18 +19,20 @@ side by side."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
 from jaxtune.conversations.answers import whole_text
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.checks import unique_names
+from jaxtune.train.objectives.reward_log import RewardLog
 from jaxtune.train.objectives.user_functions import EventLoop, arguments, in_words, is_async, load_from_file
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ type Message = dict[str, Any]
 type Turns = str | list[Message]
 _KEY = "objective.reward_funcs"
 _SHOWN = 200  # characters of a prompt or an answer in a message
+_LARGEST = float(np.finfo(np.float32).max)  # advantages are float32
 
 
 class RewardError(ValueError):
@@ -74,6 +77,9 @@ class Sampled:
     also: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Further arguments by name, which are passed as they are and have no entry for each answer. RewardFunctions sets
     them to its own."""
+
+    named: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """The same, only for functions with a parameter of that name."""
 
     @classmethod
     def of(
@@ -117,16 +123,26 @@ class Sampled:
         )
 
 
+class RewardOptions(TypedDict, total=False):
+    """Fields of RewardFunctions that functions do not decide."""
+
+    timeout_seconds: float | None
+    errors: Literal["stop", "skip"]
+    also: Mapping[str, object]
+    nan_is_none: bool
+    log: RewardLog
+
+
 @dataclasses.dataclass(frozen=True)
 class RewardFunctions:
     """The reward functions of a run, with their weights and what happens if one fails. Called with a Sampled, it calls
-    them all and returns the rewards, float32[answers, functions], NaN where a function does not apply, or raises
+    them all and returns the rewards, float64[answers, functions], NaN where a function does not apply, or raises
     RewardError. These are not weighted: `weights` are for those who add them up, as advantages and metrics do.
     Evaluations by generated answers score answers by it too.
 
     Example:
       rewards = RewardFunctions.named(["rewards.py:is_right", "brevity"], weights=(1.0, 0.1))
-      table = rewards(sampled)  # float32[answers, 2]
+      table = rewards(sampled)  # float64[answers, 2]
     """
 
     functions: tuple[RewardFunction, ...]
@@ -150,9 +166,18 @@ class RewardFunctions:
     """Further arguments, {name: value}; each function gets those that its parameters name, or all if it has
     **parameters."""
 
+    nan_is_none: bool = False
+    """Whether a reward that is NaN counts as None, as in TRL, or ends the run."""
+
+    log: RewardLog = dataclasses.field(default_factory=RewardLog)
+    """Takes what functions log by the arguments `log_metric` and `log_extra`."""
+
     @classmethod
     def of(
-        cls, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None, **options: Any
+        cls,
+        functions: Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+        **options: Unpack[RewardOptions],
     ) -> RewardFunctions:
         """Makes RewardFunctions of functions, named by their `__name__` (objects without one: by their class); equal
         names get numbers ("f", "f_2"). Functions of a Python script are given so; `named` loads those of a recipe and
@@ -169,18 +194,33 @@ class RewardFunctions:
         """
         if not functions:
             raise ConfigError("objective.reward_funcs = []: learning from rewards needs at least one reward function")
-        weights = (1.0,) * len(functions) if weights is None else tuple(weights)
-        if len(weights) != len(functions):
-            raise ConfigError(
-                f"objective.reward_weights = {list(weights)}: there are {len(functions)} reward functions; give "
-                "each a weight, in their order"
-            )
         names = unique_names([getattr(function, "__name__", type(function).__name__) for function in functions])
-        return cls(tuple(functions), names, weights, **options)
+        return cls(tuple(functions), names, (1.0,) * len(functions), **options).weighed(weights)
+
+    def weighed(self, weights: Sequence[float] | None, of_environments: int = 0) -> RewardFunctions:
+        """The same functions with a weight for each, in their order; None: as they are. The last `of_environments` may
+        be left out, and then weigh 1. ConfigError: another number of weights, or one that is not finite."""
+        if weights is None:
+            return self
+        weights, count = tuple(float(weight) for weight in weights), len(self.functions)
+        if len(weights) == count - of_environments:
+            weights += (1.0,) * of_environments
+        if len(weights) != count or not all(abs(weight) <= _LARGEST for weight in weights):
+            what = "reward function" if count == 1 else "reward functions"
+            raise ConfigError(
+                f"objective.reward_weights = {list(weights)}: there {'is' if count == 1 else 'are'} {count} {what} "
+                f"({', '.join(self.names)}); give each a finite weight, in this order"
+            )
+        return dataclasses.replace(self, weights=weights)
 
     @classmethod
     def named(
-        cls, wanted: Sequence[str], weights: Sequence[float] | None = None, *, key: str = _KEY, **options: Any
+        cls,
+        wanted: Sequence[str],
+        weights: Sequence[float] | None = None,
+        *,
+        key: str = _KEY,
+        **options: Unpack[RewardOptions],
     ) -> RewardFunctions:
         """Loads reward functions by the names that a recipe has, and makes RewardFunctions of them. A name is
         `file.py:function`, or that of a ready function of this module, such as exact_match. Runs that learn from
@@ -197,7 +237,7 @@ class RewardFunctions:
         return cls.of([load_function(name, key) for name in wanted], weights, **options)
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
-        """Calls all functions with the answers in `sampled`: float32[answers, functions], NaN where a function does not
+        """Calls all functions with the answers in `sampled`: float64[answers, functions], NaN where a function does not
         apply. Async functions run at the same time, in an event loop; the others run one after another, each in a
         thread, which a timeout does not stop. The rows of the result are in the order of `sampled`, its columns in that
         of the functions.
@@ -205,7 +245,7 @@ class RewardFunctions:
         Raises:
           RewardError: a function failed (errors = "stop"), took too long, or returned no list of numbers.
         """
-        sampled = dataclasses.replace(sampled, also=self.also)
+        sampled = dataclasses.replace(sampled, also=self.also, named=self.log.arguments)
         with EventLoop() as loop:
             waiting = [
                 loop.start(function, _given(function, sampled)) if is_async(function) else None
@@ -220,7 +260,7 @@ class RewardFunctions:
     def _rewards(
         self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled, future: Future | None
     ) -> np.ndarray:
-        """Calls one function with all answers, or waits for its call: float32[answers], its rewards, NaN where it does
+        """Calls one function with all answers, or waits for its call: float64[answers], its rewards, NaN where it does
         not apply. If it raises, it is called with one answer at a time (`_one_by_one`). `__call__` calls this for each
         function.
 
@@ -235,7 +275,7 @@ class RewardFunctions:
         """
         future = loop.start(function, _given(function, sampled)) if future is None else future
         try:
-            return _checked(name, future.result(self.timeout_seconds), len(sampled))
+            return _checked(name, future.result(self.timeout_seconds), len(sampled), self.nan_is_none)
         except TimeoutError:
             if not future.done():  # the function may raise a TimeoutError of its own
                 raise RewardError(
@@ -249,7 +289,7 @@ class RewardFunctions:
             return self._one_by_one(loop, function, name, sampled)
 
     def _one_by_one(self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled) -> np.ndarray:
-        """The rewards of a function that failed with all answers at once: float32[answers]. It is called with one
+        """The rewards of a function that failed with all answers at once: float64[answers]. It is called with one
         answer at a time to find those that it fails for, or for which it takes too long or returns no number. With
         errors = "skip" these are NaN, and a warning is logged. With "stop" RewardError is always raised: for the first
         such answer, or, if there is none, for the call with all answers.
@@ -260,12 +300,12 @@ class RewardFunctions:
           name: its name, for messages.
           sampled: the answers.
         """
-        values = np.full(len(sampled), np.nan, np.float32)
+        values = np.full(len(sampled), np.nan)
         failed: list[tuple[int, Exception]] = []
         for index in range(len(sampled)):
             try:
                 future = loop.start(function, _given(function, sampled.only(index)))
-                values[index] = _checked(name, future.result(self.timeout_seconds), 1)[0]
+                values[index] = _checked(name, future.result(self.timeout_seconds), 1, self.nan_is_none)[0]
             except Exception as error:
                 failed.append((index, error))
                 if self.errors == "stop":
@@ -315,16 +355,18 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
     not name what it does not use. Of equal names, a further argument hides a column, and prompts, completions and
     completion_ids hide both."""
     given = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
-    return arguments(function, {**sampled.columns, **sampled.also, **given})
+    asked = inspect.signature(function).parameters if sampled.named else {}
+    named = {name: value for name, value in sampled.named.items() if name in asked and name not in sampled.columns}
+    return arguments(function, {**sampled.columns, **named, **sampled.also, **given})
 
 
-def _checked(name: str, values: Any, count: int) -> np.ndarray:
-    """Checks what a reward function returned, and returns it as float32[count], NaN where it returned None. Raises
-    RewardError if `values` has no length or not `count` entries, is a text or a mapping, or has an entry that is
-    neither None nor a finite number (what `float` accepts). RewardFunctions calls it for each call of a function. name:
-    the function's name, for the message."""
+def _checked(name: str, values: Any, count: int, nan_is_none: bool = False) -> np.ndarray:
+    """The rewards that the function `name` returned for `count` answers, as float64[count], NaN where it returned None.
+    RewardError: they are no ordered collection of `count` entries, or one is neither None nor a number that is finite
+    in float32. nan_is_none: NaN counts as None."""
+    unordered = isinstance(values, str | bytes | bytearray | Mapping | Set)
     try:
-        given = None if isinstance(values, str | Mapping) else len(values)
+        given = None if unordered else len(values)
     except TypeError:  # an array without dimensions has the method, and no length
         given = None
     if given != count:
@@ -332,20 +374,29 @@ def _checked(name: str, values: Any, count: int) -> np.ndarray:
         raise RewardError(
             f"reward function {name} returned {what} for {count} answers; it must return a list of as many"
         )
-    found = np.full(count, np.nan, np.float32)
-    for index, value in enumerate(values):
-        if value is None:
-            continue
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise RewardError(f"reward function {name} returned {value!r}; a reward is a number or None") from None
-        if not math.isfinite(number):
-            raise RewardError(
-                f"reward function {name} returned {number}; a reward is a finite number, or None where there is none"
-            )
-        found[index] = number
-    return found
+    return np.array([_number(name, value, nan_is_none) for value in values], np.float64)
+
+
+def _number(name: str, value, nan_is_none: bool) -> float:
+    """A reward as a float, NaN for None; the arguments and errors are those of `_checked`."""
+    if value is None:
+        return math.nan
+    try:
+        number = None if isinstance(value, str | bytes | bytearray) else float(value)
+    except OverflowError:  # an integer
+        number = math.inf
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
+        raise RewardError(f"reward function {name} returned {value!r}; a reward is a number or None")
+    if math.isnan(number) and nan_is_none:
+        return number
+    if not abs(number) <= _LARGEST:  # NaN is not
+        most = "" if math.isnan(number) else f" of at most {_LARGEST:.1e}"
+        raise RewardError(
+            f"reward function {name} returned {number}; a reward is a finite number{most}, or None where there is none"
+        )
+    return number
 
 
 def _shortened(value: Turns) -> str:
@@ -371,22 +422,46 @@ def with_thoughts(completion: Turns) -> str:
     return completion if isinstance(completion, str) else whole_text((completion or [{}])[-1])
 
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# A minus belongs to a number unless it follows an operand, as in "5-3".
+_SIGN = r"(?:(?<![\w)\]}%!])(?P<minus>[-\u2212\u2013\uFE63\uFF0D])\\?[$\u20AC\u00A3\u00A5]?)?"
+# Digits, in groups of three by commas or without, decimals and an exponent.
+_GROUPED = r"(?<!\d,)\d{1,3}(?>(?:,|\{,\})\d{3})+(?!\d|,\d|\{,\}\d)"
+_PLAIN = rf"(?>(?:(?:{_GROUPED}|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d+)?)"
+_NUMBER = re.compile(
+    rf"{_SIGN}(?:(?P<whole>\d+)[ ]?(?=\\[dt]?frac[{{\d])|(?P<and>\d+)[ ](?=\d+/\d))?"
+    rf"(?:\\[dt]?frac(?:\{{(?P<above>[-\u2212]?{_PLAIN})\}}\{{(?P<below>{_PLAIN})\}}|(?P<digits>\d\d))"
+    rf"|(?P<chain>{_PLAIN}(?:/{_PLAIN})*))"
+)
 
 
 def last_number(text: str) -> float | None:
-    """The last number in `text`, commas between digits ignored ("1,024" is 1024.0); None if there is no number. A minus
-    before the digits belongs to it, also in "5-3"; an exponent does not. `exact_number` compares it, as the result of
-    an answer, with that of the row's own answer."""
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    """The last number in `text`; None if there is none. "1,024" is 1024, but "1,2,3" are three numbers. A minus (also
+    U+2212) before the digits counts, unless it follows a digit, a letter or a closing bracket: of "5-3" the last number
+    is 3. "1/2", "1 1/2", LaTeX's fractions and exponents ("1e5") are one number; other expressions are not computed.
+
+    ```python
+    assert last_number("It costs -$1,024.50") == -1024.5 and last_number("2, 3/4") == 0.75
+    ```
+    """
+    found = [*_NUMBER.finditer(text)]
+    if not found:
+        return None
+    last = found[-1]
+    if last["digits"]:
+        parts = [*last["digits"]]
+    else:
+        parts = last["chain"].split("/") if last["chain"] else [last["above"], last["below"]]
+    numbers = [float(re.sub(r"[,{}]", "", part).replace("\u2212", "-")) for part in parts]
+    if len(numbers) == 2 and numbers[1]:
+        value = numbers[0] / numbers[1] + float(last["whole"] or last["and"] or 0)
+    else:  # also a date, 12/25/2024
+        value = numbers[-1]
+    return -value if last["minus"] and len(numbers) < 3 else value
 
 
 def exact_number(completions: list[Turns], answer: list[object], **columns: object) -> list[float | None]:
-    """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
-    `completions` 1.0 if the last number in its text (`text_of`) equals the last one in str of the row's column
-    `answer`, else 0.0; None if that column has no number, so that the function does not apply. Other columns are
-    ignored."""
+    """A ready reward: 1.0 if the `last_number` of an answer's text equals that of the column `answer`, else 0.0; None
+    if the column has no number."""
     wanted = [last_number(str(value)) for value in answer]
     return [
         None if number is None else float(last_number(text_of(completion)) == number)
@@ -404,13 +479,13 @@ def exact_match(completions: list[Turns], answer: list[object], **columns: objec
     ]
 
 
-_TAGGED = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+_WITHIN = r"[^<]*(?:<(?!/?(?:think|answer)>)[^<]*)*"  # text without the two tags
+_TAGGED = re.compile(rf"\s*<think>{_WITHIN}</think>\s*<answer>{_WITHIN}</answer>\s*")
 
 
 def tagged_format(completions: list[Turns], **columns: object) -> list[float]:
-    """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
-    `completions` 1.0 if its text (`text_of`) is `<think>...</think><answer>...</answer>` and nothing else but white
-    space around these, else 0.0. All columns are ignored."""
+    """A ready reward: 1.0 if an answer's text is one `<think>...</think>` and one `<answer>...</answer>`, without these
+    tags in them and with nothing but white space around, else 0.0."""
     return [float(_TAGGED.fullmatch(with_thoughts(completion)) is not None) for completion in completions]
 
 

@@ -33,11 +33,11 @@ import asyncio
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.checks import unique_names
-from jaxtune.train.objectives.reward_functions import Message, RewardFunction, RewardFunctions, Turns
+from jaxtune.train.objectives.reward_functions import Message, RewardFunction, RewardFunctions, RewardOptions, Turns
 from jaxtune.train.objectives.tool_formats import Call, Schemas
 from jaxtune.train.objectives.user_functions import arguments, awaited, in_thread, is_async, load_from_file
 
@@ -155,14 +155,14 @@ class Tools:
         `environment` is read, which names the row's. Raises ConfigError if it is then missing or names none of them."""
         return _parameters(self.schemas(columns))
 
-    def rewards(self, functions: RewardFunctions | None) -> RewardFunctions:
-        """The reward functions of the run: `functions` (None if there are none), and for each class of environments
-        with a `get_reward` one function that calls it, with weight 1 and the name of the class (made unique).
-        `sampled_answers` calls it once. Raises ConfigError if there is no reward function at all."""
+    def rewards(self, functions: RewardFunctions | None, **options: Unpack[RewardOptions]) -> RewardFunctions:
+        """The reward functions of the run: `functions`, and for each class of environments with a `get_reward` one
+        function that calls it, with weight 1 and the name of the class (made unique). options: fields of
+        RewardFunctions, if `functions` is None. Raises ConfigError if there is no reward function at all."""
         kinds = dict.fromkeys(type(pool[0]) for pool in self._pool.values() if hasattr(pool[0], "get_reward"))
         added: list[RewardFunction] = [_reward_of(kind) for kind in kinds]
         if functions is None:
-            return RewardFunctions.of(added)
+            return RewardFunctions.of(added, **options)
         names = unique_names([*functions.names, *(kind.__name__ for kind in kinds)])
         weights = (*functions.weights, *(1.0 for _ in kinds))
         return dataclasses.replace(functions, functions=(*functions.functions, *added), names=names, weights=weights)
