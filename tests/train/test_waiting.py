@@ -32,6 +32,7 @@ from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, VOCAB, assert_same, dataset, documents, lora_model, make_config
 
 STEPS = 8
+LONGEST = 15.0  # seconds from a signal to the end of a run, which take under 3 where nothing else runs
 
 
 class Drawn(BatchSource):
@@ -169,7 +170,7 @@ def test_a_signal_in_each_wait_saves_at_once_and_the_run_goes_on_to_the_same_bit
         source = Drawn({step: make(began)}, sees_model=make is not in_a_stalled_stream)
         with sent(number, began) as times, pytest.raises(TrainingInterrupted, match=f"after step {step}; saved in"):
             trainer_of(tmp_path, source).train()
-        assert time.monotonic() - times[0] < 5, make.__name__
+        assert time.monotonic() - times[0] < LONGEST, make.__name__
         assert saved_steps(tmp_path / "checkpoints")[-1] == step
         assert f"saving step {step}, then leaving" in capfd.readouterr().err
     began = threading.Event()
@@ -177,7 +178,7 @@ def test_a_signal_in_each_wait_saves_at_once_and_the_run_goes_on_to_the_same_bit
     evaluation = EvaluationConfig(every_steps=6, at_end=False)
     with sent(signal.SIGTERM, began) as times, pytest.raises(TrainingInterrupted, match="after step 6; saved in"):
         trainer_of(tmp_path, Drawn(), at_evaluation, evaluation=evaluation).train()
-    assert time.monotonic() - times[0] < 5
+    assert time.monotonic() - times[0] < LONGEST
     assert_same(trainer_of(tmp_path, Drawn()).train(), undisturbed)
 
 
@@ -215,7 +216,11 @@ def test_minutes_that_are_over_save_in_each_wait(tmp_path, undisturbed):
     assert_same(trained, undisturbed)
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     waits = [line["data_wait_seconds"] for line in metrics if "loss" in line]
-    assert all(wait >= 0 for wait in waits) and {line["step"] for line in metrics if "save_seconds" in line} >= {1, 2, 3}
+    assert all(wait >= 0 for wait in waits) and {line["step"] for line in metrics if "save_seconds" in line} >= {
+        1,
+        2,
+        3,
+    }
 
 
 @pytest.mark.parametrize(
@@ -279,7 +284,7 @@ def test_c_code_that_does_not_return_is_left_by_the_watchdog(tmp_path, undisturb
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, messages = process.communicate(timeout=60)
-    assert process.returncode == 75 and time.monotonic() - began < 15
+    assert process.returncode == 75 and time.monotonic() - began < 40
     assert "reward deaf does not return" in messages and "SIGTERM after step 2; saved in" in messages
     assert json.loads((tmp_path / "state.json").read_text())["state"] == "stopped"
     assert_same(trainer_of(tmp_path, Drawn()).train(), undisturbed)

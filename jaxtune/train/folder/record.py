@@ -174,7 +174,7 @@ def changed_code(saved: Mapping[str, Any], current: Mapping[str, Any], of_result
         {key: value for key, value in flat_keys(one).items() if key.startswith(_CODE)} for one in (saved, current)
     )
     names = [key.removeprefix(_CODE) for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
-    if of_result and flat_keys(current).get("config.checkpoint.best") is None:
+    if of_result and flat_keys(current).get("config.checkpoint.best", "of same_run") is None:
         names = [name for name in names if not name.startswith(_EVALUATION)]
     return names
 
