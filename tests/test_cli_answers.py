@@ -11,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
+from flax import nnx
 
 import jaxtune
 from jaxtune import cli
@@ -191,7 +193,7 @@ def test_answers_go_on_with_the_model_and_the_settings_that_began_them(model, ca
             said = capsys.readouterr().err
             assert named in " ".join(said.split()) and "name another output" in said and file.read_text() == left
     other = tiny_model()
-    other.embed.weight = other.embed.weight.replace(other.embed.weight.get_value() + 0.01)
+    nnx.update(other, jax.tree.map(lambda x: 1.01 * x, nnx.state(other)))
     jaxtune.save_pretrained(other, model.parent / "other", tokenizer=word_tokenizer(TEMPLATE))
     assert cli.main(command(model.parent / "other", "--temperature", "1.0")) == 2
     assert "weights: " in capsys.readouterr().err
