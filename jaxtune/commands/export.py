@@ -41,9 +41,13 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to this model repository afterwards")
     parser.add_argument("--private", action="store_true", help="create the repository of --push as private")
     options = parser.parse_args(arguments)
-    from jaxtune.models.adapters.adapter_config import base_of
+    from pathlib import Path
 
-    if options.to in ("merged", "adapter", "gguf-adapter") and base_of(options.model) is None:
+    from jaxtune.models.adapters.adapter_config import base_of
+    from jaxtune.models.files.model_folder import is_gguf
+
+    converts = options.to == "merged" and is_gguf(Path(options.model).expanduser())  # to safetensors
+    if options.to in ("merged", "adapter", "gguf-adapter") and base_of(options.model) is None and not converts:
         raise ValueError(f"{options.model} is not an adapter folder: it has no adapter_config.json")
 
     import jaxtune

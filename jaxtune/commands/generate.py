@@ -24,7 +24,7 @@ def run(arguments: Sequence[str]) -> None:
     written to a second JSONL file (--output); if the command was stopped, the same command continues that file.
     """
     parser = common.parser("generate", run.__doc__)
-    parser.add_argument("model", help="model folder, hub name or adapter folder")
+    parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt", action="append", help="may be repeated")
     asked.add_argument(

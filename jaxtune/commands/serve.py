@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> None:
     answers have --grace seconds to end, and the exit code is 0. A second one ends it at once.
     """
     parser = common.parser("serve", run.__doc__)
-    parser.add_argument("model", help="model folder, hub name or adapter folder")
+    parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")
     parser.add_argument(
         "--adapter",
         action="append",
@@ -158,4 +158,4 @@ def _name(model: str) -> str:
     """The name by which clients ask for a model: for a local folder its own name, after links and "." are resolved;
     otherwise the whole hub name. model: a folder or hub name, from the command line or from an adapter's config."""
     path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else model
+    return path.resolve().name if path.exists() else model

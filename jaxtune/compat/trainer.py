@@ -57,9 +57,12 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.templates import derive_markers
 from jaxtune.train.display.metrics import JSONL
-from jaxtune.train.folder.run_rows import is_stream
+from jaxtune.train.folder.record import with_today
+from jaxtune.train.folder.run_rows import InOrder, is_stream
 from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer
+
+_TRL_WINDOW = 1_000  # the rows of a stream that TRL packs at a time
 
 
 class SFTTrainer(Evaluations):
@@ -96,6 +99,8 @@ class SFTTrainer(Evaluations):
         ("dataset_text_field", "max_seq_length", "packing", "dataset_num_proc", "neftune_noise_alpha")
         + ("model_init_kwargs", "dataset_kwargs", "eval_packing")
     )
+
+    _today: str | None = None  # the day that the chat template writes, once it is known
 
     def __init__(
         self,
@@ -239,12 +244,10 @@ class SFTTrainer(Evaluations):
         )
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """The TrainConfig for the arguments: an update has as many examples as in transformers, each cut at max_length,
-        and there are as many updates. Examples share rows without changing results, unless packing is asked for; then
-        an update has that number of packed rows, as in TRL. Raises ValueError for an argument that is not supported.
-        The constructor makes one to refuse such arguments early, and each call of train() its own. resume: "auto"
-        continues the run in output_dir, "never" starts a new one. prepared: True: rows are tokenised if the steps of an
-        epoch must be known; False: they are not, and numbers that depend on them are left out."""
+        """The TrainConfig for the arguments: an update has as many examples as in transformers (with packing, as many
+        packed rows), each cut at max_length. Raises ValueError for an argument that is not supported. resume: "auto"
+        continues the run in output_dir, "never" starts a new one. prepared: False: rows are not tokenised to know the
+        steps of an epoch, and numbers that depend on them are left out."""
         args, source = self.args, self.model.module.source
         batch, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
         saves, evaluates = self._strategies()
@@ -269,7 +272,7 @@ class SFTTrainer(Evaluations):
         if args.gradient_checkpointing is not None:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
         stored: Any = stored_in(self.model.module)
-        return TrainConfig(
+        made = TrainConfig(
             model=ModelConfig(
                 path="in memory" if source is None else source.path,
                 load_in=stored,
@@ -282,7 +285,9 @@ class SFTTrainer(Evaluations):
                 length=row_length(args, self.model),
                 # Of a stream no step can be laid out before; padded, it trains on the same rows in as many steps.
                 packing=packing or (False if streamed else "step"),
+                buffer_size=_TRL_WINDOW if streamed and packing else DataConfig.buffer_size,
                 template=args.chat_template_path,
+                today=self._today,
                 num_workers=args.dataset_num_proc,
                 **self._masking,
             ),
@@ -315,6 +320,9 @@ class SFTTrainer(Evaluations):
             metrics=metrics_config(args, log_every),
             output=os.fspath(args.output_dir),
         )
+        made = with_today(made, self.tokenizer)
+        self._today = made.data.today
+        return made
 
     def _strategies(self) -> tuple[str, str]:
         """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; raises ValueError for another value, for
@@ -357,7 +365,12 @@ class SFTTrainer(Evaluations):
         (those of a stream are read later). It is made once, at the first use, so that the constructor tokenises
         nothing, and once more after train_on_responses_only."""
         config = self.config(prepared=False)
-        return Trainer(self._to_train(), self.tokenizer, config, self._rows["train"], self._rows.get("eval"))
+        return Trainer(self._to_train(), self.tokenizer, config, self._train_rows(), self._rows.get("eval"))
+
+    def _train_rows(self) -> object:
+        """The script's rows to train on; a stream keeps its order, whatever train_sampling_strategy is."""
+        rows = self._rows["train"]
+        return InOrder(rows) if is_stream(rows) else rows
 
     @property
     def _epoch_steps(self) -> int:
@@ -375,7 +388,7 @@ class SFTTrainer(Evaluations):
         """Makes the jaxtune Trainer of one call of train(), or of evaluate() without rows of its own, on the tokenised
         rows, or on a stream of rows. resume: "auto" continues the run in output_dir, "never" starts a new one.
         callbacks: those of jaxtune.train, such as an Events."""
-        data, rows = self._prepared, self._rows["train"]
+        data, rows = self._prepared, self._train_rows()
         if data.train_data is not None:
             rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())
         held_out = None if data.eval_data is None else self._rows_for(data.eval_data)

@@ -1,7 +1,5 @@
-"""Families that llama.cpp knows: what it has for each (ARCHITECTURES, a table of Architecture), whether it computes
-what a model does (`architecture`; `_problems` and `_layer_problems` find what it does not), the metadata that it needs
-(`hyperparameters`, with `_rope_keys`), and the factors of rotary frequencies that it reads as tensors (`rope_factors`).
-Exports to GGUF files use it: api.py all but `rope_factors`, which gguf_tensors.py calls.
+"""What llama.cpp would compute differently of a model (`architecture` refuses it) and the metadata that it needs
+(`hyperparameters`).
 
 llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute
 differently is refused here, with the reason. A model that it computes correctly in a shorter context only is written
@@ -12,96 +10,17 @@ reads it too.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
-import numpy as np
-
 from jaxtune.export import gemma4
 from jaxtune.models.config import DecoderConfig, RopeConfig
+from jaxtune.models.files.gguf_names import ARCHITECTURES, MLP, OUT, QKV, Architecture
 from jaxtune.models.rope import rotary_frequencies
 
-_QKV, _OUT, _MLP = "q/k/v", "attention output", "MLP"
 # Constants that llama.cpp uses whatever the file says.
 _OSS_LIMIT, _OSS_ALPHA = 7.0, 1.702
 _GEMMA3_LOCAL_THETA = 10_000.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """How llama.cpp computes the models of one family, as far as its architectures differ. The table ARCHITECTURES has
-    one for each family. An export compares a model with it, and refuses one that llama.cpp would compute differently,
-    except for what `hyperparameters` only notes. "It" below is llama.cpp."""
-
-    name: str  # general.architecture of the file
-    # rotary pairs are the neighbours (2i, 2i + 1) of a head, and those of Hugging Face's model are not, so rows of q
-    # and k are reordered; False: the pairs are the same in both
-    permuted: bool = False
-    # projections whose biases it reads, of "q/k/v", "attention output" and "MLP"; a model with other biases is refused
-    biases: frozenset[str] = frozenset()
-    # layers whose number, from 1, is a multiple of it have full attention, and the others a sliding window; None: it
-    # has no windows, or the file says which layers have one (by_layer)
-    period: int | None = None
-    split_heads: bool = False  # it assumes that a head has hidden_size / num_attention_heads dimensions
-    ropes: tuple[str, ...] = ("default", "linear", "yarn")  # kinds of RopeConfig that it computes
-    own_output: bool = False  # the file must contain the head as a tensor, even if it is tied to the embedding
-    tied_output: bool = False  # the head must be tied to the embedding
-    # with this number of layers, scores are scaled by (hidden_size / heads)^-0.5 in place of head_dim^-0.5 (Gemma 27B)
-    wide_scale_layers: int | None = None
-    # layers whose number, from 1, is a multiple of it have no position encoding; None: all layers have one
-    nope_period: int | None = None
-    # the rotary embedding may cover only the first dimensions of each head; else it covers all, except in the kind
-    # "proportional"
-    partial: bool = False
-    factors: bool = False  # it reads factors on embedding, scores, layers and logits (that of the logits divides them)
-    gemma: bool = False  # the embedding is scaled by the square root of its size, and the activation is GELU, not SiLU
-    fused_experts: bool = False  # gate and up of experts are one tensor of the file, gate first
-    # the file says of each layer its heads, window and MLP, as in export/gemma4.py; no pattern is hard-coded. Scores
-    # are then not scaled, and logits may have a soft cap
-    by_layer: bool = False
-    # (llama.cpp's key of an end token, the token's text), for end tokens it does not recognise by text
-    ends: tuple[tuple[str, str], ...] = ()
-    # texts of special tokens that it is to write into an answer, where whoever reads thoughts and tool calls finds them
-    shown: tuple[str, ...] = ()
-
-
-_LLAMA = Architecture(
-    "llama", permuted=True, biases=frozenset({_QKV, _OUT, _MLP}), ropes=("default", "linear", "llama3", "yarn")
-)
-_GEMMA4 = Architecture(
-    "gemma4",
-    ropes=("default", "proportional"),
-    gemma=True,
-    fused_experts=True,
-    by_layer=True,
-    ends=(("eot", "<turn|>"),),
-    shown=gemma4.SHOWN,
-)
-ARCHITECTURES = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "mixtral": _LLAMA,
-    "qwen2": Architecture("qwen2", biases=frozenset({_QKV}), split_heads=True),
-    "qwen3": Architecture("qwen3"),
-    "qwen3_moe": Architecture("qwen3moe"),
-    "qwen2_moe": Architecture("qwen2moe", biases=frozenset({_QKV}), split_heads=True, own_output=True),
-    "gemma": Architecture("gemma", tied_output=True, gemma=True),
-    "gemma2": Architecture("gemma2", period=2, tied_output=True, wide_scale_layers=46, ropes=("default",), gemma=True),
-    "gemma3_text": Architecture("gemma3", period=6, wide_scale_layers=62, ropes=("default", "linear"), gemma=True),
-    "gemma4_text": _GEMMA4,
-    "gemma4_unified_text": _GEMMA4,
-    "phi3": Architecture("phi3", split_heads=True, ropes=("default", "longrope"), partial=True),
-    "olmo2": Architecture("olmo2", split_heads=True, own_output=True),
-    "gpt_oss": Architecture("gpt-oss", biases=frozenset({_QKV, _OUT}), period=2, own_output=True),
-    "smollm3": Architecture("smollm3", permuted=True, split_heads=True, nope_period=4),
-    "seed_oss": Architecture("seed_oss", biases=frozenset({_QKV})),
-    "granite": dataclasses.replace(_LLAMA, name="granite", factors=True),
-    "glm4": Architecture(
-        "glm4", biases=frozenset({_QKV}), partial=True, ends=(("eot", "<|user|>"), ("eom", "<|observation|>"))
-    ),
-    "cohere2": Architecture("cohere2", period=4, nope_period=4, split_heads=True, tied_output=True, ropes=("default",)),
-}
 
 
 def architecture(config: DecoderConfig) -> Architecture:
@@ -135,7 +54,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
     ordinary = all(part.config is None for layer in config.layers for part in layer.parts)
     check(ordinary or arch.by_layer, "layers of another kind")
-    present = {_QKV: config.qkv_bias, _OUT: config.out_bias, _MLP: config.mlp_bias}
+    present = {QKV: config.qkv_bias, OUT: config.out_bias, MLP: config.mlp_bias}
     for place in sorted(place for place, there in present.items() if there and place not in arch.biases):
         check(False, f"biases of the {place} projections")
     if config.family in ("qwen2", "qwen2_moe"):
@@ -315,26 +234,4 @@ def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dic
             "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
             "rope.scaling.yarn_beta_slow": float(rope.beta_slow),
         }
-    return {}
-
-
-def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray]:
-    """The factors by which llama.cpp divides the rotary frequencies, which it reads as tensors of the file: {tensor's
-    name in the file: float32[rotary dims / 2], or, for the proportional kind, float32[head size / 2]}. They are one
-    tensor for rotary embeddings of kind llama3, two for longrope (for long and for short contexts), and one for the
-    proportional kind of Gemma 4's global layers; {} for other kinds. config: the model's, whose first rotary embedding
-    is read. gguf_tensors.of_model writes them first."""
-    rope = config.rotary[0]
-    if rope.kind == "proportional":
-        return {"rope_freqs.weight": gemma4.frequency_factors(rope, config.head_dim)}
-    if rope.kind == "longrope":
-        return {
-            "rope_factors_long.weight": np.asarray(rope.long_factor, np.float32),
-            "rope_factors_short.weight": np.asarray(rope.short_factor, np.float32),
-        }
-    if rope.kind == "llama3":
-        plain = dataclasses.replace(rope, kind="default")
-        base = rotary_frequencies(plain, config.head_dim, config.max_position_embeddings).short
-        scaled = rotary_frequencies(rope, config.head_dim, config.max_position_embeddings).short
-        return {"rope_freqs.weight": (base / scaled).astype(np.float32)}
     return {}

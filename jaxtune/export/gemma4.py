@@ -1,7 +1,5 @@
-"""What a GGUF file says of a model of Gemma 4 (`hyperparameters`, `frequency_factors`), the special tokens that
-llama.cpp is to write into answers (SHOWN), and what llama.cpp would compute differently in one (`problems`), for
-architectures.py, which adds what is the same for all families. The layers of these models differ in their windows,
-their heads and the width of their MLPs, which `_slides`, `_attention` and `_mlp_size` read of a layer.
+"""What a GGUF file says of a model of Gemma 4 (`hyperparameters`), and what llama.cpp would compute differently in one
+(`problems`).
 
 llama.cpp reads these for each layer, in place of a pattern that it hard-codes. The keys are those of its architecture
 "gemma4", which the families gemma4_text and gemma4_unified_text have.
@@ -11,16 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
+from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.layers.attention import AttentionShape
 from jaxtune.models.layers.mlp import MLPShape
 
-# The marks of thoughts, tool calls and their results.
-SHOWN = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
 _GLOBAL, _SLIDING = 0, 1  # numbers of the rotary bases in DecoderConfig.rotary
-_UNTURNED = 1e30  # llama.cpp divides a pair's angle by it, so that the pair is not rotated
 
 
 def _attention(layer: LayerSpec) -> AttentionShape:
@@ -101,13 +94,3 @@ def hyperparameters(config: DecoderConfig) -> dict[str, Any]:
         # Without the key llama.cpp caps the logits at 30; with 0 it does not cap them.
         "final_logit_softcapping": float(config.final_soft_cap or 0.0),
     }
-
-
-def frequency_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """The factors by which llama.cpp divides the angles of the pairs of a head in global layers: rope.factor for those
-    that are rotated, and 1e30, which leaves no rotation, for the others. float32[head size / 2], which the file has as
-    the tensor rope_freqs.weight. rope: the global layers' rotary base. head_dim: the head's size if the base does not
-    give its own."""
-    half = (rope.head_dim or head_dim) // 2
-    turning = int(rope.partial_rotary_factor * half)
-    return np.asarray([rope.factor] * turning + [_UNTURNED] * (half - turning), np.float32)

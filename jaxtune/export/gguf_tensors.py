@@ -1,17 +1,10 @@
-"""The tensors of a model (`of_model`) or an adapter (`of_adapter`, which also returns its alpha) under llama.cpp's
-names and in its order of rows (`interleaved` makes that of q and k), as Sources from which gguf_file.py makes and
-writes one tensor at a time. A Source makes one value of the model and describes the Tensors that are computed from it;
-`all_tensors` lists those of several Sources. A Tensor names the dtype to which quantisation-aware training rounded it
-(`_rounded`), so that it is stored exactly. `_dense` makes the value of a weight; `_dense_tensor`, `_expert_tensors` and
-`_lora_tensors` describe the tensors of weights, experts and adapters. `_Names` maps Hugging Face's names to
-llama.cpp's, `_heads` says which rows are reordered, and `_gate_and_up` where the two halves of a fused gate_up_proj
-are."""
+"""The tensors of a model (`of_model`) or an adapter (`of_adapter`) under llama.cpp's names and in its order of rows, as
+Sources from which gguf_file.py makes and writes one tensor at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,15 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.export.architectures import Architecture, rope_factors
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.gguf_names import (
+    GATE_UP,
+    Architecture,
+    Names,
+    gate_and_up,
+    heads_of,
+    interleaved,
+    rope_factors,
+)
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import experts, linears, matrices
 from jaxtune.models.stack_layers import UNTUNED
 from jaxtune.pallas.formats import Stored, dense
 
-_QUERY_OR_KEY = re.compile(r"\.self_attn\.([qk])_proj(\.|$)")
 # Matrices that llama.cpp keeps in float32: routers, and the projection to the embeddings of each layer.
 _PLAIN = (
     ".mlp.gate.weight",
@@ -36,12 +36,8 @@ _PLAIN = (
     ".router.proj.weight",
     ".per_layer_model_projection.weight",
 )
-_GATE_UP = ".experts.gate_up_proj"
-# llama.cpp stores a factor of a router or of experts beside a matrix: {the factor's name: the matrix's module}.
-_FACTORS = {"router.scale": "router.proj", "router.per_expert_scale": "experts.down_proj"}
 # llama.cpp computes it without the adapters of a file.
 _UNADAPTED = "model.per_layer_model_projection"
-HEADS = ("token_embd.weight", "output.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,60 +75,7 @@ def all_tensors(sources: Iterable[Source]) -> list[Tensor]:
     return [tensor for source in sources for tensor in source.tensors]
 
 
-class _Names:
-    """The map from Hugging Face's tensor names to llama.cpp's, by the tables of the gguf package. Called with one of
-    Hugging Face's names it returns llama.cpp's, and raises ValueError if llama.cpp has none.
-
-    Args:
-      arch: the model's architecture in llama.cpp (architectures.Architecture), whose name selects gguf's table.
-      layers: the model's number of layers.
-    """
-
-    def __init__(self, arch: Architecture, layers: int):
-        import gguf
-
-        known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-        self._map = gguf.get_tensor_name_map(known[arch.name], layers)
-
-    def __call__(self, name: str) -> str:
-        """llama.cpp's name of a tensor; a name that does not end in .weight or .bias is that of a weight, or of the
-        factor of a router or of experts (_FACTORS).
-
-        Raises:
-          ValueError: llama.cpp has no name for it.
-        """
-        suffix = next((end for end in (".weight", ".bias") if name.endswith(end)), "")
-        module = name.removesuffix(suffix)
-        for factor, matrix in _FACTORS.items():
-            if module.endswith(f".{factor}"):
-                module, suffix = module.removesuffix(factor) + matrix, ".scale"
-        found = self._map.get_name(module)
-        if found is None:
-            raise ValueError(f"gguf: {name} has no name in llama.cpp's files")
-        return found + (suffix or ".weight")
-
-
-def interleaved(array: Any, heads: int) -> Any:
-    """Reorders the rows of a q or k projection, [heads * D, ...]: row i of the first half of each head is followed by
-    row i of its second half. Where Architecture.permuted is True, Hugging Face's models rotate pairs (i, i + D / 2) of
-    a head's dimensions, and llama.cpp rotates neighbours; only tensors of these architectures are reordered (`_heads`),
-    because in others the two rotate the same pairs. array: numpy's or JAX's. heads: the number of heads."""
-    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
-    return halves.swapaxes(1, 2).reshape(array.shape)
-
-
 interleaved_on_device = jax.jit(interleaved, static_argnums=1, compiler_options=UNTUNED)
-
-
-def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
-    """The number of heads of a q or k projection (its weight, bias or adapter) if its rows are reordered
-    (`interleaved`), because llama.cpp's architecture `arch` rotates other pairs of rows than the model
-    (Architecture.permuted); None if it does not, or for any other tensor. `name` is Hugging Face's; config: the
-    model's."""
-    match = _QUERY_OR_KEY.search(name)
-    if match is None or not arch.permuted:
-        return None
-    return config.num_heads if match[1] == "q" else config.num_kv_heads
 
 
 def of_model(weights: Weights, arch: Architecture) -> list[Source]:
@@ -147,7 +90,7 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
       ValueError: llama.cpp has no name for a tensor.
     """
     model = weights.model
-    config, names = model.config, _Names(arch, model.config.num_layers)
+    config, names = model.config, Names(arch, model.config.num_layers)
     found = [
         Source(lambda: None, (Tensor(name, factors.shape, lambda _, factors=factors: factors, True),))
         for name, factors in rope_factors(config).items()
@@ -188,9 +131,7 @@ def _dense(make: Callable[[], Any], dtype: str) -> jax.Array:
     return dense(make(), dtype)
 
 
-def _dense_tensor(
-    name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: _Names
-) -> Tensor:
+def _dense_tensor(name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: Names) -> Tensor:
     """Describes the GGUF tensor for a weight [out, in] or a vector of the model: every tensor but those of experts,
     which `_expert_tensors` describes. Nothing is computed yet. A norm's weight gets the model's offset added (1 in
     Gemma), and the rows of q and k are reordered for llama.cpp's rotary embedding if the architecture needs that.
@@ -203,7 +144,7 @@ def _dense_tensor(
       arch: the model's architecture in llama.cpp.
       names: the map to llama.cpp's names.
     """
-    heads = _heads(config, arch, name)
+    heads = heads_of(config, arch, name)
     offset = np.float32(config.norm_offset if name.endswith("norm.weight") else 0.0)
 
     def of(value: jax.Array) -> jax.Array:
@@ -215,7 +156,7 @@ def _dense_tensor(
 
 
 def _expert_tensors(
-    name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: _Names
+    name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: Names
 ) -> list[Tensor]:
     """Describes the GGUF tensors for a matrix or bias of all experts of a layer: one, or two for gate_up_proj, because
     llama.cpp stores gate and up separately in all architectures but Gemma 4's. Nothing is computed yet. Matrices are
@@ -242,23 +183,12 @@ def _expert_tensors(
 
         return Tensor(names(module + (".bias" if bias else ".weight")), (count, size, *columns), of, bias)
 
-    if arch.fused_experts or not module.endswith(_GATE_UP):
+    if arch.fused_experts or not module.endswith(GATE_UP):
         return [tensor(module, slice(None), out_size)]
     half = out_size // 2
-    gate, up = _gate_and_up(moe.interleaved, half)
+    gate, up = gate_and_up(moe.interleaved, half)
     stem = module.removesuffix("gate_up_proj")
     return [tensor(f"{stem}gate_proj", gate, half), tensor(f"{stem}up_proj", up, half)]
-
-
-def _gate_and_up(alternating: bool, half: int) -> tuple[slice, slice]:
-    """(rows of gate, rows of up) in gate_up_proj, as slices. llama.cpp stores the two apart, so matrices and adapters
-    of gate_up_proj are divided by them, except Gemma 4's (Architecture.fused_experts).
-
-    Args:
-      alternating: True: rows of gate and of up alternate, as in gpt-oss. False: all rows of gate come first.
-      half: the number of rows of gate, which is that of up.
-    """
-    return (slice(0, None, 2), slice(1, None, 2)) if alternating else (slice(None, half), slice(half, None))
 
 
 def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]:
@@ -278,7 +208,7 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
         the embeddings of each layer (Gemma 4), which llama.cpp's adapters do not have or do not use; or llama.cpp has
         no name for a tensor.
     """
-    config, names = model.config, _Names(arch, model.config.num_layers)
+    config, names = model.config, Names(arch, model.config.num_layers)
     adapted = [(name, linear, linear.lora) for name, linear in (*linears(model), *experts(model)) if linear.lora]
     if not adapted:
         raise ValueError("gguf-adapter: this model has no adapter; export the model itself with gguf")
@@ -294,11 +224,11 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
     found = []
     for name, _, lora in adapted:
         factor = np.float32(lora.scale * lora.rank / alpha)
-        if arch.fused_experts or not name.endswith(_GATE_UP):
-            found.append(_lora_tensors(names(f"{name}.weight"), lora, factor, _heads(config, arch, name)))
+        if arch.fused_experts or not name.endswith(GATE_UP):
+            found.append(_lora_tensors(names(f"{name}.weight"), lora, factor, heads_of(config, arch, name)))
             continue
         assert config.moe is not None
-        gate, up = _gate_and_up(config.moe.interleaved, lora.b.shape[1] // 2)
+        gate, up = gate_and_up(config.moe.interleaved, lora.b.shape[1] // 2)
         for part, rows in (("gate_proj", gate), ("up_proj", up)):
             part_name = names(f"{name.replace('gate_up_proj', part)}.weight")
             found.append(_lora_tensors(part_name, lora, factor, rows=rows))

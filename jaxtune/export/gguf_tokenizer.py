@@ -1,9 +1,4 @@
-"""A Hugging Face tokenizer as GGUF metadata.
-
-`tokenizer_fields` makes it, for exports of models as GGUF files, and `strips_as_phi3` says whether the model's name
-must have phi-3 in it, from which llama.cpp knows how whitespace is dropped. `_tokens`, `_words`, `_space_prefix` and
-`_scores` make parts of the metadata from the content of tokenizer.json, whose steps `_sequence` lists, and `_templates`
-from the chat template.
+"""A Hugging Face tokenizer as GGUF metadata (`tokenizer_fields`).
 
 llama.cpp implements tokenizers itself: "llama", which merges characters by scores as SentencePiece does, for
 tokenizers with byte_fallback (`_space_prefix`, `_scores`), and "gpt2", which merges bytes within words, for all others
@@ -14,40 +9,29 @@ that has steps which "llama" lacks, is refused: the model would read other token
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from typing import Any
 
-_GPT4_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+from jaxtune.models.files.gguf_tokens import (
+    BYTE,
+    BYTE_TOKEN,
+    CONTROL,
+    NORMAL,
+    NOT_STRIPPED,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    WORDS,
 )
-_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_O200K_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _CONTRACTED + "|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CONTRACTED + "|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# {(how text is divided into words, whether a word that is in the vocabulary is not merged): tokenizer.ggml.pre}
-_NAMES = {
-    (("split", _GPT4_WORDS % "{1,3}"), True): "llama-bpe",
-    (("split", _GPT4_WORDS % "{1,3}"), False): "dbrx",
-    (("split", _GPT4_WORDS % ""), False): "qwen2",
-    (("split", _O200K_WORDS), False): "gpt-4o",
-    (("gpt2",), False): "gpt-2",
-    (("digits", "gpt2"), False): "smollm",
-}
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_SPACE = "\u2581"  # SentencePiece writes a space so
-_NOT_STRIPPED = {"<unk>", "<s>", "<|endoftext|>"}  # Phi-3's tokenizer keeps whitespace after these
 
 
 def strips_as_phi3(tokenizer: Any) -> bool:
     """Whether the tokenizer drops the whitespace after its added tokens, except after <unk>, <s> and <|endoftext|>, as
     Phi-3's does, and has these three tokens and </s>, which llama.cpp needs in order to do the same. llama.cpp does it
     if and only if general.name contains "phi-3" or "phi3", so an export makes the name fit the tokenizer."""
-    marks = [token for token in tokenizer.added_tokens_decoder.values() if token.content not in _NOT_STRIPPED]
-    return {"</s>", *_NOT_STRIPPED} <= tokenizer.get_vocab().keys() and all(token.rstrip for token in marks)
+    marks = [token for token in tokenizer.added_tokens_decoder.values() if token.content not in NOT_STRIPPED]
+    return {"</s>", *NOT_STRIPPED} <= tokenizer.get_vocab().keys() and all(token.rstrip for token in marks)
 
 
 def tokenizer_fields(
@@ -83,7 +67,7 @@ def tokenizer_fields(
         raise ValueError("gguf: the tokenizer has no merges, and llama.cpp loads no BPE tokenizer without any")
     tokens, types = _tokens(parts, vocab_size)
     for number in (tokens.index(text) for text in shown if text in tokens):
-        types[number] = _USER_DEFINED
+        types[number] = USER_DEFINED
     if model.get("byte_fallback"):
         fields = {
             "tokenizer.ggml.model": "llama",
@@ -129,12 +113,12 @@ def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int
 
     def kind(number: int) -> int:
         if number not in texts:
-            return _UNUSED
+            return UNUSED
         if model.get("byte_fallback") and texts[number] == model.get("unk_token"):
-            return _UNKNOWN
+            return UNKNOWN
         if number in added:
-            return _CONTROL if added[number]["special"] else _USER_DEFINED
-        return _BYTE if model.get("byte_fallback") and _BYTE_TOKEN.fullmatch(texts[number]) else _NORMAL
+            return CONTROL if added[number]["special"] else USER_DEFINED
+        return BYTE if model.get("byte_fallback") and BYTE_TOKEN.fullmatch(texts[number]) else NORMAL
 
     return [texts.get(i, f"[PAD{i}]") for i in range(vocab_size)], [kind(i) for i in range(vocab_size)]
 
@@ -172,13 +156,13 @@ def _words(parts: dict[str, Any]) -> str:
             steps.append(step["type"])
     normalizers = {step["type"] for step in _sequence(parts["normalizer"], "normalizers")} - {"NFC"}
     way = (tuple(steps), bool(parts["model"].get("ignore_merges")))
-    if normalizers or way not in _NAMES:
+    if normalizers or way not in WORDS:
         raise ValueError(
             f"gguf: llama.cpp has no tokenizer that divides text into words as this one does (pre_tokenizer "
             f"{json.dumps(parts['pre_tokenizer'])[:200]}, normalizer {json.dumps(parts['normalizer'])[:100]}); "
-            f"it has {', '.join(_NAMES.values())}. Other formats, such as --to merged, can have any tokenizer"
+            f"it has {', '.join(WORDS.values())}. Other formats, such as --to merged, can have any tokenizer"
         )
-    return _NAMES[way]
+    return WORDS[way]
 
 
 def _space_prefix(parts: dict[str, Any]) -> bool:
@@ -194,18 +178,18 @@ def _space_prefix(parts: dict[str, Any]) -> bool:
     prefixed, replaced = False, False
     steps = _sequence(parts["normalizer"], "normalizers") + _sequence(parts["pre_tokenizer"], "pretokenizers")
     for step in steps:
-        if step["type"] == "Prepend" and step["prepend"] == _SPACE:
+        if step["type"] == "Prepend" and step["prepend"] == SPACE:
             prefixed = True
-        elif step["type"] == "Replace" and (step["pattern"], step["content"]) == ({"String": " "}, _SPACE):
+        elif step["type"] == "Replace" and (step["pattern"], step["content"]) == ({"String": " "}, SPACE):
             replaced = True
-        elif step["type"] == "Metaspace" and step["replacement"] == _SPACE:
+        elif step["type"] == "Metaspace" and step["replacement"] == SPACE:
             prefixed, replaced = step["prepend_scheme"] != "never", True
         elif not (
             step["type"] == "Split" and step["pattern"] == {"String": " "}
         ):  # Gemma's, which splits nothing, as all spaces were replaced before
             raise ValueError(f"gguf: llama.cpp has no tokenizer with {json.dumps(step)[:200]}")
     if not replaced:
-        raise ValueError(f"gguf: llama.cpp's tokenizer writes spaces as {_SPACE}, and this one does not")
+        raise ValueError(f"gguf: llama.cpp's tokenizer writes spaces as {SPACE}, and this one does not")
     return prefixed
 
 

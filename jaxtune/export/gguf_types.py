@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxtune.export import gguf_blocks
-from jaxtune.export.gguf_tensors import HEADS, Tensor
+from jaxtune.export.gguf_tensors import Tensor
+from jaxtune.models.files.gguf_names import HEADS
 
 # {outtype: (gguf's name of the type, the number of general.file_type)}
 OUTTYPES = {

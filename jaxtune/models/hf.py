@@ -33,9 +33,11 @@ from jaxtune.models.files import expert_files, file_plan, load_memory, passthrou
 from jaxtune.models.files.digests import base_digest, random_digest
 from jaxtune.models.files.file_plan import Group, Planned
 from jaxtune.models.files.folders import new_folder, require_new, require_space
+from jaxtune.models.files.gguf_reading import gguf_entries
 from jaxtune.models.files.model_folder import (
     INDEX,
     WEIGHTS,
+    is_gguf,
     load_tokenizer,
     read_config,
     read_generation_config,
@@ -107,8 +109,8 @@ class Pretrained:
         positions = config.context_length
         if max_length is not None and not 0 < max_length <= positions:
             raise ValueError(f"max_length {max_length} does not fit {folder}, which was made for {positions} positions")
-        entries = weight_entries(folder)
-        if config.num_layers > len(entries):
+        entries = {} if is_gguf(folder) else weight_entries(folder)
+        if entries and config.num_layers > len(entries):
             raise ValueError(
                 f"{folder}: config.json: num_hidden_layers = {config.num_layers}: the weights are {len(entries)} "
                 "tensors, fewer than one a layer; correct it, or fetch the weights again"
@@ -121,6 +123,8 @@ class Pretrained:
         flat = list(nnx.to_flat_state(state))
         self._variables = {tensor_name(where, norms, config.layers, config.head.name): (where, v) for where, v in flat}
         wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
+        if is_gguf(folder):
+            entries = gguf_entries(folder, config, wanted)
         entries, beside = passthrough.divide(entries, config, hf, whole)
         generation = read_generation_config(folder)
         self._source = Source(os.fspath(path), json.dumps(hf), generation, beside, is_nested(whole))
@@ -221,7 +225,8 @@ def from_pretrained(
     which copies them from their files; of other models, such as Gemma 3, only the text part is saved.
 
     Args:
-      path: folder with config.json and safetensors, or a hub name (the local cache is tried first); or a PEFT folder.
+      path: folder with config.json and safetensors, or a hub name (the local cache is tried first); a GGUF file, whose
+        numbers are decoded; or a PEFT folder.
       dtype: of weights and compute: "bfloat16", "float16" or "float32"; weights in another dtype are cast. None: the
         dtype that an adapter was trained in if its folder records it, else bfloat16.
       load_in: a format to which linears and experts of the layers are quantised on loading (jaxtune/pallas/formats),
@@ -321,7 +326,8 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
         hf, where = text_config(dict(config)), "a config"
     else:
         file = Path(config)
-        hf, where = text_config(read_config(file) if file.is_dir() else read_json(file)), os.fspath(config)
+        json_file = file.is_file() and not is_gguf(file)
+        hf, where = text_config(read_json(file) if json_file else read_config(file)), os.fspath(config)
     if hf.get("quantization_config"):
         raise ValueError(f"{where}: a model with random weights is not quantised; remove quantization_config")
     model = Decoder(config_from_hf(hf), key, dtype_name(dtype))

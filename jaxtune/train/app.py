@@ -90,7 +90,8 @@ def sampled_by(trainer: Trainer) -> Sampled:
     (`answered`), or a prompt and evaluation.max_new_tokens are more than the model's positions. trainer: the run's."""
     config, wanted, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
     (rows, _), positions = answered(config, wanted.exact_match_rows), trainer.model.given.config.context_length
-    questions = questions_of(trainer.tokenizer, rows, wanted.max_new_tokens, config.data.template, positions)
+    data = config.data
+    questions = questions_of(trainer.tokenizer, rows, wanted.max_new_tokens, data.template, positions, data.today)
     longest = max(len(one.prompt) for one in questions)
     return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, wanted.max_new_tokens)
 
@@ -117,7 +118,7 @@ def answer(
     rows, left_out = answered(config, settings.exact_match_rows)
     with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.exact_match_rows=0"):
         score, answers = exact_match(
-            model, tokenizer, rows, settings.max_new_tokens, config.data.template, batch_size=sampled.rows
+            model, tokenizer, rows, settings.max_new_tokens, config.data.template, sampled.rows, config.data.today
         )
     samples = [
         dict(zip(("question", "expected", "given"), one, strict=True))
@@ -347,7 +348,7 @@ class _Delivery:
         training". Returns {"exact_match", "rows", "samples"} of the function `answer`. `begin` calls it before training
         and `finish` after it; evaluations between steps do not."""
         assert self.trainer.sampled is not None  # set in __init__, as the config asks for answers
-        return answer(model, self.trainer.tokenizer, self.config, self.console, self.trainer.sampled, when)
+        return answer(model, self.trainer.tokenizer, self.trainer.config, self.console, self.trainer.sampled, when)
 
     def _take_numbers(self, run: dict[str, Any]) -> None:
         """Reads the results.json that an earlier process of this run wrote into the attribute `numbers`. The file is

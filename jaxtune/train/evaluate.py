@@ -24,6 +24,7 @@ def exact_match(
     max_new_tokens: int = 64,
     template: str | None = None,
     batch_size: int = 32,
+    today: str | None = None,
 ) -> tuple[float, list[tuple[str, str, str]]]:
     """Generates the last assistant message of each row greedily, and compares it with the row's own. `jaxtune train`
     and `jaxtune evaluate` measure exact match by it (evaluation.exact_match_rows). The reward function of the same name
@@ -45,6 +46,7 @@ def exact_match(
       template: a chat template, as data.template names it: a packaged one, a .jinja file, or Jinja text. None is the
         tokenizer's own, and takes the prompt of an example that has one as plain text.
       batch_size: the most prompts that are answered at a time; fewer if the memory has no room.
+      today: the day that the template writes, as data.today; None: the day of asking.
     Returns:
       (the share of right answers, [(question, expected, answer)] in the order of `rows`). The question is the content
       of the message before the answer; expected and answer are the texts that were compared.
@@ -56,7 +58,7 @@ def exact_match(
         raise ValueError("exact_match: there are no rows")
     if batch_size < 1:
         raise ValueError(f"exact_match: batch_size = {batch_size}: must be positive")
-    questions = questions_of(tokenizer, rows, max_new_tokens, template, model.config.context_length)
+    questions = questions_of(tokenizer, rows, max_new_tokens, template, model.config.context_length, today)
     encoder = RowEncoder(tokenizer)
     within = {token for mark in {one.mark for one in questions} for token in _tokens(tokenizer, mark)}
     ends = (encoder.end_ids - within) | set(end_token_ids(model))
@@ -99,6 +101,7 @@ def questions_of(
     max_new_tokens: int,
     template: str | None,
     positions: int,
+    today: str | None = None,
 ) -> list[Question]:
     """Makes a Question of each row, in their order. `exact_match` asks them; `app.sampled_by` calls it before training,
     so that a row that cannot be asked is reported then, and to plan the memory for the longest prompt.
@@ -110,10 +113,11 @@ def questions_of(
       template: a chat template, as data.template names it: a packaged one, a .jinja file, or Jinja text; None is the
         tokenizer's own, and takes the prompt of an example that has one as plain text.
       positions: the most tokens of prompt and answer that the model allows.
+      today: the day that the template writes, as data.today; None: the day of asking.
     Raises:
       ValueError: a row does not end with a message and the assistant's answer to it, or its prompt is too long.
     """
-    encoder = RowEncoder(tokenizer, template=template)
+    encoder = RowEncoder(tokenizer, template=template, today=today)
     questions = []
     for index, row in enumerate(rows):
         example = row if isinstance(row, Example) else normalize(row, "messages")

@@ -179,11 +179,10 @@ def _quantizable(model: Decoder) -> list[tuple[Component, Linear | ExpertLinear]
 
 
 def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Batch]]:
-    """Loads what `Sensitivity` needs: (the model of a recipe without its adapter, in 16 or 32 bits unless the
-    checkpoint itself stores quantised weights, which `Sensitivity` then refuses; batches of the first `rows` packed
-    rows, held-out ones if the recipe has some, otherwise of those that it trains on). Batches have up to 8,192 tokens,
-    or one longer row; rows that do not fill a last one are left out. config: the recipe's; its formats, QAT and adapter
-    are not used.
+    """(the model of a recipe without its adapter, in 16 or 32 bits unless the checkpoint itself stores quantised
+    weights; batches of the first `rows` packed rows, held-out ones if the recipe has some, otherwise of those that it
+    trains on). Batches have up to 8,192 tokens, or one longer row; the last one may end with rows of padding. config:
+    the recipe's; its formats, QAT and adapter are not used.
 
     Raises:
       ValueError: the recipe has another objective than sft, or a precision map already; it has no held-out rows, and
@@ -213,8 +212,12 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
     found = found.in_rows(max(found.longest, config.data.length))
     rows = min(rows, len(found.rows))
     size = min(rows, max(1, _BATCH_TOKENS // found.length))
-    source = found.batches(size, shuffle=False)
-    return model, [source.batch_at(step) for step in range(rows // size)]
+    batches = []
+    for first in range(0, rows, size):
+        batches.append(found.rows.empty(size))
+        for slot, row in enumerate(range(first, min(first + size, rows))):
+            found.rows.fill(batches[-1], slot, row)
+    return model, batches
 
 
 def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> list[str]:

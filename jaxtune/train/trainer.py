@@ -30,7 +30,7 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.pairs import PairDataset
-from jaxtune.train.data.templates import trained_tokenizer
+from jaxtune.train.data.templates import trained_tokenizer, writes_today
 from jaxtune.train.digests import code_of
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
@@ -47,11 +47,12 @@ from jaxtune.train.folder.record import (
     require_same_config,
     require_same_run,
     same_run,
+    with_today,
     write_config,
 )
 from jaxtune.train.folder.results import Delivery
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG
-from jaxtune.train.folder.run_rows import Reader, own_lanes, run_rows, samples, source_of
+from jaxtune.train.folder.run_rows import Reader, run_rows, samples, source_of
 from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
 from jaxtune.train.objectives import references
@@ -138,7 +139,7 @@ class Trainer:
         if not jax.tree.leaves(self.model.trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
         own_parts.require_nothing_beside(config, optimizer, schedule, objective)
-        self.config = config = recorded_config(config, self.model.prepared)
+        self.config = config = with_today(recorded_config(config, self.model.prepared), tokenizer)
         self.objective = objective or objective_of(config)
         self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
@@ -161,7 +162,6 @@ class Trainer:
         self.flops = flop_counter(self.model.prepared)
         config, mesh, planner = setup.planned(config, self.model, self.objective, self.batches, optimizer, trains)
         self.slots, self.answers = setup.with_slots(planner, self.model.prepared, self.batches, self.answers)
-        self.batches.divide(mesh.size, own_lanes(mesh))
         self.engine = Engine(*programs, planner, mesh, self.batches, config, self.eval_data and self.eval_data.rows)
 
     @property
@@ -389,7 +389,9 @@ class Trainer:
         """Lines (one str) of teacher, rows, documents, tokens, steps and warnings; the train command prints them."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
-        return "\n".join([*self.stored.described(self.model.prepared, self.objective), about])
+        dated = self.tokenizer is not None and writes_today(self.tokenizer, None)
+        today = report.today_note(self.config.data.today if dated else None)
+        return "\n".join([*self.stored.described(self.model.prepared, self.objective), about, *today])
 
     def memory_notes(self) -> list[str]:
         """Lines on each phase's memory and what will not fit, for the start of a run and --plan; [] on a CPU."""

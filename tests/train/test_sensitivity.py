@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax
@@ -112,3 +113,16 @@ def test_choose():
 def test_what_is_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         model_and_batches(load_config("quickstart", overrides), 1)
+
+
+def test_all_rows_that_are_asked_for_are_measured(base, tmp_path):
+    """Ten rows of 2,048 tokens make two whole batches and half of one."""
+    rows = [{"prompt": f"Count {n}:", "completion": " one two three"} for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = [f"model.path={base}", f"data.train={tmp_path / 'rows.jsonl'}", "data.eval=null", "data.packing=false"]
+    changes += ["data.length=2048", f"data.cache_dir={tmp_path}", "data.template=null"]
+    config = load_config("quickstart", [*changes, "evaluation.at_start=false", "evaluation.exact_match_rows=0"])
+    for count in (1, 4, 10, 16, 99):
+        _, batches = model_and_batches(config, count)
+        assert len({batch.tokens.shape for batch in batches}) == 1
+        assert sum(int(batch.segment_ids.any(1).sum()) for batch in batches) == min(count, 16)

@@ -108,6 +108,12 @@ def steps(output: Path) -> list[dict]:
     return [{key: line[key] for key in kept if key in line} for line in lines if "loss" in line or "eval_loss" in line]
 
 
+def shares(output: Path) -> list[float]:
+    """Of each step the share of tokens in its rows, without padding."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["real_tokens_per_second"] / line["tokens_per_second"] for line in lines if "loss" in line]
+
+
 def same_tensors(ours: Path, theirs: Path, tolerance: float = 0.0) -> None:
     a, b = load_file(ours), load_file(theirs)
     assert a.keys() == b.keys()
@@ -319,14 +325,16 @@ def test_four_processes_divide_a_base_and_rows_and_go_on_when_one_was_killed(rec
         same_tensors(output / file, whole / file, 1e-5)
 
 
-def test_two_processes_stream_the_rows_of_one_and_go_on_when_one_was_killed(recipe, tmp_path):
-    """Each reads a shard of its own, and every other row of the third."""
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_two_processes_mix_the_rows_of_one_and_go_on_when_one_was_killed(recipe, tmp_path, streaming):
+    """The files differ in size, and one device goes on with the rows of two."""
     lines = (recipe.parent / "rows.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "shards").mkdir()
-    for shard in range(3):
-        (tmp_path / "shards" / f"{shard}.jsonl").write_text("".join(lines[shard::3]))
-    wanted = [f"data.train={tmp_path}/shards", "data.streaming=true", "data.buffer_size=6", "data.eval=null"]
-    wanted += ["mesh.data=2", "data.packing=false", "steps=8", "checkpoint.every_steps=1"]
+    for shard, rows in enumerate((lines[:3], lines[3:])):
+        (tmp_path / "shards" / f"{shard}.jsonl").write_text("\n".join(rows))
+    mixed = f"[[{tmp_path}/shards, 3], [{recipe.parent}/eval.jsonl, 1]]"
+    wanted = [f"data.train={mixed}", f"data.streaming={streaming}", "data.buffer_size=6", "data.eval=null"]
+    wanted += ["mesh.data=2", "steps=8", "checkpoint.every_steps=1", "schedule.name=constant"]
     whole, output = tmp_path / "whole", tmp_path / "run"
     assert cli.main(["train", str(recipe), f"output={whole}", *wanted]) == 0
     ended = run_all(recipe, output, wanted, [("outlive", 0), ("kill", 5)])
@@ -335,8 +343,10 @@ def test_two_processes_stream_the_rows_of_one_and_go_on_when_one_was_killed(reci
     assert [code for code, _ in ended] == [0, 0] and "resuming from step" in ended[0][1], ended
     assert steps(output)[-8:] == steps(whole)[-8:]
     same_tensors(output / ADAPTER, whole / ADAPTER)
-    # The rows are divided by devices: on one device they would be others.
-    assert cli.main(["train", str(recipe), f"output={output}", *wanted, "mesh.data=1"]) == 2
+    assert shares(output)[-3:] == pytest.approx(shares(whole)[-3:])
+    for result in ("adapter", "merged"):
+        shutil.rmtree(output / result)
+    assert cli.main(["train", str(recipe), f"output={output}", *wanted, "mesh.data=1", "steps=9"]) == 0
 
 
 def test_preferences_and_qat_are_those_of_one_process(tmp_path):

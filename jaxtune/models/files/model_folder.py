@@ -1,8 +1,5 @@
-"""The files of a model's folder other than the data of tensors. `resolve_folder` finds the folder, locally or on the
-hub. `read_config` reads its config.json, `find_config` that of a model whose folder need not be there, `weight_entries`
-the index and the headers of its weight files, `read_generation_config` its generation_config.json, and `load_tokenizer`
-its tokenizer; `require_tokenizer` only looks whether there is one. `read_json` and `write_json` handle any JSON file,
-and `save_companions` writes what comes with the weights. A damaged file is refused with its name."""
+"""The files of a model's folder other than the data of tensors; a GGUF file stands for a folder. A damaged file is
+refused with its name."""
 
 from __future__ import annotations
 
@@ -119,25 +116,44 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, by its first bytes."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as stream:
+        return stream.read(4) == b"GGUF"
+
+
+def _in_folder(folder: Path) -> Path:
+    """A folder, or the GGUF file in it where that is all of the model that it has."""
+    if (folder / "config.json").exists() or not (files := sorted(folder.glob("*.gguf"))):
+        return folder
+    if len(files) > 1:
+        raise ValueError(f"{folder}: several GGUF files; give one of {', '.join(file.name for file in files)}")
+    return files[0]
+
+
 def resolve_folder(path: str | os.PathLike) -> Path:
     """The local folder of a model: `path` itself if it is a folder, or else the snapshot of a model on the Hugging Face
-    hub, downloaded if need be. The loader calls it first. What is in a local or a downloaded folder is not checked.
+    hub, downloaded if need be; or a GGUF file, named itself or alone in its folder.
 
     A snapshot in the local cache is used without asking the hub if it is complete and has a tokenizer. Otherwise the
     files that are missing are downloaded: config, safetensors and tokenizer, but no pickles. If that fails, a snapshot
     that lacks only the tokenizer is used.
 
     Args:
-      path: a folder, or a hub name such as "org/model".
+      path: a folder, a GGUF file, or a hub name such as "org/model".
     Raises:
-      ValueError: there is neither, or `path` is a file; one line says what was tried.
+      ValueError: there is none of them, or `path` is another file; one line says what was tried.
     """
     name = os.fspath(path)
     folder = Path(name).expanduser()
     if folder.is_dir():
+        return _in_folder(folder)
+    if is_gguf(folder):
         return folder
     if folder.is_file():
-        raise ValueError(f"{name} is a file; give the folder that holds config.json and the weights")
+        raise ValueError(f"{name} is a file, and not GGUF; give the folder that holds config.json and the weights")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", name) or name.startswith("."):
         raise ValueError(f"{name}: there is no such folder (and it is not a hub name like org/model)")
     from huggingface_hub import constants, snapshot_download
@@ -176,13 +192,16 @@ def resolve_folder(path: str | os.PathLike) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder, by which the loader knows the model. find_config calls it for a folder,
-    and an export reads back by it what it wrote.
+    """The parsed config.json of a model's folder, or the one that a GGUF file amounts to.
 
     Raises:
       ValueError: there is none, or it is not a JSON object. Of a run's folder the error names the subfolders "merged"
         and "adapter" that are there, and of an adapter's folder it says that this is an adapter.
     """
+    if is_gguf(folder):
+        from jaxtune.models.files.gguf_reading import read_gguf_config
+
+        return read_gguf_config(folder)
     file = folder / "config.json"
     if not file.exists():
         if (folder / "adapter_config.json").exists():
@@ -193,10 +212,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_config(path: str | os.PathLike) -> dict[str, Any]:
-    """The parsed config.json of a model whose weights are not needed: for a plan that a command shows without a run,
-    and for the planned memory of a teacher. `path` is a folder, a JSON file, the name of a published model whose config
-    this package contains (PUBLISHED, published.py), or another name on the Hugging Face hub, from which this one file
-    is then fetched into the local cache. The first of these that there is, in this order, is used. The caller may
+    """The parsed config.json of a model whose weights are not needed, for a plan.
+
+    `path` is a folder, a GGUF or JSON file, the name of a published model whose config this package contains
+    (PUBLISHED), or another name on the Hugging Face hub, from which this one file is then fetched. The caller may
     change what is returned.
 
     Raises:
@@ -205,7 +224,7 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
     name = os.fspath(path)
     local = Path(name).expanduser()
     if local.exists():
-        return read_config(local) if local.is_dir() else read_json(local)
+        return read_config(_in_folder(local)) if local.is_dir() or is_gguf(local) else read_json(local)
     if name in PUBLISHED:
         return copy.deepcopy(PUBLISHED[name])
     from huggingface_hub import hf_hub_download
@@ -267,6 +286,11 @@ def read_generation_config(folder: Path) -> str | None:
     Raises:
       ValueError: it is not a JSON object, or its eos_token_id is neither a token id nor a list of them.
     """
+    if is_gguf(folder):
+        from jaxtune.models.files.gguf_reading import end_tokens
+
+        ends = end_tokens(folder)
+        return json.dumps({"eos_token_id": ends}) if ends else None
     file = folder / "generation_config.json"
     if not file.exists():
         return None
@@ -309,8 +333,13 @@ def require_tokenizer(folder: Path) -> None:
     """Raises ValueError if a model's folder has no usable config.json, or none of the files from which a tokenizer is
     loaded; the error says which file is missing. Only the names of tokenizer files are looked at. By it a run whose
     model is a local folder, and whose config names no other tokenizer, is refused before anything is loaded."""
+    folder = _in_folder(folder)
     read_config(folder)
-    if not _has_tokenizer(folder):
+    if is_gguf(folder):
+        from jaxtune.models.files import gguf_reading, gguf_tokens
+
+        gguf_tokens.require_known(str(folder), gguf_reading.opened(folder).fields)
+    elif not _has_tokenizer(folder):
         raise ValueError(
             f"model.path = {str(folder)!r}: the folder has no {_TOKENIZER_FILES[0]} and no other tokenizer file: copy "
             "them from the model's repository, or set model.tokenizer to a folder that has them"
@@ -327,6 +356,8 @@ def load_tokenizer(folder: Path):
     Raises:
       ValueError: files from which no tokenizer can be built; a value of the wrong type, with file and key.
     """
+    if (folder := _in_folder(folder)).is_file():
+        return _of_gguf(folder)
     if not _has_tokenizer(folder):
         return None
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
@@ -338,14 +369,9 @@ def load_tokenizer(folder: Path):
         for key, check in _TOKENIZER_CHECKS.items():
             if settings.get(key) is not None:
                 check(f"{file}: {key}", settings[key])
-    # Otherwise transformers warns at import that torch is missing, which is not needed here.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer, is_torch_available
+    _import_transformers()
+    from transformers import AutoTokenizer
 
-    # The command hides torch from transformers (cli.console). transformers has looked for it now, and looks only once.
-    # Then the entry is removed, because other libraries take a hidden module for an imported one.
-    if not is_torch_available() and sys.modules.get("torch", ...) is None:
-        del sys.modules["torch"]
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer("a")  # some faults appear only in use
@@ -357,3 +383,21 @@ def load_tokenizer(folder: Path):
             "fetch them again, or name another folder (model.tokenizer)"
         ) from error
     return tokenizer
+
+
+def _import_transformers() -> None:
+    """Imports transformers, which else warns that torch is missing, and which looks for torch only once: a hidden torch
+    (cli.console) is then shown again, because other libraries take a hidden module for an imported one."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import is_torch_available
+
+    if not is_torch_available() and sys.modules.get("torch", ...) is None:
+        del sys.modules["torch"]
+
+
+def _of_gguf(file: Path):
+    """The tokenizer in a GGUF file."""
+    from jaxtune.models.files import gguf_reading, gguf_tokens
+
+    _import_transformers()
+    return gguf_tokens.tokenizer_of(str(file), gguf_reading.opened(file).fields)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtune.models.files import expert_files, headers, load_memory, quant, shards, stored_weights
+from jaxtune.models.files import expert_files, gguf_reading, headers, load_memory, quant, shards, stored_weights
 from jaxtune.models.files.digests import Digest, DigestCache
 from jaxtune.models.files.stored_weights import StoredEntry
 from jaxtune.models.files.tensor_entries import listed
@@ -117,8 +117,11 @@ def _read_plain(
 
     name: the model's name for the tensor, which is the tensor's key in `digest_cache` and enters the digest.
     Raises ValueError if a file ends early."""
-    stacked = isinstance(entry, expert_files.StackedEntry)
-    read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
+    if isinstance(entry, gguf_reading.GgufEntry):
+        read = gguf_reading.reader(entry)
+    else:
+        stacked = isinstance(entry, expert_files.StackedEntry)
+        read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
     if sharding is None or sharding.is_fully_replicated:
         host = read(0, entry.size_bytes).view(headers.DTYPES[entry.dtype]).reshape(entry.shape)
         return host, Digest.of(name, host)

@@ -31,7 +31,7 @@ class ModelConfig:
 
     __pydantic_config__ = _STRICT
 
-    path: Annotated[str | None, "Folder of a Hugging Face checkpoint, or its hub name."] = None
+    path: Annotated[str | None, "Folder of a Hugging Face checkpoint, its hub name, or a GGUF file."] = None
     from_config: Annotated[str | None, "A config.json: random weights, for pretraining from scratch."] = None
     tokenizer: Annotated[str | None, "Folder of the tokenizer; default: the one beside the model."] = None
     load_in: Annotated[

@@ -4,6 +4,8 @@ and writes them. What types cannot express is checked in `__post_init__`, for co
 
 from __future__ import annotations
 
+import datetime
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -12,6 +14,7 @@ from pydantic import ConfigDict
 from jaxtune.train.config.checks import fraction, not_negative, positive, require
 
 _STRICT = ConfigDict(extra="forbid")
+_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 REWARDS = "rewards"  # evaluation.generate: the functions that the run's objective learns from
 
 # The keys of `data` that decide how rows are tokenised and packed: arguments of `jaxtune.train.data.prepare`.
@@ -37,6 +40,14 @@ COLUMN_NAMES = (
 )
 
 
+def _is_day(text: str) -> bool:
+    """Whether it is a day of the calendar, as 2026-11-28."""
+    try:
+        return bool(_DAY.fullmatch(text)) and bool(datetime.date.fromisoformat(text))
+    except ValueError:
+        return False
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """The section `data` of a configuration: which rows are trained on and evaluated, how they are read, tokenised and
@@ -53,7 +64,7 @@ class DataConfig:
     eval: Annotated[str | None, "Held-out rows, in the same formats."] = None
     eval_rows: Annotated[
         int | float,
-        "Without data.eval: this many rows are taken out of data.train for evaluation; below 1: this share of them.",
+        "Without data.eval: this many distinct rows are taken out of data.train for evaluation; below 1: this share.",
     ] = 0
     format: Annotated[str, "Format of the rows; 'auto' reads it from their columns."] = "auto"
     columns: Annotated[
@@ -62,6 +73,10 @@ class DataConfig:
         "completion: reply}.",
     ] = None
     template: Annotated[str | None, "Name or file of a chat template; default: the tokenizer's own."] = None
+    today: Annotated[
+        str | None,
+        "The day that a chat template writes into rows, e.g. 2026-11-28; default: the day when the run first started.",
+    ] = None
     train_on: Annotated[Literal["responses", "all"], "Tokens that count in the loss."] = "responses"
     instruction_part: Annotated[str | None, "Text that opens a user turn: masks by markers, not by the template."] = (
         None
@@ -78,7 +93,10 @@ class DataConfig:
         "Fill rows with several whole documents; false: one padded document a row; step: a step has rows_per_step "
         "documents (or pairs), which share rows.",
     ] = True
-    overflow: Annotated[Literal["truncate", "split", "error"], "Documents longer than data.length."] = "truncate"
+    overflow: Annotated[
+        Literal["truncate", "split", "drop", "error"],
+        "Documents longer than data.length: cut, divided, left out, or an error.",
+    ] = "truncate"
     on_bad_row: Annotated[Literal["error", "skip"], "Rows that cannot be used; they are reported as file:line."] = (
         "error"
     )
@@ -92,6 +110,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(self.length >= 2, "data.length", self.length, "must be 2 or more")
+        require(self.today is None or _is_day(self.today), "data.today", self.today, "must be a day such as 2026-11-28")
         not_negative("data.eval_rows", self.eval_rows)
         require(
             self.eval_rows < 1 or self.eval_rows == int(self.eval_rows),

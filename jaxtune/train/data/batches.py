@@ -86,9 +86,9 @@ class BatchSource:
     `train_rows`.
 
     A subclass sets `rows_per_step` and defines `length` and `batch_at`, which makes the batch of a step; `empty` makes
-    one of padding. Before the first batch, `divide` says which rows this process needs, and `limit_slots` how many
-    answers may be sampled at a time. `position` and `resume` are for checkpoints, which also record `identity`;
-    `described`, `warnings` and `news` are texts for the screen, and `metrics_at` adds to the log.
+    one of padding. Before the first batch, `limit_slots` says how many answers may be sampled at a time. `position` and
+    `resume` are for checkpoints, which also record `identity`; `described`, `warnings` and `news` are texts for the
+    screen, and `metrics_at` adds to the log.
     """
 
     rows_per_step: int
@@ -100,10 +100,6 @@ class BatchSource:
     """The size of the batch in which the source samples answers with the model, by which the run plans memory for them
     (`limit_slots`). None if it samples none, or, as in on-policy distillation, takes the memory that is free when it
     samples."""
-    lanes: int = 1
-    """1 if each process makes all rows of a batch. Otherwise the number of lanes: blocks of consecutive rows, all of
-    the same size, into which a batch is divided, each computed by one device. A process then makes only the rows of its
-    own lanes and leaves the others empty."""
 
     @property
     def length(self) -> int:
@@ -140,9 +136,8 @@ class BatchSource:
         return Batch.empty(rows, self.length)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of a step (counted from 0), as numpy arrays `[rows_per_step, ...]`, which have the rows of all
-        devices. A source that has lanes fills only the rows of its process's own lanes (`divide`). A subclass defines
-        it; here it raises NotImplementedError.
+        """The batch of a step (from 0), as numpy arrays `[rows_per_step, ...]`: the rows of all devices, the same in
+        every process and whatever the number of devices. A subclass defines it; here it raises NotImplementedError.
 
         The run calls it for every step. Before the run, --check shows a row of step 0. Steps are asked for in ascending
         order, from the step that the run begins or resumes with. The latest one may be asked for again.
@@ -165,20 +160,10 @@ class BatchSource:
         It is called once the memory of the run is planned, if the source has `sampled_rows`, memory is limited and the
         run trains. By default, for a source that has no `sampled_rows`, it does nothing."""
 
-    def divide(self, lanes: int, own: Sequence[int]) -> None:
-        """Tells the source how devices share the rows of a batch; called once, before the first batch. By default
-        nothing is done: each process makes all rows.
-
-        Args:
-            lanes: the number of blocks of consecutive rows into which a batch is divided, one for each device.
-            own: the indices of the blocks whose rows this process needs. A source that sets its attribute `lanes` to
-                this number may leave the other rows empty.
-        """
-
     def position(self, step: int) -> Json:
         """What a checkpoint that is written before `step` must record, besides the number of the step, so that `resume`
         continues with the same batches; None, the default, if that number is enough. In a run of several processes, all
-        of them call this."""
+        of them call this and return the same."""
         return None
 
     def resume(self, step: int, position: Json) -> None:
@@ -188,7 +173,7 @@ class BatchSource:
     def identity(self) -> dict[str, Json]:
         """Values that identify the rows, such as checksums, by name, from which a run recognises its own rows; {} by
         default. They are stored in checkpoints, and a run whose values differ cannot resume, because it would continue
-        with other rows. The processes of a run compare them, before `divide` is called, and must all have the same."""
+        with other rows. The processes of a run compare them, and must all have the same."""
         return {}
 
     def functions(self) -> Mapping[str, Callable]:

@@ -15,8 +15,10 @@ that a folder records are checked against its tokens, because its checksums come
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -24,6 +26,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -39,6 +42,10 @@ from jaxtune.train.data.workers import Chunk
 # The files NAME.bin of a folder and their dtypes; `Documents` documents the fields.
 FIELDS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "trained": np.int64, "origins": np.int64}
 ABANDONED_SECONDS = 24 * 3600  # temporary folders older than this are deleted
+_HOME = Path(__file__).parents[3]  # which has the package
+_ROOTS = ("jaxtune.train.data.reading", "jaxtune.train.data.workers")
+_ROOMS = ("jaxtune.train.data.", "jaxtune.conversations.")  # whose modules decide tokens
+_RENDERERS = ("transformers", "tokenizers", "jinja2")  # packages that render and split
 OFFENDERS = 10  # the most entries of each list of a Summary, such as the bad rows; further rows are only counted
 DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # the errors of opening a damaged folder
 
@@ -496,10 +503,28 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
+@functools.cache
 def _code_fingerprint() -> str:
-    """A hash, 32 hex digits, of the source files that turn rows into tokens, so that a cache of older code is never
-    used and no version number must be raised by hand. The body lists the modules; a new one must be added there."""
-    here = Path(__file__).parent
-    names = ["reading", "row_files", "row_errors", "formats", "messages", "templates", "conversations", "markers"]
-    names += ["tokenizing", "spans", "workers", "cache"]
-    return hashlib.blake2b(b"".join((here / f"{name}.py").read_bytes() for name in names), digest_size=16).hexdigest()
+    """A hash, 32 hex digits, of the code that turns rows into stored tokens: this package's source, and the versions of
+    others."""
+    versions = "".join(f"{name} {metadata.version(name)}\n" for name in _RENDERERS)
+    sources = [file.read_bytes() for _, file in sorted(_imported(_ROOTS).items())] + [Path(__file__).read_bytes()]
+    return hashlib.blake2b(b"".join([versions.encode(), *sources]), digest_size=16).hexdigest()
+
+
+def _imported(modules: Iterable[str]) -> dict[str, Path]:
+    """{module: its file} of these modules and all that they import, at any depth, from `_ROOMS`."""
+    files: dict[str, Path] = {}
+    names = list(modules)
+    while names:
+        name = names.pop()
+        file = _HOME.joinpath(*name.split(".")).with_suffix(".py")
+        if name in files or not name.startswith(_ROOMS) or not file.is_file():
+            continue
+        files[name] = file
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:  # a name may be a module or of one
+                names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return files

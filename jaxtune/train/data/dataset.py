@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from jaxtune.conversations import dates
 from jaxtune.system import terminal
 from jaxtune.train.data.batches import Batches, Order
 from jaxtune.train.data.cache import Summary, cache_folder, cache_key, collect, open_or_build
@@ -21,7 +22,7 @@ from jaxtune.train.data.packaged import packaged_that_fit
 from jaxtune.train.data.packing import OVERFLOW_POLICIES, NothingUsable, Overflow, PackedRows, PackingReport
 from jaxtune.train.data.reading import Source, open_sources, read_rows
 from jaxtune.train.data.teacher_values import TaughtRows, TeacherValues
-from jaxtune.train.data.templates import resolve_template
+from jaxtune.train.data.templates import resolve_template, writes_today
 from jaxtune.train.data.workers import Chunk, encode_rows
 
 # The values of data.packing: True packs several documents into a row, False gives each a row of its own, and "step"
@@ -63,6 +64,8 @@ class TokenDataset:
     does) or "given" (as they were packed)."""
     max_documents: int | None = None
     """The most documents that a packed row may have, and for which its batches have room; None sets no limit."""
+    copies: int = 0
+    """Rows that `split` left out of training because they equal one that it held out."""
     teacher: TeacherValues | None = None
     """A teacher's log-probabilities, which the batches of the rows then have too, for distillation from stored values;
     None without."""
@@ -103,7 +106,12 @@ class TokenDataset:
         data.length was not tokenised, and that no response has a span that data.mask_spans masks. The rows are packed
         for it, with the errors of `rows`."""
         found, report = self.summary.warnings(), self.report
-        if report.dropped:
+        if report.dropped and self.overflow == "drop":
+            found.append(
+                f"{report.dropped:,} of {report.documents:,} documents left out: empty, or longer than data.length="
+                f"{self.length} (data.overflow=drop)"
+            )
+        elif report.dropped:
             found.append(
                 f"{report.dropped:,} of {report.documents:,} documents dropped: empty, or cut at data.length="
                 f"{self.length} before their first trained token; raise data.length"
@@ -112,6 +120,8 @@ class TokenDataset:
             found.append(
                 f"{self.summary.cut:,} documents are so long that their text beyond data.length was not tokenised"
             )
+        if self.copies:
+            found.append(f"{self.copies:,} rows are left out because they equal held-out ones (data.eval_rows)")
         if self.mask_spans and not self.summary.masked:
             found.append("data.mask_spans: no response holds such a span")
         return found
@@ -160,16 +170,11 @@ class TokenDataset:
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
     def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:
-        """Divides the documents into two data sets (train, eval), as data.eval_rows asks. `run_rows.run_rows` calls it
-        if data.eval_rows is set and no other rows are given to evaluate on. If others are given, it calls it only for a
-        Trainer that does not train, and uses only the first set. Rows that are streamed, mixed or sampled are not
-        divided.
-
-        eval_rows: the number of documents for evaluation, or below 1 the share of them. Those whose tokens have the
-        smallest hashes are chosen (`Documents.held_out`). Training documents that equal a held-out one are in neither
-        data set. Raises ValueError if either set would be empty."""
-        train, held_out = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
-        return self._of(train), self._of(held_out)
+        """(train, eval), as data.eval_rows asks. eval_rows: the number of distinct documents for evaluation, or below 1
+        the share of them, chosen by `Documents.held_out`. Training rows that equal one are in neither set, and are
+        counted as `copies` of the first. Raises ValueError if either set would be empty."""
+        train, held_out, copies = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
+        return dataclasses.replace(self._of(train), copies=copies), self._of(held_out)
 
     def _of(self, documents: np.ndarray) -> TokenDataset:
         """A copy of this data set with only the documents at the indices `documents` (int[n]), in that order; `split`
@@ -186,6 +191,7 @@ def prepare(
     format: str = "auto",
     columns: Mapping[str, str] | None = None,
     template: str | None = None,
+    today: str | None = None,
     train_on: Literal["responses", "all"] = "responses",
     instruction_part: str | None = None,
     response_part: str | None = None,
@@ -202,7 +208,7 @@ def prepare(
     say: Callable[[str], None] = print,
     poll: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
-    """Reads rows and tokenises them by a chat template, or opens the token cache of an earlier run. Objectives call it.
+    """Reads rows and tokenises them by a chat template, or opens the token cache of an earlier run.
 
     Args:
         source: the rows, in any of the forms that `reading.open_sources` takes.
@@ -213,6 +219,7 @@ def prepare(
         template: None or "tokenizer" (the tokenizer's own chat template), a name of packaged.py, the path of a .jinja
             file, or Jinja text. With None, Alpaca rows get Alpaca's prompt, and a prompt that is plain text is followed
             directly by its completion; with any other value both become a conversation.
+        today: the day that the template writes, such as 2026-11-28; None: the current one. Tokens are cached by it.
         train_on: "responses" trains on responses only, "all" on all tokens.
         instruction_part, response_part: markers, the texts that begin a user's turn and a response, both or neither.
             They find the responses instead of the template, except in rows whose own text has one or a special token.
@@ -220,7 +227,8 @@ def prepare(
         mask_spans: (opening, closing) pairs of texts, such as ("<think>", "</think>"): the tokens of a response from
             an opening to its closing, both included, or to the end of the response, are not trained on.
         packing: True puts several documents into a row, False one; "step" packs the documents of each step separately.
-        overflow: longer documents are cut ("truncate"), divided into pieces ("split"), or refused ("error").
+        overflow: longer documents are cut ("truncate"), divided into pieces ("split"), left out ("drop"), or refused
+            ("error").
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
         max_rows: the largest number of rows to read; None reads all.
         cache_dir: the folder of token caches; None: as `cache_folder` says. A list of dicts is not cached.
@@ -230,9 +238,6 @@ def prepare(
             the chosen answer and that with the rejected one; of a labelled row, which has one answer, one is empty.
         say: called with a line for the user if a folder of the token cache is damaged or cannot be read.
         poll: called several times a second while rows are tokenised; it may raise, and then no partial cache is left.
-
-    Returns:
-        The documents with their counts. Nothing is packed before `TokenDataset.rows` is read.
 
     Raises:
         ValueError: the data cannot be trained on (NothingUsable: no row or token) or changed while it was read, the
@@ -244,6 +249,7 @@ def prepare(
         resolve_template(tokenizer, template)
     options = {
         "template": template,
+        "today": (today or dates.today()) if writes_today(tokenizer, template) else None,
         "train_on": train_on,
         "instruction_part": instruction_part,
         "response_part": response_part,
@@ -298,7 +304,7 @@ def _changed_while_read(sources: list[Source], template: str | None) -> ValueErr
 
 def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> None:
     """Raises ValueError if one of these arguments of `prepare` has a value that is not allowed: on_bad_row (not
-    "error" or "skip"), overflow (not "truncate", "split" or "error"), or a `format` that does not fit `pairs`. A
+    "error" or "skip"), overflow, or a `format` that does not fit `pairs`. A
     preference or labelled format needs pairs=True, and pairs=True needs one of them. It is called before any row is
     read; a `format` that is not known at all is refused by `read_rows`."""
     if (format in (PREFERENCE, LABELLED)) != pairs:

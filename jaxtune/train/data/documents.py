@@ -120,38 +120,32 @@ class Documents:
         batch.positions[slot, at:end] = np.arange(count)
         return end
 
-    def held_out(self, firsts: np.ndarray, eval_rows: float, what: str) -> tuple[np.ndarray, np.ndarray]:
-        """Chooses the held-out rows: those `eval_rows` whose documents' tokens have the smallest hashes. The `split`
-        methods of TokenDataset and PairDataset use it for data.eval_rows, which takes rows out of data.train. The rows
-        of data.eval are a set of their own and are not chosen by it.
-
-        The choice depends neither on the order of the rows nor on a seed, so that other runs with the same rows hold
-        out the same. Training rows whose document equals that of a held-out row are in neither result. Only the
-        documents in `firsts` are compared, so the second documents of pairs may be on both sides.
+    def held_out(self, firsts: np.ndarray, eval_rows: float, what: str) -> tuple[np.ndarray, np.ndarray, int]:
+        """Chooses rows to hold out (data.eval_rows): of the distinct texts those with the smallest hashes, and of each
+        of them its first row. The choice of texts depends neither on the order of the rows nor on a seed.
 
         Args:
-            firsts: int[n], the index of the document that identifies each row (or each pair).
-            eval_rows: how many to choose, or between 0 and 1 which share of them, rounded to a whole number that is at
-                least 1.
+            firsts: int[n], the index of the document that identifies each row (or each pair); others are not compared.
+            eval_rows: how many texts to choose, or below 1 which share of them, rounded to at least 1.
             what: what is chosen, in plural ("rows" or "pairs"), for error messages.
 
         Returns:
-            (training, held-out): indices into `firsts`, int64, both in ascending order.
+            (training, held-out, copies): indices into `firsts`, int64, both ascending, and the number of rows in
+                neither, because they equal a held-out one.
 
         Raises:
-            ValueError: the number to choose is not between 1 and n - 1, or no training row is left.
+            ValueError: the number to choose is not between 1 and one less than the texts.
         """
-        eval_rows = max(1, round(eval_rows * len(firsts))) if 0 < eval_rows < 1 else int(eval_rows)
-        if not 0 < eval_rows < len(firsts):
-            raise ValueError(
-                f"data.eval_rows={eval_rows} must lie between 1 and {len(firsts) - 1}, one less than the {what}"
-            )
         hashes = self._hashes(firsts)
-        chosen = np.sort(np.argsort(hashes, kind="stable")[:eval_rows])
-        rest = np.flatnonzero(~np.isin(hashes, hashes[chosen]))
-        if not rest.size:
-            raise ValueError(f"all training {what} equal {what} held out for evaluation; lower data.eval_rows")
-        return rest, chosen
+        texts, first_rows = np.unique(hashes, return_index=True)
+        count = max(1, round(eval_rows * len(texts))) if 0 < eval_rows < 1 else int(eval_rows)
+        if not 0 < count < len(texts):
+            distinct = "" if len(texts) == len(firsts) else "distinct "
+            raise ValueError(
+                f"data.eval_rows={count} must lie between 1 and {len(texts) - 1}, one less than the {distinct}{what}"
+            )
+        training = np.flatnonzero(~np.isin(hashes, texts[:count]))
+        return training, np.sort(first_rows[:count]), len(firsts) - len(training) - count
 
     def _hashes(self, indices: np.ndarray) -> np.ndarray:
         """uint64[n]: a hash of the tokens of each of the documents at `indices` (int[n]), in that order, by which

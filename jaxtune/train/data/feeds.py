@@ -1,10 +1,8 @@
 """Batches whose rows are taken one at a time from feeds: from a stream, or from several sets of rows mixed by weight.
 
-A `RowSet` is a set of rows that may be too large to be read before the run. It makes one `Feed` for each lane, that is
-for each device that computes on rows of its own. In one epoch no two feeds of a set take the same row, and each feed
-can report its position, so that a resumed run continues with the next row. `FedBatches`, which `run_rows.run_rows`
-makes, takes the rows of each step from the feeds. `PreparedSet` is the RowSet of rows that were tokenised before the
-run, for mixtures, with `_PreparedFeed`; the RowSet of a stream is `streamed.StreamedRows`.
+A `RowSet` may be too large to be read before the run; a `Feed` takes its rows in order, and tells its position, so that
+a resumed run continues with the next row. The rows of a step depend neither on the number of devices nor on that of
+processes: each process makes all rows of a batch.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from jaxtune.system import processes
 from jaxtune.train.data.batches import Batch, BatchSource, Json, Rows, epoch_order
 
 if TYPE_CHECKING:
@@ -27,13 +24,11 @@ _CHOICE = 0x6D6978  # makes the draws of which set a row comes from independent 
 
 
 class Feed(Protocol):
-    """An endless iterator over the rows that one lane takes from one set. A lane is the block of a batch's rows that
-    one device computes on. `next` takes a row, `position` says for a checkpoint which one is next, and `close` ends the
-    feed. `RowSet.feed` makes feeds, and only FedBatches takes rows from them."""
+    """An endless iterator over the rows of one set."""
 
     def next(self) -> tuple[Rows, int]:
-        """Returns (rows, index): the next row is row `index` of `rows`. `rows.fill(batch, slot, index)` writes it into
-        row `slot` of a batch. It may wait until rows are read and tokenised, and raises the errors of reading them."""
+        """(rows, index): the next row is row `index` of `rows`. It may wait until rows are read and tokenised, and
+        raises the errors of reading them."""
         ...
 
     def position(self) -> Json:
@@ -49,11 +44,8 @@ class Feed(Protocol):
 
 
 class RowSet(Protocol):
-    """The interface of a set of rows, read before or during the run: a stream, or one of several sets that are mixed.
-    `FedBatches` makes one feed by `feed` for each lane, that is for each device, takes rows from these feeds, and
-    writes them into a batch that `empty` makes. `with_max_documents` may change the set in place, so only the set that
-    it returns is used afterwards. `identity` goes into checkpoints, so that a run cannot resume with other rows;
-    `described`, `warnings` and `news` are texts for the screen."""
+    """A set of rows, read before or during the run: a stream, or one of several sets that are mixed.
+    `with_max_documents` may change the set in place, so only the set that it returns is used afterwards."""
 
     @property
     def name(self) -> str:
@@ -85,15 +77,9 @@ class RowSet(Protocol):
         names of the `extra` arrays with those of the first."""
         ...
 
-    def feed(self, lane: int, lanes: int, seed: int, position: Json) -> Feed:
-        """The feed of one lane, from which FedBatches takes the rows of that lane's part of each batch.
-
-        Args:
-            lane: its number, from 0.
-            lanes: the number of lanes that divide the set among them.
-            seed: decides the order of the rows.
-            position: what `Feed.position` returned in the run that is resumed; None begins with the first row.
-        """
+    def feed(self, seed: int, position: Json) -> Feed:
+        """The rows from `position` on, which `Feed.position` returned in the run that is resumed; None: from the first
+        row. seed: decides the order of the rows."""
         ...
 
     def identity(self) -> dict[str, Json]:
@@ -128,7 +114,7 @@ class FedBatches(BatchSource):
         sets: one or several sets with rows of the same length.
         weights: a number for each set: rows are taken from the sets in these proportions on average. They need not sum
             to 1.
-        rows_per_step: the number of rows in a batch, a multiple of the number of lanes (`divide`).
+        rows_per_step: the number of rows in a batch.
         seed: decides the choice of sets and the order within each.
 
     Raises:
@@ -149,13 +135,12 @@ class FedBatches(BatchSource):
         self.rows_per_step = rows_per_step
         self._most, self._seed = most, seed
         self._bounds = np.cumsum(weights) / np.sum(weights)
-        self._own: tuple[int, ...] = (0,)
-        self._feeds: dict[int, list[Feed]] = {}
+        self._feeds: list[Feed] = []
         self._next = 0
-        self._begin: dict[str, Json] = {}
+        self._begin: list[Json] = [None] * len(sets)
         self._made: tuple[int, Batch] | None = None
         self._sources: collections.OrderedDict[int, list[str]] = collections.OrderedDict()
-        self._positions: collections.OrderedDict[int, dict[str, Json]] = collections.OrderedDict()
+        self._positions: collections.OrderedDict[int, list[Json]] = collections.OrderedDict()
 
     @property
     def length(self) -> int:
@@ -175,32 +160,22 @@ class FedBatches(BatchSource):
         is that of the first one."""
         return self.sets[0].empty(rows)
 
-    def divide(self, lanes: int, own: Sequence[int]) -> None:
-        """Divides the rows of a batch into `lanes` blocks of consecutive rows (one for each device with rows of its
-        own). This process will open feeds, and so read rows, only for the blocks with the indices `own`. Called once,
-        before the first batch; without it, there is one block, which this process reads."""
-        self.lanes, self._own = lanes, tuple(own)
-
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of `step` (from 0). It has the rows of the lanes of this process, the blocks of a batch's rows that
-        its devices compute on, and padding in the others. `model` is not used. Raises ValueError unless `step` is the
-        next one, or the one asked for last (which gives the same object again), because rows are read only once. It
-        waits for rows that are not read yet, and raises the errors of reading them."""
+        """The batch of `step` (from 0). Raises ValueError unless `step` is the next one, or the one asked for last
+        (which gives the same object again), because rows are read only once. It waits for rows that are not read yet,
+        and raises the errors of reading them."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         if step != self._next:
             raise ValueError(f"step {step} is asked for, but the next step of these rows is {self._next}")
-        feeds = self._open()
-        batch, sources, each = self.empty(self.rows_per_step), [], self.rows_per_step // self.lanes
-        chosen = self._choices(step)
-        for lane in self._own:
-            for slot in range(lane * each, (lane + 1) * each):
-                rows, row = feeds[lane][chosen[slot]].next()
-                rows.fill(batch, slot, row)
-                sources += rows.sources(row)
+        feeds, batch, sources = self._open(), self.empty(self.rows_per_step), []
+        for slot, number in enumerate(self._choices(step)):
+            rows, row = feeds[number].next()
+            rows.fill(batch, slot, row)
+            sources += rows.sources(row)
         self._made, self._next = (step, batch), step + 1
         self._sources[step] = sources
-        self._positions[step + 1] = {str(lane): [feed.position() for feed in feeds[lane]] for lane in self._own}
+        self._positions[step + 1] = [feed.position() for feed in feeds]
         for known in (self._sources, self._positions):
             while len(known) > _KEPT_STEPS:
                 known.popitem(last=False)
@@ -216,48 +191,40 @@ class FedBatches(BatchSource):
         chosen = np.searchsorted(self._bounds, draws.random_raw(self.rows_per_step) / 2.0**64, side="right")
         return np.minimum(chosen, len(self.sets) - 1).tolist()
 
-    def _open(self) -> dict[int, list[Feed]]:
-        """The feeds of the lanes of this process, the blocks of a batch's rows that its devices compute on: {lane: [a
-        feed for each set]}. They are opened on the first call and on the first after `close`, at the positions that
-        `resume` was given, or with the first rows in a new run. `batch_at` takes all its rows from them."""
+    def _open(self) -> list[Feed]:
+        """The feed of each set, opened at the positions of `resume` on the first call after `close`, too."""
         if not self._feeds:
-            for lane in self._own:
-                known = self._begin.get(str(lane))
-                places = known if isinstance(known, list) else [None] * len(self.sets)
-                self._feeds[lane] = [
-                    one.feed(lane, self.lanes, self._seed + (number << 48), place)
-                    for number, (one, place) in enumerate(zip(self.sets, places, strict=True))
-                ]
+            self._feeds = [
+                one.feed(self._seed + (number << 48), place)
+                for number, (one, place) in enumerate(zip(self.sets, self._begin, strict=True))
+            ]
         return self._feeds
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the documents of the rows of `step` came from, as `file:line`, for the lanes of this process; the run
-        prints it if the loss or gradient of the step is not finite. It is known of the last 4 steps that were made
-        (`_KEPT_STEPS`), because batches are made a step or two ahead; [] for other steps."""
+        """Where the documents of the rows of `step` came from, as `file:line`; [] unless it is one of the last 4 steps
+        that were made (`_KEPT_STEPS`)."""
         return self._sources.get(step, [])
 
     def position(self, step: int) -> Json:
-        """What a checkpoint before `step` records: {index of a lane, as text: [the position of its feed of each set]}
-        for all lanes. All processes call it, because each knows only the positions of its own lanes. The batch of
-        `step` - 1 must be one of the last 4 (`_KEPT_STEPS`) that were made; otherwise it raises KeyError. So it cannot
-        be asked before the first batch; a run saves nothing then."""
-        own = self._positions[step]
-        return {lane: place for found in processes.all_of(own) for lane, place in found.items()}
+        """What a checkpoint before `step` records: the position of the feed of each set. Raises KeyError unless the
+        batch of `step` - 1 is one of the last 4 (`_KEPT_STEPS`) that were made."""
+        return list(self._positions[step])
 
     def resume(self, step: int, position: Json) -> None:
-        """Continues with `step` as the next step, at the `position` that an earlier process recorded before that step
-        (what the method `position` returned). The trainer calls it when a run continues from a checkpoint. Open feeds
-        are closed, and new ones are opened with the next batch."""
-        assert isinstance(position, dict), "a checkpoint of these rows has a position"
+        """Continues with `step` as the next step, at what `position(step)` returned in an earlier process. Older
+        versions recorded {"0": positions} for one device, whose rows were those that all runs have now."""
+        known = position["0"] if isinstance(position, dict) and [*position] == ["0"] else position
+        if not isinstance(known, list) or len(known) != len(self.sets):
+            raise ValueError(f"the checkpoint's position in the rows is not one of {len(self.sets)} sets: {position!r}")
         self.close()
-        self._next, self._begin, self._made = step, position, None
+        self._next, self._begin, self._made = step, known, None
 
     def identity(self) -> dict[str, Json]:
         """What checkpoints record, so that a run is not resumed with other rows: the values of the only set, or of all
-        sets with their shares ("sets"), and the number of lanes ("lanes"), since other lanes would get other rows: a
-        run with another number of devices cannot resume."""
+        sets with their shares ("sets"). Older versions divided the rows among as many "lanes" as there were devices;
+        with one they had the rows that all runs have now."""
         known = self.sets[0].identity() if len(self.sets) == 1 else {"sets": self._mixed_identity()}
-        return {**known, "lanes": self.lanes}
+        return {**known, "lanes": 1}
 
     def _mixed_identity(self) -> dict[str, Json]:
         """{index of a set, as text: the set's `identity()`, with its share of the rows, 0 to 1, as "share"}: the part
@@ -271,16 +238,14 @@ class FedBatches(BatchSource):
 
     def described(self, total_steps: int) -> list[str]:
         """Two lines for the screen before a run of `total_steps` steps: each set, with its share of the rows if there
-        are several, and the numbers of steps, of rows in a step and, if there are several lanes, of these (as
-        devices)."""
+        are several, and the numbers of steps and of rows in a step."""
         shares = np.diff(self._bounds, prepend=0.0)
         words = [one.described() for one in self.sets]
         if len(words) > 1:
             words = [f"{share:.1%} of the rows from {text}" for share, text in zip(shares, words, strict=True)]
-        divided = "" if self.lanes == 1 else f", divided over {self.lanes} devices"
         return [
             f"training rows: {'; '.join(words)}",
-            f"{total_steps:,} steps of {self.rows_per_step:,} rows, which are made during the run{divided}",
+            f"{total_steps:,} steps of {self.rows_per_step:,} rows, which are made during the run",
         ]
 
     def warnings(self) -> list[str]:
@@ -297,8 +262,8 @@ class FedBatches(BatchSource):
     def close(self) -> None:
         """Closes the open feeds and with them their threads and files, when the run ends; the next batch would open new
         ones, so `resume` calls it too. Without open feeds it does nothing."""
-        feeds, self._feeds = self._feeds, {}
-        for feed in (feed for several in feeds.values() for feed in several):
+        feeds, self._feeds = self._feeds, []
+        for feed in feeds:
             feed.close()
 
 
@@ -333,17 +298,10 @@ class PreparedSet:
         it is another, FedBatches only compares the names of its `extra` arrays with those of the first."""
         return self.data.rows.empty(rows)
 
-    def feed(self, lane: int, lanes: int, seed: int, position: Json) -> _PreparedFeed:
-        """The feed of one lane, that is of one device. It begins with row `lane` and takes every `lanes`-th row of the
-        set's epochs, one epoch after another, each in an order of its own.
-
-        Args:
-            lane: the number of the lane, from 0.
-            lanes: how many lanes there are.
-            seed: decides the order of the rows.
-            position: the number of rows that the lane took in the run that is resumed; None is 0.
-        """
-        return _PreparedFeed(self.data.rows, lane, lanes, seed, position if isinstance(position, int) else 0)
+    def feed(self, seed: int, position: Json) -> _PreparedFeed:
+        """The rows of the set's epochs, one after another, each in an order of its own, after the first `position`
+        rows (None: 0). seed: decides the orders."""
+        return _PreparedFeed(self.data.rows, seed, position if isinstance(position, int) else 0)
 
     def identity(self) -> dict[str, Json]:
         """Values, by name, that identify the rows, as `Batches.identity` gives them: the number of packed rows, a
@@ -369,27 +327,24 @@ class PreparedSet:
 
 
 class _PreparedFeed:
-    """The feed of a PreparedSet: the packed `rows` in the order of an epoch (`epoch_order`, by `seed`), then in that of
-    the next epoch, and so on without end. Of this sequence lane number `lane` of `lanes` takes every `lanes`-th row,
-    beginning with row `lane`, so in one epoch no two lanes take the same row. taken: how many rows the lane took in the
-    run that is resumed, 0 in a new one. `PreparedSet.feed` makes it."""
+    """The packed `rows` in the order of an epoch (`epoch_order`, by `seed`), then in that of the next one, without end.
+    taken: how many rows were taken in the run that is resumed."""
 
-    def __init__(self, rows: Rows, lane: int, lanes: int, seed: int, taken: int):
-        self._rows, self._lane, self._lanes, self._seed, self._taken = rows, lane, lanes, seed, taken
+    def __init__(self, rows: Rows, seed: int, taken: int):
+        self._rows, self._seed, self._taken = rows, seed, taken
         self._order: tuple[int, np.ndarray] | None = None
 
     def next(self) -> tuple[Rows, int]:
-        """Takes the next row of this lane, and returns (rows, index): it is row `index` of the packed rows `rows`,
-        which FedBatches writes into the lane's part of a batch. It never waits and never ends."""
-        epoch, place = divmod(self._taken * self._lanes + self._lane, len(self._rows))
+        """(rows, index): the next row is row `index` of the packed rows `rows`."""
+        epoch, place = divmod(self._taken, len(self._rows))
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, epoch_order(len(self._rows), self._seed, epoch)
         self._taken += 1
         return self._rows, int(self._order[1][place])
 
     def position(self) -> Json:
-        """The number of rows taken so far, which a checkpoint records; it is the `taken` of the resumed run."""
+        """The number of rows taken."""
         return self._taken
 
     def close(self) -> None:
-        """Does nothing: this feed has no thread or file to release. The method is there because every feed has one."""
+        """Does nothing: there is no thread or file."""

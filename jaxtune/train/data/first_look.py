@@ -40,7 +40,7 @@ def require_readable(config: TrainConfig) -> None:
         for rows in names:
             _look(key, rows, config)
     model = config.model
-    if model.path is not None and model.tokenizer is None and (folder := Path(model.path).expanduser()).is_dir():
+    if model.path is not None and model.tokenizer is None and (folder := Path(model.path).expanduser()).exists():
         require_tokenizer(folder)
 
 

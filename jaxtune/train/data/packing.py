@@ -21,9 +21,9 @@ import numpy as np
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.documents import Document, Documents
 
-# The values of data.overflow: documents longer than a row are cut, divided into pieces, or refused.
-Overflow = Literal["truncate", "split", "error"]
-OVERFLOW_POLICIES = ("truncate", "split", "error")
+# The values of data.overflow: documents longer than a row are cut, divided into pieces, left out, or refused.
+Overflow = Literal["truncate", "split", "drop", "error"]
+OVERFLOW_POLICIES = ("truncate", "split", "drop", "error")
 
 
 class NothingUsable(ValueError):
@@ -56,8 +56,8 @@ class PackingReport:
     split: int
     """Documents that were divided into several pieces."""
     dropped: int
-    """Documents that are in no row: empty ones, and those that lost every trained token when they were cut or divided;
-    both of each pair that is left out."""
+    """Documents that are in no row: empty ones, those that lost every trained token when they were cut or divided, and
+    with overflow="drop" the long ones; both of each pair that is left out."""
     max_documents: int
     """The most documents (or pieces) in any row; for pairs the number that batches have room for."""
     untrained_pieces: int = 0
@@ -157,7 +157,8 @@ def plan_rows(
     Args:
         lengths: int[n], the number of tokens of each document.
         length: the number of tokens in a row, at least 2.
-        overflow: documents longer than a row are cut ("truncate"), divided into pieces ("split"), or refused ("error").
+        overflow: documents longer than a row are cut ("truncate"), divided into pieces ("split"), left out ("drop"), or
+            refused ("error").
         packing: True puts several pieces into a row; False gives every piece a row of its own.
         name: gives the name of a document by its index, for the message that refuses it.
         is_trained: takes (document, offset, count) of a piece of a split document, and says whether a token of it is
@@ -196,7 +197,7 @@ def _pieces(
     Args:
         lengths: int64[n], the number of tokens of each document.
         length: the number of tokens in a row.
-        overflow: "truncate", "split" or "error".
+        overflow: "truncate", "split", "drop" or "error".
         name: gives the name of a document by its index, for the message.
 
     Returns:
@@ -212,14 +213,14 @@ def _pieces(
             first = int(too_long[0])
             raise ValueError(
                 f"{too_long.size} documents are longer than data.length={length}, first {name(first)} with "
-                f"{lengths[first]} tokens; raise data.length, or set data.overflow to truncate or split"
+                f"{lengths[first]} tokens; raise data.length, or set data.overflow to truncate, split or drop"
             )
     if overflow == "split":
         parts = -(-lengths // length)
         document = np.repeat(np.arange(len(lengths)), parts)
         offset = (np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)) * length
         return document, offset, np.minimum(lengths[document] - offset, length)
-    document = np.flatnonzero(lengths)
+    document = np.flatnonzero(lengths if overflow != "drop" else (lengths > 0) & (lengths <= length))
     return document, np.zeros(len(document), np.int64), np.minimum(lengths[document], length)
 
 
@@ -273,7 +274,7 @@ class PackedRows:
     Args:
         documents: the documents.
         length: the number of tokens in a row.
-        overflow: what happens to documents longer than a row: "truncate", "split" or "error".
+        overflow: what happens to documents longer than a row: "truncate", "split", "drop" or "error".
         packing: True puts several documents into a row; False gives every document a row of its own.
         max_documents: the most documents in a row. The attribute `max_documents` then has this value even if no row has
             as many. None sets no limit, and the attribute is the most that any row has.
@@ -307,6 +308,8 @@ class PackedRows:
                     truncated += 1
                     cut_tokens += int(lengths[index]) - length
                 trained[index] = kept
+        if overflow == "drop":
+            trained[too_long] = 0
         self.documents = documents
         self.length = length
         self.plan = plan_rows(

@@ -41,7 +41,7 @@ class PackedPairs:
         documents: two documents for each pair.
         length: without `width`, the most tokens of a pair, and the length of a row; with `width`, the most tokens of
             each document.
-        overflow: what happens to what is longer: "truncate" or "error".
+        overflow: what happens to what is longer: "truncate", "drop" or "error".
         packing: True puts several pairs into a row; False gives every pair a row of its own.
         reference: float32[documents] or None, the sum of the log-probabilities of each document's answer under the
             reference model. NaN where it is not computed yet; it is filled in place later.
@@ -74,7 +74,9 @@ class PackedPairs:
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
         if overflow == "split":
-            raise ValueError("data.overflow = 'split': a pair cannot be laid out in pieces; set truncate or error")
+            raise ValueError(
+                "data.overflow = 'split': a pair cannot be laid out in pieces; set truncate, drop or error"
+            )
         self.documents, self.length, self.full = documents, width or length, False
         self.reference, self.labels = reference, labels
         lengths = np.asarray(documents.lengths).reshape(-1, 2)
@@ -84,7 +86,7 @@ class PackedPairs:
                 plan_rows(lengths.reshape(-1), length, overflow="error", packing=False, name=documents.source)
         else:
             kept = _shortened(lengths, length) if width is None else np.minimum(lengths, length)
-        if whole:
+        if whole or overflow == "drop":
             kept = np.where((kept < lengths).any(1, keepdims=True), 0, kept)
         trained = np.array(documents.trained).reshape(-1, 2)
         for pair, side in np.argwhere(kept < lengths):
@@ -243,11 +245,10 @@ class PairDataset(TokenDataset):
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:
-        """Divides the pairs into (train, eval), as data.eval_rows asks, each with the references and labels of its
-        pairs. eval_rows: the number of pairs for evaluation, or below 1 a share of them. Those whose first documents
-        have the smallest hashes are chosen (`Documents.held_out`); training pairs with the same first document as one
-        of them are in neither data set. Raises ValueError if either set would be empty."""
-        rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")
+        """(train, eval), as TokenDataset.split, each with the references and labels of its pairs. A pair is known by
+        its first document."""
+        firsts = np.arange(0, len(self.documents), 2)
+        training, chosen, copies = self.documents.held_out(firsts, eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:
             """A copy with only the pairs at the indices `pairs` (int64[n]), in that order."""
@@ -258,4 +259,4 @@ class PairDataset(TokenDataset):
                 self, documents=self.documents.select(indices), reference=reference, labels=labels
             )
 
-        return of_pairs(rest), of_pairs(chosen)
+        return dataclasses.replace(of_pairs(training), copies=copies), of_pairs(chosen)

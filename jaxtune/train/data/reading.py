@@ -66,6 +66,8 @@ class Source:
     streams: bool = True
     """True if it can be read with only a few rows in memory at a time; False if it must be read whole, as a JSON array,
     which data.streaming refuses."""
+    set_epoch: Callable[[int], None] | None = None
+    """Tells a data set that orders its own rows which pass over it is read next, from 0; None for others."""
     part: bool = False
     """True for the rows of a window of a stream after the first; False for all other sources. `prepare` shows no
     progress bar for such rows, and accepts them if no response in them ends its turn. It does not decide whether a
@@ -285,6 +287,7 @@ def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
         lambda after: read_dataset(dataset, name, after),
         (lambda: f"{name} {fingerprint}") if fingerprint else None,
         (lambda: len(dataset)) if hasattr(dataset, "__len__") else None,
+        set_epoch=getattr(dataset, "set_epoch", None),
     )
     return [source]
 

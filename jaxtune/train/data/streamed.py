@@ -1,14 +1,10 @@
 """Streams: rows that are read during the run, from files too large to be tokenised before it or from data sets that
 come over a network.
 
-A stream is a list of shards (`reading.Source`), which are divided among the lanes: each lane has the same number of
-whole shards of its own, and takes every `lanes`-th row of the shards that remain. A lane reads its shards in an order
-drawn for the epoch, one window of rows at a time. A window is tokenised and packed like a small data set, and its
-packed rows are used in an order drawn for the window, while a thread makes the next window. So only two windows of a
-lane are in memory, beside the first window of the stream, which shows before the run whether its rows can be used. A
-checkpoint records where the current window begins and how many of its rows were used; a resumed run reads that window
-again and continues with the same row. `StreamedRows` is the stream as a set of rows (`feeds.RowSet`), and `StreamFeed`
-the feed of one lane.
+A stream is a list of shards (`reading.Source`), read one after another in an order drawn for the epoch, a window of
+rows at a time. A window is tokenised and packed like a small data set, and its packed rows are used in an order drawn
+for the window, while a thread makes the next one. Every process of a run reads and tokenises all of the stream, so that
+the rows of a step depend neither on the number of devices nor on that of processes.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxtune.system.terminal import printable
-from jaxtune.train.data.batches import Batch, Json, Rows, epoch_order
+from jaxtune.train.data.batches import ORDERS, Batch, Json, Order, Rows
 from jaxtune.train.data.packing import NothingUsable
 from jaxtune.train.data.reading import Source, Window
 from jaxtune.train.data.row_files import Row
@@ -41,28 +37,26 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4_096  # how many pieces of a file its fingerprint
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A position between two rows of a lane. A lane is the sequence of rows that one device (or one group of devices)
-    takes from the stream. Windows begin and end at such positions, and a checkpoint records one."""
+    """A position between two rows of a stream. Windows begin and end at such positions."""
 
     epoch: int = 0
     """The number of the epoch, from 0."""
     shard: int = 0
     """The index of the shard in the order of that epoch."""
     row: int = 0
-    """The number of the last row of that shard before the position; 0 is the beginning of the shard."""
+    """`Row.number` of the last row of that shard before the position; 0 is the beginning of the shard."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _TokenisedWindow:
-    """A window, the rows of a lane that are tokenised and packed at a time, from which a feed takes packed rows.
-    `StreamedRows.tokenised` makes it."""
+    """The packed rows of a window, the rows that are tokenised and packed at a time."""
 
     begin: _Place
     """The position before its first row."""
     end: _Place
     """The position after its last row."""
     number: int
-    """The number of the window in its lane, from 0."""
+    """The number of the window in the run, from 0."""
     rows: Rows
     """Its packed rows."""
     order: np.ndarray
@@ -70,20 +64,20 @@ class _TokenisedWindow:
 
 
 class StreamedRows:
-    """A stream as a set of rows (`feeds.RowSet`) that is read during the run, a window of rows at a time, by one feed
-    for each lane (a device, or a group of devices, that computes on rows of its own).
+    """A stream as a set of rows (`feeds.RowSet`) that is read during the run, a window of rows at a time.
 
-    The constructor reads and tokenises a first window, with the shards in the order given. It shows whether the rows
-    can be used, and how many documents fit into a packed row. The attribute `first` is that window as a data set; the
-    feeds read its rows again.
+    The constructor reads and tokenises a first window, with the shards in the order given: `first`, a data set that
+    shows whether the rows can be used, and how many documents fit into a packed row. The feed reads its rows again.
 
     Args:
         name: the name of the stream in messages.
         sources: its shards, from `reading.open_sources`.
-        prepare: a function that tokenises a Window and returns it as a data set, or raises `NothingUsable` if none of
-            it can be trained on. The threads of the feeds call it too.
+        prepare: tokenises a Window and returns it as a data set, or raises `NothingUsable` if none of it can be trained
+            on. The thread of the feed calls it too.
         buffer_size: the most rows of a window. One that reaches 64 Mi characters (`WINDOW_CHARACTERS`) or the end of an
             epoch has fewer.
+        order: "shuffled" draws an order of the shards for each epoch and one of the packed rows for each window;
+            "given" keeps both as they are.
 
     Raises:
         ValueError: a shard cannot be read, or only as a whole (a JSON array); or no row of the first window can be
@@ -96,9 +90,8 @@ class StreamedRows:
         sources: Sequence[Source],
         prepare: Callable[[Window], TokenDataset],
         buffer_size: int,
+        order: Order = "shuffled",
     ):
-        """Takes the fingerprints of the files, and reads, tokenises and packs the first window. The class describes the
-        arguments."""
         for source in sources:
             if not source.streams:
                 raise ValueError(
@@ -106,7 +99,7 @@ class StreamedRows:
                     "Parquet, or set data.streaming: false"
                 )
         self.name, self.sources, self._prepare = name, tuple(sources), prepare
-        self.buffer_size = buffer_size
+        self.buffer_size, self.order = buffer_size, order
         self._fingerprints = {s.name: _file_fingerprint(s.file) for s in sources if s.file is not None}
         self._counts = {"rows": 0, "bad": 0}
         self._news: list[str] = []
@@ -149,11 +142,10 @@ class StreamedRows:
         FedBatches writes the rows of a step (RowSet.empty)."""
         return self.first.rows.empty(rows)
 
-    def feed(self, lane: int, lanes: int, seed: int, position: Json) -> StreamFeed:
-        """The feed of lane number `lane` (from 0) of `lanes` lanes, each of which is a device (or a group of devices)
-        that reads rows of its own. seed: decides, with the lane, the order of its shards and rows. position: what
-        `StreamFeed.position` returned in the run that is resumed; None begins with the first row."""
-        return StreamFeed(self, lane, lanes, seed + (lane << 32), position)
+    def feed(self, seed: int, position: Json) -> StreamFeed:
+        """The rows from `position` on, which `StreamFeed.position` returned in the run that is resumed; None: from the
+        first row. seed: decides the order of shards and rows."""
+        return StreamFeed(self, seed, position)
 
     def identity(self) -> dict[str, Json]:
         """Values that identify the stream, by name: the buffer size, a checksum of the first window's tokens, and the
@@ -163,6 +155,7 @@ class StreamedRows:
         known: dict[str, Json] = {
             "buffer_size": self.buffer_size,
             "first_tokens_crc32": self.first.documents.tokens_crc32,
+            **({} if self.order == "shuffled" else {"order": self.order}),
         }
         root = os.path.commonpath([os.path.dirname(name) for name in self._fingerprints]) if self._fingerprints else ""
         shards: dict[str, Json] = {os.path.relpath(name, root): mark for name, mark in self._fingerprints.items()}
@@ -193,13 +186,15 @@ class StreamedRows:
 
     # ---- used by its feeds
 
-    def read(self, source: Source, after: int) -> Iterator[Row]:
-        """Yields the rows of a shard (`source`) whose number is above `after`. The constructor and the feeds read with
-        it. If the shard is a file, its fingerprint is compared first, so that no run mixes two versions of a file.
+    def read(self, source: Source, after: int, epoch: int = 0) -> Iterator[Row]:
+        """Yields the rows of a shard whose number is above `after`, in pass `epoch` over the stream. The fingerprint of
+        a file is compared first, so that no run mixes two versions of it.
 
         Raises:
             ValueError: the shard is missing, has changed since this object was made, or cannot be read.
         """
+        if self.order == "given" and source.set_epoch is not None:
+            source.set_epoch(epoch)
         known = self._fingerprints.get(source.name)
         try:
             if source.file is not None and _file_fingerprint(source.file) != known:
@@ -220,9 +215,9 @@ class StreamedRows:
 
         Args:
             begin, end: the positions before its first row and after its last one.
-            number: the number of the window in its lane, from 0.
+            number: the number of the window in the run, from 0.
             rows: the rows of the window, at least one.
-            key: the seed of the lane, from which, with `number`, the order of the packed rows is drawn.
+            key: the seed of the feed, from which, with `number`, the order of the packed rows is drawn.
 
         Raises:
             ValueError: its batches have other `extra` arrays than those of the first window, or `prepare` refuses it by
@@ -240,7 +235,7 @@ class StreamedRows:
                 f"rows {sorted(known)}: give a column such as margin to all rows, or to none"
             )
         self._count(len(rows), made.summary.bad_rows, *made.summary.offenders[:1])
-        return _TokenisedWindow(begin, end, number, packed, epoch_order(len(packed), key, number))
+        return _TokenisedWindow(begin, end, number, packed, ORDERS[self.order](len(packed), key, number))
 
     def _count(self, rows: int, bad: int, lately: str = "") -> None:
         """Adds a window's rows to the counts, and a sentence to `news` if some are left out; `tokenised` calls it for
@@ -253,38 +248,25 @@ class StreamedRows:
                 counts = f"{self._counts['bad']:,} of {self._counts['rows']:,}"
                 self._news.append(f"{self.name}: {counts} rows left out as bad so far, lately {lately}")
 
-    def note_epoch(self, epoch: int, lane: int) -> None:
-        """Called by a feed when it reaches the end of an epoch: adds a sentence to those that `news()` returns.
-
-        Args:
-            epoch: how many times the lane has read all its rows.
-            lane: the index of the lane, that is of the device that reads rows of its own; the sentence names it if it
-                is not 0.
-        """
+    def note_epoch(self, epoch: int) -> None:
+        """Adds to `news` that every row was read `epoch` times."""
         with self._lock:
-            of = "" if lane == 0 else f" by device {lane}"
-            self._news.append(f"{self.name}: every row was read {epoch} times{of}; it begins anew in another order")
+            order = "in another order" if self.order == "shuffled" else "in the same order"
+            self._news.append(f"{self.name}: every row was read {epoch} times; it begins anew {order}")
 
 
 class StreamFeed:
-    """The feed of one lane of a stream: it gives without end the packed rows that one device (or one group of devices)
-    takes (`feeds.Feed`). A thread makes the next window while the rows of the current one are taken; the constructor
-    starts it for the first window. `StreamedRows.feed` makes the feed.
+    """The packed rows of a stream, without end (`feeds.Feed`). A thread makes the next window while the rows of the
+    current one are taken.
 
     Args:
-      stream: the stream, whose shards are divided among the lanes.
-      lane, lanes: the number of this lane, from 0, and how many lanes there are.
-      key: the seed of the lane's orders of shards and rows.
+      stream: the stream.
+      key: the seed of the orders of shards and rows.
       position: what `position` returned in the run that is resumed, or None.
     """
 
-    def __init__(self, stream: StreamedRows, lane: int, lanes: int, key: int, position: Json):
-        """Chooses the shards of the lane, and starts the thread that makes the first window, at `position`. The class
-        describes the arguments."""
-        self._stream, self._lane, self._lanes, self._key = stream, lane, lanes, key
-        whole = len(stream.sources) - len(stream.sources) % lanes
-        self._shards = [(source, False) for source in stream.sources[lane:whole:lanes]]
-        self._shards += [(source, lanes > 1) for source in stream.sources[whole:]]
+    def __init__(self, stream: StreamedRows, key: int, position: Json):
+        self._stream, self._key = stream, key
         begin, self._start, self._number, self._taken = _Place(), position, 0, 0
         if isinstance(position, dict):
             epoch, shard, row, self._number, self._taken = (
@@ -298,9 +280,9 @@ class StreamFeed:
         self._loading = self._load()
 
     def next(self) -> tuple[Rows, int]:
-        """Returns (rows, index): the next row of this lane is row `index` of `rows`, the packed rows of a window. Waits
-        if the next window is not made yet, and raises the error of the thread that makes it, such as ValueError if a
-        shard cannot be read or no row of a whole epoch can be trained on."""
+        """(rows, index): the next row is row `index` of `rows`, the packed rows of a window. Waits if the next window
+        is not made yet, and raises the error of the thread that makes it, such as ValueError if a shard cannot be read
+        or no row of a whole epoch can be trained on."""
         while self._window is None or self._taken >= len(self._window.order):
             if self._window is not None:
                 self._taken = 0
@@ -361,25 +343,20 @@ class StreamFeed:
             if window is not None:
                 return window
             if self._end.epoch > epoch + 1:
-                raise ValueError(
-                    f"{self._stream.name}: no row can be trained on in a whole pass over what device {self._lane} of "
-                    f"{self._lanes} reads; there may be fewer rows than devices"
-                )
+                raise ValueError(f"{self._stream.name}: no row can be trained on in a whole pass over the stream")
 
     def _read(self, begin: _Place) -> Iterator[tuple[_Place, Row | None]]:
-        """Yields (the position after the row, the row) for each row of this lane after the position `begin`, over
-        endless epochs. At the end of an epoch it tells the stream (`note_epoch`) and yields (the beginning of the next
-        epoch, None), at which `_make` ends the window, so that none has rows of two epochs. Raises
-        ValueError if a shard cannot be read or has changed."""
+        """Yields (the position after the row, the row) for each row after `begin`, over endless epochs, and at the end
+        of each (the beginning of the next one, None), so that no window has rows of two epochs."""
+        sources = self._stream.sources
         while True:
-            order = epoch_order(len(self._shards), self._key, begin.epoch)
+            order = ORDERS[self._stream.order](len(sources), self._key, begin.epoch)
             for index in range(begin.shard, len(order)):
-                source, shared = self._shards[order[index]]
-                for row in self._stream.read(source, begin.row if index == begin.shard else 0):
-                    if not shared or row.number % self._lanes == self._lane:
-                        yield _Place(begin.epoch, index, row.number), row
+                source = sources[order[index]]
+                for row in self._stream.read(source, begin.row if index == begin.shard else 0, begin.epoch):
+                    yield _Place(begin.epoch, index, row.number), row
             begin = _Place(begin.epoch + 1)
-            self._stream.note_epoch(begin.epoch, self._lane)
+            self._stream.note_epoch(begin.epoch)
             yield begin, None
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxtune.conversations.dates import dated, writes_date
 from jaxtune.train.data.conversations import GENERATION_MARK, SENTINEL, Conversations
 from jaxtune.train.data.formats import Example, strings
 from jaxtune.train.data.markers import Markers, special_ids
@@ -116,6 +117,17 @@ def resolve_template(tokenizer: Any, template: str | None) -> str:
     )
 
 
+def writes_today(tokenizer: object, template: str | None) -> bool:
+    """Whether a chat template, as `resolve_template` takes it, writes the date; False if there is no such template."""
+    if template in (None, "tokenizer"):
+        named = getattr(tokenizer, "chat_template", None)
+        return any(writes_date(text or "") for text in (named.values() if isinstance(named, dict) else [named]))
+    try:
+        return writes_date(resolve_template(tokenizer, template))
+    except SetupError:
+        return False
+
+
 def _names_that_fit(tokenizer: Any) -> str:
     """A passage for error messages that propose another template: the names of the packaged templates that this
     tokenizer can use, each followed by a comma, and at the end "or to the path of"."""
@@ -142,6 +154,7 @@ class RowEncoder:
         tokenizer: a fast Hugging Face tokenizer.
         template: a chat template, in any form that `resolve_template` takes; None is the tokenizer's own. With None,
             prompts and completions are plain text and are not rendered; otherwise they become a conversation.
+        today: the day that the template writes, as data.today; None: the day of asking.
         train_on: "responses" trains on responses only, "all" on all tokens.
         instruction_part, response_part: marker strings, both or neither. If they are given, `markers.Markers` finds the
             responses, otherwise the template does. They are ignored with train_on="all".
@@ -160,6 +173,7 @@ class RowEncoder:
         tokenizer: Any,
         *,
         template: str | None = None,
+        today: str | None = None,
         train_on: Literal["responses", "all"] = "responses",
         instruction_part: str | None = None,
         response_part: str | None = None,
@@ -174,7 +188,7 @@ class RowEncoder:
                 "a fast tokenizer (tokenizer.json) is needed: it gives the position of each token in the text"
             )
         self.tokenizer = tokenizer
-        self.template = template
+        self.template, self.today = template, today
         self.train_on = train_on
         self.last_response_only = last_response_only
         self.mask_spans = tuple(mask_spans or ())
@@ -438,7 +452,7 @@ class RowEncoder:
         """The Jinja text of the template, looked up on the first call, because plain text needs none. Raises
         `SetupError` if there is none or the tokenizer lacks its special tokens."""
         if self._jinja is None:
-            self._jinja = resolve_template(self.tokenizer, self.template)
+            self._jinja = dated(resolve_template(self.tokenizer, self.template), self.today)
         return self._jinja
 
     @property

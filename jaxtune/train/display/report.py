@@ -22,6 +22,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxtune.conversations.dates import parsed_day
 from jaxtune.models.components import followed
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
@@ -166,6 +167,17 @@ def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None)
             f"{same:,} of {len(documents):,} documents are also trained on: their loss says nothing about others"
         )
     return [f"evaluation rows: {line}" for line in found]
+
+
+def today_note(today: str | None) -> list[str]:
+    """A line on the day that the chat template writes (data.today); [] for None."""
+    if today is None:
+        return []
+    day = f"{parsed_day(today):%d %b %Y}"
+    return [
+        f"the chat template writes today's date: {day} in all rows (data.today); the saved template, chat and serve "
+        "write the day of asking"
+    ]
 
 
 def check(model: Decoder, summary: str, batches: BatchSource, tokenizer: Any, console: Console) -> None:

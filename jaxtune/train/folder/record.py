@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxtune.conversations import dates
 from jaxtune.models.components import common_format, followed
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import INPUT_SCALES
@@ -35,6 +36,7 @@ from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, ConfigError, OptimC
 from jaxtune.train.config.file import config_keys, config_to_dict, config_to_yaml, flat_keys, load_config
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.dataset import TokenDataset
+from jaxtune.train.data.templates import writes_today
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.run_folder import CONFIG
 
@@ -161,7 +163,11 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
         "schedule.warmup_ratio); the schedule of this one depends on the number of steps. To continue training with "
         f"another schedule, start a new run from its result, with {result} and another output"
     )
-    harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, shorter))
+    lanes = (
+        "An older version gave each device shards of its own, so that files weighed by the number of devices; the rows "
+        f"of such a run cannot be continued. Start a new run from its result, with {result} and another output"
+    )
+    harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, shorter) | {"data.lanes": lanes})
     return [
         f"changed: the code of {name}: the steps so far had the old one" for name in changed_code(saved, current)
     ] + [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless if not d.is_code]
@@ -291,6 +297,24 @@ def in_first_words(config: TrainConfig) -> TrainConfig:
     template, path = processes.of_first(lambda: [config.data.template, config.adapter and config.adapter.path])
     adapter = config.adapter and dataclasses.replace(config.adapter, path=path)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, template=template), adapter=adapter)
+
+
+def with_today(config: TrainConfig, tokenizer: object) -> TrainConfig:
+    """`config` with the day that its chat template writes into rows (data.today), if it writes one: the day that it
+    names, or that config.yaml in the output folder records, or the current one of the first process. A collective
+    call."""
+    if config.data.today is not None or tokenizer is None or not writes_today(tokenizer, config.data.template):
+        return config
+    today = processes.of_first(lambda: _recorded_today(Path(config.output)) or dates.today())
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, today=today))
+
+
+def _recorded_today(output: Path) -> str | None:
+    """data.today of config.yaml in a run's folder; None if the file is missing or cannot be read."""
+    try:
+        return load_config(str(output / CONFIG)).data.today
+    except (OSError, ConfigError):
+        return None
 
 
 def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> None:

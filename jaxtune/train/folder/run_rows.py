@@ -1,16 +1,14 @@
 """The rows of a run as tokens: `run_rows` tokenises those that it trains on and those that it is evaluated on, by a
-`Reader`, and `source_of` makes the source of its batches. `samples` and `is_stream` say whether rows are sampled from
-the model or read during the run, `own_lanes` which rows of a batch a process makes, and `most_documents` for how many
-documents in a row attention is compiled. The Trainer calls them in its constructor."""
+`Reader`, and `source_of` makes the source of its batches."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import numbers
 import os
 from typing import Any
-
-import jax
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.system import processes
@@ -158,6 +156,8 @@ class Reader:
         # The run may use its tokenizer while a thread tokenises with this one, which starts no process for each window.
         alone = dataclasses.replace(self.config, data=dataclasses.replace(data, num_workers=data.num_workers or 1))
         own = dataclasses.replace(self, tokenizer=copy.deepcopy(self.tokenizer), config=alone)
+        if isinstance(rows, InOrder):  # its shards are not read apart: a data set that shuffles itself mixes them
+            return StreamedRows(name, open_sources(rows.rows), own.tokenised, data.buffer_size, "given")
         return StreamedRows(name, open_sources(rows, streaming=True), own.tokenised, data.buffer_size)
 
 
@@ -168,29 +168,39 @@ def samples(objective: Objective) -> bool:
     return isinstance(objective, GRPO) or (isinstance(objective, Distill) and objective.on_policy > 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class InOrder:
+    """An IterableDataset of the library `datasets` that is trained on in its own order, as transformers does: neither
+    its shards nor its rows are shuffled here."""
+
+    rows: object
+
+
 def is_stream(rows: object, streaming: bool = False) -> bool:
     """Whether `rows` are read during the run (True) or all before it (False). They are read during the run if
     `streaming` (data.streaming) is True, whatever the rows are, or if they are an IterableDataset of the library
-    `datasets`. `run_rows` asks it for the rows to train on only. jaxtune.compat asks it about a script's data sets,
-    too."""
+    `datasets`."""
+    if isinstance(rows, InOrder):
+        return True
     return streaming or (hasattr(rows, "features") and hasattr(rows, "num_shards") and not hasattr(rows, "__len__"))
 
 
 def _weighted(rows: object) -> list[tuple[object, float]]:
-    """The pairs (rows, weight as a float) if `rows` is a list or tuple of such pairs only, by which `run_rows` sees
-    that a mixture is asked for; else an empty list."""
+    """The (rows, weight) pairs of a mixture if `rows` is a list or tuple of such pairs only, else an empty list. Raises
+    ValueError for a weight that is not a positive number."""
     if not isinstance(rows, list | tuple) or not rows:
         return []
     pairs = [part for part in rows if isinstance(part, list | tuple) and len(part) == 2]
-    pairs = [(part, float(weight)) for part, weight in pairs if isinstance(weight, int | float)]
-    return pairs if len(pairs) == len(rows) else []
-
-
-def own_lanes(mesh: jax.sharding.Mesh) -> list[int]:
-    """The indices of this process's lanes, in ascending order, which the Trainer gives to `BatchSource.divide`: a
-    source may then make the rows of these lanes only. A batch's rows are divided into as many blocks of equal size as
-    `mesh` has devices; a lane is such a block, and the i-th device of the mesh computes lane i."""
-    return [part for part, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
+    pairs = [(part, float(weight)) for part, weight in pairs if isinstance(weight, numbers.Real)]
+    if len(pairs) < len(rows):
+        return []
+    for part, weight in pairs:
+        if not 0 < weight < math.inf:
+            name = part if isinstance(part, str | os.PathLike) else f"a {type(part).__name__}"
+            raise ValueError(
+                f"train_rows: the weight of {name} = {weight}: must be greater than 0; leave such rows out"
+            )
+    return pairs
 
 
 def source_of(

@@ -329,7 +329,15 @@ class _Reading:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, data: DataConfig, length: int, most_tokens: int, answered: bool
     ):
-        names = ("template", "train_on", "instruction_part", "response_part", "last_response_only", "mask_spans")
+        names = (
+            "template",
+            "today",
+            "train_on",
+            "instruction_part",
+            "response_part",
+            "last_response_only",
+            "mask_spans",
+        )
         self._encoder = RowEncoder(tokenizer, **{name: getattr(data, name) for name in names})
         self._length, self._most_tokens, self._answered = length, most_tokens, answered
 

@@ -127,7 +127,7 @@ class Pairs:
           max_rows: the most rows to read; None reads all.
         """
         if not isinstance(rows, PairDataset):
-            options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
+            options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "today", "cache_dir", "num_workers")}
             if data.format not in ("auto", self.row_format):
                 raise ConfigError(
                     f"data.format = {data.format!r}: {self.name} takes {self.row_format} rows; leave it out"
@@ -136,7 +136,9 @@ class Pairs:
             if data.train_on != "responses":
                 raise ConfigError("data.train_on = 'all': preferences compare responses; leave it out")
             if data.overflow == "split":
-                raise ConfigError("data.overflow = 'split': a pair cannot be laid out in pieces; set truncate or error")
+                raise ConfigError(
+                    "data.overflow = 'split': a pair cannot be laid out in pieces; set truncate, drop or error"
+                )
             made = prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, pairs=True, **options)
             fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
             rows = PairDataset(**fields)

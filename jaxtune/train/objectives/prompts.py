@@ -70,7 +70,7 @@ def read_prompts(
         case, if a row's column `environment` names none of the environments in `tools`.
       ValueError: there is no such file or data set.
     """
-    encoder = RowEncoder(tokenizer, template=data.template)
+    encoder = RowEncoder(tokenizer, template=data.template, today=data.today)
     return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, beside, tools))
 
 
@@ -243,7 +243,7 @@ def _answering(
     Raises:
       ConfigError: there are tools, and the chat template cannot write their calls or answers.
     """
-    encoder = RowEncoder(tokenizer, template=config.data.template)
+    encoder = RowEncoder(tokenizer, template=config.data.template, today=config.data.today)
     if own.tools is not None:  # a turn that calls tools ends as the template ends it, whatever the model's files say
         ends = [*ends, *(token for token in [turn_end(tokenizer)] if token is not None)]
     sampling = Sampling(
@@ -269,7 +269,7 @@ def _answering(
         example = Example(messages=list(messages), tools=tools.schemas(columns) or None)
         return tuple(map(int, encoder.encode_prompt(example)))
 
-    form = ToolFormat(tokenizer, config.data.template, sampling.ends)
+    form = ToolFormat(tokenizer, config.data.template, sampling.ends, config.data.today)
     return ToolTurns(sampling, tools, form, with_tools, length, own.most_iterations)
 
 

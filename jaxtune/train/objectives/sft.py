@@ -52,7 +52,7 @@ class SFT:
         if isinstance(rows, TokenDataset):
             rows.require_vocabulary(vocab_size)
             return rows
-        options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
+        options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "today", "cache_dir", "num_workers")}
         return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
 
     def check(self, model: Decoder) -> None:

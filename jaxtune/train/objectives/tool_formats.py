@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from jaxtune.conversations.dates import dated
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.conversations import Conversations
 from jaxtune.train.data.row_errors import RowError
@@ -245,6 +246,7 @@ class ToolFormat:
       tokenizer: a fast Hugging Face tokenizer.
       template: the chat template, as the config key data.template names it; None: the tokenizer's own.
       ends: the token ids that end an answer.
+      today: the day that the template writes, as data.today; None: the day of asking.
     Attributes:
       kind: the `Kind` of the template, the first one in KINDS whose marks it has.
     Raises:
@@ -252,10 +254,12 @@ class ToolFormat:
         with a token of `ends`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None, ends: Sequence[int]):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None, ends: Sequence[int], today: str | None = None
+    ):
         self._tokenizer, self._ends = tokenizer, frozenset(ends)
         text = resolve_template(tokenizer, template)
-        self._conversations = Conversations(tokenizer, text, None, self._ends)
+        self._conversations = Conversations(tokenizer, dated(text, today), None, self._ends)
         found = [kind for kind in KINDS if all(mark in text for mark in kind.marks)]
         if not found:
             known = "; ".join(kind.name for kind in KINDS)

@@ -165,17 +165,12 @@ class Engine:
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
-        """Micro-batch `part` (from 0) of `parts` of a step's batch, with its rows placed on the devices of the mesh. If
-        the batch is in lanes (equal parts, one for each device that computes on rows of its own), a micro-batch has
-        equally many rows of each. If tables of embeddings are on the host, the rows of the micro-batch's tokens are
-        looked up and placed with it, so that no program copies a part of larger rows."""
-        size, lanes = batch.tokens.shape[0] // parts, self.batches.lanes if parts > 1 else 1
-
-        def rows(array: np.ndarray) -> np.ndarray:
-            """The rows of micro-batch `part` in `array`, one of the batch: equally many of each lane."""
-            return array.reshape(lanes, parts, size // lanes, *array.shape[1:])[:, part].reshape(size, *array.shape[1:])
-
-        batch = jax.tree.map(rows, dataclasses.replace(batch, table_rows={}))
+        """Micro-batch `part` (from 0) of `parts` of a step's batch: consecutive rows, placed on the devices.
+        If tables of embeddings are on the host, the rows of the micro-batch's tokens are looked up and placed with it,
+        so that no program copies a part of larger rows."""
+        size = batch.tokens.shape[0] // parts
+        batch = dataclasses.replace(batch, table_rows={})
+        batch = jax.tree.map(lambda array: array[part * size : (part + 1) * size], batch)
         looked_up = {name: table[batch.tokens] for name, table in self.tables.items() if isinstance(table, np.ndarray)}
         batch = dataclasses.replace(batch, table_rows=looked_up)
         return partition.put(batch, self._by_rows)
@@ -187,12 +182,10 @@ class Engine:
         before the step, from which a source may sample; None if the source needs none. run._StepRows calls it."""
         batch = self.batches.batch_at(step, model)
         parts = self.planner.plan.micro_batches
-        # Of rows in lanes each process has only its own. All have equally many, so the others' are taken to be alike.
-        alike = processes.count() if self.batches.lanes > 1 else 1
         counts = {
-            "tokens": int((batch.segment_ids > 0).sum()) * alike,
-            "trained_tokens": int(batch.weights.sum()) * alike,
-            "lengths": np.tile(document_lengths(batch), alike),
+            "tokens": int((batch.segment_ids > 0).sum()),
+            "trained_tokens": int(batch.weights.sum()),
+            "lengths": document_lengths(batch),
             "metrics": self.batches.metrics_at(step),
             "filled": self._filled(batch, parts),
         }
@@ -201,9 +194,8 @@ class Engine:
     def _filled(self, batch: Batch, parts: int) -> int:
         """The number of the `parts` micro-batches of a step's `batch`, at least one, that have any tokens: a source
         that samples its answers during the run may leave the last rows of a step empty, and Run.steps omits empty
-        micro-batches after its first step. It is `parts` for other sources, and in a run of several processes or with
-        rows in lanes."""
-        if not self.batches.sees_model or processes.count() > 1 or self.batches.lanes > 1:
+        micro-batches after its first step. It is `parts` for other sources, and in a run of several processes."""
+        if not self.batches.sees_model or processes.count() > 1:
             return parts
         used = np.flatnonzero((batch.segment_ids > 0).any(1))
         last = int(used[-1]) + 1 if used.size else 1

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxtune.train.data import dataset, prepare, workers
+from jaxtune.train.data import cache, dataset, prepare, workers
 from jaxtune.train.data.cache import cache_key, open_or_build
 from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.reading import open_sources, read_rows
@@ -66,6 +66,29 @@ def test_whatever_decides_the_tokens_decides_the_key(write, tokenizer):
     ]
     assert len({first, *others}) == 6
     assert cache_key(open_sources(ROWS), tokenizer, {}) is None
+
+
+def test_code_that_makes_tokens_decides_the_key(write, tokenizer, monkeypatch, tmp_path):
+    """Versions of the packages that render and split, and every module that rows go through."""
+    sources = open_sources(write("a.jsonl", ROWS))
+
+    def key() -> str | None:
+        cache._code_fingerprint.cache_clear()
+        return cache_key(sources, tokenizer, {})
+
+    found, keys = cache._imported(cache._ROOTS), [key()]
+    through = {"conversations.dates", "train.data.formats", "train.data.markers", "train.data.tokenizing"}
+    assert {f"jaxtune.{name}" for name in through} <= found.keys() and "jaxtune.train.data.dataset" not in found
+    for package in ("transformers", "tokenizers", "jinja2"):
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.metadata, "version", lambda name, of=package: "0" if name == of else "1")
+            keys.append(key())
+    (tmp_path / "dates.py").write_text("changed")
+    changed = found | {"jaxtune.conversations.dates": tmp_path / "dates.py"}
+    monkeypatch.setattr(cache, "_imported", lambda modules: changed)
+    keys.append(key())
+    assert len({*keys}) == 5 and None not in keys
+    cache._code_fingerprint.cache_clear()
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "no meta", "empty meta", "no file"])

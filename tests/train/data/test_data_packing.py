@@ -45,7 +45,7 @@ def pieces_of(batch):
     return pieces
 
 
-@given(document_lists(), st.integers(2, 24), st.sampled_from(["truncate", "split"]), st.booleans())
+@given(document_lists(), st.integers(2, 24), st.sampled_from(["truncate", "split", "drop"]), st.booleans())
 def test_every_token_once_and_the_rules_of_targets(documents, length, overflow, packing):
     batch, report = pack(documents, length, overflow, packing=packing)
     assert batch.tokens.dtype == batch.targets.dtype == batch.segment_ids.dtype == batch.positions.dtype == np.int32
@@ -70,6 +70,9 @@ def test_every_token_once_and_the_rules_of_targets(documents, length, overflow, 
     if overflow == "truncate":
         kept = [d for d in whole if not lost_all_training(d, length)]
         expected, idle = [t for d in kept for t in d.tokens[:length].tolist()], 0
+    elif overflow == "drop":
+        kept = [d for d in whole if len(d.tokens) <= length]
+        expected, idle = [t for d in kept for t in d.tokens.tolist()], 0
     else:
         cuts = [(d, range(0, len(d.tokens), length)) for d in whole]
         taught = [(d, [k for k in firsts if teaches(d, k, length)]) for d, firsts in cuts]
@@ -173,7 +176,11 @@ def test_overflow_error_names_the_document_and_the_fix():
         ([[[1], [2]]], {"length": 8}, "document 0: tokens must be integers"),
         ([Document(np.arange(3), np.ones(2, bool))], {"length": 8}, "3 tokens but a mask of shape"),
         ([[1, 2]], {"length": 1}, "length must be at least 2"),
-        ([[1, 2]], {"length": 8, "overflow": "wrap"}, "overflow must be one of truncate, split, error, got 'wrap'"),
+        (
+            [[1, 2]],
+            {"length": 8, "overflow": "wrap"},
+            "overflow must be one of truncate, split, drop, error, got 'wrap'",
+        ),
     ],
 )
 def test_bad_arguments(documents, options, message):

@@ -1,8 +1,7 @@
-"""Streams and mixtures: every row once, the same rows after a resume, disjoint rows on each device."""
+"""Streams and mixtures: every row once, and the same rows after a resume."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import re
@@ -53,7 +52,7 @@ def shards(folder: Path, sizes: list[int], suffix: str = ".jsonl") -> list[dict[
     return made
 
 
-def source(rows: object, rows_per_step: int = 4, lanes: int = 1, own=None, **changes) -> FedBatches:
+def source(rows: object, rows_per_step: int = 4, **changes) -> FedBatches:
     """The source of a run over these rows."""
     objective = changes.pop("objective", "sft")
     data = DataConfig(**({"train": "given", "length": 48, "streaming": True, "buffer_size": 8} | changes))
@@ -67,7 +66,6 @@ def source(rows: object, rows_per_step: int = 4, lanes: int = 1, own=None, **cha
     )
     made, _ = run_rows(Reader(objective_of(config), TOKENIZER, config, MODEL), rows)
     assert isinstance(made, FedBatches)
-    made.divide(lanes, range(lanes) if own is None else own)
     return made
 
 
@@ -108,16 +106,15 @@ def test_an_epoch_has_every_row_once_in_an_order_of_its_own(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv"])
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_any_step_is_resumed_to_the_same_bits(tmp_path, suffix, lanes):
+def test_any_step_is_resumed_to_the_same_bits(tmp_path, suffix):
     shards(tmp_path / "rows", [13, 5, 9], suffix)
-    whole = source(tmp_path / "rows", lanes=lanes)
+    whole = source(tmp_path / "rows")
     batches, positions = [], []
     for step in range(14):  # more than two epochs
         batches.append(whole.batch_at(step))
         positions.append(json.loads(json.dumps(whole.position(step + 1))))
     for step in range(1, 14):
-        resumed = source(tmp_path / "rows", lanes=lanes)
+        resumed = source(tmp_path / "rows")
         assert resumed.identity() == whole.identity()
         resumed.resume(step, positions[step - 1])
         for later in range(step, min(step + 3, 14)):
@@ -132,26 +129,6 @@ def test_a_step_that_was_made_is_given_again_and_no_other(tmp_path):
     assert made.batch_at(1) is second and not same(first, second)
     with pytest.raises(ValueError, match="step 0 is asked for, but the next step of these rows is 2"):
         made.batch_at(0)
-
-
-@pytest.mark.parametrize("sizes", [[10, 10, 10, 10], [40], [3, 30, 7], [9, 9, 9, 9, 9]])
-def test_two_devices_have_disjoint_rows_and_all_of_them(tmp_path, sizes):
-    """Whole shards of their own, or where there are fewer every other row; in one process or in two."""
-    rows = shards(tmp_path / "rows", sizes)
-    settings = dict(rows_per_step=2, packing=False, lanes=2)
-    together = source(tmp_path / "rows", **settings)
-    apart = [source(tmp_path / "rows", own=[lane], **settings) for lane in (0, 1)]
-    seen: dict[int, list[int]] = {0: [], 1: []}
-    for step in range(len(rows)):
-        both = together.batch_at(step)
-        for lane, one in enumerate(apart):
-            batch = one.batch_at(step)
-            assert np.array_equal(batch.tokens[lane], both.tokens[lane]) and not batch.tokens[1 - lane].any()
-            seen[lane] += numbers(dataclasses.replace(both, **{name: getattr(both, name)[[lane]] for name in FIELDS}))
-    ours, theirs = ({*seen[lane]} for lane in (0, 1))
-    assert not ours & theirs and ours | theirs == set(range(len(rows)))
-    for lane, of in enumerate((ours, theirs)):
-        assert len({*seen[lane][: len(of)]}) == len(of)  # each once, before any comes again
 
 
 def test_shards_of_a_data_set_stream_as_files_do(tmp_path):
@@ -252,12 +229,18 @@ def test_sets_are_mixed_by_weight_and_resumed_to_the_same_bits(tmp_path, streami
     assert "75.0% of the rows from" in made.described(9)[0] and resumed.identity() == made.identity()
 
 
-def test_lanes_of_a_mixture_have_every_prepared_row_once(tmp_path):
+def test_a_mixture_has_every_prepared_row_once(tmp_path):
     rows = [row(number) for number in range(21)]
     wanted = [(prepare(rows, TOKENIZER, length=48, packing=False), 1.0), ([row(99)], 1e-9)]
-    made = source(wanted, rows_per_step=3, lanes=3, streaming=False, packing=False)
+    made = source(wanted, rows_per_step=3, streaming=False, packing=False)
     found = [number for step in range(14) for number in numbers(made.batch_at(step))]
     assert sorted(found[:21]) == sorted(found[21:]) == list(range(21)) and found[:21] != found[21:]
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), np.float32(0)])
+def test_a_weight_that_is_no_share_is_refused_in_python_too(weight):
+    with pytest.raises(ValueError, match=r"train_rows: the weight of a list = .*: must be greater than 0"):
+        source([([row(0)], 1.0), ([row(1)], weight)], streaming=False)
 
 
 # ---- what is refused, and what goes wrong
@@ -335,11 +318,10 @@ def test_bad_rows_stop_a_stream_or_are_counted(tmp_path):
     assert any("40 of 70 rows left out" in text and "none of 6 rows is usable" in text for text in news), news
 
 
-def test_more_devices_than_rows_is_an_error(tmp_path):
+def test_fewer_rows_than_a_step_has_are_repeated(tmp_path):
     shards(tmp_path / "rows", [2])
-    made = source(tmp_path / "rows", rows_per_step=4, lanes=4)
-    with pytest.raises(ValueError, match="there may be fewer rows than devices"):
-        made.batch_at(0)
+    made = source(tmp_path / "rows", rows_per_step=4, packing=False)
+    assert sorted(numbers(made.batch_at(0))) == [0, 0, 1, 1]
 
 
 def test_sources_read_on_after_any_row(tmp_path):

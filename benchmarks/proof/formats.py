@@ -1,0 +1,112 @@
+"""Formats of the frozen weights, and ranks and rates: held-out losses of `jaxtune train` in the same order of rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.proof.work import LENGTH, Run, questions, save, train_all
+
+FORMATS: dict[str, tuple[str, ...]] = {
+    "bf16": (),
+    "fp8": ("model.load_in=fp8",),
+    "fp8 products": ("model.load_in=fp8", "model.compute=fp8"),
+    "int8": ("model.load_in=int8",),
+    "nvfp4": ("model.load_in=nvfp4",),
+    "nf4": ("model.load_in=nf4",),
+}
+RANKS = ("1", "8", "64", "full")
+RATES = {"lora": (5e-5, 2e-4, 8e-4, 3.2e-3, 1.28e-2), "full": (3e-6, 1e-5, 4e-5, 1.6e-4, 6.4e-4)}
+
+
+def common(model: str, rows: tuple[Path, Path], steps: int, evaluations: int = 4) -> list[str]:
+    """Overrides of all runs."""
+    return [
+        f"model.path={model}",
+        f"data.train={rows[0]}",
+        f"data.eval={rows[1]}",
+        f"data.length={LENGTH}",
+        "data.num_workers=2",
+        f"steps={steps}",
+        "rows_per_step=16",
+        "precision=bf16",
+        "evaluation.at_start=true",
+        f"evaluation.every_steps={max(1, steps // evaluations)}",
+        "checkpoint.every_minutes=null",
+        "export.merged=false",
+        "metrics.log_every=10",
+    ]
+
+
+def run_formats(
+    model: str, rows: Path, output: Path, steps: int, seconds: float, seeds: int, at_once: int, names: Sequence[str]
+) -> None:
+    """Every format with every seed; seed by seed, so that a call that ends early has whole seeds."""
+    until = time.time() + seconds
+    output.mkdir(parents=True, exist_ok=True)
+    own = common(model, questions(rows, output), steps)
+    chosen = list(names) or list(FORMATS)
+    runs = [
+        Run(f"{name} {seed}".replace(" ", "_"), (*FORMATS[name], f"seed={seed}"))
+        for seed in range(seeds)
+        for name in chosen
+    ]
+    found = train_all(runs, own, output, at_once, until - 5)
+    record = {"steps": steps, "length": LENGTH, "runs": found, "paired": paired(found, chosen, seeds)}
+    print(json.dumps(record["paired"], indent=1))
+    save(output, "formats", record)
+
+
+def paired(found: Mapping[str, Any], names: Sequence[str], seeds: int) -> dict[str, Any]:
+    """{format: its held-out losses at the end and their differences from bf16's of the same seed}; a loss counts where
+    the run reached its end."""
+
+    def last(name: str, seed: int) -> float | None:
+        run = found.get(f"{name} {seed}".replace(" ", "_"), {})
+        return run["held_out"][-1][1] if run.get("exit") == 0 and run.get("held_out") else None
+
+    result = {}
+    for name in names:
+        losses = [last(name, seed) for seed in range(seeds)]
+        bases = [last("bf16", seed) for seed in range(seeds)]
+        differences = [a - b for a, b in zip(losses, bases, strict=True) if a is not None and b is not None]
+        result[name] = {"losses": losses, "differences": differences}
+        if differences:
+            result[name]["mean_difference"] = statistics.fmean(differences)
+    spread = [loss for loss in result.get("bf16", {}).get("losses", ()) if loss is not None]
+    if len(spread) > 1:
+        result["spread_of_seeds"] = max(spread) - min(spread)
+    return result
+
+
+def run_ranks(model: str, rows: Path, output: Path, steps: int, seconds: float, at_once: int) -> None:
+    """Ranks 1, 8, 64 and full fine-tuning at five rates each; the middle rates first."""
+    until = time.time() + seconds
+    output.mkdir(parents=True, exist_ok=True)
+    own = [*common(model, questions(rows, output), steps, 1), "schedule.name=constant"]
+    runs = []
+    for place in (2, 1, 3, 0, 4):
+        for rank in RANKS:
+            rate = RATES["full" if rank == "full" else "lora"][place]
+            adapter = ("adapter=null",) if rank == "full" else (f"adapter.r={rank}", "adapter.lora_alpha=32")
+            runs.append(Run(f"{rank}_{rate:g}", (*adapter, f"optim.learning_rate={rate}")))
+    found = train_all(runs, own, output, at_once, until - 5)
+    best = {}
+    for rank in RANKS:
+        ends = {
+            name.split("_")[1]: run["held_out"][-1][1]
+            for name, run in found.items()
+            if name.split("_")[0] == rank and run.get("exit") == 0 and run["held_out"]
+        }
+        if ends:
+            rate = min(ends, key=lambda rate: ends[rate])
+            best[rank] = {"rate": float(rate), "loss": ends[rate], "losses": ends}
+    if "full" in best:
+        for rank in best:
+            best[rank]["ratio_to_full"] = best[rank]["rate"] / best["full"]["rate"]
+    print(json.dumps(best, indent=1))
+    save(output, "ranks", {"steps": steps, "runs": found, "best": best})

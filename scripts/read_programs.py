@@ -1,0 +1,142 @@
+"""Writes jaxtune/convert/schemas/PROGRAM.json: every key of another program's config with its default, read from the
+syntax trees of its wheel, of which nothing is imported or run.
+
+    python scripts/read_programs.py FOLDER   # with axolotl-*.whl, llamafactory-*.whl, trl-*.whl, transformers-*.whl
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+# For each program the classes of its config by module, nearest base first; and classes of nested mappings by key.
+AXOLOTL = "axolotl/utils/schemas/"
+PROGRAMS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
+    "axolotl": {
+        "": [
+            ("axolotl", AXOLOTL + module, name)
+            for module, names in {
+                "config.py": "AxolotlInputConfig",
+                "model.py": "ModelInputConfig ModelOutputConfig",
+                "peft.py": "LoraConfig MixLoraConfig ReLoRAConfig",
+                "training.py": "JaggedLRConfig HyperparametersConfig",
+                "integrations.py": "WandbConfig MLFlowConfig CometConfig TrackioConfig OpenTelemetryConfig LISAConfig "
+                "GradioConfig RayConfig",
+                "multimodal.py": "MultiModalConfig",
+                "deprecated.py": "RemappedParameters DeprecatedParameters",
+            }.items()
+            for name in names.split()
+        ],
+        "trl": [("axolotl", AXOLOTL + "trl.py", "TRLConfig")],
+        "datasets": [
+            ("axolotl", AXOLOTL + "datasets.py", name)
+            for name in ("SFTDataset", "DPODataset", "KTODataset", "PretrainingDataset")
+        ],
+    },
+    "llama_factory": {
+        "": [
+            ("llamafactory", f"llamafactory/hparams/{module}", name)
+            for module, names in {
+                "data_args.py": "DataArguments",
+                "model_args.py": "ModelArguments SGLangArguments VllmArguments KTransformersArguments ExportArguments "
+                "ProcessorArguments QuantizationArguments BaseModelArguments",
+                "finetuning_args.py": "FinetuningArguments SwanLabArguments BAdamArgument ApolloArguments "
+                "GaloreArguments RLHFArguments LoraArguments OFTArguments FreezeArguments",
+                "generating_args.py": "GeneratingArguments",
+                "training_args.py": "TrainingArguments ProfilerArguments Fp8Arguments RayArguments",
+            }.items()
+            for name in names.split()
+        ]
+        + [("transformers", "transformers/training_args.py", "TrainingArguments")],
+    },
+    "trl": {
+        "": [
+            ("trl", "trl/scripts/utils.py", "ScriptArguments"),
+            ("trl", "trl/scripts/utils.py", "DatasetMixtureConfig"),
+            ("trl", "trl/trainer/model_config.py", "ModelConfig"),
+        ],
+        **{
+            trainer: [
+                ("trl", f"trl/trainer/{trainer}_config.py", name),
+                ("trl", "trl/trainer/base_config.py", "_BaseConfig"),
+                ("transformers", "transformers/training_args.py", "TrainingArguments"),
+            ]
+            for trainer, name in {
+                "sft": "SFTConfig",
+                "dpo": "DPOConfig",
+                "kto": "KTOConfig",
+                "reward": "RewardConfig",
+                "grpo": "GRPOConfig",
+                "rloo": "RLOOConfig",
+            }.items()
+        },
+        "datasets": [("trl", "trl/scripts/utils.py", "DatasetConfig")],
+    },
+}
+
+
+def fields(source: str, name: str) -> dict[str, object]:
+    """{field: its default} of a dataclass or pydantic model; null where there is none or it is computed."""
+    classes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
+    body = next(node for node in classes if node.name == name).body
+    found = {}
+    for statement in body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            alias, default = _default(statement.value)
+            found[alias or statement.target.id] = default
+    return {field: default for field, default in found.items() if not field.isupper() and "MIXLORA" not in field}
+
+
+def _default(value: ast.expr | None) -> tuple[str | None, object]:
+    alias = None
+    if isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in ("Field", "field"):
+        keywords = {keyword.arg: keyword.value for keyword in value.keywords}
+        if isinstance(named := keywords.get("alias"), ast.Constant):
+            alias = str(named.value)
+        value = keywords.get("default", value.args[0] if value.args else None)
+    return alias, _constant(value)
+
+
+def _constant(value: ast.expr | None) -> object:
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
+        return _constant(value.left) * _constant(value.right)  # type: ignore[operator]
+    if isinstance(value, ast.Attribute):  # of an enum, whose values are their names in small letters
+        return value.attr.lower()
+    try:
+        return ast.literal_eval(value) if value is not None else None
+    except ValueError:
+        return None
+
+
+def read(wheels: Iterable[Path]) -> dict[str, dict[str, object]]:
+    """{program: {"versions": {wheel: version}, "keys": {section: {key: default}}}}."""
+    paths = {path.name.split("-")[0]: path for path in wheels}
+    programs: dict[str, dict[str, object]] = {}
+    for program, sections in PROGRAMS.items():
+        keys: dict[str, dict[str, object]] = {}
+        used: dict[str, str] = {}
+        for section, classes in sections.items():
+            keys[section] = {}
+            for wheel, module, name in classes:
+                used[wheel] = paths[wheel].name.split("-")[1]
+                with zipfile.ZipFile(paths[wheel]) as archive:
+                    source = archive.read(module).decode()
+                keys[section] = {**fields(source, name), **keys[section]}
+        programs[program] = {"versions": used, "keys": keys}
+    return programs
+
+
+def main(folder: str) -> None:
+    for program, schema in read(sorted(Path(folder).glob("*.whl"))).items():
+        path = Path(__file__).parent.parent / "jaxtune" / "convert" / "schemas" / f"{program}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(schema, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        print(path.name, schema["versions"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,107 @@
+"""The proof's page and its arithmetic: what a record says is on the page, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.proof import arithmetic, curves, formats, page, work
+
+_WHERE = {"device": "NVIDIA H100", "versions": {"jax": "0.11.2"}, "commit": "abcdef0123"}
+
+
+def a_record() -> dict:
+    losses = [2.0 - 0.01 * step for step in range(30)]
+    sides = {"jaxtune": {"losses": losses}, "peft": {"losses": [loss + 0.001 for loss in losses]}}
+    difference = {"mean": 0.001, "largest": 0.0012, "largest_of_200": 0.0012, "mean_signed": -0.001}
+    cosine = {"all": 0.99999, "changes": 0.9987, "least_b": 0.91}
+    each = {**sides, "steps_compared": 30, "loss_difference": difference, "adapters": {"1": cosine, "100": cosine}}
+    settings = {"rank": 16, "rows_per_step": 8, "rate": 2e-4}
+    return {**_WHERE, "settings": settings, "precisions": {"fp32": each, "bf16": {**sides, "adapters": {}}}}
+
+
+def test_the_page_has_what_the_records_have(tmp_path):
+    records, docs = tmp_path / "proof", tmp_path / "docs"
+    assert page.main(records, docs) == 1
+    records.mkdir()
+    (records / "curves.json").write_text(json.dumps(a_record()))
+    run = {"held_out": [[0, 1.4], [100, 0.73]], "exit": 0, "losses": [], "products": {"attention": {"cudnn": 4}}}
+    runs = {f"{name}_{seed}": run for name in ("bf16", "nf4") for seed in range(2)}
+    paired = formats.paired(runs, ["bf16", "nf4"], 2)
+    (records / "formats.json").write_text(json.dumps({**_WHERE, "steps": 100, "runs": runs, "paired": paired}))
+    series = {"reward": [[step, step / 40] for step in range(40)], "eval_rewards/correct": [[0, 0.2], [40, 0.8]]}
+    resumed = {"same_bits": True, "killed_after": 7}
+    reward = {**_WHERE, "steps": 40, "runs": {"bf16_0": {"series": series}}, "resumed": resumed}
+    (records / "rewards.json").write_text(json.dumps(reward))
+    assert page.main(records, docs) == 0
+    text = (docs / "proof.md").read_text()
+    for said in (
+        "| fp32 | 30 | 0.0012 |",
+        "| fp32, 100 | 0.99870 | 0.99999 | 0.91000 |",
+        "attention: cudnn",
+        "0.200, 0.800",
+    ):
+        assert said in text, said
+    assert "killed after step 7 and resumed ended with the same bits" in text and "DPO" not in text
+    for image in re.findall(r"\(images/(\S+)\)", text):
+        assert (docs / "images" / image).stat().st_size > 1000
+    before = (docs / "images/proof_curves.svg").read_bytes()
+    page.main(records, docs)
+    assert (docs / "images/proof_curves.svg").read_bytes() == before
+
+
+def test_losses_are_paired_by_seed():
+    def run(loss, code=0):
+        return {"held_out": [[0, 9.0], [10, loss]], "exit": code}
+
+    runs = {"bf16_0": run(1.0), "bf16_1": run(1.5), "nf4_0": run(1.1), "nf4_1": run(1.9), "int8_0": run(5.0, 1)}
+    found = formats.paired(runs, ["bf16", "nf4", "int8"], 2)
+    assert found["nf4"]["differences"] == pytest.approx([0.1, 0.4]) and found["nf4"][
+        "mean_difference"
+    ] == pytest.approx(0.25)
+    assert found["int8"] == {"losses": [None, None], "differences": []}
+    assert found["spread_of_seeds"] == pytest.approx(0.5)
+
+
+def test_cosines_are_of_what_changed():
+    names = [f"model.layers.{layer}.mlp.up_proj" for layer in range(2)]
+    draw = np.random.default_rng(0)
+    start = {f"{name}.A": curves.start_of_a(name, (4, 32)) for name in names}
+    ours = start | {f"{name}.B": draw.normal(size=(16, 4)) for name in names}
+    assert curves.cosines(ours, ours) == pytest.approx({"all": 1, "changes": 1, "least_b": 1})
+    other = {key: -value if key.endswith(".B") else value for key, value in ours.items()}
+    found = curves.cosines(ours, other)
+    assert found["changes"] == pytest.approx(-1) and found["least_b"] == pytest.approx(-1)
+    assert found["all"] > -0.99
+
+
+def test_the_same_start_everywhere():
+    first, again = (curves.start_of_a("model.layers.0.self_attn.q_proj", (8, 64)) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first).max() <= 64**-0.5 and not np.array_equal(first, curves.start_of_a("other", (8, 64)))
+
+
+@given(st.integers(0, 1000), st.integers(1, 60))
+def test_arithmetic_is_right(seed, count):
+    for row in arithmetic.rows(count, seed):
+        question, answer = (message["content"] for message in row["messages"])
+        first, sign, second = re.search(r"(\d+) ([-+*]) (\d+)", question).groups()
+        assert str(eval(f"{first} {sign} {second}")) == answer
+        assert arithmetic.score(answer, answer) == 1.0
+        assert arithmetic.score(f"{question} {answer}.", answer) == 0.5
+        assert arithmetic.score(f"It is {int(answer) + 1}", answer) == 0.0 == arithmetic.score("none", answer)
+        assert arithmetic.correct([[{"content": answer}]], answer=[answer]) == [1.0]
+
+
+def test_rows_of_questions(tmp_path):
+    for name, count in (("train", 3), ("test", 9)):
+        rows = ({"question": f"q{n}", "answer": f"a{n}"} for n in range(count))
+        work.write_rows(tmp_path / f"{name}.jsonl", rows)
+    train, held_out = work.questions(tmp_path, tmp_path / "out", held_out=4)
+    assert [len(work.read_rows(file)) for file in (train, held_out)] == [3, 4]
+    assert work.read_rows(train)[1] == {"messages": work.conversation("q1", "a1")}
