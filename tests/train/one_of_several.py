@@ -2,7 +2,8 @@
 
 Usage: one_of_several.py FAULT STEP ARGUMENT...: of `jaxtune train`. When step number STEP of this process is handed to
 the device, "kill" sends it SIGKILL and "term" SIGTERM; "full" has it see a disk without room from the start, and
-"full cache" only where room is reserved in the token cache; "outlive" has it miss one that is killed sooner.
+"full cache" only where room is reserved in the token cache; "outlive" has it miss one that is killed sooner. When the
+rows of that step are loaded, "no rows" raises, and "stall" waits for ever and sends it SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 
 from jaxtune import cli
 from jaxtune.system import processes
@@ -43,6 +45,20 @@ def main() -> int:
             return real(*values)
 
         programs.Engine.accumulate = accumulate
+    if fault in ("no rows", "stall"):
+        load, loaded = programs.Engine.load_step, 0
+
+        def load_step(*values):
+            nonlocal loaded
+            loaded += 1
+            if loaded == int(step) and fault == "no rows":
+                raise ValueError("this process has no rows")
+            if loaded == int(step):
+                threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                threading.Event().wait()
+            return load(*values)
+
+        programs.Engine.load_step = load_step
     return cli.console(["train", *arguments])
 
 

@@ -25,6 +25,7 @@ from jaxtune import cli
 from jaxtune.system import processes, shared_folders
 from jaxtune.train.config import MeshConfig
 from jaxtune.train.folder import record
+from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.trainer import Trainer
 from tests.faults.command import make_folder
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
@@ -182,9 +183,9 @@ def test_what_happens_to_one_process_ends_both_and_the_same_command_goes_on(reci
     whole, output = tmp_path / "whole", tmp_path / "run"
     assert cli.main(["train", str(recipe), f"output={whole}", *wanted]) == 0
     wanted.append("checkpoint.every_steps=1")
-    # The first one's disk is full: it says so, and the other one too, which waits for it in the save.
+    # The first one's disk is full: both say so, before they begin.
     (first, _), (second, words) = run_all(recipe, output, wanted, [("full", 0), ("none", 0)])
-    assert (first, second) == (2, 2) and "process 0" in words and "no room to save step 1" in words
+    assert (first, second) == (2, 2) and "no room for a checkpoint" in words
     # A signal to one of them: both save the same step.
     ended = run_all(recipe, output, wanted, [("none", 0), ("term", 2)])
     assert [code for code, _ in ended] == [75, 75], ended
@@ -192,6 +193,22 @@ def test_what_happens_to_one_process_ends_both_and_the_same_command_goes_on(reci
     # One process with as many devices goes on, to the same bits.
     assert cli.main(["train", str(recipe), f"output={output}", *wanted]) == 0
     assert steps(output) == steps(whole)
+    same_tensors(output / "merged" / "model.safetensors", whole / "merged" / "model.safetensors")
+
+
+@pytest.mark.further
+def test_an_error_and_a_signal_while_one_process_waits_for_rows_save_in_both(recipe, tmp_path):
+    """No process has given up the state of the last step before all have the rows of the next one."""
+    wanted, output = ["adapter=null", "mesh.fsdp=2", "checkpoint.every_minutes=null"], tmp_path / "run"
+    whole = tmp_path / "whole"
+    assert cli.main(["train", str(recipe), f"output={whole}", *wanted]) == 0
+    (first, said), (second, words) = run_all(recipe, output, wanted, [("none", 0), ("no rows", 2)])
+    assert first == 2 and second and "this process has no rows" in said and "no rows" in words, said + words
+    assert saved_steps(output / "checkpoints") == [1]
+    ended = run_all(recipe, output, wanted, [("stall", 2), ("none", 0)])
+    assert [code for code, _ in ended] == [75, 75] and "SIGTERM after step 2; saved in" in ended[0][1], ended
+    assert saved_steps(output / "checkpoints") == [1, 2]
+    assert cli.main(["train", str(recipe), f"output={output}", *wanted]) == 0
     same_tensors(output / "merged" / "model.safetensors", whole / "merged" / "model.safetensors")
 
 

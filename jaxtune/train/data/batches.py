@@ -190,6 +190,11 @@ class BatchSource:
         with other rows. The processes of a run compare them, and must all have the same."""
         return {}
 
+    def functions(self) -> Mapping[str, Callable]:
+        """{name for messages: function or class} of the code that makes the rows, such as rewards and tools. A run that
+        continues says which of them have changed; this package's own are left out."""
+        return {f"rows {type(self).__name__}": type(self)}
+
     def described(self, total_steps: int) -> list[str]:
         """The lines that a run of `total_steps` steps, or --check, prints about its rows before it begins: by default,
         that they are made during the run, and the numbers of steps and of rows in a step."""
