@@ -45,7 +45,7 @@ from jaxtune.models.generation.slot_plan import (
     PREFILL_TOKENS,
     SLOTS,
     SlotPlan,
-    capacity_bucket,
+    length_bucket,
     plan_slots,
     prefilled_at_once,
     room_bytes,
@@ -205,6 +205,7 @@ class Sampler:
         limit = checked_length(tokens, max_new_tokens, self.plan.length, "Sampler: the prompt", whose)
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
         ends = self._ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
+        ends = [token for token in ends if 0 <= token < self.config.vocab_size]  # no other can be sampled
         request = Request(
             self._number,
             tokens,
@@ -350,7 +351,7 @@ class Sampler:
             if batch is None:
                 if left <= 0:
                     break
-                left -= self._prefills.advance(self._leaves, self._waiting, len(free), left)
+                left -= self._prefills.advance(self._leaves, self._waiting, len(free), left, self._capacity)
                 continue
             placed = []
             while free and self._waiting and self._prefills.ready(self._waiting[0]) is batch:
@@ -380,7 +381,7 @@ class Sampler:
         if self._kind.penalises and self._seen is None:
             self._seen = jnp.zeros((len(self._slots), self.config.vocab_size), bool)
         if request.sampling.kind.penalises:
-            padded = np.zeros(capacity_bucket(len(request.tokens)), np.int32)
+            padded = np.zeros(length_bucket(len(request.tokens)), np.int32)
             padded[: len(request.tokens)] = request.tokens
             self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
 
@@ -406,14 +407,14 @@ class Sampler:
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
         """Allocates the slots' caches, or grows them, for `_fill`, if a row of `nearest`, the requests that get a slot
-        next, may become longer than their capacity. It becomes the capacity_bucket of the longest row of all that wait
+        next, may become longer than their capacity. It becomes the length_bucket of the longest row of all that wait
         or decode, because programs are compiled anew for each capacity; with `deterministic` it is that of plan.length
         from the start."""
         if all(request.limit <= self._capacity for request in nearest):
             return
         everybody = [*self._waiting, *(request for request in self._slots if request is not None)]
         most = self.plan.length if self._deterministic else max(request.limit for request in everybody)
-        capacity = capacity_bucket(most)
+        capacity = length_bucket(most)
         if self._states is None:
             self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)
         else:
