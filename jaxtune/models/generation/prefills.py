@@ -159,8 +159,10 @@ class Prefills:
         return batch.rows[request.key]
 
     def forget(self) -> None:
-        """Frees all prefilled states. Sampler.update, which refuses to run while requests wait, calls it, so that no
-        states of the weights before are used."""
+        """Waits for all prefilled states and frees them."""
+        jax.block_until_ready([batch.states for batch in self._batches])
+        if self._long is not None:
+            jax.block_until_ready(self._long.states)
         self._batches, self._long = [], None
 
     def advance(
