@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
@@ -28,7 +28,8 @@ _BUCKETS = (16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 
 def draws(few: int):
     """The decorator that sets how many sets are drawn."""
-    return settings(max_examples=DRAWS or few)
+    checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
+    return settings(max_examples=DRAWS or few, suppress_health_check=checks, phases=[Phase.explicit, Phase.generate])
 
 
 @functools.cache
@@ -107,9 +108,16 @@ def _one_slot(vocab_size: int) -> Sampler:
     return Sampler(model_of(vocab_size), 1, POSITIONS, deterministic=True)
 
 
-def alone(one: Asked, vocab_size: int = VOCAB) -> Row:
+def alone(one: Asked, vocab_size: int = VOCAB, index: int = 0) -> Row:
     """The row when nothing else is asked for."""
-    [row] = _one_slot(vocab_size).run([one.prompt], one.new, seed=[one.seed], **one.choice)
+    sampler = _one_slot(vocab_size)
+    sampler.submit(one.prompt, one.new, seed=one.seed, index=index, **one.choice)
+    row = Row(0, [], [], "length")
+    while sampler.pending:
+        for piece in sampler.step():
+            row.ids.extend(piece.ids)
+            row.logprobs.extend(piece.logprobs)
+            row = dataclasses.replace(row, finish_reason=piece.finish_reason or "length")
     return row
 
 
