@@ -1,6 +1,6 @@
 """A program that ends while a device still computes: WORK WAY, as test_endings.py asks for it.
 
-    python ending.py generate return
+python ending.py generate return
 """
 
 from __future__ import annotations

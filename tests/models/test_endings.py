@@ -1,4 +1,4 @@
-"""A program that ends while a device still computes ends with its own exit code: Python's own end aborts it otherwise."""
+"""A program that ends while a device still computes has its own exit code; Python would abort it otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever prompts a run that learns from rewards has, each answer is that of its prompt alone, on one device or two."""
+"""Whatever prompts a run of rewards has, each answer is that of its prompt alone, on one device or two."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ def copy_on(model: Decoder, device: Device) -> Decoder:
 
 
 class DividedSampler:
-    """Samplers of several devices with the methods of one (`Sampler.submit`, `step`, `pending`, `close`), so that training
-    from samples need not know how many devices there are. The rows that are submitted first are divided into
-    consecutive parts, one for each device; a later row goes to the device with the fewest rows that are not done.
+    """Samplers of several devices with methods of one (`Sampler.submit`, `step`, `pending` and `close`). The rows that
+    are submitted first are divided into consecutive parts, one for each device; a later row goes to the device with the
+    fewest rows that are not done.
 
     Args:
       model: its weights are whole on each device.

@@ -76,8 +76,9 @@ class Prefills:
     into one row of `chunk` tokens, or of half as many, without padding between them, if they fill at least half of the
     row, and if the next power of two of their lengths is the same, from 128 to half of `chunk`. While most slots are
     free the row has `at_once` tokens, if prompts fill it. All other prompts are padded rows of a batch (`_padded`). The
-    states of every prompt fit into the slots' caches of that time, and so into all later ones. A prompt longer than `chunk` tokens is prefilled in several
-    programs: a forward pass over its first tokens, as many as leave whole chunks, and then one program for each chunk.
+    states of every prompt fit into the slots' caches of that time, and so into all later ones. A prompt longer than
+    `chunk` tokens is prefilled in several programs: a forward pass over its first tokens, as many as leave whole
+    chunks, and then one program for each chunk.
 
     A program takes also prompts that get no slot yet, unless `one`: when slots become free one at a time, prompts would
     otherwise be prefilled one at a time, and a program of few tokens takes about as long as one of several times as
