@@ -30,8 +30,8 @@ _KEY = "JAXTUNE_API_KEY"
 def run(arguments: Sequence[str]) -> None:
     """Answer programs that speak OpenAI's API, with a model and adapters over it.
 
-    Many clients share the slots of a model's sampler. SIGTERM or Ctrl-C ends the server: no new requests are taken,
-    answers have --grace seconds to end, and the exit code is 0. A second one ends it at once.
+    Many clients share the slots of a model's sampler. SIGTERM, SIGHUP or Ctrl-C ends the server: no new requests are
+    taken, answers have --grace seconds to end, and the exit code is 0. A second one ends it at once.
     """
     parser = common.parser("serve", run.__doc__)
     parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -44,7 +44,9 @@ _LAST_WORDS_SECONDS = 1.0  # for the error that ends a stream
 type Reader = Callable[[object, Mapping[str, Served]], Asked]
 
 
-def make_app(models: Mapping[str, Served], engine: Engine, key: str | None, local: bool, seconds: float) -> ASGIApp:
+def make_app(
+    models: Mapping[str, Served], engine: Engine, key: str | None, local: bool, seconds: float, encoding: Executor
+) -> ASGIApp:
     """Returns the ASGI application that answers all routes of the server.
 
     Args:
@@ -56,8 +58,9 @@ def make_app(models: Mapping[str, Served], engine: Engine, key: str | None, loca
       seconds: the time from when a request's body has arrived until its answer has been made, and, if it is streamed,
         been read by the client. A later answer fails with error 504, which is the last event of a stream that is being
         sent.
+      encoding: its one thread tokenises prompts, also while it still does for a request that has run out of time.
     """
-    api = _Api(models, engine, seconds)
+    api = _Api(models, engine, seconds, encoding)
     app = Starlette(
         routes=[
             Route("/health", api.health),
@@ -174,13 +177,12 @@ class _Api:
       engine: the engine, which samples the answers.
       seconds: the time from when a request's body has arrived until its answer has been made, and, if it is streamed,
         been read by the client. A later answer fails with error 504.
+      encoding: tokenises prompts, for one request at a time.
     """
 
-    def __init__(self, models: Mapping[str, Served], engine: Engine, seconds: float):
-        self._models, self._engine, self._seconds = models, engine, seconds
+    def __init__(self, models: Mapping[str, Served], engine: Engine, seconds: float, encoding: Executor):
+        self._models, self._engine, self._seconds, self._encoding = models, engine, seconds, encoding
         self._began = int(time.time())
-        # A tokenizer encodes for one request at a time, also while it still does for one that has run out of time.
-        self._encoding = ThreadPoolExecutor(1, "tokenizer")
 
     async def health(self, _: Request) -> Response:
         """GET /health: 200 with {"status": "ok"}; or 503 with {"status": "failing", "error"} if the engine failed in
@@ -239,12 +241,13 @@ class _Api:
             (504) the time is over, before a whole answer is made or the rows of a stream are submitted.
           ClientDisconnect: the client left before its body had arrived; `_left` answers it.
         """
-        body = await _body(request)
+        body = await self._engine.unless_ended(_body(request))
         deadline = asyncio.get_running_loop().time() + self._seconds
         try:
             async with asyncio.timeout_at(deadline):
                 loop = asyncio.get_running_loop()
-                asked = await loop.run_in_executor(self._encoding, read, body, self._models)
+                reading = loop.run_in_executor(self._encoding, read, body, self._models)
+                asked = await self._engine.unless_ended(reading)
                 answers = await self._engine.submit(asked.served.name, asked.rows)
         except TimeoutError:
             raise self._too_late() from None

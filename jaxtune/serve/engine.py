@@ -16,11 +16,12 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from jaxtune.models.generation.requests import Decodes, Piece
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.errors import ApiError
+from jaxtune.system import lifetimes
 from jaxtune.system.terminal import say
 
 _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients would wait for minutes
@@ -103,6 +104,10 @@ class Answers:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._made.put_nowait, (index, made))
 
+    def fail(self, why: ApiError) -> None:
+        """Ends the rows with an error; called in the event loop."""
+        self._made.put_nowait((0, _Failed(why)))
+
     def close(self) -> None:
         """Cancels the rows that have not ended, so that their slots (places in the sampler's batch) become free, and
         takes all rows off the number of those that wait or decode, which Engine.submit limits (Engine.forget). The
@@ -119,7 +124,7 @@ class Engine:
 
     Samplers are used in that thread alone. The event loop's thread sends it functions to call (`_commands`), and gets
     the results through each request's `Answers`. It calls `submit` to start a request's rows, `forget` to cancel them,
-    and, when the server stops, `end` to end all rows with an error. `close` ends the thread.
+    and, when the server stops, `end` to end all rows with an error. `close` ends the thread, and so does Python's end.
 
     Args:
       samplers: for each model's name, a function that makes its sampler. It is called at once, and again for the next
@@ -140,10 +145,13 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._rows = 0  # that wait or decode, as the event loop counts
         self._ended: ApiError | None = None
+        self._open: set[Answers] = set()
+        self._awaited: set[asyncio.Future[None]] = set()  # each gets the error of `end`
         self.failure: str | None = None
         self.plans = {name: sampler.plan for name, sampler in self._samplers.items()}
         self._thread = threading.Thread(target=self._drive, name="jaxtune serve: engine", daemon=True)
         self._thread.start()
+        lifetimes.ends(self, _end_thread, self._commands, self._thread)
 
     # ---- called in the event loop's thread
 
@@ -158,40 +166,67 @@ class Engine:
             wait or be decoded; 500 for any other failure, also if there is too little memory to make a sampler anew;
             the error given to `end`, if the server is stopping.
         """
+        if self._ended is not None:
+            raise self._ended
         if self._rows + len(rows) > _MOST_ROWS:
             message = f"{self._rows} answers wait or are being made, and at most {_MOST_ROWS} may: ask again later"
             raise ApiError(429, message, code="rate_limit_exceeded")
         answers = Answers(self, model, len(rows))
         self._rows += len(rows)
+        self._open.add(answers)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited.add(done)
         self._commands.put(lambda: self._submit(answers, rows, done))
         try:
             await done
         except BaseException:
             answers.close()
             raise
+        finally:
+            self._awaited.discard(done)
         return answers
+
+    async def unless_ended[T](self, work: Awaitable[T]) -> T:
+        """What `work` returns; or the error of `end`, which cancels it."""
+        task = asyncio.ensure_future(work)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited.add(ended)
+        if self._ended is not None:
+            ended.set_exception(self._ended)
+        try:
+            await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                ended.result()
+            return task.result()
+        finally:
+            self._awaited.discard(ended)
+            for one in (task, ended):
+                one.cancel()
+            if ended.done() and not ended.cancelled():
+                ended.exception()  # or asyncio says that nobody looked at it
 
     def forget(self, answers: Answers) -> None:
         """Takes a request's rows (`answers`) off the count that `submit` limits, and has the engine's thread cancel
         those that have not ended, which frees their slots in the batch. Only Answers.close calls it, in the event
         loop's thread, exactly once for each request that has Answers, also for a complete one."""
         self._rows -= answers.count
+        self._open.discard(answers)
         self._commands.put(lambda: self._forget(answers))
 
     def end(self, why: ApiError) -> None:
-        """Has the engine's thread end all answers, those that wait for a slot too, with the error `why`, and refuse
-        later requests with it, because the server stops. It returns at once; the thread does so after the pass that it
-        is in (a round of each model that has rows). Server calls it in the event loop's thread, when the grace after a
-        signal is over."""
-        self._commands.put(lambda: self._end(why))
+        """Ends all answers with an error at once, whatever the engine's thread does, and refuses later ones with it."""
+        self._ended = why
+        for answers in self._open:
+            answers.fail(why)
+        for done in self._awaited:
+            if not done.done():
+                done.set_exception(why)
+        self._commands.put(self._cancel_all)
 
     def close(self, seconds: float) -> bool:
-        """Asks the thread to end and waits for that, at most `seconds`. Returns True if it has ended, and False if not:
-        it ends between passes only (`_drive`), and one in which it compiles may take minutes. Rows that have not ended
-        get no error: Server calls it after the event loop has ended."""
-        self._commands.put(None)
-        self._thread.join(seconds)
+        """Asks the thread to end, and says whether it has within `seconds`: a pass in which it compiles may take
+        minutes. Rows that have not ended get no error."""
+        _end_thread(self._commands, self._thread, seconds)
         return not self._thread.is_alive()
 
     # ---- called in the engine's thread
@@ -204,6 +239,8 @@ class Engine:
             for name in list(self._samplers):
                 if self._samplers[name].pending:
                     self._step(name)
+        for sampler in self._samplers.values():
+            sampler.close()
 
     def _obey(self) -> bool:
         """Calls the functions that the event loop's thread has queued (`_commands`), in order. If no sampler has rows
@@ -240,8 +277,8 @@ class Engine:
                 error = self._failed(failed)
 
         def report() -> None:
-            """Sets the future's result or exception, in the event loop's thread, unless it was cancelled."""
-            if done.cancelled():
+            """Sets the future's result or exception, in the event loop's thread."""
+            if done.done():  # cancelled, or the server stops
                 return
             if error is None:
                 done.set_result(None)
@@ -297,7 +334,9 @@ class Engine:
         engine's thread, on behalf of `forget`, and of `_place` if the sampler refuses one of the rows."""
         sampler = self._samplers.get(answers.model)
         for number in answers.numbers:
-            if self._of_request.pop((answers.model, number), None) is not None and sampler is not None:
+            owner, _ = self._of_request.get((answers.model, number), (None, 0))
+            if owner is answers and sampler is not None:  # a sampler that was made anew numbers from 0 again
+                del self._of_request[answers.model, number]
                 sampler.cancel(number)
         answers.numbers.clear()
 
@@ -324,12 +363,8 @@ class Engine:
                     del self._of_request[key]
                 answers.put(index, piece)
 
-    def _end(self, why: ApiError) -> None:
-        """Cancels all rows, those that wait for a slot too, and ends them with the error `why`, with which later
-        requests, of all models, are refused. It runs in the engine's thread, on behalf of `end`."""
-        self._ended = why
-        for (name, number), (answers, index) in list(self._of_request.items()):
-            answers.put(index, _Failed(why))
+    def _cancel_all(self) -> None:
+        for name, number in self._of_request:
             self._samplers[name].cancel(number)
         self._of_request.clear()
 
@@ -341,6 +376,12 @@ class Engine:
         say("jaxtune: the engine failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
         self.failure = f"{type(error).__name__}: {error}".split("\n")[0]
         return ApiError(500, f"the engine failed: {self.failure}")
+
+
+def _end_thread(commands: queue.SimpleQueue, thread: threading.Thread, seconds: float | None = None) -> None:
+    """Without a limit the wait may be as long as a compile; Ctrl-C ends it."""
+    commands.put(None)
+    thread.join(seconds)
 
 
 def _code(refused: str) -> str | None:

@@ -4,11 +4,16 @@ serves on it until a signal comes, and then lets answers end within a time limit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillBusy
 from types import FrameType
 
 import uvicorn
@@ -21,8 +26,10 @@ from jaxtune.system.loopback import is_loopback
 from jaxtune.system.terminal import say
 
 _IDLE_SECONDS = 30  # after which a connection without a request is closed
-_CLOSING_SECONDS = 2  # after the grace: for last words to clients that read
-_THREAD_SECONDS = 5.0  # for the engine's thread to end its round
+_CLOSING_SECONDS = 5  # after the grace: for last words to clients that read
+_THREAD_SECONDS = 5.0  # for the threads to end what they are at
+_SLICE_SECONDS = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -43,7 +50,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT.
+    """Serves until SIGTERM, SIGINT or SIGHUP; a SIGHUP that is ignored, as under nohup, stays so.
 
     After the first signal no new requests are accepted; answers have `grace` seconds to end, and those that have not
     ended by then get an error. A second signal asks uvicorn to end without them, and run_until_signal, which returns
@@ -74,9 +81,10 @@ class Server(uvicorn.Server):
         grace: float,
     ):
         self._engine, self._listener, self._grace = engine, listener, grace
+        self._encoding = ThreadPoolExecutor(1, "tokenizer")
         self.second: signal.Signals | None = None
         config = uvicorn.Config(
-            make_app(models, engine, key, is_loopback(listener.getsockname()[0]), seconds),
+            make_app(models, engine, key, is_loopback(listener.getsockname()[0]), seconds, self._encoding),
             loop="asyncio",
             http="h11",
             ws="none",
@@ -92,33 +100,57 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def run_until_signal(self) -> None:
-        """Serves until a signal, and returns when all answers have ended: those that have not within `grace` seconds
-        (--grace) after the signal get the error 503. If the engine's thread does not end within
-        five seconds then, as while it compiles, which cannot be interrupted, it does not return but ends the process,
-        with exit code 0, or 128 plus the number of a second signal.
+        """Serves until a signal, and returns when all answers have ended; those that have not within `grace` seconds
+        get the error 503. If the threads have not ended five seconds later, as while one compiles, which nothing
+        interrupts, or after a second signal, this ends the process: exit code 0, or 128 plus the second's number.
 
         Raises:
           KeyboardInterrupt: after a second signal, with its name.
         """
-        self.run(sockets=[self._listener])
-        if not self._engine.close(_THREAD_SECONDS):
-            # It compiles, which nothing can interrupt. Nothing that it would finish is wanted.
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            os._exit(0 if self.second is None else 128 + self.second)
+        with self._signals():
+            self.run(sockets=[self._listener])
+            if not self._threads_ended():
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError, ValueError):
+                        stream.flush()
+                os._exit(0 if self.second is None else 128 + self.second)
         if self.second is not None:
             raise KeyboardInterrupt(self.second.name)
 
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Within it all signals go to `handle_exit`, before and after uvicorn's own time too."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _threads_ended(self) -> bool:
+        """Ends the engine's thread and the tokenizer's; False if they are still at work after some seconds."""
+        last = self._encoding.submit(int)
+        self._encoding.shutdown(wait=False)
+        until, told = time.monotonic() + _THREAD_SECONDS, self.second
+        while time.monotonic() < until and self.second is told:
+            if self._engine.close(_SLICE_SECONDS):
+                with contextlib.suppress(StillBusy):
+                    last.result(_SLICE_SECONDS)
+                    return True
+        return False
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler, which uvicorn installs. The first signal starts the shutdown, in which answers have
-        `grace` seconds to end. A later one, of the same kind or another, asks uvicorn (`force_exit`) to end without
-        them, and is kept in `second`. sig: the signal's number. frame: where the signal interrupted the program, which
-        is not used."""
-        if self.should_exit:
+        """The handler of all signals. A second one ends the server without the answers; a SIGHUP, which a shell and
+        the system both send, is never the second."""
+        if not self.should_exit:
+            self.should_exit = True
+        elif sig != signal.SIGHUP:
             self.second = signal.Signals(sig)
             self.force_exit = True
-        else:
-            self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to accept connections and prints the server's address on stdout. uvicorn calls it after it has
@@ -130,9 +162,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes the sockets and idle connections, and waits for the answers; after `grace` seconds the answers that
-        have not ended get an error, and what still runs two to three seconds later is cancelled. A line on stderr says
-        at the start how long answers have. uvicorn calls it after a signal. sockets: the open sockets; None: there are
-        none."""
+        have not ended get an error, and what still runs some seconds later is cancelled."""
         say(f"jaxtune: stopping; answers have {self._grace:g} s to end", file=sys.stderr)
         ends = [asyncio.ensure_future(each) for each in (self._end_of_grace(), self._end_at_once())]
         try:
@@ -142,8 +172,7 @@ class Server(uvicorn.Server):
                 each.cancel()
 
     async def _end_of_grace(self) -> None:
-        """Waits `grace` seconds, and then has the engine end every answer that is not complete, and refuse later ones,
-        with error 503. shutdown starts it, and cancels it if all connections have ended before."""
+        """After `grace` seconds ends every answer that is not complete, and refuses later ones, with error 503."""
         await asyncio.sleep(self._grace)
         self._engine.end(ApiError(503, "the server is stopping: ask again when it is back", code="stopping"))
 

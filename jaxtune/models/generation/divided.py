@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -39,9 +39,9 @@ def copy_on(model: Decoder, device: Device) -> Decoder:
 
 
 class DividedSampler:
-    """Samplers of several devices with three methods of one (`Sampler.submit`, `step` and `pending`), so that training
-    from samples need not know how many devices there are. The rows that are submitted first are divided into
-    consecutive parts, one for each device; a later row goes to the device with the fewest rows that are not done.
+    """Samplers of several devices with methods of one (`Sampler.submit`, `step`, `pending` and `close`). The rows that
+    are submitted first are divided into consecutive parts, one for each device; a later row goes to the device with the
+    fewest rows that are not done.
 
     Args:
       model: its weights are whole on each device.
@@ -72,6 +72,17 @@ class DividedSampler:
             own = self._samplers[place].submit(prompt, *arguments, **settings)
         self._numbers[place][own] = number
         return number
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the samplers of all devices."""
+        for sampler in self._samplers:
+            sampler.close()
 
     @property
     def pending(self) -> int:

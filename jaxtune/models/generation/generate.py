@@ -123,19 +123,20 @@ def generate(
         deterministic=deterministic,
         tokens_per_round=1 if streamer is not None else 8,
     )
-    row_of = {
-        sampler.submit(row, max_new_tokens, temperature, own, index=place, **settings): index
-        for index, (row, (own, place)) in enumerate(zip(rows, seeds, strict=True))
-    }
     answers: list[list[int]] = [[] for _ in rows]
     logprobs: list[list[float]] = [[] for _ in rows]
-    while sampler.pending:
-        for piece in sampler.step():
-            index = row_of[piece.request]
-            answers[index] += piece.ids
-            logprobs[index] += piece.logprobs
-            if streamer is not None and piece.ids:
-                streamer(index, piece.ids)
+    with sampler:
+        row_of = {
+            sampler.submit(row, max_new_tokens, temperature, own, index=place, **settings): index
+            for index, (row, (own, place)) in enumerate(zip(rows, seeds, strict=True))
+        }
+        while sampler.pending:
+            for piece in sampler.step():
+                index = row_of[piece.request]
+                answers[index] += piece.ids
+                logprobs[index] += piece.logprobs
+                if streamer is not None and piece.ids:
+                    streamer(index, piece.ids)
     if not output_logprobs:
         return answers
     if deterministic:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.requests import Request
-from jaxtune.models.generation.slot_plan import capacity_bucket
+from jaxtune.models.generation.slot_plan import length_bucket
 from jaxtune.models.generation.structure import Structure
 from jaxtune.models.layers.attention import Attention
 
@@ -74,10 +74,11 @@ class Prefills:
 
     For models whose mixers are attention and whose layers exchange nothing, one program computes several prompts packed
     into one row of `chunk` tokens, or of half as many, without padding between them, if they fill at least half of the
-    row, and if the length to which each would be padded alone (`_bucket`) is the same, from 128 tokens to half of
-    `chunk`: their states have room for that length. While most slots are free the row has `at_once` tokens, if prompts
-    fill it. All other prompts are padded rows of a batch. A prompt longer than `chunk` tokens is prefilled in several
-    programs: a forward pass over its first tokens, as many as leave whole chunks, and then one program for each chunk.
+    row, and if the next power of two of their lengths is the same, from 128 to half of `chunk`. While most slots are
+    free the row has `at_once` tokens, if prompts fill it. All other prompts are padded rows of a batch (`_padded`). The
+    states of every prompt fit into the slots' caches of that time, and so into all later ones. A prompt longer than
+    `chunk` tokens is prefilled in several programs: a forward pass over its first tokens, as many as leave whole
+    chunks, and then one program for each chunk.
 
     A program takes also prompts that get no slot yet, unless `one`: when slots become free one at a time, prompts would
     otherwise be prefilled one at a time, and a program of few tokens takes about as long as one of several times as
@@ -159,26 +160,26 @@ class Prefills:
         return batch.rows[request.key]
 
     def forget(self) -> None:
-        """Frees all prefilled states. Sampler.update, which refuses to run while requests wait, calls it, so that no
-        states of the weights before are used."""
+        """Waits for all prefilled states and frees them."""
+        jax.block_until_ready([batch.states for batch in self._batches])
+        if self._long is not None:
+            jax.block_until_ready(self._long.states)
         self._batches, self._long = [], None
 
-    def advance(self, leaves: Sequence[jax.Array], waiting: Iterable[Request], free: int, left: float) -> int:
-        """Dispatches one program that prefills the prompt of the first of these requests, and the prompts of others
-        that are padded to the same length, if there are enough of them for a program. When a prompt is complete,
-        `ready` finds its states.
-
-        If a long prompt is being prefilled in chunks, the program prefills its next chunk instead. For a prompt of one
-        token, whose states are empty, no program is needed, and 1 is returned.
+    def advance(
+        self, leaves: Sequence[jax.Array], waiting: Iterable[Request], free: int, left: float, capacity: int
+    ) -> int:
+        """Dispatches one program: the next chunk of a long prompt, or the prompt of the first request that waits and
+        those of others that are alike. `ready` finds the states of complete prompts.
 
         Args:
           leaves: the model's arrays.
-          waiting: the requests that wait, in the order in which they get slots, at least one; the states of the first
-            are not ready.
+          waiting: requests in the order in which they get slots; the states of the first are not ready.
           free: how many of them get a slot now, at least one.
           left: how many tokens may be prefilled before the next round; infinity while most slots are free.
+          capacity: the tokens of the slots' caches, enough for the row of the first request.
         Returns:
-          the number of tokens that the program computes, padding included; the sampler adds them up for its limit.
+          the tokens that the program computes, padding included; 1 for a prompt of one token, which needs none.
         """
         if self._long is not None:
             return self._next_chunk(leaves, self._long)
@@ -193,45 +194,49 @@ class Prefills:
             return 1
         if count > self._chunk:
             begin = (count - 1) % self._chunk + 1
-            states = self._prefill(leaves, [first], begin, capacity_bucket(count))
-            self._long = _Long(first, states, begin)
-            return _bucket(begin)
-        width = _bucket(count)
-        alike = {r.key: r for r in nearest if len(r.tokens) > 1 and _bucket(len(r.tokens) - 1) == width}
-        alike = [request for request in alike.values() if self.ready(request) is None]
-        if self._packs and _SHORTEST_PACKED <= width <= self._chunk // 2:
-            # (tokens of a row, the least that prompts must fill of it): the largest row must leave room for none.
-            sizes = [(self._at_once, self._at_once - width)] if self._chunk < self._at_once <= left else []
-            sizes += [(size, size / 2) for size in (self._chunk, self._chunk // 2)]
-            for size, least in sizes:
-                packed = self._fitting(alike, 2 * size // width, size)
-                if len(packed) > 1 and sum(len(request.tokens) - 1 for request in packed) >= least:
-                    states = self._pack(leaves, packed, width, size)
-                    self._keep(Batch(states, {request.key: row for row, request in enumerate(packed)}))
-                    return size
-            alike = alike[:1]
+            self._long = _Long(first, self._prefill(leaves, [first], begin, length_bucket(count)), begin)
+            return _padded(begin)
+        width = _padded(count)
+        others = {r.key: r for r in nearest if len(r.tokens) > 1 and _padded(len(r.tokens) - 1) <= capacity}
+        others = [request for request in others.values() if self.ready(request) is None]
+        if self._packs and _SHORTEST_PACKED <= _power(count) <= self._chunk // 2:
+            alike = [request for request in others if _power(len(request.tokens) - 1) == _power(count)]
+            if (size := self._packed(leaves, alike, _power(count), left)) is not None:
+                return size
+            others = [first]
+        alike = [request for request in others if _padded(len(request.tokens) - 1) == width]
         rows = max(1, self._chunk // width)
         # Either a full batch or a single prompt; every other number of prompts would need a program of its own.
         chosen = alike[: rows if len(alike) >= rows and not self._one else 1]
         self._keep(Batch(self._prefill(leaves, chosen, width, width), {r.key: i for i, r in enumerate(chosen)}))
         return width * len(chosen)
 
-    def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
-        """Dispatches one program, for `advance`, and returns the states that it computes: those after at most the first
-        `count` tokens of each of `requests`. A request's newest token is not among these tokens: the first decoding
-        step takes it as its input.
+    def _packed(self, leaves, alike: Sequence[Request], power: int, left: float) -> int | None:
+        """Packs the first of these prompts into one row, of which none is longer than `power` or as short as half of
+        it: the row's tokens, or None if too few are there. left: as for `advance`."""
+        # (tokens of a row, the least that prompts must fill of it): the largest row must leave room for none.
+        sizes = [(self._at_once, self._at_once - power)] if self._chunk < self._at_once <= left else []
+        sizes += [(size, size / 2) for size in (self._chunk, self._chunk // 2)]
+        for size, least in sizes:
+            packed = self._fitting(alike, 2 * size // power, size)
+            lengths = [len(request.tokens) - 1 for request in packed]
+            if len(packed) > 1 and sum(lengths) >= least:
+                states = self._pack(leaves, packed, _padded(max(lengths)), size)
+                self._keep(Batch(states, {request.key: row for row, request in enumerate(packed)}))
+                return size
+        return None
 
-        leaves: the model's arrays. capacity: the tokens for which each row of the states has room; more if the padded
-        prompts are longer.
-        """
-        width = min(_bucket(count), capacity_bucket(capacity))
-        tokens = np.zeros((len(requests), width), np.int32)
+    def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
+        """The states after at most the first `count` tokens of each request, without its newest one, which the first
+        decoding step reads. capacity: the tokens for which each row of the states has room, at least the padded
+        `count`."""
+        tokens = np.zeros((len(requests), _padded(count)), np.int32)
         lengths, totals = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
         for row, request in enumerate(requests):
             some = request.tokens[:-1][:count]
             tokens[row, : len(some)] = some
             lengths[row], totals[row] = len(some), len(request.tokens)
-        return self._programs.prefill(self._structure, max(capacity, width), leaves, tokens, lengths, totals)
+        return self._programs.prefill(self._structure, capacity, leaves, tokens, lengths, totals)
 
     def _fitting(self, requests: Sequence[Request], most: int, size: int) -> list[Request]:
         """The longest beginning of the list `requests`, of at most `most` requests, whose prompts have at most `size`
@@ -241,12 +246,10 @@ class Prefills:
 
     def _pack(self, leaves, requests: Sequence[Request], width: int, size: int) -> device.States:
         """The states after the prompts of some requests, which one program computes packed into one row of `size`
-        tokens, one prompt behind the other.
-
-        leaves: the model's arrays. width: the number of tokens of a row for which the states have room, to which each
-        prompt alone would be padded."""
+        tokens, one prompt behind the other. width: the tokens of a row for which the states have room, the longest
+        prompt's length with padding."""
         tokens = np.zeros((1, size), np.int32)
-        room = 2 * size // width
+        room = 2 * size // _power(width)
         starts, lengths, totals = np.full(room, size, np.int32), *np.zeros((2, room), np.int32)
         at = 0
         for row, request in enumerate(requests):
@@ -276,7 +279,11 @@ class Prefills:
         self._batches = [*self._batches[-(_KEPT - 1) :], batch]
 
 
-def _bucket(tokens: int) -> int:
-    """The length to which a prompt of `tokens` tokens is padded: the next power of two, at least _SMALLEST (16), so
-    that few programs serve all prompts."""
-    return max(_SMALLEST, 1 << (tokens - 1).bit_length())
+def _padded(tokens: int) -> int:
+    """The length to which a prompt of `tokens` tokens is padded."""
+    return length_bucket(tokens, _SMALLEST)
+
+
+def _power(tokens: int) -> int:
+    """The next power of two, by which prompts are alike enough for one packed row."""
+    return 1 << (tokens - 1).bit_length()

@@ -4,9 +4,9 @@ The device does not wait for the host: a round of a few tokens is dispatched whi
 then does the host wait for the results of that earlier round. What it decides by them (a stop string, a free slot)
 takes effect in the round after the next one.
 
-    sampler = jaxtune.Sampler(model, slots=64)
-    for row in sampler.run(prompts, max_new_tokens=512, temperature=1.0):
-        print(row.index, row.ids, row.finish_reason)
+    with jaxtune.Sampler(model, slots=64) as sampler:
+        for row in sampler.run(prompts, max_new_tokens=512, temperature=1.0):
+            print(row.index, row.ids, row.finish_reason)
 
 `run` yields each Row in the order of the prompts, or as it ends (in_order=False). It is built on `submit`, `cancel` and
 `step`, which returns new tokens as Pieces. A server, or a trainer that learns from samples, can call these itself.
@@ -15,10 +15,11 @@ takes effect in the round after the next one.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +46,14 @@ from jaxtune.models.generation.slot_plan import (
     PREFILL_TOKENS,
     SLOTS,
     SlotPlan,
-    capacity_bucket,
+    length_bucket,
     plan_slots,
     prefilled_at_once,
     room_bytes,
     slot_bytes,
 )
 from jaxtune.models.generation.structure import flattened
-from jaxtune.system import waiting
+from jaxtune.system import lifetimes, waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
@@ -69,6 +70,15 @@ class _Round:
     requests: dict[int, tuple[Request, int]]
 
 
+def _wait_for(rounds: collections.deque[_Round], prefills: Prefills) -> None:
+    """Waits until the device has ended what nobody will read."""
+    while rounds:
+        with contextlib.suppress(Exception):  # a device that has failed has ended too
+            jax.tree.map(np.asarray, rounds.popleft().emitted)
+    with contextlib.suppress(Exception):
+        prefills.forget()
+
+
 class Sampler:
     """Continues prompts of token ids. Up to `slots` rows decode in one batch. `submit` queues a prompt, and each `step`
     returns new tokens of the requests. `run` does both for a list of prompts. `generate`, the server, evaluations and
@@ -77,7 +87,8 @@ class Sampler:
     A row's tokens depend on other rows only by rounding, as the number of prompts that are prefilled at once changes
     the shapes of products. With `deterministic` its results are equal bit for bit. A sampler is used by one
     thread at a time. Its programs are compiled when they are first needed, for each bucket of capacity and of prompt
-    length and each Kind of sampling settings, and shared by samplers of equal models with equal slots.
+    length and each Kind of sampling settings, and shared by samplers of equal models with equal slots. What the device
+    still computes when a sampler is closed or freed, or Python ends, is waited for.
 
     Args:
       model: with its adapters. Plain adapters are copied in the compute dtype, and so are weights that are converted
@@ -150,15 +161,31 @@ class Sampler:
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
         self._rounds: collections.deque[_Round] = collections.deque()
+        self._end = lifetimes.ends(self, _wait_for, self._rounds, self._prefills)
+        self._closed = False
         self._pieces: list[Piece] = []  # the next step returns these
         self._runs = False  # whether `run` has rows to yield
         self._kind = Kind(False, False, False)
+        self._on_host = jax.default_backend() == "cpu"  # where results lie in the host's memory already
         self._number, self._capacity, self._states, self._seen = 0, 0, None, None
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
         self._unchanged = jnp.zeros(count, bool), jax.tree.map(jnp.copy, self._live)  # for rounds without changes
         self._changed, self._given = np.zeros(count, bool), jax.tree.map(np.array, self._live)
         self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size)
         self._sent_rows: device.Rows | None = None  # as the last round got them; None after a change
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels all requests, waits for the device and frees the slots; nothing can be submitted afterwards."""
+        for number in list(self._requests):
+            self.cancel(number)
+        self._closed, self._states, self._seen = True, None, None
+        self._end()
 
     # ---- requests
 
@@ -199,6 +226,8 @@ class Sampler:
             setting out of its range; filters with temperature 0; stop_strings without a tokenizer, or an empty one; a
             `run` that has rows to yield.
         """
+        if self._closed:
+            raise ValueError("Sampler: submit after close: make a new Sampler")
         if self._runs:
             raise ValueError("Sampler: submit while `run` has rows to yield: take all of them first, or close it")
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
@@ -206,6 +235,7 @@ class Sampler:
         limit = checked_length(tokens, max_new_tokens, self.plan.length, "Sampler: the prompt", whose)
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
         ends = self._ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
+        ends = [token for token in ends if 0 <= token < self.config.vocab_size]  # no other can be sampled
         request = Request(
             self._number,
             tokens,
@@ -352,7 +382,7 @@ class Sampler:
             if batch is None:
                 if left <= 0:
                     break
-                left -= self._prefills.advance(self._leaves, self._waiting, len(free), left)
+                left -= self._prefills.advance(self._leaves, self._waiting, len(free), left, self._capacity)
                 continue
             placed = []
             while free and self._waiting and self._prefills.ready(self._waiting[0]) is batch:
@@ -382,7 +412,7 @@ class Sampler:
         if self._kind.penalises and self._seen is None:
             self._seen = jnp.zeros((len(self._slots), self.config.vocab_size), bool)
         if request.sampling.kind.penalises:
-            padded = np.zeros(capacity_bucket(len(request.tokens)), np.int32)
+            padded = np.zeros(length_bucket(len(request.tokens)), np.int32)
             padded[: len(request.tokens)] = request.tokens
             self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
 
@@ -408,14 +438,14 @@ class Sampler:
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
         """Allocates the slots' caches, or grows them, for `_fill`, if a row of `nearest`, the requests that get a slot
-        next, may become longer than their capacity. It becomes the capacity_bucket of the longest row of all that wait
+        next, may become longer than their capacity. It becomes the length_bucket of the longest row of all that wait
         or decode, because programs are compiled anew for each capacity; with `deterministic` it is that of plan.length
         from the start."""
         if all(request.limit <= self._capacity for request in nearest):
             return
         everybody = [*self._waiting, *(request for request in self._slots if request is not None)]
         most = self.plan.length if self._deterministic else max(request.limit for request in everybody)
-        capacity = capacity_bucket(most)
+        capacity = length_bucket(most)
         if self._states is None:
             self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)
         else:
@@ -443,8 +473,9 @@ class Sampler:
         self._sent_rows = rows
         before = self._structure, self._kind, self._steps, self._leaves, self._states, self._live, self._seen
         self._states, self._live, self._seen, emitted = self._programs.decode(*before, *self._changes(), rows)
-        for array in jax.tree.leaves(emitted):
-            array.copy_to_host_async()
+        if not self._on_host:
+            for array in jax.tree.leaves(emitted):
+                array.copy_to_host_async()
         requests = {slot: (request, request.placed) for slot, request in enumerate(self._slots) if request is not None}
         for request, _ in requests.values():
             request.rounds += 1

@@ -1,8 +1,8 @@
 """Plans how many rows a sampler decodes at the same time and how long they may be, by the free device memory. The
 memory of one such row, with the caches of its keys and values, is a slot (slots.py). `plan_slots` makes a SlotPlan for
 a sampler, from `room_bytes`, the free memory, and `slot_bytes`, what slots take; `slots_for` makes it for the plan of a
-training run. `prefilled_at_once` says how large a program of prompts may be. `capacity_bucket` rounds the length of
-caches up."""
+training run. `prefilled_at_once` says how large a program of prompts may be. `length_bucket` rounds the lengths of
+prompts and caches up."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from jaxtune.models.generation.structure import Structure, structure_of
 
 SLOTS = 64  # the default number of slots
 PREFILL_TOKENS = 2048  # the default of the most tokens that one program prefills
+_SHORTEST_CACHE = 128  # in tokens; a power of two
 _LEAST_LENGTH = 256  # the number of slots is halved until rows of this many tokens fit
 _AT_ONCE = 4  # how many times prefill_tokens one program prefills while most slots are free
 _SPARED = 0.1  # the share of free memory that is left for activations of prefills and other buffers of programs
 
 
-def capacity_bucket(tokens: int) -> int:
-    """The capacity, in tokens, of a row's caches of keys and values, for a row of this many tokens: the smallest number
-    not below `tokens` that is 128 times a power of two, or three quarters of such a number (from 384 on).
-    It is less than twice `tokens` from 65 tokens on, and less than one and a half times from 257 on.
+def length_bucket(tokens: int, least: int = _SHORTEST_CACHE) -> int:
+    """The length to which `tokens` tokens are padded: at least `least`, and the next power of two, or three quarters of
+    one from 384 on. There are few, because each needs programs of its own.
 
-    There are few capacities, because each needs compiled programs of its own. The sampler, its prefills of long prompts
-    and the plan of its memory use it.
+    It never falls as `tokens` rises, so that a prompt, padded with any `least` up to that of caches, fits into the
+    cache of its row.
 
-    >>> [capacity_bucket(tokens) for tokens in (1, 129, 300, 513, 800)]
-    [128, 256, 384, 768, 1024]
+    >>> [length_bucket(tokens) for tokens in (1, 129, 300, 513, 800)], length_bucket(20, least=16)
+    ([128, 256, 384, 768, 1024], 32)
     """
-    whole = 128
-    while whole < tokens:
-        whole *= 2
-    return whole * 3 // 4 if whole > 256 and tokens <= whole * 3 // 4 else whole
+    whole = max(least, 1 << (tokens - 1).bit_length())
+    shorter = whole * 3 // 4
+    return shorter if whole > 256 and shorter >= max(tokens, least) else whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +68,9 @@ def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], s
       structure: the model without its arrays.
       shapes: the shape and dtype of each of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)).
       slots: the number of rows that decode at the same time.
-      length: the most tokens of a row; the capacity of its caches is rounded up (capacity_bucket).
+      length: the most tokens of a row; the capacity of its caches is rounded up (length_bucket).
     """
-    states = device.states_shape(structure, shapes, slots, capacity_bucket(length))
+    states = device.states_shape(structure, shapes, slots, length_bucket(length))
     kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
     return kept + 16 * slots * structure.config.vocab_size
 

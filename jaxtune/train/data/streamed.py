@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxtune.system import lifetimes
 from jaxtune.system.terminal import printable
 from jaxtune.train.data.batches import ORDERS, Batch, Json, Order, Rows
 from jaxtune.train.data.packing import NothingUsable
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 WINDOW_CHARACTERS = 64 * 2**20  # a window ends when it has this many characters, even with fewer than buffer_size rows
 MOST_NAMED_SHARDS = 1_000  # up to this number, checkpoints have a fingerprint of each shard; above it, one of all
+_ENDING_SECONDS = 5.0  # for a thread to end the row that it reads
 _LEAST_DOCUMENTS = 8  # batches have room for at least this many documents in a packed row
 _SAMPLES, _SAMPLE_BYTES = 16, 4_096  # how many pieces of a file its fingerprint reads, and the bytes of each
 
@@ -255,6 +257,12 @@ class StreamedRows:
             self._news.append(f"{self.name}: every row was read {epoch} times; it begins anew {order}")
 
 
+def _end_threads(closed: threading.Event, threads: list[threading.Thread]) -> None:
+    closed.set()
+    for thread in threads:
+        thread.join(_ENDING_SECONDS)
+
+
 class StreamFeed:
     """The packed rows of a stream, without end (`feeds.Feed`). A thread makes the next window while the rows of the
     current one are taken.
@@ -277,6 +285,8 @@ class StreamFeed:
         self._rows = self._read(begin)
         self._end = begin  # the end of the window that was made last
         self._window: _TokenisedWindow | None = None
+        self._threads: list[threading.Thread] = []  # the last one
+        self._close = lifetimes.ends(self, _end_threads, self._closed, self._threads)
         self._loading = self._load()
 
     def next(self) -> tuple[Rows, int]:
@@ -302,9 +312,8 @@ class StreamFeed:
         return {**begin, "window": self._window.number, "taken": self._taken}
 
     def close(self) -> None:
-        """Makes the daemon thread that makes windows stop at the next row that it reads. It is not waited for, because
-        no row is taken from a closed feed. FedBatches calls it when the run ends, or resumes at another step."""
-        self._closed.set()
+        """Makes the thread that makes windows stop at the next row that it reads, and waits for that some seconds."""
+        self._close()
 
     def _load(self) -> Future[_TokenisedWindow]:
         """Starts a daemon thread that makes the next window, and returns its future, which also takes the thread's
@@ -318,7 +327,8 @@ class StreamFeed:
             except BaseException as error:  # `next` raises it
                 future.set_exception(error)
 
-        threading.Thread(target=work, name="stream", daemon=True).start()
+        self._threads[:] = [threading.Thread(target=work, name="stream", daemon=True)]
+        self._threads[0].start()
         return future
 
     def _make(self) -> _TokenisedWindow:

@@ -1,0 +1,38 @@
+"""Nothing that works in the background outlives its owner: `ends` says how such work ends, at the latest before Python
+does. A device or a thread that calls back into an interpreter that is gone aborts the process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import time
+import weakref
+from collections.abc import Callable
+
+import jax
+
+del jax  # imported because its own work at exit, registered by then, must come after that of `_end_all`
+_BREATH_SECONDS = 0.02  # in which callbacks of work that has just ended get Python's lock
+_ends: list[weakref.finalize] = []
+
+
+def ends(owner: object, end: Callable[..., object], *arguments: object) -> Callable[[], object]:
+    """Has end(*arguments) called once: by what this returns, when `owner` is freed, or when Python ends, what began
+    last first. The arguments must not refer to the owner."""
+    _ends[:] = [one for one in _ends if one.alive]
+    finalizer = weakref.finalize(owner, end, *arguments)
+    finalizer.atexit = False  # weakref's own comes before or after that of JAX
+    _ends.append(finalizer)
+    return finalizer
+
+
+def _end_all() -> None:
+    open_ends = [one for one in reversed(_ends) if one.alive]
+    for one in open_ends:
+        with contextlib.suppress(Exception):  # such as of a device that has failed
+            one()
+    if _ends:
+        time.sleep(_BREATH_SECONDS)
+
+
+atexit.register(_end_all)
