@@ -206,10 +206,12 @@ def answer_metrics(
         return None
     are_rewards = wanted.generate == (REWARDS,)
     if not are_rewards:
-        functions = RewardFunctions.named(wanted.generate, key=KEY, errors="skip")
+        isolation = config.objective.reward_isolation
+        functions = RewardFunctions.named(wanted.generate, key=KEY, errors="skip", isolation=isolation)
     elif rewards is None:
         given = config.objective
-        functions = RewardFunctions.named(given.reward_funcs or (), given.reward_weights, errors="skip")
+        limits = dict(timeout_seconds=given.reward_timeout, isolation=given.reward_isolation)
+        functions = RewardFunctions.named(given.reward_funcs or (), given.reward_weights, errors="skip", **limits)
     else:
         functions = dataclasses.replace(rewards, errors="skip")
     most = model.config.context_length - wanted.max_new_tokens

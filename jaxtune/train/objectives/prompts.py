@@ -31,7 +31,7 @@ from jaxtune.train.objectives.rollout_function import RolloutFunc, RolloutFuncti
 from jaxtune.train.objectives.rollouts import SampledAnswers, Score
 from jaxtune.train.objectives.tool_formats import ToolFormat
 from jaxtune.train.objectives.tools import Tools
-from jaxtune.train.objectives.user_functions import load_from_file
+from jaxtune.train.user_code.loading import load_from_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -211,10 +211,13 @@ class OwnParts:
                 wanted.reward_weights,
                 timeout_seconds=wanted.reward_timeout,
                 errors=wanted.reward_errors or "stop",
+                isolation=wanted.reward_isolation,
             )
         tools = None
         if wanted.tools or wanted.environment_factory:
-            tools = Tools.named(wanted.tools or (), wanted.environment_factory, wanted.tool_timeout)
+            tools = Tools.named(
+                wanted.tools or (), wanted.environment_factory, wanted.tool_timeout, wanted.tool_isolation
+            )
         rollout = None
         if wanted.rollout_func is not None:
             rollout = load_from_file(wanted.rollout_func, "objective.rollout_func")

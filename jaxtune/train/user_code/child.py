@@ -1,0 +1,62 @@
+"""The process of isolated functions: it loads them, and answers calls in its main thread until the run ends. Of the
+standard library alone, so that it starts in a few hundredths of a second and has no device."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxtune.train.user_code import errors, frames, modules
+
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Answers messages from the socket `descriptor`: a function's reference and the pickled arguments, None to load it
+    only. parent: the run's process; this one dies with it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # the run decides; SIG_IGN would pass to the function's own processes
+    connection = socket.socket(fileno=descriptor)
+    functions: dict[bytes, Callable] = {}
+    with asyncio.Runner() as runner:
+        while (message := frames.receive(connection)) is not None:
+            reference, arguments = pickle.loads(message)
+            frames.send(connection, _answer(runner, functions, reference, arguments))
+            sys.stdout.flush()
+
+
+def _answer(runner: asyncio.Runner, functions: dict[bytes, Callable], reference: bytes, given: bytes | None) -> bytes:
+    """(True, the pickled result), or (False, what is said of the exception)."""
+    try:
+        if reference not in functions:
+            functions[reference] = _loaded(reference)
+        value = None if given is None else functions[reference](**pickle.loads(given))
+        if inspect.isawaitable(value):
+            value = runner.run(_awaited(value))
+        return pickle.dumps((True, pickle.dumps(value)))
+    except BaseException as error:
+        return pickle.dumps((False, (errors.in_words(error), errors.place(error), errors.trace(error))))
+
+
+async def _awaited(value):
+    return await value
+
+
+def _loaded(reference: bytes) -> Callable:
+    place = pickle.loads(reference)
+    if isinstance(place, tuple):
+        path, module, name = place
+        return getattr(modules.module_of(Path(path), module), name)
+    return place
