@@ -210,8 +210,13 @@ def answer_metrics(
         functions = RewardFunctions.named(wanted.generate, key=KEY, errors="skip", isolation=isolation)
     elif rewards is None:
         given = config.objective
-        limits = dict(timeout_seconds=given.reward_timeout, isolation=given.reward_isolation)
-        functions = RewardFunctions.named(given.reward_funcs or (), given.reward_weights, errors="skip", **limits)
+        functions = RewardFunctions.named(
+            given.reward_funcs or (),
+            given.reward_weights,
+            errors="skip",
+            timeout_seconds=given.reward_timeout,
+            isolation=given.reward_isolation,
+        )
     else:
         functions = dataclasses.replace(rewards, errors="skip")
     most = model.config.context_length - wanted.max_new_tokens

@@ -20,6 +20,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +37,7 @@ from jaxtune.train.user_code.processes import Isolated
 
 logger = logging.getLogger(__name__)
 # A reward function, with the signature that the module's docstring describes.
-type RewardFunction = Callable[..., Any]
+type RewardFunction = Callable
 # A message of a conversation: its role, its content, and what else chat templates read.
 type Message = dict[str, Any]
 # A prompt or a completion: text, or messages.
@@ -157,8 +158,10 @@ class RewardFunctions:
         functions: Sequence[RewardFunction],
         weights: Sequence[float] | None = None,
         *,
+        timeout_seconds: float | None = None,
+        errors: Literal["stop", "skip"] = "stop",
+        also: Mapping[str, object] = MappingProxyType({}),
         isolation: Literal["process"] | None = None,
-        **options: Any,
     ) -> RewardFunctions:
         """RewardFunctions of functions, named by their `__name__` (objects without one: by their class); equal names
         get numbers ("f", "f_2").
@@ -166,9 +169,9 @@ class RewardFunctions:
         Args:
           functions: at least one.
           weights: a weight for each function; None: all 1.
+          timeout_seconds, errors, also: the fields.
           isolation: "process": those that are not ready ones run in a process without devices, one for the functions of
             a file, which is killed at timeout_seconds.
-          options: the fields `timeout_seconds`, `errors` and `also`.
         Raises:
           ConfigError: there is no function, or another number of weights.
           UserCodeError: another process cannot find a function.
@@ -185,25 +188,24 @@ class RewardFunctions:
         if isolation is not None:
             ready = [*READY.values()]
             functions = [one if one in ready else Isolated(one, ISOLATION) for one in functions]
-        return cls(tuple(functions), names, weights, **options)
+        return cls(tuple(functions), names, weights, timeout_seconds, errors, also)
 
     @classmethod
     def named(
-        cls, wanted: Sequence[str], weights: Sequence[float] | None = None, *, key: str = _KEY, **options: Any
+        cls,
+        wanted: Sequence[str],
+        weights: Sequence[float] | None = None,
+        *,
+        key: str = _KEY,
+        timeout_seconds: float | None = None,
+        errors: Literal["stop", "skip"] = "stop",
+        isolation: Literal["process"] | None = None,
     ) -> RewardFunctions:
-        """Loads reward functions by the names that a recipe has, and makes RewardFunctions of them. A name is
-        `file.py:function`, or that of a ready function of this module, such as exact_match. Runs that learn from
-        rewards call it, and so do evaluations by generated answers (evaluation.generate).
-
-        Args:
-          wanted: the names, at least one.
-          weights: a weight for each function; None: all 1.
-          key: the config key that has the names, for errors.
-          options: the fields `timeout_seconds`, `errors` and `also` of this class.
-        Raises:
-          ConfigError: a function cannot be loaded, or there is another number of weights.
-        """
-        return cls.of([load_function(name, key) for name in wanted], weights, **options)
+        """RewardFunctions of the names that a recipe has: `file.py:function`, or of ready functions, such as
+        exact_match. key: the config key that has them, for errors; the other arguments are those of `of`. ConfigError:
+        a function cannot be loaded."""
+        functions = [load_function(name, key) for name in wanted]
+        return cls.of(functions, weights, timeout_seconds=timeout_seconds, errors=errors, isolation=isolation)
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
         """float32[answers, functions], NaN where a function does not apply. Each function has copies of its own.

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.requests import Row
@@ -152,8 +153,8 @@ class RolloutFunction:
         sampler = RolloutModel(model, self.sampling, self.length, self.encode, seeds[0])
         shown = [prompt.given for prompt in prompts]
         made = self._called([own_copy(prompt) for prompt in shown], sampler)
-        lacking = [name for name in _NEEDED if name not in made] if isinstance(made, Mapping) else list(_NEEDED)
-        if lacking:
+        if not isinstance(made, Mapping) or any(name not in made for name in _NEEDED):
+            lacking = [name for name in _NEEDED if not isinstance(made, Mapping) or name not in made]
             self._refuse(f"it returned no {', '.join(lacking)}")
         for name, values in made.items():
             try:
@@ -227,7 +228,7 @@ class RolloutFunction:
             columns,
         )
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str) -> NoReturn:
         """Always raises ConfigError, about something wrong in what the function returned. `__call__` and `_given` call
         it, which check that. why: what is wrong, in words, to which the message adds the function's name and the page
         of documentation."""

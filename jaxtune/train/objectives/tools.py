@@ -30,7 +30,7 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.checks import unique_names
@@ -50,6 +50,7 @@ _NOT_TOOLS = ("reset", "get_reward")
 _SHOWN = 200  # characters of a prompt in a message
 
 
+@runtime_checkable
 class Environment(Protocol):
     """An environment: an object of the user's code whose public methods other than `reset` and `get_reward` are the
     tools of one answer. It keeps the state of that answer alone, such as that of a game. Only the method `reset` is
@@ -259,7 +260,7 @@ class Tools:
         environment. If `environment` is None, the answer has no environment, and only the functions are returned.
         `ToolTurns` calls it before `answer`, which finds in them the tool that a call names."""
         own = () if environment is None else methods(environment)
-        return {tool.__name__: tool for tool in (*self.functions, *own)}
+        return {name_of(tool): tool for tool in (*self.functions, *own)}
 
     def begin(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> Begun:
         """Calls the synchronous tools of one turn of the model, one after another, in this thread, and starts the
@@ -343,7 +344,7 @@ def _environment(factory: Callable) -> Environment:
             f"objective.environment_factory: {kind.__name__} is a client of OpenEnv, whose step takes an action and is "
             "no tool; write a class with reset and with methods that call the client"
         )
-    if not callable(getattr(made, "reset", None)):
+    if not isinstance(made, Environment) or not callable(made.reset):
         raise ConfigError(f"objective.environment_factory: {kind.__name__} has no method reset")
     return made
 

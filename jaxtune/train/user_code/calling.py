@@ -16,6 +16,7 @@ from jaxtune.train.user_code import processes
 from jaxtune.train.user_code.limits import Over, limit
 from jaxtune.train.user_code.loop import EventLoop, Outcome, Pending, TooLong
 
+_LATE_SECONDS = 1.0  # by which a limit that interrupts Python code may be late
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -114,8 +115,8 @@ def _here(function: Callable[[], object], name: str, seconds: float | None) -> O
                 raise
             found = Outcome(error=error)
     took = time.monotonic() - began
-    if isinstance(found.error, Over) or (seconds is not None and took > seconds):
-        late = "" if isinstance(found.error, Over) else f": it ended after {took:.1f} s, as C code kept Python's lock"
+    if seconds is not None and (isinstance(found.error, Over) or took > seconds):
+        late = f": it ended after {took:.1f} s, as C code kept Python's lock" if took > seconds + _LATE_SECONDS else ""
         return Outcome(error=TooLong(name, seconds, late))
     return found
 

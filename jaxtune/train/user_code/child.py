@@ -3,20 +3,23 @@ standard library alone, so that it starts in a few hundredths of a second and ha
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-import inspect
 import os
 import pickle
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxtune.train.user_code import errors, frames, modules
 
+if TYPE_CHECKING:
+    import asyncio
+
 _PR_SET_PDEATHSIG = 1
+_runner: asyncio.Runner | None = None
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -30,28 +33,37 @@ def serve(descriptor: int, parent: int) -> None:
         signal.signal(number, lambda *_: None)  # the run decides; SIG_IGN would pass to the function's own processes
     connection = socket.socket(fileno=descriptor)
     functions: dict[bytes, Callable] = {}
-    with asyncio.Runner() as runner:
-        while (message := frames.receive(connection)) is not None:
-            reference, arguments = pickle.loads(message)
-            frames.send(connection, _answer(runner, functions, reference, arguments))
-            sys.stdout.flush()
+    while (message := frames.receive(connection)) is not None:
+        reference, arguments = pickle.loads(message)
+        frames.send(connection, _answer(functions, reference, arguments))
+        sys.stdout.flush()
 
 
-def _answer(runner: asyncio.Runner, functions: dict[bytes, Callable], reference: bytes, given: bytes | None) -> bytes:
+def _answer(functions: dict[bytes, Callable], reference: bytes, given: bytes | None) -> bytes:
     """(True, the pickled result), or (False, what is said of the exception)."""
     try:
         if reference not in functions:
             functions[reference] = _loaded(reference)
         value = None if given is None else functions[reference](**pickle.loads(given))
-        if inspect.isawaitable(value):
-            value = runner.run(_awaited(value))
+        if isinstance(value, Awaitable):
+            value = _awaited(value)
         return pickle.dumps((True, pickle.dumps(value)))
     except BaseException as error:
         return pickle.dumps((False, (errors.in_words(error), errors.place(error), errors.trace(error))))
 
 
-async def _awaited(value):
-    return await value
+def _awaited(value: Awaitable[object]) -> object:
+    """The result of an awaitable, in the one event loop of the process."""
+    import asyncio
+
+    global _runner
+    if _runner is None:
+        _runner = asyncio.Runner()
+
+    async def awaited() -> object:
+        return await value
+
+    return _runner.run(awaited())
 
 
 def _loaded(reference: bytes) -> Callable:

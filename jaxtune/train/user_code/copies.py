@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 _LEAVES = (str, int, float, bool, type(None))
-_TYPES = (list, dict, tuple, set, collections.OrderedDict, collections.defaultdict, collections.deque, bytearray)
+_TYPES = (list, dict, tuple, set, collections.deque, bytearray)
 
 
 def own_copy[T](value: T) -> T:
@@ -27,11 +28,9 @@ def own_copies(given: Mapping[str, object], shared: frozenset[str] = frozenset()
     }
 
 
-def _copied(value, seen: dict[int, object]):
+def _copied(value: Any, seen: dict[int, object]) -> Any:
     kind = type(value)
-    if kind in _LEAVES:
-        return value
-    if kind not in _TYPES and not isinstance(value, list | dict | tuple | set):
+    if kind in _LEAVES or not isinstance(value, _TYPES):
         return value
     if id(value) in seen:
         return seen[id(value)]
@@ -39,18 +38,15 @@ def _copied(value, seen: dict[int, object]):
         entries = [_copied(entry, seen) for entry in value]
         if all(new is old for new, old in zip(entries, value, strict=True)):
             return value
-        return tuple(entries) if kind is tuple else tuple.__new__(kind, entries)
+        return tuple(entries) if type(value) is tuple else tuple.__new__(type(value), entries)
+    if isinstance(value, set | bytearray):
+        return copy.copy(value)
     try:
         new = copy.copy(value)
     except Exception:  # of a subclass that cannot be copied
         return value
     seen[id(value)] = new
-    if isinstance(new, dict):
-        for key, entry in value.items():
-            if type(entry) not in _LEAVES:
-                dict.__setitem__(new, key, _copied(entry, seen))
-    elif isinstance(new, list | collections.deque):
-        for index, entry in enumerate(value):
-            if type(entry) not in _LEAVES:
-                new[index] = _copied(entry, seen)
+    for index, entry in value.items() if isinstance(value, dict) else enumerate(value):
+        if type(entry) not in _LEAVES:
+            new[index] = _copied(entry, seen)
     return new

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import os
 import sysconfig
 import traceback
 from pathlib import Path
 
-_OURS = (str(Path(__file__).resolve().parents[2]), str(Path(asyncio.__file__).parent))
+_OURS = (
+    str(Path(__file__).resolve().parents[2]) + os.sep,
+    os.path.join(sysconfig.get_path("stdlib"), "asyncio") + os.sep,
+)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _FRAMES = 12  # of a traceback, the last ones
 

@@ -136,7 +136,7 @@ class EventLoop:
             await asyncio.wait(tasks, timeout=_END_SECONDS)
 
     async def _end_threads(self) -> None:
-        await self._loop.shutdown_default_executor(_END_SECONDS)
+        await asyncio.wait_for(self._loop.shutdown_default_executor(), _END_SECONDS)
 
 
 async def outcome_of(awaited: Callable[[], Awaitable[object]]) -> Outcome:
