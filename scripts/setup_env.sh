@@ -54,8 +54,9 @@ case "$folder" in
 *-parity)
     # torch for CPU use, with the peers that the golden files come from; torch brings triton, for its interpreter.
     # wandb and trackio for their loggers, lm-eval for its interface, compressed-tensors for its reader, openai for
-    # its client.
-    pip --constraint constraints.txt torch peft trl bitsandbytes jax-triton wandb trackio lm-eval compressed-tensors openai
+    # its client, math-verify for rewards with it.
+    pip --constraint constraints.txt torch peft trl bitsandbytes jax-triton wandb trackio lm-eval compressed-tensors openai \
+        math-verify
     ;;
 *-aot)
     # XLA's GPU compiler without its CUDA libraries: it compiles for a GPU that is not there.

@@ -20,7 +20,7 @@ from jaxtune.train.config import ConfigError
 from jaxtune.train.objectives.packed_answers import Prompt, Settings
 from jaxtune.train.objectives.reward_functions import ENVIRONMENTS, Message, Turns
 from jaxtune.train.objectives.tool_formats import ToolFormat
-from jaxtune.train.objectives.tools import Answered, Begun, Tools
+from jaxtune.train.objectives.tools import Answered, ToolCalls, Tools
 from jaxtune.train.user_code.loop import wait_for_any
 
 _MOST_SHOWN = 120  # characters of a prompt in a message
@@ -329,7 +329,7 @@ class ToolTurns:
         dialogues = self._new_dialogues(prompts, seeds)
         sampler = self.sampling.sampler(model, [one.given.prompt_ids for one in dialogues], alone=True)
         turns: dict[int, _Dialogue] = {}  # by the number of the sampler's request
-        called: list[tuple[Begun, _Dialogue]] = []  # whose tools run
+        called: list[tuple[ToolCalls, _Dialogue]] = []  # whose tools run
         for one in dialogues:
             turns[self._submitted(sampler, one)] = one
         try:
@@ -339,18 +339,18 @@ class ToolTurns:
                     _extend(turns[piece.request].given, piece)
                     if piece.finish_reason is not None:
                         one = turns.pop(piece.request)
-                        if (begun := self._called(one)) is not None:
-                            called.append((begun, one))
-                if not sampler.pending and called and not any(begun.done for begun, _ in called):
-                    wait_for_any([call for begun, _ in called for call in begun.pending.values()], "tools")
-                done = [(begun, one) for begun, one in called if begun.done]
-                called = [(begun, one) for begun, one in called if not begun.done]
-                for begun, one in done:
-                    if self._add_results(one, begun.answered()):
+                        if (turn_calls := self._called(one)) is not None:
+                            called.append((turn_calls, one))
+                if not sampler.pending and called and not any(turn_calls.done for turn_calls, _ in called):
+                    wait_for_any([call for turn_calls, _ in called for call in turn_calls.pending.values()], "tools")
+                done = [(turn_calls, one) for turn_calls, one in called if turn_calls.done]
+                called = [(turn_calls, one) for turn_calls, one in called if not turn_calls.done]
+                for turn_calls, one in done:
+                    if self._add_results(one, turn_calls.answered()):
                         turns[self._submitted(sampler, one)] = one
         finally:
-            for begun, _ in called:
-                begun.cancel()
+            for turn_calls, _ in called:
+                turn_calls.cancel()
         calls, failures = (sum(getattr(one, name) for one in dialogues) for name in ("calls", "failures"))
         for one in dialogues:
             one.given.completion = one.messages
@@ -403,7 +403,7 @@ class ToolTurns:
         ids = [*given.prompt_ids, *given.ids]
         return self.sampling.submit(sampler, ids, most - len(given.ids), one.seed, one.turns)
 
-    def _called(self, one: _Dialogue) -> Begun | None:
+    def _called(self, one: _Dialogue) -> ToolCalls | None:
         """Ends a turn of the answer: parses it, adds its message, and makes the calls of tools in it. None if the
         answer is complete, in which case calls in the turn are not made: the turn calls no tool, the answer has had
         most_iterations turns with calls, or it has reached the most tokens."""

@@ -75,11 +75,11 @@ class Answered:
     """How many calls failed: an unknown tool, an exception, or a timeout. The content of such a call's message is the
     text "{'error': ...}"."""
     is_late: bool = False
-    """Whether a call took longer than its limit, so that it may go on, or has ended anywhere."""
+    """Whether a call took longer than its limit, so that it may still run, or was interrupted anywhere."""
 
 
 @dataclasses.dataclass
-class Begun:
+class ToolCalls:
     """The calls of one turn: the synchronous ones are done, the others run in the event loop."""
 
     tools: Tools
@@ -249,7 +249,7 @@ class Tools:
         return found
 
     def replace(self, environment: object) -> None:
-        """Has later generations use a new environment in the place of one that a late call may still change."""
+        """Has later generations use a new environment instead of one that a late call may still change."""
         for name, pool in self._pool.items():
             for index, one in enumerate(pool):
                 if one is environment:
@@ -262,7 +262,7 @@ class Tools:
         own = () if environment is None else methods(environment)
         return {name_of(tool): tool for tool in (*self.functions, *own)}
 
-    def begin(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> Begun:
+    def begin(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> ToolCalls:
         """Calls the synchronous tools of one turn of the model, one after another, in this thread, and starts the
         asynchronous ones, which run at the same time. An unknown tool, an exception and a timeout are failures, which
         the messages state.
@@ -287,7 +287,7 @@ class Tools:
             )
             for number, tool in later.items()
         }
-        return Begun(self, calls, outcomes, pending)
+        return ToolCalls(self, calls, outcomes, pending)
 
     def answer(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> Answered:
         """What the tools of one turn answer, as `begin` calls them."""

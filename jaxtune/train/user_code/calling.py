@@ -122,8 +122,8 @@ def _here(function: Callable[[], object], name: str, seconds: float | None) -> O
 
 
 class _Signals:
-    """A context that notes whether a signal arrived, so that the KeyboardInterrupt of Ctrl-C is told from a function's
-    own. The handlers in force are called."""
+    """Notes whether a signal arrived within it, to tell the KeyboardInterrupt of Ctrl-C from a function's own. The
+    handlers in force are called."""
 
     def __init__(self) -> None:
         self._arrived = False

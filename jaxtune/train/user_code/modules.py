@@ -106,7 +106,7 @@ def _beside(folder: Path) -> Iterator[None]:
         own |= {
             name: module
             for name, module in list(sys.modules.items())
-            if module not in before and _lies_in(module, folder)
+            if module not in before and _is_in(module, folder)
         }
         sys.modules.update(hidden)
 
@@ -115,6 +115,6 @@ def _has(folder: Path, name: str) -> bool:
     return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
 
 
-def _lies_in(module: ModuleType, folder: Path) -> bool:
+def _is_in(module: ModuleType, folder: Path) -> bool:
     file = getattr(module, "__file__", None)
     return bool(file) and folder in Path(file).resolve().parents

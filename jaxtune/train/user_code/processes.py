@@ -81,13 +81,13 @@ class Process:
 
     def _start(self) -> None:
         self.end()
-        ours, theirs = socket.socketpair()
+        ours, other = socket.socketpair()
         path = json.dumps([str(entry) or os.getcwd() for entry in sys.path])
-        with theirs:
+        with other:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-c", _ENTRY, path, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-c", _ENTRY, path, str(other.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[other.fileno()],
                 env=os.environ | _NO_DEVICE,
                 start_new_session=True,
             )
