@@ -11,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
+from flax import nnx
 
 import jaxtune
 from jaxtune import cli
@@ -171,6 +173,37 @@ def test_an_output_of_something_else_is_left_alone(model, capsys):
     assert cli.main(command(model)) == 2
     assert "is being written by another process" in capsys.readouterr().err
     os.close(descriptor)
+
+
+def test_answers_go_on_with_the_model_and_the_settings_that_began_them(model, capsys):
+    file, prompts = model.parent / "answers.jsonl", model.parent / "prompts.jsonl"
+    assert cli.main(command(model, "--temperature", "1.0")) == 0
+    whole = file.read_text()
+    for unfinished in (False, True):
+        file.write_text(whole.split("\n")[0] + "\n" if unfinished else whole)
+        left = file.read_text()
+        for flags, named in (
+            (("--temperature", "0.5"), "temperature: 1.0, now 0.5"),
+            (("--temperature", "1.0", "--seed", "1"), "seed: 0, now 1"),
+            (("--temperature", "1.0", "--max-new-tokens", "6"), "max_new_tokens: 5, now 6"),
+            (("--temperature", "1.0", "--stop", "w3"), "stop_strings: [], now ['w3']"),
+            (("--temperature", "1.0", "--dtype", "bfloat16"), "dtype: 'float32', now 'bfloat16'"),
+        ):
+            assert cli.main(command(model, *flags)) == 2
+            said = capsys.readouterr().err
+            assert named in " ".join(said.split()) and "name another output" in said and file.read_text() == left
+    other = tiny_model()
+    nnx.update(other, jax.tree.map(lambda x: 1.01 * x, nnx.state(other)))
+    jaxtune.save_pretrained(other, model.parent / "other", tokenizer=word_tokenizer(TEMPLATE))
+    assert cli.main(command(model.parent / "other", "--temperature", "1.0")) == 2
+    assert "weights: " in capsys.readouterr().err
+    with open(prompts, "a") as more:  # answers to further prompts follow
+        more.write('{"prompt": "w4"}\n')
+    assert cli.main(command(model, "--temperature", "1.0")) == 0
+    assert file.read_text().startswith(whole) and len(lines(file)) == 4
+    (model.parent / "answers.jsonl.settings.json").unlink()
+    assert cli.main(command(model, "--temperature", "1.0")) == 2
+    assert "says what made them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

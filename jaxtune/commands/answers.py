@@ -16,7 +16,9 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtune.commands import file_record
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.requests import text_of
 from jaxtune.system import files, terminal
 from jaxtune.system.terminal import fitted, say
@@ -46,10 +48,9 @@ def answer_file(
     is the prompt's row with `answer` (its text) and `finish_reason`; the lines are in the order of the prompts.
 
     A line is written whole, as soon as its answer and all those before it have ended. If the output has answers to
-    these prompts already, because the command was stopped, only the others are made. With the same settings, which are
-    not compared, they are the same as without the stop, up to rounding that depends on what is computed in one batch
-    (Sampler): what an answer draws depends only on the seed and on its index among all answers. Progress, the answers
-    that are kept, and the time are printed on stderr.
+    these prompts already, of the same model and settings (its record beside it says so), only the others are made: the
+    same as without the stop, up to rounding that depends on what is computed in one batch (Sampler), because what an
+    answer draws depends only on the seed and on its index among all answers.
 
     Args:
       model: the model.
@@ -66,9 +67,10 @@ def answer_file(
         0.7}. "seed" must be among them; "index" and "tokenizer" are set here.
 
     Raises:
-      ValueError: a row that cannot be asked (read_rows and prompt_ids say which), or whose prompt and `max_new_tokens`
-        are more than the model's context, with its line; an output that answers other prompts, or that another process
-        is writing; a setting that Sampler refuses, or slots that do not fit in memory.
+      ValueError: a row that cannot be asked (read_rows and prompt_ids say which), or whose prompt and
+        `max_new_tokens` are more than the model's context, with its line; an output that answers other prompts, was
+        begun with another model or other settings, or that another process is writing; a setting that Sampler
+        refuses, or slots that do not fit in memory.
       OSError: a file cannot be read or written.
     """
     from jaxtune.models.generation.sampler import Sampler
@@ -88,9 +90,13 @@ def answer_file(
         if not files.hold(file.fileno()):
             raise ValueError(f"{output} is being written by another process: wait for it, or name another output")
         there = count_answers(file, output, rows, num_answers)
+        if output.is_file():
+            made_by = {"raw": raw, "max_new_tokens": max_new_tokens, "num_answers": num_answers, **settings}
+            made_by |= file_record.model_settings(model) | {"end_tokens": end_token_ids(model)}
+            file_record.agree(output, made_by, asked, goes_on=there > 0)
         if there:
             kept = f"{output} has {there} of {total} answers, which are kept as they are"
-            say(fitted(f"jaxtune: {kept}; their settings are not compared", terminal.console(stderr=True)), sys.stderr)
+            say(fitted(f"jaxtune: {kept}", terminal.console(stderr=True)), sys.stderr)
         if there == total:
             return
         sampler = Sampler(model, slots, max(map(len, asked)) + max_new_tokens)

@@ -26,6 +26,8 @@ from jaxtune.models.files.folders import require_space
 from jaxtune.models.files.model_folder import save_companions
 from jaxtune.models.lora import experts, linears
 
+_BESIDE_BYTES = 64 << 10  # of the config and the header of the weights
+
 
 def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
     """Writes a model's adapter in PEFT's format into an empty folder, reads the files back and checks them. The entry
@@ -46,7 +48,7 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
         the model's.
     """
     config, arrays, metadata = adapter_content(model)
-    require_space(folder, sum(array.nbytes for array in arrays.values()) + (16 << 20))
+    require_space(folder, sum(array.nbytes for array in arrays.values()) + _BESIDE_BYTES)
     write_adapter(folder, config, arrays, metadata)
     save_companions(folder, (), tokenizer)
     verify(model, load_file(folder / WEIGHTS_NAME), arrays)

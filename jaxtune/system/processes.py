@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ from jaxtune.system.terminal import printable
 HEARTBEAT_SECONDS = 30
 _START_SECONDS = 300
 _ENDED, _HEARD, _ASKED = "jaxtune/ended", "jaxtune/heard/", "jaxtune/asked/"
+_MET = "jaxtune/met/"
+_MEETING_SECONDS = 0.2  # between two looks at signals while processes wait for each other
+_SOON_SECONDS = 0.002  # between two looks of the first process, once it only waits for the others
 _WORDS_SECONDS = 10.0  # how long a failing process and the first one wait for each other before they exit
 # What the first process leaves the others between their report that they have heard and their exit: JAX aborts a
 # process whose service ends, with another exit code.
@@ -237,6 +241,7 @@ def first() -> bool:
 
 _calls = itertools.count()
 _points = itertools.count()
+_meetings = itertools.count()
 
 
 def all_of(value: Any) -> list[Any]:
@@ -301,6 +306,79 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
         client.key_value_set(f"{_ASKED}{index()}", signal_name, allow_overwrite=True)
     name, due = json.loads(_get(client, f"jaxtune/point/{point}"))
     return name, due
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """What all processes decided while they waited for each other: one of these, or that all are ready."""
+
+    ready: bool
+    signal_name: str | None = None
+    due: bool = False
+    failed: list[Any] | None = None
+    """What a process failed of, from shared_errors.described."""
+
+
+def meet(
+    future: Future[Any],
+    failure: Callable[[], list[Any] | None],
+    signal_name: Callable[[], str | None],
+    due: Callable[[], bool],
+) -> Agreed:
+    """Waits in a run of several processes until the `future` of each is done, or until one failed, a signal came to
+    one, or a save is due in the first one, and returns the same in all.
+
+    A collective call, as `agree`. No process is beyond it before all have called it, however long one waits.
+
+    Args:
+      future: what this process waits for.
+      failure: what it failed of (shared_errors.described), None if it did not; asked once it is done.
+      signal_name: the name of a signal that came to this process, or None; asked several times a second.
+      due: whether a save is due; only the first process is asked.
+    """
+    client, point, told = _client(), next(_meetings), False
+    place = f"{_MET}{point}/"
+    while True:
+        if not told and future.done():
+            told = True
+            client.key_value_set(f"{place}{index()}", json.dumps(failure()))
+        if first():
+            met = {key: json.loads(value) for key, value in client.key_value_dir_get(place)}
+            asked = client.key_value_dir_get(_ASKED)
+            name = signal_name() or (asked[0][1] if asked else None)
+            failed = next((value for value in met.values() if value is not None), None)
+            ready = len(met) == count() and failed is None
+            save = not ready and due()
+            if ready or name or save or failed is not None:
+                agreed = Agreed(ready and not name, name, save, failed)
+                client.key_value_set(f"{_MET}decided/{point}", json.dumps(dataclasses.asdict(agreed)))
+                if point >= _KEPT_DECISIONS:
+                    client.key_value_delete(f"{_MET}{point - _KEPT_DECISIONS}/")
+                    client.key_value_delete(f"{_MET}decided/{point - _KEPT_DECISIONS}")
+                return agreed
+        else:
+            if (name := signal_name()) is not None:
+                client.key_value_set(f"{_ASKED}{index()}", name, allow_overwrite=True)
+            if (decided := _known(client, f"{_MET}decided/{point}", told)) is not None:
+                return Agreed(**json.loads(decided))
+        if not told:
+            wait([future], _MEETING_SECONDS)
+        elif first():
+            time.sleep(_SOON_SECONDS)
+
+
+def _known(client: Any, key: str, is_soon: bool) -> str | None:
+    """The value of a key if it is there, or, if `is_soon`, comes within a fifth of a second; else None."""
+    from jax.errors import JaxRuntimeError
+
+    try:
+        if is_soon:
+            return client.blocking_key_value_get(key, int(1000 * _MEETING_SECONDS))
+        return client.key_value_try_get(key)
+    except JaxRuntimeError as error:
+        if any(code in str(error) for code in ("DEADLINE_EXCEEDED", "NOT_FOUND")):
+            return None
+        raise
 
 
 def smallest(value: float | None) -> float | None:

@@ -10,7 +10,7 @@ import os
 _KINDS = (OSError, ValueError, TypeError, LookupError, MemoryError, RuntimeError)
 
 
-def described(error: Exception) -> list:
+def described(error: BaseException) -> list:
     """Returns what another process needs to raise an exception like `error` (`made`), as JSON values: [name of its
     class, list of the arguments of that class]. The class is the first one in _KINDS, Python's own base classes such as
     ValueError, that it is an instance of, and RuntimeError if there is none. The arguments are its message, or for an

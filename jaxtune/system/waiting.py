@@ -4,52 +4,252 @@ at. `listening` says what looking does, and every wait of a run goes through `re
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import queue
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 
+from jaxtune.system.lock_alarm import LockAlarm
+
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.2
-_SILENT_SECONDS = 10.0  # a longer wait says once what it waits for
-_looks: list[Callable[[], None]] = []
+SILENT_SECONDS = 10.0  # a longer wait, or longer code of the user's, is told once
+# From a signal until the watchdog saves in place of the main thread: in the user's code, and in work of this package
+# that has no look for so long, such as a compilation.
+GRACE_SECONDS, LONG_GRACE_SECONDS = 3.0, 10.0
+_INSIST_SECONDS = 1.0  # between two interrupts of code that swallows them
+_IDLE_SECONDS = 5.0  # after which the watchdog sleeps
+HOW_TO_ISOLATE = "objective.reward_isolation=process runs rewards in a process that can be stopped"
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclasses.dataclass(eq=False)
+class _Listener:
+    look: Callable[[], None]
+    arrived: Callable[[], bool]
+    insist: Callable[[], None]
+    leave: Callable[[BaseException], None] | None
+    signalled: float | None = None  # when the watchdog first saw a signal
+    insisted: float = 0.0
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
+    lock: contextlib.AbstractContextManager = dataclasses.field(default_factory=threading.RLock)
+    looking: bool = False
+
+    def looks(self) -> None:
+        with self.lock:
+            if self.looking:  # a callback of a save may wait, too
+                return
+            self.looking = True
+            try:
+                self.look()
+            finally:
+                self.looking = False
+
+
+@dataclasses.dataclass(eq=False)
+class _Code:
+    name: str
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+
+_listeners: list[_Listener] = []
+_codes: list[_Code] = []
+_told: set[str] = set()
+_silent: dict[str, float] = {}  # seconds after which a kind of wait is told the next time
+_alarm = LockAlarm()
+_awake = threading.Event()
+_watchdog: threading.Thread | None = None
 
 
 @contextlib.contextmanager
-def listening(look: Callable[[], None]) -> Iterator[None]:
-    """Within it, waits call `look` about five times a second; what it raises ends the wait."""
-    _looks.append(look)
+def listening(
+    look: Callable[[], None],
+    arrived: Callable[[], bool] = lambda: False,
+    insist: Callable[[], None] = _nothing,
+    leave: Callable[[BaseException], None] | None = None,
+) -> Iterator[None]:
+    """Within it, waits of this thread call `look` about five times a second; what it raises ends the wait.
+
+    Args:
+      look: saves what is due, and raises after a signal. The watchdog calls it in a thread of its own while
+        synchronous code of the user's runs.
+      arrived: whether a signal arrived, also if Python has not handled it yet.
+      insist: interrupts the user's code again, if it went on after a signal.
+      leave: ends the process with what `look` raised, if the user's code does not return after a signal.
+    """
+    listener, codes = _Listener(look, arrived, insist, leave), len(_codes)
+    _listeners.append(listener)
+    if leave is not None:
+        _wake_watchdog()
     try:
         yield
     finally:
-        _looks.remove(look)
+        with listener.lock:  # a save by the watchdog ends first
+            _listeners.remove(listener)
+        del _codes[codes:]
 
 
 def look() -> None:
     """One look, for loops that have work between their waits, such as the rounds of a sampler."""
-    if _looks:
-        _looks[-1]()
+    if _listeners and _listeners[-1].thread == threading.get_ident():
+        _listeners[-1].looks()
 
 
 def result[T](future: Future[T], what: str, timeout_seconds: float | None = None) -> T:
     """What the future returns or raises. what: "rows of step 3", for the line after ten seconds. Raises TimeoutError
     after `timeout_seconds`; a TimeoutError of the future's own is told from it by `future.done()`."""
-    began, told = time.monotonic(), False
+    began, told, kind = time.monotonic(), False, re.sub(r"\d+", "#", what)
     while True:
         waited = time.monotonic() - began
-        left = _SLICE_SECONDS if timeout_seconds is None else min(_SLICE_SECONDS, timeout_seconds - waited)
-        if wait([future], max(left, 0.0)).done:
+        seconds = _SLICE_SECONDS if timeout_seconds is None else min(_SLICE_SECONDS, timeout_seconds - waited)
+        if wait([future], max(seconds, 0.0)).done:
             return future.result()
-        if left <= 0:
+        if seconds <= 0:
             raise TimeoutError(f"{what}: not there after {timeout_seconds} s")
         look()
-        if not told and waited > _SILENT_SECONDS:
-            told = True
-            logger.warning("waiting for %s", what)
+        if not told and waited > (limit := _silent.get(kind, SILENT_SECONDS)):
+            told, _silent[kind] = True, 2 * limit  # a wait of every step is not told at every step
+            logger.warning("waiting for %s, for %.0f s now", what, waited)
 
 
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
-    """Around synchronous code of the user's in the main thread. name: of the function, for messages."""
-    del name
-    yield
+    """Around synchronous code of the user's in the main thread; it does nothing in another one. name: of the function,
+    for messages. The first signal raises out of the code, and the look at its end saves and raises."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    code = _Code(name)
+    _codes.append(code)
+    _wake_watchdog()
+    _alarm.set(_held(name), SILENT_SECONDS)
+    try:
+        yield
+    finally:
+        if code in _codes:
+            _codes.remove(code)
+        if _codes:
+            _alarm.set(_held(_codes[-1].name), SILENT_SECONDS)
+        else:
+            _alarm.clear()
+        look()  # in place of what the signal raised, or of what the code made of it
+
+
+def interruptible() -> str | None:
+    """The name of the user's code that a signal may raise out of now, because what it raises is heard; else None."""
+    codes, listeners = _codes, _listeners
+    return codes[-1].name if codes and listeners and not listeners[-1].looking else None
+
+
+def _held(name: str) -> str:
+    return (
+        f"jaxtune: {name} has held Python's lock for {SILENT_SECONDS:.0f} s. Until it returns, nothing in this process "
+        f"can act: no signal, no save, no time limit. {HOW_TO_ISOLATE}"
+    )
+
+
+def _wake_watchdog() -> None:
+    global _watchdog
+    if _watchdog is None or not _watchdog.is_alive():  # it is not, in a forked process
+        _watchdog = threading.Thread(target=_watch, name="watchdog", daemon=True)
+        _watchdog.start()
+    if not _awake.is_set():
+        _awake.set()
+
+
+def _watch() -> None:
+    """The watchdog: what the main thread cannot do while it is in the user's code."""
+    idle = time.monotonic()
+    while True:
+        time.sleep(_SLICE_SECONDS)
+        now = time.monotonic()
+        code, listener = _last(_codes), _last(_listeners)
+        if code is not None:
+            _alarm.again()
+            if not _codes:  # it has ended meanwhile
+                _alarm.clear()
+            if now - code.began > SILENT_SECONDS and code.name not in _told:
+                _told.add(code.name)
+                logger.warning("%s has run for %.0f s", code.name, now - code.began)
+        if listener is not None:
+            _listen(listener, code, now)
+        if code is not None or listener is not None:
+            idle = now
+        elif now - idle > _IDLE_SECONDS:
+            _awake.clear()
+            if not _codes and not _listeners:
+                _awake.wait()
+            idle = time.monotonic()
+
+
+def _last[T](items: list[T]) -> T | None:
+    return next(iter(items[-1:]), None)  # in one step: another thread may take the item away
+
+
+def _listen(listener: _Listener, code: _Code | None, now: float) -> None:
+    if not listener.arrived():
+        if code is not None:
+            _look_within(listener, code)
+        return
+    listener.signalled = since = listener.signalled or now
+    if listener.leave is not None and now - since > (LONG_GRACE_SECONDS if code is None else GRACE_SECONDS):
+        if (error := _look_within(listener, code)) is not None:
+            what = "the work in progress" if code is None else code.name
+            logger.warning("%s does not return after the signal; the run leaves without it", what)
+            listener.leave(error)
+    elif code is not None and now - max(since, listener.insisted) > _INSIST_SECONDS:
+        listener.insisted = now
+        listener.insist()
+
+
+def _look_within(listener: _Listener, code: _Code | None) -> BaseException | None:
+    """Looks in place of the main thread, as long as it is in the user's code, or within `listening`; what looking
+    raised."""
+    with listener.lock:  # the main thread waits for it at the end of its code
+        if listener not in _listeners or (code is not None and code not in _codes):
+            return None
+        try:
+            listener.looks()
+        except BaseException as error:
+            return error
+    return None
+
+
+class Worker:
+    """A daemon thread that does one thing after another, as a context. After an error it is waited for for two seconds
+    only, as it may wait for what never comes."""
+
+    def __init__(self, name: str):
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def __enter__(self) -> Worker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self._tasks.put(None)
+        self._thread.join(None if kind is None else 2.0)
+
+    def submit[T](self, function: Callable[..., T], *arguments: object) -> Future[T]:
+        future: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._tasks.put(task)
+        return future
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()

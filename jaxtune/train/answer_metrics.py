@@ -19,6 +19,7 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import SampledRows
+from jaxtune.train.digests import values_crc32
 from jaxtune.train.end_tokens import turn_end
 from jaxtune.train.objectives.packed_answers import Prompt
 from jaxtune.train.objectives.prompts import end_tokens, read_prompts
@@ -116,10 +117,10 @@ class AnswerMetrics:
 
     @property
     def identity(self) -> str:
-        """A string, 8 hex digits, that identifies these questions by their tokens. It is recorded with an evaluation
-        that has no held-out loss (run.rows_identity), so that a resumed run sees whether the evaluation was of the same
-        questions."""
-        return f"{zlib.crc32(repr([prompt.ids for prompt in self.prompts]).encode()):08x}"
+        """8 hex digits that identify these questions, by their tokens and the other columns of their rows, with which
+        their answers are scored."""
+        columns = values_crc32(dict(prompt.columns) for prompt in self.prompts)
+        return f"{zlib.crc32(repr([prompt.ids for prompt in self.prompts]).encode(), columns):08x}"
 
     @property
     def sampled_rows(self) -> SampledRows:

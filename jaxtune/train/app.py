@@ -41,6 +41,7 @@ from jaxtune.train.evaluate import exact_match, questions_of
 from jaxtune.train.folder.record import digest, is_digest_of, require_same_settings
 from jaxtune.train.folder.results import holds, require_own, require_replaceable, write_result
 from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS
+from jaxtune.train.folder.run_state import read_state, write_state
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.loading import loading
 from jaxtune.train.planning.phases import Sampled, phase, questions_at_a_time
@@ -216,9 +217,10 @@ def require_fit_for_processes(config: TrainConfig) -> None:
 
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     """Does a run of the train command by its config, for `run` without --check and --plan: loads, trains, exports and
-    evaluates, prints on `console` what to do next (in the first process), and returns the exit code 0. If all results
+    evaluates, prints on `console` what to do next (in the first process), and returns the exit code. If all results
     of the run exist already, it does not train, and prints their numbers. stop: watches for signals such as SIGTERM, on
-    which it ends the run with TrainingInterrupted or Interrupted; `run` catches both."""
+    which it ends the run with TrainingInterrupted or Interrupted; `run` catches both. The exit code is 1 if the last
+    state could not be saved."""
     with loading(config) as (weights, tokenizer, model):
         if note := report.cpu_note(model):
             console.print(note, markup=False, highlight=False)
@@ -230,14 +232,19 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
         try:
             trainer.train(stop, delivery)
         except RunIsComplete as complete:
+            if read_state(trainer.output).name != "finished":  # it was killed after its export
+                write_state(trainer.output, "finished", "", trainer.total_steps)
             console.print(fitted(str(complete), console))
             delivery.show_numbers()
+    code = 0 if trainer.unsaved is None else 1
     if not processes.first():
-        return 0
+        return code
+    if trainer.unsaved is not None:
+        console.print(fitted(f"warning: the last state is not saved, only exported: {trainer.unsaved}", console))
     console.print(f"done: {trainer.output}\n\nnext:")
     for what, command in next_commands(config, trainer.output):
         console.print(f"  # {what}\n  {command}")
-    return 0
+    return code
 
 
 def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
@@ -264,7 +271,7 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     if planner.device.name != "cpu":  # the speed of a CPU is not known
         price = trainer.config.plan.dollars_per_hour
         console.print(report.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.devices))
-    for line in trainer.memory_notes():
+    for line in [*trainer.memory_notes(), *trainer.disk_notes()]:
         show(line)
     need = planner.compiled_bytes(programs.accumulate, programs.update)
     return report.memory_plan(planner.forecast, need, programs.seconds, planner.budget_bytes, console)

@@ -1,8 +1,4 @@
-"""The training loop: `Run`, which Trainer makes, makes the steps of a run, and the evaluations, saves and calls of
-callbacks between them.
-`_StepRows` loads each step's rows, ahead where they are known, `frozen_heap` spares the steps long garbage
-collections, and `Profile` says which steps are traced. `is_evaluation_due` and `rows_identity` say whether a resumed
-run lacks an evaluation; `_evaluated_steps` reads from metrics.jsonl which ones it has."""
+"""The training loop: the steps of a run, and the evaluations, saves and calls of callbacks between them."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,7 @@ import jax
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.profile import capture
-from jaxtune.system import processes
+from jaxtune.system import processes, waiting
 from jaxtune.system.heap import frozen_heap
 from jaxtune.train.answer_metrics import SAMPLES, Answered, AnswerMetrics
 from jaxtune.train.callbacks import Between
@@ -105,34 +101,33 @@ def rows_identity(documents: Documents | None, answers: AnswerMetrics | None) ->
 
 
 class _StepRows:
-    """Gives the rows of each step on the device. They are loaded while the step before is computed, unless their source
-    samples from the model as it is after that step. `Run.steps` makes one.
-
-    Args:
-      engine: loads the rows.
-      pool: an executor of one thread, which loads them.
-      total_steps: the steps of the run.
-      model: returns the model with the trained tensors of a state.
-    """
+    """Gives the rows of each step on the device. They are loaded in a thread while the step before is computed, unless
+    their source samples from the model as it is after that step."""
 
     def __init__(
-        self, engine: Engine, pool: ThreadPoolExecutor, total_steps: int, model: Callable[[TrainState], Decoder]
+        self,
+        engine: Engine,
+        worker: waiting.Worker,
+        saver: Saver,
+        total_steps: int,
+        model: Callable[[TrainState], Decoder],
     ):
-        self._engine, self._pool, self._total_steps, self._model = engine, pool, total_steps, model
+        self._engine, self._worker, self._saver = engine, worker, saver
+        self._total_steps, self._model = total_steps, model
         self._loading: tuple[int, Future[LoadedStep]] | None = None
 
     def of(self, step: int, state: TrainState) -> LoadedStep:
-        """Returns (the micro-batches of a step on the devices, facts about them such as the number of tokens), as
-        Engine.load_step does. The thread then begins to load the next step, except for a source that samples answers
-        from the model (`sees_model`), whose rows are made here, and with tables of embeddings on the host
-        (`dispatched`). step: from 0; one that is not the next is loaded in the call. state: the state before the step,
-        from which such a source gets its model."""
-        if self._engine.batches.sees_model:
-            return self._engine.load_step(step, lambda: self._model(state))
-        if self._loading is None or self._loading[0] != step:
-            self.load(step)
-        assert self._loading is not None
-        loaded, self._loading = self._loading[1].result(), None
+        """The micro-batches of a step (from 0) on the devices, and facts about them. `state`, that before the step, is
+        whole: signals and the clock are heard meanwhile, and an error saves it (Saver.listening). Then the next step is
+        loaded."""
+        with self._saver.listening(step, state):
+            if self._engine.batches.sees_model:
+                return self._engine.load_step(step, lambda: self._model(state))
+            if self._loading is None or self._loading[0] != step:
+                self.load(step)
+            assert self._loading is not None
+            loaded = self._saver.result(self._loading[1], f"the rows of step {step + 1}", step, state)
+        self._loading = None
         if not self._engine.tables:
             self.load(step + 1)
         return loaded
@@ -146,10 +141,9 @@ class _StepRows:
 
     def load(self, step: int) -> None:
         """Begins to load a step (from 0) in the thread, even if it was loaded before, in micro-batches of another plan.
-        `of` calls it for the next step, and `Run.steps` again if the plan changed in the first step. It does nothing if
-        the run has no such step, or if its source samples from the model."""
+        It does nothing if the run has no such step, or if its source samples from the model."""
         if step < self._total_steps and not self._engine.batches.sees_model:
-            self._loading = step, self._pool.submit(self._engine.load_step, step)
+            self._loading = step, self._worker.submit(self._engine.load_step, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +196,8 @@ class Run:
             """The held-out loss after `step` steps, NaN without one; a second call for a step evaluates nothing."""
             if step not in losses:
                 between = functools.partial(saver.poll, step, state) if step else lambda: None
-                losses[step] = self.evaluate(at(step).evaluate, state, frozen, step, between)
+                with saver.listening(step, state):
+                    losses[step] = self.evaluate(at(step).evaluate, state, frozen, step, between)
             return losses[step]
 
         if self.evaluation_due:
@@ -213,12 +208,12 @@ class Run:
             saver.guarded(),
             frozen_heap(),
             phase("step", remedy),
-            ThreadPoolExecutor(1, "batches") as pool,
+            waiting.Worker("batches") as worker,
             contextlib.ExitStack() as trace,
         ):
-            rows = _StepRows(engine, pool, self.total_steps, lambda state: self.model(state.trainable))
+            rows = _StepRows(engine, worker, saver, self.total_steps, lambda state: self.model(state.trainable))
             for step in range(start, self.total_steps):
-                with monitor.data_wait(), self._saved_at_an_error(done, state):
+                with monitor.data_wait():
                     parts, counts = rows.of(step, state)
                 if self.profile.steps and step - start == self.profile.start:
                     with monitor.pause("profile", step):
@@ -267,20 +262,6 @@ class Run:
                 progress.print("warning: the loss of the trained weights is not finite")
         return state, done
 
-    @contextlib.contextmanager
-    def _saved_at_an_error(self, done: int, state: TrainState) -> Iterator[None]:
-        """A context around the loading of rows: if it raises an error, the state after `done` steps is saved before the
-        error ends the run, unless that state is saved already, updates are being skipped, or the config asks for no
-        saves. In a run of several processes nothing is saved, because a save needs all of them and the others have no
-        error; the last checkpoint remains."""
-        try:
-            yield
-        except Exception:
-            if self.saver.enabled and processes.count() == 1 and done > self.saver.saved:
-                self.saver.save(done, state)
-                self.saver.finish(good=False)
-            raise
-
     def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
         """Calls `between` of the callbacks after `done` steps were dispatched, as `steps` does after each one; returns
         whether one of them asked to end the run (in a run of several processes, whether one did in the first process).
@@ -322,8 +303,7 @@ class Run:
           state: the TrainState to evaluate.
           frozen: nnx.State, the placed weights that are not trained.
           step: the steps done so far, for metrics and messages.
-          between: called after each batch of held-out rows. That of `steps` saves if a save is due, and if a signal
-            has arrived, it saves and raises TrainingInterrupted; by default nothing is done.
+          between: called after each batch of held-out rows, in all processes of a run.
         """
         batches, monitor = self.held_out(), self.monitor
         if not self.evaluates:

@@ -1,8 +1,6 @@
-"""Handling of the signals SIGTERM, SIGINT and SIGHUP, which stop a run. During the steps the step in progress is
-finished and the state saved. During other work, such as loading and compiling, the run ends at once by the exception
-`Interrupted`. `StopSignal` is the context in which this holds; the train command and Trainer use it, and `jaxtune
-export`, which it ends at once. `handled` leaves out a SIGHUP that is ignored; the launch command (commands/launch.py)
-uses it too."""
+"""Handling of the signals SIGTERM, SIGINT and SIGHUP, which stop a run. A step in progress is finished and the state
+saved; a wait ends at once, and the state of the last step is saved. During other work, such as loading and compiling,
+the run ends at once by the exception `Interrupted`."""
 
 from __future__ import annotations
 
@@ -14,17 +12,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from jaxtune.system import waiting
+
 # The exit code of a run that a signal stopped, and that was saved if there was anything to save: EX_TEMPFAIL of
 # sysexits.h. A scheduler may start the same command again.
 EXIT_SAVED = 75
+FINISHING = "finishing this step, then saving"
 _AGAIN_SECONDS = 0.05  # the delay before a signal whose exception Python dropped is sent again
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when a signal arrives during work that loses nothing when it is interrupted (within StopSignal.at_once),
-    to end the process's work at once; the message is the name of the signal. If the signal arrived before that work, it
-    is raised when the work begins (`StopSignal._mode`). The train command then exits with EXIT_SAVED, and jaxtune
-    export with 128 plus the signal's number."""
+    """Raised when a signal arrives during work that loses nothing when it is interrupted: within StopSignal.at_once, or
+    in the user's code that a run waits for (waiting.users_code). The message is the name of the signal. The train
+    command then exits with EXIT_SAVED, and jaxtune export with 128 plus the signal's number."""
 
 
 class StopSignal:
@@ -36,11 +36,11 @@ class StopSignal:
     in addition to SIGTERM, so it is not counted: the second signal is the second SIGTERM or SIGINT. If it is ignored
     (nohup), it stays ignored.
 
-    The training loop reads `requested` after every step and between the batches of an evaluation; if it is set, the
-    loop saves, and the process leaves with `EXIT_SAVED`, so that the same command continues. Inside `at_once`, for work
-    that loses nothing when it is interrupted (loading, tokenising, compiling; after the steps, if the last state is
-    saved, export and answers), the first signal raises Interrupted instead. Inside `deferred`, within `at_once`, it
-    again only sets `requested`.
+    The training loop reads `requested` after every step, between the batches of an evaluation, and while it waits; if
+    it is set, the loop saves, and the process leaves with `EXIT_SAVED`, so that the same command continues. Inside
+    `at_once`, for work that loses nothing when it is interrupted (loading, tokenising, compiling; after the steps, if
+    the last state is saved, export and answers), the first signal raises Interrupted instead, and so it does in the
+    user's code that a run waits for. Inside `deferred`, within `at_once`, it again only sets `requested`.
 
     Python drops an exception that is raised during a finaliser or a callback of the garbage collector; the signal is
     then sent again. On exit, the previous handlers are restored. Outside of the main thread, where Python allows no
@@ -50,6 +50,7 @@ class StopSignal:
       signals: the three signals.
       requested: whether a signal has arrived; it stays True after the context.
       signal_name: the name of the first signal, such as "SIGTERM"; None before it.
+      saying: what follows a signal now, for the line that it prints.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the signals that are handled
@@ -59,6 +60,10 @@ class StopSignal:
         self.signal_name: str | None = None
         self._stop_asked = False  # whether SIGTERM or SIGINT has arrived
         self._raises = False
+        self.saying = FINISHING
+        self._handled = False  # whether the handler has run; `requested` may be True before
+        self._insisted = 0  # signals on their way that `insist` sent
+        self._wakeup: tuple[int, int] | None = None  # a pipe that has the number of a signal before Python handles it
         self._again: threading.Timer | None = None  # sends a signal again whose exception Python dropped
         self._old: dict[int, Any] = {}
         self._hook: Callable[[sys.UnraisableHookArgs], object] | None = None
@@ -69,6 +74,7 @@ class StopSignal:
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._handle) for number in handled(self.signals)}
             self._hook, sys.unraisablehook = sys.unraisablehook, self._send_again
+            self._open_wakeup()
         return self
 
     def __exit__(self, *exc) -> None:
@@ -82,6 +88,44 @@ class StopSignal:
             sys.unraisablehook, self._hook = self._hook, None
         if self._again is not None:
             self._again.cancel()
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            for descriptor in self._wakeup:
+                os.close(descriptor)
+            self._wakeup = None
+
+    def _open_wakeup(self) -> None:
+        self._wakeup = read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        if (other := signal.set_wakeup_fd(write, warn_on_full_buffer=False)) != -1:  # of somebody else, who needs it
+            signal.set_wakeup_fd(other, warn_on_full_buffer=False)
+            os.close(read)
+            os.close(write)
+            self._wakeup = None
+
+    def arrived(self) -> bool:
+        """Whether a signal has arrived, even if the main thread has not come to handle it. For other threads."""
+        if self.requested or self._wakeup is None:
+            return self.requested
+        with contextlib.suppress(OSError):  # BlockingIOError: there is none
+            for number in os.read(self._wakeup[0], 4096):
+                if number in self._old and not self.requested:
+                    self.requested, self.signal_name = True, signal.Signals(number).name
+        return self.requested
+
+    def insist(self) -> None:
+        """Has the handler raise once more in the user's code that went on after a signal. For other threads."""
+        if self.signal_name is not None:
+            self._insisted += 1
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.Signals[self.signal_name])
+
+    @contextlib.contextmanager
+    def announced(self, saying: str) -> Iterator[None]:
+        """A context in which `saying` is what follows a signal."""
+        before, self.saying = self.saying, saying
+        try:
+            yield
+        finally:
+            self.saying = before
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
@@ -132,31 +176,36 @@ class StopSignal:
         self._again.start()
 
     def _handle(self, number: int, frame: object) -> None:
-        """The handler of all three signals, which `__enter__` installs. The first one sets `requested` and
-        `signal_name`, prints a line on stderr, and inside `at_once` raises Interrupted. A second SIGTERM or SIGINT
-        prints a line and ends the process at once, without a save. While `_send_again` has a signal to send, the next
-        one to arrive is taken for it, and only raises Interrupted, if signals raise now. All others, such as a second
-        SIGHUP, do nothing. number: the signal's. frame: not used."""
+        """The handler of all three signals: the class says what the first and the second one do."""
         name = signal.Signals(number).name
-        if self._again is not None:
+        if self._again is not None:  # the one that `_send_again` sends
             self._again = None
             self._raise_pending()
             return
-        again = self.requested and self._stop_asked and number != signal.SIGHUP
+        if self._insisted:
+            self._insisted -= 1
+            if waiting.interruptible() is not None:
+                raise Interrupted(name)
+            return
+        again = self._handled and self._stop_asked and number != signal.SIGHUP
         self._stop_asked = self._stop_asked or number != signal.SIGHUP
         if again:
             _write(f"\n{name} again: leaving at once, without a save.\n" + ("\x1b[?25h" if os.isatty(2) else ""))
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        if self.requested:
+        if self._handled:
             return
-        self.requested = True
+        self._handled = self.requested = True
         self.signal_name = name
         if self._raises:
             _write(f"\n{name}: leaving. Again to leave at once.\n")
             raise Interrupted(name)
-        _write(f"\n{name}: finishing this step, then saving. Again to leave at once.\n")
+        code = waiting.interruptible()
+        stopping = "" if code is None else f"stopping {code}, "
+        _write(f"\n{name}: {stopping}{self.saying}. Again to leave at once.\n")
+        if code is not None:
+            raise Interrupted(name)
 
 
 def handled(numbers: Iterable[int]) -> list[int]:

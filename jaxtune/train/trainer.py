@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,19 @@ from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.data.templates import trained_tokenizer
+from jaxtune.train.digests import code_of
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
 from jaxtune.train.display.monitor import Monitor, Watched
 from jaxtune.train.end_tokens import with_end_tokens
-from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError
+from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom, checkpoint_bytes, saved_steps
 from jaxtune.train.folder.record import (
     POSITION,
     in_first_words,
     is_longer,
     record_of,
     recorded_config,
+    require_same_code,
     require_same_config,
     require_same_run,
     same_run,
@@ -59,6 +61,7 @@ from jaxtune.train.objectives.prompts import end_tokens
 from jaxtune.train.objectives.rollouts import SampledAnswers
 from jaxtune.train.objectives.stored_teachers import StoredTeacher
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
+from jaxtune.train.planning.disk import disk_lines, written_by
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
 from jaxtune.train.planning.planner import Planner
@@ -98,11 +101,12 @@ class Trainer:
       trains: False for a trainer that only evaluates or shows rows: it plans a forward pass, and train() is refused.
 
     Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
-    by), `batches` (the BatchSource of its steps), `train_data` (TokenDataset; None where not all rows are known before
-    the run), `eval_data` (TokenDataset of held-out rows with a loss, or None), `answers` (AnswerMetrics of
+    by), `batches` (the BatchSource of its steps), `train_data` (TokenDataset; None where not all rows are known
+    before the run), `eval_data` (TokenDataset of held-out rows with a loss, or None), `answers` (AnswerMetrics of
     evaluation.generate, or None), `output` (Path), `total_steps`, and after train() `history`, the metrics of this
     process's steps and evaluations, `steps_done`, and `best` ({"best_checkpoint": the evaluation whose weights were
-    returned}, or {} if they are the last). Raises ValueError for what cannot be trained, PlanError if no plan fits.
+    returned}, or {} if they are the last), and `unsaved` (why the last state is not in a checkpoint; None). Raises
+    ValueError for what cannot be trained, PlanError if no plan fits.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class Trainer:
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
         self.history: list[dict[str, Any]] = []
         self.steps_done = 0
+        self.unsaved: str | None = None
         self.sampled: Sampled | None = None  # how many questions are answered at a time, if any will be
         self.stored = StoredTeacher(objective or objective_of(config), config, model, self.tokenizer)
         self.model = TrainedModel(self.stored.student(model), config, keeps_model, weights)
@@ -150,6 +155,7 @@ class Trainer:
         setup.require_starts_within(self.total_steps, config, self.profile_steps)
         # `own` identifies the parts that were given to this trainer, for checkpoints.
         self.own = own_parts.identities(self.model.trainable, self.total_steps, optimizer, schedule, objective)
+        self.code = code_of(self._functions(objective))
         rule = setup.update_rule(config, self.total_steps, optimizer, schedule)
         programs = setup.step_programs(config, self.model, self.objective, rule, self.batches, self.eval_data)
         self.names = trainable_names(self.model.trainable)
@@ -216,6 +222,7 @@ class Trainer:
             shared_folders.require_shared(self.output)
             if processes.first():
                 remove_temporary(self.output)
+            self._require_room(checkpointer)
             with stop.at_once():
                 self.stored.fill((self.train_data, self.eval_data), self.engine)
                 resumed, start = self._resume(checkpointer, from_step)
@@ -237,6 +244,7 @@ class Trainer:
                 monitor.applied = start
                 saver = Saver(checkpointer, config.checkpoint, start, self._meta, monitor, stop)
                 state, self.steps_done = self._run(resumed, start, saver, monitor, stop)
+            self.unsaved = None if saver.failed is None else str(saver.failed)
             del resumed
             trainable = state.trainable
             del state  # frees the optimizer's states, which are not needed any more
@@ -251,6 +259,46 @@ class Trainer:
             if processes.first():
                 m.decorate("loss.png", lambda: m.loss_plot(self.output, self.objective.unit))
         return with_embedding_on_device(trained)
+
+    def _functions(self, objective: Objective | None) -> dict[str, Callable]:
+        """{name for messages: function or class} of the user's code on which the run's result or metrics depend."""
+        found = dict(self.batches.functions())
+        if self.answers is not None and not self.answers.are_rewards:
+            scoring = self.answers.functions
+            found |= {f"evaluation {n}": one for n, one in zip(scoring.names, scoring.functions, strict=True)}
+        if objective is not None:
+            found[f"objective {type(objective).__name__}"] = type(objective)
+        return found
+
+    def _require_room(self, checkpointer: Checkpointer) -> None:
+        """Raises NoRoom if not even the first checkpoint fits on the disk, before anything is computed."""
+        wanted = self.config.checkpoint
+        saves = bool(wanted.every_steps or wanted.every_minutes)
+        shapes = {"state": self.model.state_shapes(self.engine)}
+
+        def lacking() -> str | None:
+            complete = checkpointer.latest() == self.total_steps
+            return None if complete or not saves else checkpointer.lacks_room(shapes)
+
+        if words := processes.of_first(lacking):
+            raise NoRoom(
+                f"no room for a checkpoint: {words}; checkpoint.every_steps and checkpoint.every_minutes = null train "
+                "without any"
+            )
+
+    def disk_notes(self) -> list[str]:
+        """Lines on what the run writes, where that is much of the disk, and on what it would lose without saves."""
+        config = self.config
+        trained = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.trainable))
+        size = checkpoint_bytes({"state": self.model.state_shapes(self.engine)})
+        there = len(saved_steps(self.output / CHECKPOINTS))
+        lines = disk_lines(written_by(config, self.model.prepared, trained, size, there))
+        if not (config.checkpoint.every_steps or config.checkpoint.every_minutes):
+            lines.append(
+                "checkpoint.every_steps and checkpoint.every_minutes are null: only a signal or an error saves the "
+                "state; a kill or a power failure loses the whole run"
+            )
+        return lines
 
     def _watched(self) -> Watched:
         """What the Monitor reads of this run to log, show and check the metrics of its steps: each field of Watched,
@@ -325,7 +373,7 @@ class Trainer:
                 state, sums, frozen = self.model.begin(self.engine, resumed)
             self.fill_references((self.train_data, self.eval_data), state.trainable, frozen, progress.print)
             write_config(self.output, self.config)
-        for note in [*self.notes(), *self.memory_notes()]:
+        for note in [*self.notes(), *self.memory_notes(), *self.disk_notes()]:
             progress.print(note)
         return programs, state, sums, frozen
 
@@ -438,6 +486,7 @@ class Trainer:
             data=self.batches.identity(),
             total_steps=self.total_steps,
             own=self.own,
+            code=self.code,
             numerics={
                 **self.engine.planner.plan.to_record(),
                 "gradients": self.gradients,
@@ -497,6 +546,8 @@ class Trainer:
         step, restored, meta = checkpointer.restore(from_step, like=like, check=check, partial=weights_only)
         if step > (steps := self.total_steps):
             raise CheckpointError(f"steps = {steps}: the last checkpoint is of step {step}; give it as many or more")
+        if self.trains and step == steps:
+            require_same_code(meta, self.record(), f"this run is complete ({steps} steps)")
         if not weights_only and is_longer(meta, self.record()):
             note(report.new_rates(self.config.schedule, self.program.schedule, step, restored["state"].skipped, steps))
         if self.trains:

@@ -52,6 +52,7 @@ from jaxtune.models.generation.slot_plan import (
     slot_bytes,
 )
 from jaxtune.models.generation.structure import flattened
+from jaxtune.system import waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
@@ -239,6 +240,7 @@ class Sampler:
         """Makes about one round of progress: fills free slots, dispatches a round if a row needs it, and waits for the
         oldest round if two are dispatched or none was needed. Returns the new pieces, at most one for each request, in
         no particular order. An empty list does not mean that nothing is left to do; `pending` says that."""
+        waiting.look()
         self._fill()
         if self._has_work():
             self._dispatch()

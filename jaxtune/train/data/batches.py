@@ -11,7 +11,7 @@ model samples at a time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
@@ -190,6 +190,11 @@ class BatchSource:
         default. They are stored in checkpoints, and a run whose values differ cannot resume, because it would continue
         with other rows. The processes of a run compare them, before `divide` is called, and must all have the same."""
         return {}
+
+    def functions(self) -> Mapping[str, Callable]:
+        """{name for messages: function or class} of the code that makes the rows, such as rewards and tools. A run that
+        continues says which of them have changed; this package's own are left out."""
+        return {f"rows {type(self).__name__}": type(self)}
 
     def described(self, total_steps: int) -> list[str]:
         """The lines that a run of `total_steps` steps, or --check, prints about its rows before it begins: by default,

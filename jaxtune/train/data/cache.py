@@ -270,7 +270,8 @@ def open_or_build(
     folder: Path, build: Callable[[], Iterable[Chunk]], say: Callable[[str], None] = print
 ) -> CachedDocuments:
     """Opens the documents of a cache folder (this user's, `_own_name`, if there is one), after building the folder if
-    it does not exist, is damaged, or is another user's and cannot be read. If `build` makes no document, no folder is
+    it does not exist, is damaged, or is another user's and cannot be read. Where no folder can be made, the documents
+    stay in memory, and a line says so. If `build` makes no document, no folder is
     made, and the result has no documents. Before it builds, it deletes old temporary folders (`_remove_abandoned`).
 
     Args:
@@ -280,7 +281,7 @@ def open_or_build(
             built anew.
 
     Raises:
-        ValueError: the cache folder cannot be written. What `build` raises passes through. Nothing partial is left.
+        ValueError: the disk is full. What `build` raises passes through. Nothing partial is left.
     """
     for place in (_own_name(folder), folder):
         if os.path.isdir(place):
@@ -296,7 +297,11 @@ def open_or_build(
         temporary = temporary_path(folder)
         temporary.mkdir()
     except OSError as error:
-        raise ValueError(f"data.cache_dir={folder.parent} cannot be written ({error}); set another") from None
+        say(
+            f"warning: data.cache_dir={folder.parent} cannot be written ({error}): the tokens are kept in memory, and "
+            "made anew by the next run; set another"
+        )
+        return CachedDocuments(*collect(build()), False)
     try:
         documents, summary = _write(temporary, build)
         if not summary.documents:  # there is nothing to map, and the caller refuses an empty set

@@ -69,7 +69,9 @@ class MetricsLogger:
         if resumed_step is not None:
             _drop_after(self.path, resumed_step)
         elif self.path.exists() and self.path.stat().st_size > 0:
-            raise ValueError(f"{self.path} is of another run: resume that one or choose another output folder")
+            if any(line.get("step") != 0 for line in read_metrics(self.path)):
+                raise ValueError(f"{self.path} is of another run: resume that one or choose another output folder")
+            self.path.unlink()  # of a run that was killed before its first step
         makers: dict[str, Callable[[], _Sink]] = {JSONL: lambda: _JsonlSink(self.path)}
         if tensorboard:
             makers["TensorBoard"] = lambda: _TensorBoardSink(folder / "tensorboard", resumed_step)

@@ -160,8 +160,9 @@ class Monitor:
         self.seconds: list[float] = []  # seconds of each step
         self._finished, self._clock = finished, clock
         self._stamps = ThreadPoolExecutor(1, "clock")
-        self._pausing = False
+        self._pausing = self._waiting = False
         self._counted = clock()  # all time before this moment is counted in a step or a pause
+        self._paused = 0.0  # seconds of all pauses
         self._data_wait = 0.0  # seconds that the host waited for the rows of the next step
         self._unlogged = _Work()
         self._recent: collections.deque[_Work] = collections.deque(maxlen=_SHOWN_STEPS)
@@ -192,15 +193,17 @@ class Monitor:
         """
         self.flush()
         values: dict[str, Any] = {}
-        within = self._clock() if self._pausing else None  # a pause within another: a save in an evaluation
-        self._pausing = True
+        # A pause within another, or within a wait, is timed alone: a save in an evaluation, or while rewards are made.
+        within = self._clock() if self._pausing or self._waiting else None
+        pausing, self._pausing = self._pausing, True
         try:
             yield values
         finally:
-            self._pausing = within is not None
+            self._pausing = pausing
         seconds = self.uncounted_seconds() if within is None else self._clock() - within
         parts = sum(value for key, value in values.items() if key.endswith("_seconds"))
         self._counted += seconds
+        self._paused += seconds
         self.logger.log(step, values | {f"{name}_seconds": seconds - parts})
 
     @contextlib.contextmanager
@@ -223,9 +226,12 @@ class Monitor:
         """A context in which the host waits for the rows of the next step. Its time is counted, unless an exception
         ends it, and becomes data_wait_seconds of that step (in metrics.jsonl the mean over the steps of the line). It
         is not subtracted from the step's duration: the device may be busy meanwhile."""
-        began = self._clock()
-        yield
-        self._data_wait += self._clock() - began
+        began, paused, self._waiting = self._clock(), self._paused, True
+        try:
+            yield
+        finally:
+            self._waiting = False
+        self._data_wait += self._clock() - began - (self._paused - paused)  # a save while it waits is no wait
 
     def step_dispatched(self, step: int, latest: dict, counts: dict) -> None:
         """Records that a step was dispatched to the device, and processes the metrics of the step before it, unless

@@ -39,12 +39,16 @@ from jaxtune.train.folder.folder_lock import FolderLock
 
 logger = logging.getLogger(__name__)
 
+_FEW_BYTES, _LEAF_BYTES = 2**20, 2**12  # of a checkpoint, and of each array in it: names, shapes, unfilled blocks
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read, or is of another run; the message says what to do. It ends the run,
-    except where the best weights are read at the end (`BestCheckpoint.weights`)."""
+    """A checkpoint cannot be written or read, or is of another run; the message says what to do."""
+
+
+class NoRoom(CheckpointError):
+    """The disk has too little room for a checkpoint; all processes of a run raise it alike."""
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -123,13 +127,8 @@ class Checkpointer:
             record_text = json.dumps(record, indent=1)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"meta of step {step} is not JSON-able: {error}") from None
-        need_bytes = sum(x.nbytes for x in arrays.values())
-        need_bytes += need_bytes // 20 + len(record_text) + 2**24  # chunk padding, Orbax's metadata, our files
-        if processes.first() and (free_bytes := shutil.disk_usage(self.folder).free) < need_bytes:
-            raise CheckpointError(
-                f"no room to save step {step}: it needs {_size(need_bytes)}, {self.folder} has {_size(free_bytes)} "
-                "free; free some space or write to another disk"
-            )
+        if lacking := processes.of_first(lambda: self.lacks_room(state, len(record_text))):
+            raise NoRoom(f"no room to save step {step}: {lacking}")
         temporary = self.folder / f".tmp_{_name(step)}"
         try:
             if processes.first():
@@ -149,6 +148,22 @@ class Checkpointer:
         self._unproven = None if proven else step
         self._thread = threading.Thread(target=self._finish, args=(step, temporary, record_text), name="checkpoint")
         self._thread.start()
+
+    def lacks_room(self, state: Any, record_bytes: int = 0) -> str | None:
+        """What a checkpoint of `state` (arrays or their shapes) needs and the disk has, if that is too little; else
+        None. record_bytes: the size of its meta.json, if known."""
+        need_bytes, free_bytes = checkpoint_bytes(state) + record_bytes, shutil.disk_usage(self.folder).free
+        if free_bytes >= need_bytes:
+            return None
+        return (
+            f"it needs {_size(need_bytes)}, {self.folder} has {_size(free_bytes)} free; free some space or write to "
+            "another disk"
+        )
+
+    def unlock(self) -> None:
+        """Gives the folder to other runs, as at the end of a process that ends without `close`."""
+        if self._lock is not None:
+            self._lock.release()
 
     def wait(self) -> None:
         """Waits for the save in progress, as before a run ends; raises the CheckpointError of a failed save, once."""
@@ -328,6 +343,14 @@ def _name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def checkpoint_bytes(state: Any) -> int:
+    """The most bytes of a checkpoint of `state`, a pytree of arrays or of their shapes, with Orbax's metadata and the
+    padding of its chunks."""
+    leaves = jax.tree.leaves(state)
+    count = sum(x.size * (8 if _is_key(x) else jnp.dtype(x.dtype).itemsize) for x in leaves)
+    return count + count // 20 + _FEW_BYTES + _LEAF_BYTES * len(leaves)
+
+
 def _size(count_bytes: int) -> str:
     """count_bytes, a number of bytes, in words for messages: in GB from 0.1 GB on, else in MB, as in "1.50 GB"."""
     return f"{count_bytes / 1e9:,.2f} GB" if count_bytes >= 1e8 else f"{count_bytes / 1e6:,.2f} MB"
@@ -435,6 +458,8 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
             arrays |= reader.restore(path / ARRAYS, args=asked)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / ARRAYS} cannot be read ({type(error).__name__}: {error})") from error
+    for name in item:
+        _require_described(path, name, arrays[name], described[name])
     leaves = {name: _place(arrays[name], described[name], wanted[name], like is None) for name in wanted}
 
     if like is not None:
@@ -447,6 +472,18 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
             node = node.setdefault(parent, {})
         node[last] = leaf
     return nested, record["meta"]
+
+
+def _require_described(path: Path, name: str, array: Any, description: dict[str, Any]) -> None:
+    """Raises CheckpointError if an array is not of the shape and dtype that meta.json says; of a key only its leading
+    shape is known."""
+    shape, is_key = tuple(description["shape"]), "key_impl" in description
+    stored = tuple(array.shape[: len(shape)] if is_key else array.shape)
+    if stored != shape or (not is_key and str(array.dtype) != description["dtype"]):
+        raise CheckpointError(
+            f"{path / ARRAYS} is damaged: {name} is {array.dtype}{list(stored)}, and {META} says "
+            f"{description['dtype']}{list(shape)}; remove that folder, and the run continues from an earlier one"
+        )
 
 
 def _bytes(description: dict[str, Any]) -> int:

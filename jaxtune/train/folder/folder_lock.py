@@ -54,6 +54,8 @@ class FolderLock:
                 logger.warning("taking over %s from a run that died: %s", self.path, stale)
             started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+            if (identity := process_identity(os.getpid())) is not None:
+                owner["process"] = identity
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
         except OSError as error:
@@ -93,6 +95,17 @@ class FolderLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def process_identity(pid: int) -> str | None:
+    """What tells a process of this machine from all others that ever have its pid: the boot, and its start in clock
+    ticks since then. None where /proc does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        return f"{boot} {stat.rpartition(b')')[2].split()[19].decode()}"  # of 52 fields the 22nd; the name may hold ")"
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _same_file(descriptor: int, path: Path) -> bool:

@@ -74,12 +74,15 @@ _INCOMPATIBLE = (
 )
 # Keys that records of older versions lack; such records are compared by the keys they have. Their base_fingerprint is
 # computed from a sample of the weights, without config.json.
-_NOT_ALWAYS = ("base_digest",)
+_NOT_ALWAYS = ("base_digest", "data.columns_crc32")
 # Keys that set how long a run is; see _of_any_length.
 _LENGTH = ("config.steps", "config.epochs")
 # Keys that may change when a run is made longer. The steps of a warm-up are among them, because a script of
 # jaxtune.compat derives them from the number of all steps.
 LENGTHENED = (*_LENGTH, "config.schedule.warmup_steps")
+# Digests of the user's code, by name. A change is told, and refused where the run is complete.
+_CODE = "code."
+_EVALUATION = "evaluation "  # begins the names of functions that decide the result with checkpoint.best only
 # After a change below this key the run is still valid, but not bit for bit the same.
 _NUMERICS = "numerics"
 
@@ -94,6 +97,7 @@ def record_of(
     data: Mapping[str, Any],
     total_steps: int,
     own: Mapping[str, Any],
+    code: Mapping[str, str],
     numerics: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The record that a checkpoint stores with its arrays, of values that JSON can express. When a run is resumed, its
@@ -111,6 +115,7 @@ def record_of(
       data: values that identify the rows.
       total_steps: the number of steps of the whole run.
       own: {what it is: values that identify it} of what the user's code gave, such as a reward function (own_parts.py).
+      code: {name: digest} of the functions of the user's code (digests.code_of).
       numerics: values whose change leaves the run valid, but not bit for bit the same; the kind of device and JAX's
         version are added to them.
     """
@@ -124,6 +129,7 @@ def record_of(
         "data": dict(data),
         "total_steps": total_steps,
         **({"own": dict(own)} if own else {}),
+        **({"code": dict(code)} if code else {}),
         "numerics": {**numerics, "device": jax.devices()[0].device_kind, "jax": jax.__version__},
     }
 
@@ -156,7 +162,31 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
         f"another schedule, start a new run from its result, with {result} and another output"
     )
     harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, shorter))
-    return [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless]
+    return [
+        f"changed: the code of {name}: the steps so far had the old one" for name in changed_code(saved, current)
+    ] + [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless if not d.is_code]
+
+
+def changed_code(saved: Mapping[str, Any], current: Mapping[str, Any], of_result: bool = False) -> list[str]:
+    """The names of the user's functions whose code differs in two records (of `record_of` or `same_run`). of_result:
+    only those that decide what the run leads to."""
+    old, new = (
+        {key: value for key, value in flat_keys(one).items() if key.startswith(_CODE)} for one in (saved, current)
+    )
+    names = [key.removeprefix(_CODE) for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
+    if of_result and flat_keys(current).get("config.checkpoint.best", "of same_run") is None:
+        names = [name for name in names if not name.startswith(_EVALUATION)]
+    return names
+
+
+def require_same_code(saved: Mapping[str, Any], current: Mapping[str, Any], what: str) -> None:
+    """Raises CheckpointError if a complete run would give an old result for changed code. what: "this run is complete
+    (8 steps)"."""
+    if names := changed_code(saved, current, of_result=True):
+        raise CheckpointError(
+            f"{what}, but the code of {', '.join(names)} has changed since: set it back, or name another output to "
+            "train with it"
+        )
 
 
 def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
@@ -190,8 +220,10 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
     keys = {
         key: value
         for key, value in flat_keys(json.loads(json.dumps(record))).items()
-        if any(key == prefix or key.startswith(prefix + ".") for prefix in (*_INCOMPATIBLE, *LENGTHENED))
+        if any(key == prefix or key.startswith(prefix + ".") for prefix in (*_INCOMPATIBLE, *LENGTHENED, "code"))
     }
+    if record["config"]["checkpoint"]["best"] is None:
+        keys = {key: value for key, value in keys.items() if not key.startswith(_CODE + _EVALUATION)}
     if _of_any_length(record):
         keys = {key: value for key, value in keys.items() if key not in _LENGTH}
     return keys
@@ -201,6 +233,7 @@ def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
     """Whether `found`, a digest that was stored with a result, is that of the run `run` (as same_run returns it),
     computed as this version of jaxtune or an older one does. An evaluation, and a run that is started again, recognise
     the run's results.json by it."""
+    run = {key: value for key, value in run.items() if not key.startswith(_CODE)}
     known = (run, by_what_it_holds({}, run))
     return found in [form(values) for form in (digest, _sha256) for values in known]
 
@@ -209,7 +242,7 @@ def digest(run: dict[str, Any]) -> str:
     """The SHA-256, as hexadecimal digits, of the values that identify a run (`run`, from same_run). results.json
     contains it, so that a run that is started again recognises the numbers of its earlier process. Steps, epochs and
     the steps of the warm-up (LENGTHENED) are left out, so that a run has the same digest after it is made longer."""
-    return _sha256({key: value for key, value in run.items() if key not in LENGTHENED})
+    return _sha256({key: value for key, value in run.items() if key not in LENGTHENED and not key.startswith(_CODE)})
 
 
 def _sha256(run: dict[str, Any]) -> str:
@@ -291,6 +324,10 @@ class Difference:
     saved: Any  # its value in the stored record
     current: Any  # its value in this run
 
+    @property
+    def is_code(self) -> bool:
+        return self.key.startswith(_CODE)
+
     def __str__(self) -> str:
         """The difference as a line of a message, such as "config.seed: saved 0, now 1"."""
         return f"{self.key}: saved {self.saved!r}, now {self.current!r}"
@@ -317,7 +354,8 @@ def compare_meta(
     Returns:
       (differences that forbid a resume, because `incompatible` covers them; the others, harmless ones)
     """
-    old, new = flat_keys(saved), flat_keys(json.loads(json.dumps(by_what_it_holds(saved, current))))
+    old = flat_keys(saved)
+    new = by_what_it_holds(old, flat_keys(json.loads(json.dumps(current))))
     forbidding = tuple(incompatible)
     refused, harmless = [], []
     defaults = _defaults()
@@ -325,6 +363,8 @@ def compare_meta(
     for key in sorted(old.keys() | new.keys()):
         lacking = (key in old) != (key in new) and key.rpartition(".")[0] in in_both
         if lacking and key in defaults and (old | new)[key] == defaults[key]:
+            continue
+        if key.startswith(_CODE) and (key in old) != (key in new):  # by an older version, or under another name
             continue
         difference = Difference(key, old.get(key, "(absent)"), new.get(key, "(absent)"))
         if json.dumps(difference.saved) == json.dumps(difference.current) or difference.saved == difference.current:

@@ -24,7 +24,7 @@ from jaxtune.models.adapters.trained_over import RUN_RECORD
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.folders import new_folder
 from jaxtune.system.files import atomic_write, fingerprints, sync, temporary_path
-from jaxtune.train.folder.record import LENGTHENED, compare_meta
+from jaxtune.train.folder.record import LENGTHENED, compare_meta, require_same_code
 
 PROOF = RUN_RECORD
 _FORMAT = 1
@@ -127,6 +127,9 @@ def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
     except ValueError as error:
         raise ValueError(f"{error}; {fix}") from None
     differences, _ = compare_meta(result.run, run, [*result.run, *run])
+    differences = [difference for difference in differences if not difference.is_code]
+    if not differences and result.step == steps:
+        require_same_code(result.run, run, f"this run is complete, and {folder} is what it led to")
     if result.step < steps:
         differences = [difference for difference in differences if difference.key not in LENGTHENED]
     if differences:

@@ -1,6 +1,5 @@
-"""Whether a run is running, has finished, was stopped or has failed, as its folder says to `jaxtune watch` and `jaxtune
-report` (`RunState`). A run writes it by `recorded_state`, and `read_state` reads it. The module imports nothing of JAX,
-so that reading a folder is quick."""
+"""Whether a run is running, has finished, was stopped or has failed, as its folder says. The module imports nothing of
+JAX, so that reading a folder is quick."""
 
 from __future__ import annotations
 
@@ -16,12 +15,14 @@ from typing import Literal
 
 from jaxtune.system import processes
 from jaxtune.system.files import atomic_write
-from jaxtune.train.folder.folder_lock import LOCK_NAME
+from jaxtune.train.folder.folder_lock import LOCK_NAME, process_identity
 from jaxtune.train.folder.run_folder import CHECKPOINTS, STATE
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_REASON = 2000  # characters
+
+type StateName = Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class RunState:
     it. A run that was "stopped", by a signal or the user, can be continued; a "failed" one ended with an error; of a
     "killed" one the process is gone without having written why; "unknown": the folder does not say."""
 
-    name: Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
+    name: StateName
     """The state, as the class describes it."""
     why: str = ""
     """The message of the error, what stopped the run, or a sentence about a killed one; "" if it is running, finished
@@ -42,9 +43,7 @@ class RunState:
 @contextlib.contextmanager
 def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseException], ...]) -> Iterator[None]:
     """A context around a run: state.json in `folder` says that it is running, and at the end how it ended. An
-    exception that ends the run passes on. Trainer.train runs in it.
-
-    A state that cannot be written is logged, and the run continues. In a run of several processes the first one writes.
+    exception that ends the run passes on.
 
     Args:
       folder: the run's folder.
@@ -52,36 +51,25 @@ def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseExcepti
       stops: exceptions that mean that the run was stopped and can be continued; KeyboardInterrupt and SystemExit mean
         that too. Any other means that it failed.
     """
-    write = _Writer(folder, total_steps)
-    write("running", "")
+    write_state(folder, "running", "", total_steps)
     try:
         yield
     except BaseException as error:
         is_stop = isinstance(error, (*stops, KeyboardInterrupt, SystemExit))
-        write("stopped" if is_stop else "failed", str(error) or type(error).__name__)
+        write_state(folder, "stopped" if is_stop else "failed", str(error) or type(error).__name__, total_steps)
         raise
-    write("finished", "")
+    write_state(folder, "finished", "", total_steps)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Writer:
-    """A function (name, why) by which `recorded_state` writes the state of a run to state.json in `folder`: the state's
-    name and the reason for it (see RunState), with total_steps, the steps of the whole run. Only the first process of a
-    run writes. An error is logged, and does not end the run."""
-
-    folder: Path
-    total_steps: int
-
-    def __call__(self, name: str, why: str) -> None:
-        """Writes the state `name`, such as "running", with the first 2,000 characters of the reason `why`, in the first
-        process of the run only."""
-        if not processes.first():
-            return
-        state = {"state": name, "why": why[:_LONGEST_REASON], "total_steps": self.total_steps}
-        try:
-            atomic_write(self.folder / STATE, json.dumps(state) + "\n")
-        except (OSError, ValueError) as error:  # the disk may be full, which is perhaps what the run failed of
-            logger.warning("%s was not written: %s", self.folder / STATE, error)
+def write_state(folder: Path, name: StateName, why: str, total_steps: int) -> None:
+    """Writes state.json, in the first process of a run. One that cannot be written is logged: the run continues."""
+    if not processes.first():
+        return
+    state = {"state": name, "why": why[:_LONGEST_REASON], "total_steps": total_steps}
+    try:
+        atomic_write(folder / STATE, json.dumps(state) + "\n")
+    except (OSError, ValueError) as error:  # the disk may be full, which is perhaps what the run failed of
+        logger.warning("%s was not written: %s", folder / STATE, error)
 
 
 def read_state(folder: Path) -> RunState:
@@ -104,9 +92,9 @@ def read_state(folder: Path) -> RunState:
 
 
 def _lives(lock: Path) -> bool:
-    """Whether the process that has a run's lock lives, by the pid in the file `lock`; True for a process of another
-    machine, which cannot be asked, and False if there is no such file, or it cannot be read. `read_state` tells a
-    killed run from a running one by it.
+    """Whether the process that has a run's lock lives, by the lock's file; True for a process of another machine, which
+    cannot be asked, and False if there is no such file, or it cannot be read. A process of another boot, or that
+    started at another time, is another one with the same pid.
 
     The lock itself is not tried: a run that starts at that moment would find its folder in use.
     """
@@ -122,5 +110,6 @@ def _lives(lock: Path) -> bool:
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        return True
-    return True
+        pass
+    recorded = owner.get("process")
+    return not isinstance(recorded, str) or recorded == (process_identity(pid) or recorded)

@@ -1,30 +1,36 @@
-"""When a run's state is saved: as the section `checkpoint` of the config says (also at the end of a run, and when rows
-cannot be loaded, if it asks for saves at all), after a signal, and when a callback asks for it, but never while updates
-are being skipped. `SavePolicy` decides when a save is due, and `Saver` makes it; after a signal it raises
-`TrainingInterrupted`."""
+"""When a run's state is saved: as the section `checkpoint` of the config says (also at the end of a run, if it asks for
+saves at all), after a signal, before an error ends the run, and when a callback asks for it, but never while updates
+are being skipped. A save that fails between two steps is told and made again when the next one is due."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
-from jaxtune.system import processes
+from jaxtune.system import processes, shared_errors, waiting
 from jaxtune.train.config import CheckpointConfig
 from jaxtune.train.display.monitor import Monitor, TrainingStopped
 from jaxtune.train.folder.best import BestCheckpoint
-from jaxtune.train.folder.checkpoint import Checkpointer
+from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom
+from jaxtune.train.folder.run_state import write_state
 from jaxtune.train.program.step import TrainState
-from jaxtune.train.signals import StopSignal
+from jaxtune.train.signals import EXIT_SAVED, FINISHING, StopSignal
+
+_DISK_SECONDS = 30.0  # between two looks at the disk
 
 
 class TrainingInterrupted(RuntimeError):
     """Raised when a signal has ended the run after a finished step. The message says which step is saved: this one, or
     an earlier one if updates were being skipped, or that nothing is saved yet. The same command continues from the
-    saved step, or begins anew if there is none. `Saver.poll` raises it, and the train command then exits with code
-    75."""
+    saved step, or begins anew if there is none. The train command then exits with code 75."""
 
 
 @dataclasses.dataclass
@@ -66,11 +72,7 @@ class SavePolicy:
 
 
 class Saver:
-    """Saves the state of one run while it trains and evaluates. All processes of a run save at the same steps. The
-    training loop (run.Run) calls `after_step` after each step, `poll` during an evaluation and after the last one,
-    `evaluated` after each evaluation, `save_for_callback` if a callback asks for a save, and `finish` at the end; the
-    steps run in the context `guarded`. All saves are made by `save`; if the attribute `enabled` is True, the loop calls
-    it after the last step, too, and before an error in loading rows ends the run.
+    """Saves the state of one run while it trains and evaluates. All processes of a run save at the same steps.
 
     A saved state is known to be good once a later update was made, or at the end of the run if its last numbers are
     finite (`finish`). Until then earlier checkpoints are kept (Checkpointer.confirm). Nothing is saved while steps are
@@ -85,9 +87,11 @@ class Saver:
       stop: says whether a signal asked the run to stop.
     Attributes:
       enabled: whether the config asks for saves after steps or minutes (every_steps, every_minutes). Only then the last
-        state is saved too. False: a run saves only after a signal, for checkpoint.best, or for a callback.
+        state is saved too. False: a run saves only after a signal, before an error ends it, for checkpoint.best, or for
+        a callback.
       policy: decides when a save is due.
       saved: the number of steps done in the state that was saved last; `start` before the first save.
+      failed: what the last save failed of, until one succeeds; None: it did not.
       best: keeps the checkpoint of the best evaluation (checkpoint.best).
     """
 
@@ -105,9 +109,11 @@ class Saver:
         self.enabled = bool(config.every_steps or config.every_minutes)
         self.policy = SavePolicy(config.every_steps, config.every_minutes)
         self.policy.should_save(start, time.monotonic())
-        self.saved = start
+        self.saved = self._before = start
+        self.failed: CheckpointError | None = None
         self.best = BestCheckpoint(checkpointer, config)
-        self._due = self._warned = False
+        self._due = self._warned = self._short = False
+        self._looked = time.monotonic()  # at the disk
 
     def after_step(self, done: int, state: Any, last: bool) -> None:
         """Called after each step: saves if a save is due, and raises if a signal came. After the last step it does
@@ -141,18 +147,118 @@ class Saver:
           TrainingInterrupted: a signal came; the state was saved, unless updates are being skipped.
           TrainingStopped, CheckpointError: as `save` raises them.
         """
-        stop = self.stop
         due = self._due or self.policy.time_is_up(time.monotonic())
-        signal_name, self._due = processes.agree(stop.signal_name if stop.requested else None, due)
+        self._follow(*processes.agree(self._signal(), due), done, state)
+
+    def _signal(self) -> str | None:
+        return self.stop.signal_name if self.stop.requested else None
+
+    def _follow(self, signal_name: str | None, due: bool, done: int, state: Any) -> None:
+        """Saves what all processes agreed on, and raises after a signal."""
+        self._due = due
         if signal_name is not None:
-            self.save(done, state)
+            self._save(done, state)
             self.checkpointer.wait()
             processes.all_of(None)  # a barrier: the first process has waited for all files
             kept = "saved" if self.saved == done else f"step {self.saved} is the last one saved"
             kept = kept if self.saved else "nothing is saved yet"
             raise TrainingInterrupted(f"{signal_name} after step {done}; {kept} in {self.checkpointer.folder}")
-        if self._due:
+        if due:
             self.save(done, state)
+
+    @contextlib.contextmanager
+    def listening(self, done: int, state: Any) -> Iterator[None]:
+        """A context of waits, and of the user's code, after `done` steps, while `state`, the TrainState after them, is
+        whole: a signal saves it and raises TrainingInterrupted, minutes that are over save it, and a disk that has
+        become too full is told. An exception ends the run, after a save of the state. In a run of several processes
+        none acts alone in it: `result` makes them wait together."""
+        alone = processes.count() == 1
+        saying = f"saving step {done}, then leaving" if done else "leaving, as no step is done"
+        stop = self.stop
+        try:
+            with (
+                stop.announced(saying if alone else FINISHING),
+                waiting.listening(
+                    functools.partial(self._look, done, state) if alone else lambda: None,
+                    stop.arrived if alone else lambda: False,
+                    stop.insist,
+                    functools.partial(self._leave, done) if alone else None,
+                ),
+            ):
+                yield
+        except (TrainingInterrupted, TrainingStopped, CheckpointError):
+            raise
+        except BaseException:
+            if alone and stop.requested:
+                self.poll(done, state)
+            if alone:
+                self._save_at_an_error(done, state)
+            raise
+        if alone and stop.requested:  # whatever has caught what a look raised
+            self.poll(done, state)
+
+    def _look(self, done: int, state: Any) -> None:
+        self.poll(done, state)
+        now = time.monotonic()
+        if now - self._looked > _DISK_SECONDS:
+            self._looked, short = now, self.checkpointer.lacks_room(state)
+            if short and not self._short:
+                self.monitor.progress.print(f"warning: the next save will fail: {short}")
+            self._short = short is not None
+
+    def result[T](self, future: Future[T], what: str, done: int, state: Any) -> T:
+        """What the future of the next step's rows returns or raises (waiting.result). In a run of several processes all
+        wait until each has its rows, so that none has given up `state` when one meets a signal or an error."""
+        if processes.count() == 1:
+            return waiting.result(future, what)
+
+        def failure() -> list[object] | None:
+            error = future.exception() if future.done() else None
+            return None if error is None else shared_errors.described(error)
+
+        asked = -math.inf  # when a save was due last, which was perhaps not made
+
+        def due() -> bool:
+            now = time.monotonic()
+            return (self._due or self.policy.time_is_up(now)) and now - asked > _DISK_SECONDS
+
+        while True:
+            agreed = processes.meet(future, failure, self._signal, due)
+            asked = time.monotonic() if agreed.due else asked
+            if agreed.failed is not None:
+                self._save_at_an_error(done, state)
+                if failure() is not None:
+                    future.result()
+                raise shared_errors.made(agreed.failed)
+            self._follow(agreed.signal_name, agreed.due, done, state)
+            if agreed.ready:
+                return future.result()
+
+    def _save_at_an_error(self, done: int, state: Any) -> None:
+        """Saves the state of the last step before an error ends the run, and completes metrics.jsonl; it raises no
+        further error."""
+        try:
+            self._save(done, state)
+            self.checkpointer.wait()
+        except Exception as error:  # the first error is the one that the user has to see
+            self.monitor.progress.print(f"warning: {error}")
+        else:
+            if self.saved and self.saved == done:
+                self.monitor.progress.print(f"step {done} is saved in {self.checkpointer.folder}")
+
+    def _leave(self, done: int, error: BaseException) -> None:
+        """Ends the process from the watchdog's thread, because the main thread does not return from the user's code."""
+        stopped, folder = isinstance(error, TrainingInterrupted), self.checkpointer.folder.parent
+        write_state(folder, "stopped" if stopped else "failed", str(error), self.monitor.run.total_steps)
+        self.monitor.logger.close()
+        self.checkpointer.unlock()
+        again = "The same command continues from there." if stopped else f"Step {done} is not saved."
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            shown = "\x1b[?25h" if os.isatty(2) else ""
+            os.write(2, f"{shown}\njaxtune: stopped: {error}. {again}\n".encode())
+        os._exit(EXIT_SAVED if stopped else 1)
 
     def save_for_callback(self, done: int, state: TrainState) -> None:
         """Saves `state`, the TrainState after `done` steps, as `save` does, because a callback asked for it
@@ -163,11 +269,26 @@ class Saver:
 
     def save(self, done: int, state: Any) -> None:
         """Saves `state`, the TrainState after `done` steps, whether a save is due or not, and passes `done` to the
-        run's callbacks (Callback.saved), before the files are complete. The other methods and run.Run call it. It does
-        nothing if that state is saved already. It saves nothing either while updates are being skipped because steps
-        were not finite, and prints so once; a save that was due is then made as soon as they are finite again. It first
-        waits for the metrics of all steps, and may raise the TrainingStopped of a guard, or the CheckpointError of this
-        save or the one before. The files are written in a thread (Checkpointer.save)."""
+        run's callbacks (Callback.saved), before the files are complete. It does nothing if that state is saved already,
+        and nothing while updates are being skipped because steps were not finite, which it prints once; a save that was
+        due is then made as soon as they are finite again. A save that fails is told, and the next one tries again. May
+        raise the TrainingStopped of a guard."""
+        try:
+            self._save(done, state)
+        except CheckpointError as error:
+            if processes.count() > 1 and not isinstance(error, NoRoom):
+                raise  # the others do not know of it
+            self._tell(error)
+            self.policy.saved(time.monotonic())
+            self._due = False
+
+    def _tell(self, error: CheckpointError) -> None:
+        """Takes a save that failed for one that was not made."""
+        self.failed, self.saved = error, self._before
+        self.monitor.progress.print(f"warning: {error}. The run goes on, and the next save tries again")
+
+    def _save(self, done: int, state: Any) -> None:
+        """`save`, which raises the CheckpointError of this save, or of the one before."""
         self.monitor.flush()
         if self.saved == done:
             self._due = False
@@ -179,11 +300,18 @@ class Saver:
             self._warned = True
             return
         with self.monitor.pause("save", done):
+            try:
+                self.checkpointer.wait()
+            except CheckpointError as error:
+                if processes.count() > 1:
+                    raise
+                self._tell(error)
+            self._before = self.saved
             self.checkpointer.save(done, {"state": state}, self.meta(done), proven=False)
         for callback in self.monitor.run.callbacks:
             callback.saved(done)
         self.policy.saved(time.monotonic())
-        self.saved, self._due, self._warned = done, False, False
+        self.saved, self._due, self._warned, self.failed = done, False, False, None
 
     def evaluated(self, done: int, state: TrainState, values: Mapping[str, float]) -> None:
         """Called after an evaluation: saves `state`, the TrainState after `done` steps, if checkpoint.best names a
@@ -212,11 +340,16 @@ class Saver:
             raise
 
     def finish(self, good: bool) -> None:
-        """Called at the end of a run, or before an error in loading rows ends it: waits until the last save is
-        complete, and raises its CheckpointError if it failed. good: True: the last state is known to have finite
-        numbers, and checkpoints beyond checkpoint.keep are removed. False: older ones are kept."""
+        """At the end of a run: waits until the last save is complete. `failed` says if it is not. good: True: the last
+        state is known to have finite numbers, and checkpoints beyond checkpoint.keep are removed. False: older ones are
+        kept."""
         if self.enabled or self.saved:
             with self.monitor.pause("save", self.saved):
-                self.checkpointer.wait()
-        if good:
+                try:
+                    self.checkpointer.wait()
+                except CheckpointError as error:
+                    if processes.count() > 1:
+                        raise
+                    self._tell(error)
+        if good and self.failed is None:
             self.checkpointer.confirm()

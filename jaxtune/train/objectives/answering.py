@@ -176,6 +176,11 @@ class Answering(Protocol):
         ...
 
     @property
+    def functions(self) -> Mapping[str, Callable]:
+        """{name for messages: function or class} of the user's code that it calls."""
+        ...
+
+    @property
     def changes_prompts(self) -> bool:
         """Whether the prompt of an answer may differ from the prompt in its data row and be longer than it, because a
         tool environment adds text or a rollout function returns its own prompt. True: sampling is planned with room for
@@ -209,6 +214,11 @@ class OneTurn:
     def tool_names(self) -> Sequence[str]:
         """(): the model calls no tools, so none are shown before the run or stored in its checkpoints."""
         return ()
+
+    @property
+    def functions(self) -> Mapping[str, Callable]:
+        """{name for messages: function or class} of the user's code that it calls."""
+        return {}
 
     @property
     def changes_prompts(self) -> bool:
@@ -303,6 +313,11 @@ class ToolTurns:
         """The names of the tools that the model may call. They are shown on the screen when the run starts, and stored
         in its checkpoints, from which a run with other tools cannot resume."""
         return self.tools.names
+
+    @property
+    def functions(self) -> Mapping[str, Callable]:
+        """{name for messages: function or class} of the user's code that it calls."""
+        return self.tools.code
 
     @property
     def changes_prompts(self) -> bool:

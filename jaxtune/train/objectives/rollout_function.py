@@ -131,6 +131,11 @@ class RolloutFunction:
         return ()
 
     @property
+    def functions(self) -> Mapping[str, Callable]:
+        """{name for messages: function or class} of the user's code that it calls."""
+        return {"the rollout function": self.function}
+
+    @property
     def changes_prompts(self) -> bool:
         """True: the function returns the prompts' token ids, which may differ from those of the data rows, so that
         sampling is planned with room for data.length tokens in a row."""

@@ -17,7 +17,7 @@ import dataclasses
 import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -28,6 +28,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, BatchSource, Json, SampledRows, epoch_order
+from jaxtune.train.digests import values_crc32
 from jaxtune.train.objectives.answer_report import measured, screen_lines
 from jaxtune.train.objectives.answering import Answering
 from jaxtune.train.objectives.packed_answers import (
@@ -263,17 +264,21 @@ class SampledAnswers(BatchSource):
         self._old = {int(part): np.asarray(values, np.float32) for part, values in saved["old"].items()}
 
     def identity(self) -> dict[str, Json]:
-        """{"prompts": their number, "tokens_crc32": a checksum of their tokens, "rewards": the names of the reward
-        functions, and "tools": those of tools, if there are any}. Checkpoints record it, so that a run with other
-        values is not resumed from them."""
+        """{"prompts": their number, "tokens_crc32", "columns_crc32": checksums of their tokens and of the other columns
+        of their rows, "rewards": the names of the reward functions, and "tools": those of tools, if there are any}."""
         digest = 0
         for prompt in self.prompts:
             digest = zlib.crc32(np.asarray(prompt.ids, np.int32).tobytes(), digest)
         found: dict[str, Json] = {"prompts": len(self.prompts), "tokens_crc32": digest}
+        found["columns_crc32"] = values_crc32(dict(prompt.columns) for prompt in self.prompts)
         found["rewards"] = [*self.rewards.names]
         if self.answering.tool_names:
             found["tools"] = [*self.answering.tool_names]
         return found
+
+    def functions(self) -> Mapping[str, Callable]:
+        rewards = zip(self.rewards.names, self.rewards.functions, strict=True)
+        return {f"reward {name}": function for name, function in rewards} | dict(self.answering.functions)
 
     def first_prompt(self) -> Sequence[int]:
         """The token ids of the first prompt of the rows, for --check."""

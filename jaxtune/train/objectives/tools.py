@@ -182,6 +182,14 @@ class Tools:
         return bool(self._factories)
 
     @property
+    def code(self) -> dict[str, Callable]:
+        """{name for messages: function or class} of tools and environments."""
+        kinds = {type(pool[0]) for pool in self._pool.values()}
+        return {f"tool {name_of(one)}": one for one in self.functions} | {
+            f"environment {kind.__name__}": kind for kind in kinds
+        }
+
+    @property
     def names(self) -> list[str]:
         """The sorted names of all tools, which are printed, and stored in checkpoints so that no run resumes with other
         tools."""

@@ -13,6 +13,7 @@ from types import FrameType
 
 from jaxtune.system import waiting
 from jaxtune.train.user_code import processes
+from jaxtune.train.user_code.errors import UserCodeError
 from jaxtune.train.user_code.limits import Over, limit
 from jaxtune.train.user_code.loop import EventLoop, Outcome, Pending, TooLong
 
@@ -89,11 +90,14 @@ def call(function: Callable, given: Mapping[str, object], name: str, seconds: fl
     if is_async(function):
         return begin(function, given, name, seconds).outcome()
     if isinstance(function, processes.Isolated):
-        function.prepare()
+        try:
+            return Outcome(function.within(seconds, given))
+        except TimeoutError:
+            return Outcome(error=TooLong(name, seconds))
+        except UserCodeError as error:
+            return Outcome(error=error)
+    with waiting.users_code(name):
         outcome = _here(lambda: function(**given), name, seconds)
-    else:
-        with waiting.users_code(name):
-            outcome = _here(lambda: function(**given), name, seconds)
     value = outcome.value
     if isinstance(value, Awaitable):
         return event_loop().start(lambda: value, name, seconds).outcome()

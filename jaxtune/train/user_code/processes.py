@@ -42,9 +42,12 @@ class Process:
         """Its process id; None if it does not run."""
         return None if self._popen is None or self._popen.poll() is not None else self._popen.pid
 
-    def ask(self, reference: bytes, given: bytes | None, name: str, seconds: float | None = None) -> bytes:
+    def ask(
+        self, reference: bytes, given: bytes | None, name: str, seconds: float | None = None, looks: bool = True
+    ) -> bytes:
         """The pickled result of a call, or b"" for `given` None, which only loads the function. An exception of any
-        kind, such as a signal's or of a limit, ends the process.
+        kind, such as a signal's or of a limit, ends the process. looks: False where the caller is code that a signal or a
+        limit may interrupt, so that neither interrupts what a look does, such as a save.
 
         Raises:
           Elsewhere: what the function raised, or how its process ended.
@@ -56,7 +59,8 @@ class Process:
         exchange = (self._connection, pickle.dumps((reference, given)), answer)
         threading.Thread(target=_exchange, args=exchange, name=f"process of {name}", daemon=True).start()
         try:
-            message = waiting.result(answer, f"{name}, in a process of its own", seconds)
+            what = f"{name}, in a process of its own"
+            message = waiting.result(answer, what, seconds) if looks else answer.result(seconds)
         except BaseException:
             self.end()
             raise
@@ -136,11 +140,21 @@ class Isolated:
         self._named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
 
     def __call__(self, **given: object) -> object:
-        return pickle.loads(self._process.ask(self._reference, self._sendable(given), self._name))
+        return self.within(None, given)
 
-    def prepare(self) -> None:
-        """Loads the function in its process, which no limit of a call counts."""
+    def within(self, seconds: float | None, given: Mapping[str, object]) -> object:
+        """Calls it with keyword arguments; a limit does not count the time to load its file.
+
+        Raises:
+          UserCodeError: it raised an exception, or the arguments or the result cannot be sent.
+          TimeoutError: it took longer than `seconds`, and its process was ended.
+        """
         self._process.ask(self._reference, None, self._name)
+        value = self._process.ask(self._reference, self._sendable(given), self._name, seconds)
+        try:
+            return pickle.loads(value)
+        except Exception as error:
+            raise UserCodeError(f"what {self._name} returned cannot be read in the run: {error}") from error
 
     def _pickled(self, function: Callable) -> bytes:
         try:

@@ -1,0 +1,85 @@
+"""What made the lines of a file that a command goes on with: a record beside the file, which the next command must
+agree with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtune.models.adapters.adapter_files import adapter_content
+from jaxtune.models.components import common_format
+from jaxtune.models.lora import has_adapter
+from jaxtune.system import files
+
+if TYPE_CHECKING:
+    from jaxtune.models.decoder import Decoder
+
+_FORMAT = 1
+
+
+def record_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.settings.json")
+
+
+def agree(output: Path, settings: Mapping[str, Any], prompts: Sequence[Sequence[int]], goes_on: bool) -> None:
+    """Writes the record of a file that is begun. Of one that goes on, raises ValueError unless it was begun with the
+    same settings and prompts, after which there may be more prompts now, and names what differs.
+
+    Args:
+      output: the file.
+      settings: {name: JSON value} of all that its lines depend on, beside the prompts.
+      prompts: their token ids.
+      goes_on: whether the file has lines already.
+    """
+    path, wanted = record_path(output), json.loads(json.dumps({"format": _FORMAT, **settings}))
+    if goes_on:
+        fix = "name another output, or remove it"
+        try:
+            kept = dict(json.loads(path.read_text(encoding="utf-8")))
+            count = int(kept["prompts"])
+        except FileNotFoundError:
+            raise ValueError(f"{output} has lines already, and no {path.name} says what made them: {fix}") from None
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}, which says what made {output}, cannot be read ({error}): {fix}") from None
+        before = wanted | _prompts(prompts[:count])
+        names = [name for name in sorted(kept.keys() | before.keys()) if kept.get(name) != before.get(name)]
+        if names:
+            differing = "; ".join(f"{name}: {kept.get(name)!r}, now {before.get(name)!r}" for name in names)
+            raise ValueError(f"{output} was begun with other settings ({differing}): {fix}")
+    files.atomic_write(path, json.dumps(wanted | _prompts(prompts), indent=1) + "\n")
+
+
+def _prompts(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    digest = 0
+    for ids in prompts:
+        digest = zlib.crc32(json.dumps([*ids]).encode(), digest)
+    return {"prompts": len(prompts), "tokens_crc32": digest}
+
+
+def model_settings(model: Decoder) -> dict[str, Any]:
+    """What identifies a model's outputs: a digest of its weights, with those of its adapter, and how it computes."""
+    digest = hashlib.sha256(str(model.base_digest).encode())
+    if has_adapter(model):
+        config, arrays, _ = adapter_content(model)
+        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+        leaves = sorted(arrays.items())
+    else:
+        paths = jax.tree_util.tree_leaves_with_path(nnx.state(model)) if model.base_digest is None else []
+        leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in paths]
+    for name, leaf in leaves:
+        digest.update(f"{name} {leaf.dtype} {leaf.shape}".encode())
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return {
+        "weights": digest.hexdigest()[:16],
+        "dtype": str(jnp.dtype(model.dtype)),
+        "load_in": common_format(model),
+    }

@@ -1,0 +1,115 @@
+"""Digests of the user's code and of values of the user's rows, by which a run that goes on sees that they changed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import re
+import textwrap
+import types
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+
+
+def code_digest(function: Callable) -> str | None:
+    """16 hexadecimal digits of a function's, class's or callable object's code: of its whole file if it is in a module,
+    of its own source if it is in a script or a notebook, and of its instructions if it has no source; with the
+    arguments of a functools.partial and the plain values of a closure. None for code of this package, whose version
+    is another matter."""
+    parts = _parts(function)
+    return None if parts is None else hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def code_of(functions: Mapping[str, Callable]) -> dict[str, str]:
+    """{name: code_digest} of those functions that are not of this package."""
+    return {name: digest for name, function in functions.items() if (digest := code_digest(function)) is not None}
+
+
+def values_crc32(values: Iterable[object]) -> int:
+    """A CRC-32 of values that rows may hold: JSON values, whatever the order of keys, and bytes, arrays and others."""
+    digest = 0
+    for value in values:
+        text = json.dumps(value, sort_keys=True, default=_described, skipkeys=False)
+        digest = zlib.crc32(text.encode("utf-8", "backslashreplace"), digest)
+    return digest
+
+
+def _described(value: object) -> object:
+    if isinstance(value, bytes | bytearray):
+        return ["bytes", len(value), zlib.crc32(value)]
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return ["set", *sorted(map(repr, value))]
+    raw: Callable[[], bytes] | None = getattr(value, "tobytes", None)  # of arrays and pictures
+    if raw is not None:
+        about = [str(getattr(value, name, "")) for name in ("dtype", "shape", "mode", "size")]
+        return [type(value).__name__, *about, zlib.crc32(raw())]
+    return _text(value).decode()
+
+
+def _parts(function: Callable) -> list[bytes] | None:
+    if isinstance(function, functools.partial):
+        inner = _parts(function.func)
+        given = [_text(value) for value in (*function.args, *sorted(function.keywords.items()))]
+        return None if inner is None else [*inner, *given]
+    function = inspect.unwrap(function)
+    plain = isinstance(function, type | types.FunctionType | types.MethodType | types.BuiltinFunctionType)
+    code = function if plain else type(function)  # of an object that can be called, its class's
+    file = _file(code)
+    if file is not None and file.is_relative_to(_PACKAGE):
+        return None
+    held = [_text(value) for value in _closure(function)]
+    if file is not None and file.is_file() and code.__module__ != "__main__":
+        return [file.read_bytes(), code.__qualname__.encode(), *held]
+    try:
+        return [textwrap.dedent(inspect.getsource(code)).encode(), *held]
+    except (OSError, TypeError):
+        return [*_instructions(code), *held]
+
+
+def _file(code: Callable) -> Path | None:
+    try:
+        name = inspect.getsourcefile(code)
+    except (TypeError, OSError):
+        return None
+    return None if name is None else Path(name)
+
+
+def _closure(function: object) -> list[object]:
+    cells = getattr(function, "__closure__", None) or ()
+    return [value for cell in cells if isinstance(value := _content(cell), _PLAIN)]
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty yet
+        return None
+
+
+def _text(value: object) -> bytes:
+    return re.sub(r"0x[0-9a-f]+", "", repr(value)).encode("utf-8", "replace")
+
+
+def _instructions(code: object) -> list[bytes]:
+    """The instructions and constants of a function, or of all functions of a class, without line numbers."""
+    if isinstance(code, type):
+        return [part for _, value in sorted(vars(code).items()) if callable(value) for part in _instructions(value)]
+    compiled = getattr(code, "__code__", None)
+    if not isinstance(compiled, types.CodeType):
+        return [_text(getattr(code, "__qualname__", code))]
+    parts = [compiled.co_code, " ".join(compiled.co_names).encode()]
+    for constant in compiled.co_consts:
+        parts += (
+            _instructions(types.FunctionType(constant, {}))
+            if isinstance(constant, types.CodeType) and not (constant.co_freevars)
+            else [constant.co_code if isinstance(constant, types.CodeType) else _text(constant)]
+        )
+    return parts

@@ -1,0 +1,83 @@
+"""What a run writes to disks, known before its first step: checkpoints and exports."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.quant import parameters
+from jaxtune.models.lora import has_adapter
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.folder.run_folder import ADAPTER, CHECKPOINTS, MERGED
+
+_SHARE_THAT_MATTERS = 0.25  # of the free bytes, from which on they are said
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Files that a run will write: `count` times `bytes` in `folder`."""
+
+    what: str
+    folder: Path
+    bytes: float
+    count: int = 1
+
+    def __str__(self) -> str:
+        each = f"{self.bytes / 1e9:.2f} GB"
+        return f"{self.what} {each}" if self.count == 1 else f"{self.what} {self.count} x {each}"
+
+
+def written_by(
+    config: TrainConfig, model: Decoder, trained_bytes: float, checkpoint_bytes: float, there: int
+) -> list[Written]:
+    """What a run writes to its output folder at most at one time.
+
+    Args:
+      config: the run's.
+      model: its arrays may be abstract.
+      trained_bytes: of the trained weights.
+      checkpoint_bytes: of a checkpoint.
+      there: the number of checkpoints that it has already.
+    """
+    output, wanted = Path(config.output), config.checkpoint
+    found, adapted = [], has_adapter(model)
+    if wanted.every_steps or wanted.every_minutes or wanted.best:
+        # A new one is whole before an old one is removed, and the best one is kept beside the newest.
+        most = wanted.keep + 1 + (wanted.best is not None)
+        found.append(Written("checkpoints", output / CHECKPOINTS, checkpoint_bytes, max(most - there, 1)))
+    if config.export.adapter and adapted:
+        found.append(Written("adapter", output / ADAPTER, trained_bytes))
+    if config.export.merged:
+        size = parameters(nnx.state(model)) * jnp.dtype(model.dtype).itemsize
+        found.append(Written("merged model", output / MERGED, float(size)))
+    return found
+
+
+def disk_lines(wanted: Sequence[Written]) -> list[str]:
+    """For each disk on which `wanted` takes much of the free room a line, and a warning where it takes more."""
+    disks: dict[int, list[Written]] = {}
+    for one in wanted:
+        disks.setdefault(os.stat(_existing(one.folder)).st_dev, []).append(one)
+    lines = []
+    for several in disks.values():
+        need, free = sum(one.bytes * one.count for one in several), shutil.disk_usage(_existing(several[0].folder)).free
+        about = f"{', '.join(map(str, several))}; {free / 1e9:.2f} GB are free"
+        if need > free:
+            lines.append(
+                f"warning: the disk of {several[0].folder.parent} will need {need / 1e9:.2f} GB: {about}. Free some "
+                "space, name another output, or set checkpoint.keep=1 or export.merged=false"
+            )
+        elif need > _SHARE_THAT_MATTERS * free:
+            lines.append(f"  on the disk of {several[0].folder.parent}: {about}")
+    return lines
+
+
+def _existing(folder: Path) -> Path:
+    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
