@@ -46,8 +46,8 @@ class Process:
         self, reference: bytes, given: bytes | None, name: str, seconds: float | None = None, looks: bool = True
     ) -> bytes:
         """The pickled result of a call, or b"" for `given` None, which only loads the function. An exception of any
-        kind, such as a signal's or of a limit, ends the process. looks: False where the caller is code that a signal or a
-        limit may interrupt, so that neither interrupts what a look does, such as a save.
+        kind, such as a signal's or of a limit, ends the process. looks: False where a signal or a limit may interrupt
+        the caller, so that neither interrupts what a look does, such as a save.
 
         Raises:
           Elsewhere: what the function raised, or how its process ended.
