@@ -20,6 +20,7 @@ from flax import nnx
 
 from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.callbacks import best_name
+from jaxtune.compat.completions import Completions
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
 from jaxtune.compat.settings import given_arguments, plain_value
@@ -29,7 +30,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.objective import ObjectiveConfig, without_effect
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.folder.run_rows import is_stream
@@ -38,6 +39,7 @@ from jaxtune.train.objectives.policy import GRPO as Policy
 from jaxtune.train.objectives.policy import log_probs_of
 from jaxtune.train.objectives.prompts import OwnParts, end_tokens, sampled_answers
 from jaxtune.train.objectives.reward_functions import RewardFunction, RewardFunctions, Turns
+from jaxtune.train.objectives.reward_log import RewardLog
 from jaxtune.train.objectives.rollout_function import RolloutModel
 from jaxtune.train.objectives.rollouts import SampledAnswers, Score
 from jaxtune.train.objectives.tools import Tools
@@ -46,7 +48,6 @@ from jaxtune.train.user_code.calling import running
 
 _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
 _ALL_ROWS = 2**31 - 1  # the most rows of eval_dataset that are answered
-_IN_SCRIPT = ("the script's",)  # named in the config if environments or a rollout function give the reward
 # Arguments that have the names of the objective's options.
 _SHARED = (
     "beta",
@@ -102,6 +103,11 @@ class RewardedConfig(PreferenceConfig):
     epsilon_high: float | None = None  # and above at 1 + epsilon_high ("cispo": at epsilon_high); None: epsilon's value
     reward_weights: Sequence[float] | None = None  # a factor for each reward function; None: 1 for each
     mask_truncated_completions: bool = False  # True: answers cut at max_completion_length do not count in the loss
+    # True: each logged step prints answers of the latest generation, and sends them to W&B and trackio as tables.
+    # rollouts.jsonl in output_dir has them in any case
+    log_completions: bool = False
+    num_completions_to_print: int | None = None  # None: all of the generation
+    log_unique_prompts: bool = False  # True: the tables have one answer to each prompt
 
 
 @dataclasses.dataclass(init=False)
@@ -250,9 +256,9 @@ class RewardedTrainer(PreferenceTrainer):
         accepted, and any name if environments or rollout_func give the rewards, because then nothing is evaluated. The
         constructor calls it."""
         wanted = self.args.metric_for_best_model
-        if wanted is None or (rewards := self._rewards()) is None:
+        if wanted is None or not self._functions:
             return
-        known = ("eval_reward", *(f"eval_answers/{name}" for name in rewards.names))
+        known = ("eval_reward", *(f"eval_answers/{name}" for name in self._parts().all_rewards().names))
         if best_name(self.args) not in known:
             raise ValueError(
                 f"{type(self.args).__name__}: metric_for_best_model = {wanted!r} is not in an evaluation by rewards; "
@@ -301,11 +307,11 @@ class RewardedTrainer(PreferenceTrainer):
     def _objective(self) -> ObjectiveConfig:
         """Returns the section `objective` of the run's config: "grpo" or "rloo", by the class of the script's config,
         with its options; ValueError if one is not supported."""
-        args, rewards = self.args, self._rewards()
+        args, rewards = self.args, self._parts().all_rewards()
         options = {name: getattr(args, name) for name in _SHARED}
         options |= dict(
-            reward_funcs=_IN_SCRIPT if rewards is None else rewards.names,
-            reward_weights=None if rewards is None else rewards.weights,
+            reward_funcs=rewards.names,
+            reward_weights=rewards.weights,
             steps_per_generation=self._steps_per_generation(),
             top_k=max(0, args.top_k or 0),  # vLLM's -1 is all tokens
             min_p=args.min_p or 0.0,
@@ -323,20 +329,28 @@ class RewardedTrainer(PreferenceTrainer):
         options |= {
             f"importance_sampling_{name}": getattr(args, f"vllm_importance_sampling_{name}") for name in corrections
         }
+        for option, why in without_effect("grpo", options).items():
+            own = option in ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min")
+            tell(where, f"vllm_{option}" if own else option, why.removesuffix("; leave it out"))
+            options[option] = None
         return ObjectiveConfig("grpo", **options)
 
-    def _rewards(self) -> RewardFunctions | None:
-        """Returns the script's reward functions in the form that the objective calls, with their weights, and with the
-        arguments that TRL passes to them in addition (`trainer_state`, `log_extra` and `log_metric`). None if there are
-        no functions, because environments or rollout_func give the rewards. `_source` gives them to the run,
-        `_objective` names them in its config, and `_require_best` needs the names. Raises ValueError for another number
-        of weights."""
-        if not self._functions:
-            return None
-        name = type(self).__name__
-        idle = {key: functools.partial(_not_logged, name, key) for key in ("log_extra", "log_metric")}
-        also = {"trainer_state": getattr(self, "state", None), **idle}
-        return RewardFunctions.of(self._functions, self._weights, also=also)
+    def _parts(self, reference: Score | None = None) -> OwnParts:
+        """The script's functions, with the arguments that TRL gives to reward functions: `trainer_state`, and those of
+        a RewardLog. NaN is None, as in TRL. reference: of the KL term."""
+        log = RewardLog()
+        also = {"trainer_state": getattr(self, "state", None), **log.arguments}
+        options = {"also": also, "nan_is_none": True, "log": log}
+        return OwnParts(
+            RewardFunctions.of(self._functions, **options) if self._functions else None,
+            self._weights,
+            options,
+            self._tools,
+            None if self._rollout_func is None else self._rollout,
+            getattr(self.args, "max_tool_calling_iterations", None),
+            chooses_length=True,
+            reference=reference,
+        )
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
         """Checks a script's data set, and returns (its rows, "auto": their format is detected later). The constructor
@@ -373,7 +387,9 @@ class RewardedTrainer(PreferenceTrainer):
         if made.data.eval is not None:
             how = dict(max_new_tokens=args.max_completion_length, temperature=args.temperature)
             evaluation = dataclasses.replace(evaluation, generate=(REWARDS,), generate_rows=_ALL_ROWS, **how)
-        return dataclasses.replace(made, data=data, evaluation=evaluation, rows_per_step=self._answers)
+        tables = "prompts" if args.log_unique_prompts else True
+        metrics = dataclasses.replace(made.metrics, rollout_tables=tables if args.log_completions else False)
+        return dataclasses.replace(made, data=data, evaluation=evaluation, metrics=metrics, rows_per_step=self._answers)
 
     # ---- the run
 
@@ -412,13 +428,7 @@ class RewardedTrainer(PreferenceTrainer):
             config,
             end_tokens(module, self.tokenizer),
             module.config.context_length,
-            OwnParts(
-                self._rewards(),
-                self._tools,
-                None if self._rollout_func is None else self._rollout,
-                getattr(self.args, "max_tool_calling_iterations", None),
-                self._reference(objective),
-            ),
+            self._parts(self._reference(objective)),
         )
 
     def _rollout(self, prompts: list[Turns], model: RolloutModel) -> Mapping[str, Sequence]:
@@ -436,6 +446,8 @@ class RewardedTrainer(PreferenceTrainer):
         """Makes a jaxtune Trainer of a run with this config and these callbacks of jaxtune.train, which trains on
         sampled answers. `_trainer` and `_prepared` call it."""
         held_out = self._rows.get("eval")
+        if self.args.log_completions:
+            callbacks = [*callbacks, Completions(config.metrics.log_every, self.args.num_completions_to_print)]
         return Trainer(self._to_train(), self.tokenizer, config, self._source(config), held_out, callbacks=callbacks)
 
     @functools.cached_property
@@ -479,17 +491,6 @@ def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Tur
         {"prompt_ids": own, "completion_ids": row.ids, "logprobs": row.logprobs, "text": model.decode(row.ids)}
         for own, row in zip(ids, model.generate(ids), strict=True)
     ]
-
-
-def _not_logged(trainer: str, name: str, *_: object) -> None:
-    """Takes the place of log_extra and log_metric, functions that TRL passes to reward functions: logs nothing, which
-    is printed at the first call. `_rewards` binds both arguments; further ones are ignored.
-
-    Args:
-      trainer: the class of the script's trainer, for the message.
-      name: "log_extra" or "log_metric".
-    """
-    tell(trainer, name, "rewards and their spread are logged for each function")
 
 
 class GRPOTrainer(RewardedTrainer):

@@ -163,10 +163,12 @@ class AnswerMetrics:
             texts,
         )
         table = self.functions(sampled)
+        logged, _ = self.functions.log.taken(len(texts))
         found = {f"eval_answers/{name}": _mean(table[:, column]) for column, name in enumerate(self.functions.names)}
         if self.are_rewards:  # as in the objective, a function that does not apply to an answer adds nothing
-            weighted = np.nan_to_num(table) * np.asarray(self.functions.weights, np.float32)
-            found["eval_reward"] = float(weighted.sum(1, dtype=np.float64).mean())
+            weighted = np.nan_to_num(table) * np.asarray(self.functions.weights)
+            found["eval_reward"] = float(weighted.sum(1).mean())
+        found |= {f"eval_{name}": value for name, value in logged.items()}
         found["eval_answer_tokens"] = float(np.mean([len(row.ids) for row in rows]))
         found["eval_answers_cut_off"] = float(np.mean([row.finish_reason == "length" for row in rows]))
         samples = [
@@ -186,7 +188,7 @@ def answer_metrics(
     """Makes the evaluation by generation that config.evaluation.generate asks for, of the first
     evaluation.generate_rows held-out rows; returns None if it names no function. Trainer calls it when it is made.
     Nothing is generated yet. If a function raises an exception for an answer, the answer gets no value of it and the
-    run continues, whatever objective.reward_errors says. Only functions in `rewards` may have a time limit.
+    run continues, whatever objective.reward_errors says. objective.reward_timeout limits each call.
 
     Args:
       config: the config of the run.
@@ -205,19 +207,12 @@ def answer_metrics(
     wanted = config.evaluation
     if not wanted.generate:
         return None
-    are_rewards = wanted.generate == (REWARDS,)
+    are_rewards, given = wanted.generate == (REWARDS,), config.objective
+    limits = {"timeout_seconds": given.reward_timeout, "isolation": given.reward_isolation}
     if not are_rewards:
-        isolation = config.objective.reward_isolation
-        functions = RewardFunctions.named(wanted.generate, key=KEY, errors="skip", isolation=isolation)
+        functions = RewardFunctions.named(wanted.generate, key=KEY, errors="skip", **limits)
     elif rewards is None:
-        given = config.objective
-        functions = RewardFunctions.named(
-            given.reward_funcs or (),
-            given.reward_weights,
-            errors="skip",
-            timeout_seconds=given.reward_timeout,
-            isolation=given.reward_isolation,
-        )
+        functions = RewardFunctions.named(given.reward_funcs or (), given.reward_weights, errors="skip", **limits)
     else:
         functions = dataclasses.replace(rewards, errors="skip")
     most = model.config.context_length - wanted.max_new_tokens

@@ -5,7 +5,7 @@ evaluate, save or stop."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtune.models.decoder import Decoder
@@ -66,6 +66,10 @@ class Callback:
         those whose numbers are not finite, and its speeds are means over the steps since the previous line. Entries
         that are added to `metrics` go into Trainer.history, and into metrics.jsonl if that has the step. It is for
         callbacks that log or watch the training loss; in this base class it does nothing."""
+
+    def sampled(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """Called with the answers of a generation, as rollouts.jsonl has them, after `step` was dispatched, the first
+        that trains on them. In this base class it does nothing."""
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
         """Called before the held-out rows are evaluated after `step` steps (0: before the first one). It may be the

@@ -234,6 +234,8 @@ class Run:
                 done = step + 1
                 monitor.step_dispatched(step, latest, counts)
                 rows.dispatched(step)
+                if rollouts := engine.batches.rollouts_at(step):
+                    monitor.sampled(done, rollouts)
                 for text in engine.batches.news():
                     progress.print(text)
                 stopped = self._between(done, evaluate, saver, state)

@@ -4,6 +4,7 @@ data.train is empty: the plan from the model's shapes, for a device of this mach
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,10 @@ from jaxtune.models.registry import config_from_hf, weights_stored_in
 from jaxtune.pallas.fitted import planned_for
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import MeshConfig, TrainConfig
+from jaxtune.train.config.sections import Unset
 from jaxtune.train.display import report
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.packed_answers import packed_shape
 from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.planning import choice, cost, devices, fitting, search, teacher_pass
 from jaxtune.train.planning.devices import Device
@@ -27,6 +30,8 @@ from jaxtune.train.planning.phases import prefill_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_ASSUMED_PROMPT = 512  # tokens of the longest prompt, where rows are not read
 
 
 def show_plan(config: TrainConfig, console: Console) -> None:
@@ -69,7 +74,16 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
     shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
     require_stated(f"model.path = {config.model.path!r}", hf, config.model.load_in)
     config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))
-    runs = objective_of(config).reference_runs
+    objective = objective_of(config)
+    runs, sampled = objective.reference_runs, config.data.length
+    answers = config.rows_per_step
+    if isinstance(objective, GRPO) and isinstance(config.data.length, Unset):
+        sampled = _ASSUMED_PROMPT + objective.settings.max_completion_length
+        multiple = math.prod(config.mesh.sizes) if config.mesh and -1 not in config.mesh.sizes else 1
+        length, rows = packed_shape(sampled, answers, multiple * (config.micro_batches or 1))
+        config = replace(config, rows_per_step=rows, data=replace(config.data, length=length))
+        text = f"rows are not read: prompts of at most {_ASSUMED_PROMPT} tokens are assumed; set data.length for others"
+        console.print(fitted(text, console), markup=False, highlight=False)
     if device is None:
         chosen, why = mesh_of(config, lambda: cost.abstract_model(shape, config), reference_runs=runs)
         if why is not None:
@@ -87,11 +101,10 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
     longest = fitting.longest_row(parts, config, device, budget_bytes)
     report.plan_elsewhere(forecast, parts, device, budget_bytes, longest, console)
-    objective = objective_of(config)
     if isinstance(objective, GRPO):  # rows are not read here, so that prompts are taken to be as long as there is room
         room = budget_bytes - parts.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(parts, device)
-        most = min(objective.settings.slots, config.rows_per_step * objective.settings.steps_per_generation)
-        slots = slots_for(cost.abstract_model(shape, config), room, config.data.length, most)
+        most = min(objective.settings.slots, answers * objective.settings.steps_per_generation)
+        slots = slots_for(cost.abstract_model(shape, config), room, sampled, most)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
     for line in teacher_pass.pass_lines(config, shape, device):
         console.print(fitted(line, console), markup=False, highlight=False)

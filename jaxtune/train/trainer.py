@@ -28,6 +28,7 @@ from jaxtune.train.answer_metrics import answer_metrics
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
+from jaxtune.train.config.sections import Unset
 from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.data.templates import trained_tokenizer
@@ -152,6 +153,9 @@ class Trainer:
         self.train_data = rows if isinstance(rows, TokenDataset) else None
         self.config = config = in_first_words(config)
         self.batches, self.eval_data, self.total_steps = source_of(rows, held_out, config)
+        if isinstance(self.batches, SampledAnswers) and isinstance(config.data.length, Unset):
+            chosen = dataclasses.replace(config.data, length=self.batches.length)
+            self.config = config = dataclasses.replace(config, data=chosen)
         setup.require_starts_within(self.total_steps, config, self.profile_steps)
         # `own` identifies the parts that were given to this trainer, for checkpoints.
         self.own = own_parts.identities(self.model.trainable, self.total_steps, optimizer, schedule, objective)
@@ -238,6 +242,8 @@ class Trainer:
                 trackio_project=config.metrics.trackio_project,
                 config=config_to_dict(config),
                 resumed_step=resumed_step,
+                rollouts_mb=config.metrics.rollouts_mb,
+                rollout_tables=config.metrics.rollout_tables,
             )
             shown = m.Progress(self.total_steps, start)
             with logger, shown as progress, Monitor(self._watched(), logger, progress) as monitor:

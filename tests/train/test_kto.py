@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxtune.models.lora import without_adapter
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.documents import Documents
+from jaxtune.train.data.documents import Document, Documents
 from jaxtune.train.data.pairs import PackedPairs, PairDataset
 from jaxtune.train.objectives.kto import KTO, with_mismatched_answers
 from jaxtune.train.program.loss import Forward
@@ -105,6 +107,78 @@ def test_rows_of_every_form_and_the_answers_of_strangers():
     assert tokenizer.decode(stranger.tokens[~stranger.mask]) == tokenizer.decode(first.tokens[~first.mask])
     side = made.split(1)[0]
     assert len(side.labels) == 1 and len(side.documents) == len(side.reference) == 2
+
+
+def documents_of(rows: list[tuple[int, int, int]]) -> Documents:
+    """Labelled rows of (prompt's number, tokens of the prompt, tokens of the answer), all desirable."""
+    made = []
+    for number, (prompt, before, answer) in enumerate(rows):
+        tokens = np.concatenate([np.full(before, 100 + prompt), np.full(answer, 1000 + number)]).astype(np.int32)
+        made += [
+            Document(tokens, np.arange(before + answer) >= before),
+            Document(np.zeros(0, np.int32), np.zeros(0, bool)),
+        ]
+    return Documents.gather(made)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.just(2), st.integers(1, 4)), min_size=1, max_size=14))
+def test_the_mismatched_answer_is_the_nearest_of_another_prompt(rows):
+    made, _ = with_mismatched_answers(documents_of(rows))
+    count = len(rows)
+    for row, (prompt, _, _) in enumerate(rows):
+        before = [(row - back) % count for back in range(1, count + 1)]
+        want = next((other for other in before if rows[other][0] != prompt), before[0])
+        stranger = made[2 * row + 1]
+        assert set(stranger.tokens[:2]) == {100 + prompt} and set(stranger.tokens[2:]) == {1000 + want}
+        assert len(stranger.tokens) == 2 + rows[want][2]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(1, 60)), min_size=1, max_size=8),
+    st.integers(4, 64),
+    st.booleans(),
+)
+def test_a_rows_own_answer_is_never_cut_for_a_strangers(rows, length, packing):
+    documents, labels = with_mismatched_answers(documents_of(rows))
+    packed = PackedPairs(documents, length, labels=labels, second_yields=True, packing=packing)
+    for row, (_, before, answer) in enumerate(rows):
+        own, stranger = (int(count) for count in packed.kept[row])
+        whole = min(before + answer, length)
+        assert own == (whole if whole > before else 0)
+        there = min(len(documents[2 * row + 1].tokens), length - own)
+        assert stranger == (there if own and there > before else 0)
+    assert packed.report.truncated == sum(before < length < before + answer for _, before, answer in rows)
+    assert packed.without_second == int(((packed.kept[:, 1] == 0) & (packed.kept[:, 0] > 0)).sum())
+    if any(before + answer > length for _, before, answer in rows):
+        with pytest.raises(ValueError, match="longer"):
+            PackedPairs(documents, length, labels=labels, second_yields=True, overflow="error")
+
+
+def test_the_lengths_of_the_finding():
+    documents, labels = with_mismatched_answers(documents_of([(0, 100, 600), (1, 100, 1400)]))
+    packed = PackedPairs(documents, 1024, labels=labels, second_yields=True)
+    assert packed.kept.tolist() == [[700, 324], [1024, 0]]
+    data = PairDataset(documents, Summary(rows=2, documents=2), 1024, labels=labels, second_yields=True)
+    assert any("1 rows estimate no divergence" in line for line in data.warnings())
+    alike = PairDataset(documents, Summary(rows=2, documents=2), 1024, labels=labels)
+    assert any("4 answers are cut, because the pair is longer than data.length = 1,024" in w for w in alike.warnings())
+
+
+def test_a_row_without_a_mismatched_answer_has_no_part_in_the_divergence():
+    objective, model = KTO(0.3), adapted()
+    documents, labels = with_mismatched_answers(documents_of([(0, 2, 3), (1, 2, 14)]))
+    documents = dataclasses.replace(documents, tokens=documents.tokens % 48)
+    rows = PackedPairs(documents, 16, labels=labels, second_yields=True, packing=False)
+    assert rows.kept.tolist() == [[5, 11], [16, 0]]
+    kls = []
+    for filled in (1, 2):
+        batch = rows.empty(2)
+        for row in range(filled):
+            rows.fill(batch, row, row)
+        loss, count, sums = objective.loss(model, batch, Forward(chunk_tokens=7))
+        assert count == filled and np.isfinite(loss)
+        kls.append(float(sums["kl"] / count))
+    assert kls[0] == pytest.approx(kls[1], rel=1e-5) and kls[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_functions_get_columns_and_give_a_table():
     rewards = RewardFunctions.of([right, narrow], [1.0, 0.5])
     table = rewards(some(answer=[0, 5, 2], level=[3, 1, 2]))
     np.testing.assert_array_equal(table, [[1, 3], [0, np.nan], [1, 2]])
-    assert (table.dtype, rewards.names, rewards.weights) == (np.float32, ("right", "narrow"), (1.0, 0.5))
+    assert (table.dtype, rewards.names, rewards.weights) == (np.float64, ("right", "narrow"), (1.0, 0.5))
 
 
 def test_async_functions_run_side_by_side():

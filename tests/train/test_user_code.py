@@ -641,6 +641,11 @@ async def later(completions, **columns):
     await asyncio.sleep(0.001)
     return [float(len(calls))] * len(completions)
 
+def logs(completions, log_metric, log_extra):
+    log_metric("length", 3.0)
+    log_extra(column="text", values=[text + "!" for text in completions])
+    return [1.0] * len(completions)
+
 def dies(completions, **columns):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -685,6 +690,12 @@ def test_how_an_isolated_reward_fails_is_told(own):
     for name, told in (("dies", "the process of dies ended by SIGKILL"), ("leaves", r"SystemExit: it is 1.*own_of_pr")):
         with pytest.raises(RewardError, match=f"{name} failed: {told}"):
             RewardFunctions.named([f"{own}:{name}"], isolation="process")(Sampled(["q"], ["it is 1"], [[1]], {}))
+
+
+def test_an_isolated_reward_logs(own):
+    rewards = RewardFunctions.named([f"{own}:logs"], isolation="process")
+    rewards(Sampled(["q"] * 2, ["a", "b"], [[1]] * 2, {}))
+    assert rewards.log.taken(2) == ({"length": 3.0}, {"text": ["a!", "b!"]})
 
 
 def test_what_no_process_can_find_is_refused_by_name(own):

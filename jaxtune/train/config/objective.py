@@ -4,6 +4,7 @@ objective has."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -85,6 +86,49 @@ _OPTIONS |= {
     ),
     "rloo": ("beta", *_REWARDED, *_SAMPLED, "normalize_advantages"),
 }
+# The defaults of options that have no effect in some combinations; None for all others.
+_DEFAULTS = {
+    "epsilon": 0.2,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "use_bias_correction_kl": True,
+    "importance_sampling_mode": "sequence_mask",
+    "importance_sampling_clip_max": 3.0,
+    "scale_rewards": "group",
+}
+
+
+def without_effect(name: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """{option: why and what to do} of the `options` of the objective `name` that change nothing beside the others, and
+    have another value than their default."""
+    found: dict[str, str] = {}
+
+    def idle(condition: bool, why: str, *names: str) -> None:
+        """Adds those of `names` that are set, if the condition holds."""
+        for option in names if condition else ():
+            if options.get(option) not in (None, _DEFAULTS.get(option)):
+                found.setdefault(option, f"{why}; leave it out")
+
+    if name in ("grpo", "rloo"):
+        tools = options.get("tools") or options.get("environment_factory")
+        idle(not tools, "no tools are called", "tool_timeout", "max_tool_calling_iterations")
+        bounds = ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min")
+        idle(options.get("importance_sampling_correction") is False, "importance_sampling_correction is false", *bounds)
+    if name == "grpo":
+        loss, sums = options.get("loss_type"), options.get("multi_objective_aggregation")
+        idle(not options.get("beta"), "without beta there is no divergence", "use_bias_correction_kl")
+        idle(loss in ("cispo", "sapo"), f"loss_type = {loss} has no such bound", "delta")
+        idle(loss == "sapo", "loss_type = sapo clips by its temperatures", "epsilon", "epsilon_high")
+        idle(
+            loss == "cispo" and options.get("epsilon_high") is not None,
+            "loss_type = cispo is bounded by epsilon_high alone",
+            "epsilon",
+        )
+        idle(loss != "sapo", "loss_type is not sapo", "sapo_temperature_pos", "sapo_temperature_neg")
+        idle(sums == "normalize_then_sum", f"multi_objective_aggregation = {sums} scales by itself", "scale_rewards")
+    if name == "distill":
+        idle(options.get("on_policy") == 0, "on_policy = 0 samples no answers", "sampling_temperature", *_DRAWN)
+    return found
 
 
 @dataclass(frozen=True)
@@ -154,7 +198,10 @@ class ObjectiveConfig:
     reward_funcs: Annotated[
         tuple[str, ...] | None, "Reward functions: file.py:function, or exact_number, exact_match, tagged_format, ..."
     ] = None
-    reward_weights: Annotated[tuple[float, ...] | None, "A weight for each reward function; default: 1."] = None
+    reward_weights: Annotated[
+        tuple[float, ...] | None,
+        "A weight for each reward function, then for each class of environments with get_reward; default: 1.",
+    ] = None
     reward_timeout: Annotated[float | None, "Seconds that a call of a reward function may take."] = None
     reward_errors: Annotated[
         Literal["stop", "skip"] | None,
@@ -279,6 +326,8 @@ class ObjectiveConfig:
             self.teacher,
             "distill needs one: a model's folder or hub name, or base for the model with its adapter off",
         )
+        for name, why in without_effect(self.name, self.options).items():
+            require(False, f"objective.{name}", getattr(self, name), why)
         self._check_stored()
         require(
             self.teacher_load_in is None or self.teacher != "base",

@@ -37,6 +37,10 @@ COLUMN_NAMES = (
 )
 
 
+class Unset(int):
+    """The default of a number in whose place a run may take a better one."""
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """The section `data` of a configuration: which rows are trained on and evaluated, how they are read, tokenised and
@@ -72,7 +76,9 @@ class DataConfig:
         tuple[tuple[str, str], ...] | None,
         "Spans of responses that are not trained on, as [opening, closing], e.g. [[<think>, </think>]].",
     ] = None
-    length: Annotated[int, "Tokens in a row."] = 2048
+    length: Annotated[
+        int, "Tokens in a row; of sampled answers, if it is left out: what the longest prompts and answers fill best."
+    ] = Unset(2048)
     packing: Annotated[
         bool | Literal["step"],
         "Fill rows with several whole documents; false: one padded document a row; step: a step has rows_per_step "
@@ -463,7 +469,7 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """The section `metrics`: where metrics go besides metrics.jsonl, and how often. log_every < 1: ConfigError."""
+    """The section `metrics`: where metrics and sampled answers go, and how often. Values out of range: ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -471,9 +477,18 @@ class MetricsConfig:
     wandb_project: Annotated[str | None, "Log to this Weights & Biases project (pip install wandb)."] = None
     trackio_project: Annotated[str | None, "Log to this trackio project (pip install trackio)."] = None
     log_every: Annotated[int, "Steps between two lines of metrics."] = 1
+    rollouts_mb: Annotated[
+        float, "The largest size of rollouts.jsonl, the sampled answers with their rewards; 0: none are kept."
+    ] = 64.0
+    rollout_tables: Annotated[
+        bool | Literal["prompts"],
+        "Send the sampled answers to Weights & Biases and trackio, too, as tables named completions; prompts: one "
+        "answer to each prompt.",
+    ] = True
 
     def __post_init__(self) -> None:
         positive("metrics.log_every", self.log_every)
+        not_negative("metrics.rollouts_mb", self.rollouts_mb)
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,7 @@ class TrainConfig:
         require(self.output != "", "output", "", "must name a folder")
         self._check_division_of_steps()
         self._check_exact_match()
+        self._check_prompts()
         self._check_precision()
         self._check_adapter()
         self._check_qat()
@@ -262,6 +263,30 @@ class TrainConfig:
             list(self.evaluation.generate),
             "a reward model writes no answers (objective = reward); leave it out",
         )
+
+    def _check_prompts(self) -> None:
+        """ConfigError if a key of `data` or `evaluation` is set that has no effect with this objective: grpo and rloo
+        read only prompts of rows."""
+        name, data = self.objective.name, self.data
+        idle = (
+            *(("format", "auto"), ("train_on", "responses"), ("instruction_part", None), ("response_part", None)),
+            *(("last_response_only", False), ("mask_spans", None), ("packing", True), ("overflow", "truncate")),
+        )
+        for key, default in idle if name in ("grpo", "rloo") else ():
+            require(
+                getattr(data, key) == default,
+                f"data.{key}",
+                getattr(data, key),
+                f"objective.name = {name} reads only the prompts of rows, and packs sampled answers; leave it out",
+            )
+        asked = self.evaluation
+        for key, default in (("generate_rows", 64), ("temperature", 0.0)):
+            require(
+                bool(asked.generate) or getattr(asked, key) == default,
+                f"evaluation.{key}",
+                getattr(asked, key),
+                "is of the answers of evaluation.generate; set that, or leave it out",
+            )
 
     def _check_precision(self) -> None:
         """Raises `ConfigError` if `precision` is a map with an unknown word, with a format and no adapter, or with a

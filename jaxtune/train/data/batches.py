@@ -98,8 +98,7 @@ class BatchSource:
     after the step before it, and the device waits for it; otherwise batches are made ahead."""
     sampled_rows: SampledRows | None = None
     """The size of the batch in which the source samples answers with the model, by which the run plans memory for them
-    (`limit_slots`). None if it samples none, or, as in on-policy distillation, takes the memory that is free when it
-    samples."""
+    (`limit_slots`). None if it samples none."""
     lanes: int = 1
     """1 if each process makes all rows of a batch. Otherwise the number of lanes: blocks of consecutive rows, all of
     the same size, into which a batch is divided, each computed by one device. A process then makes only the rows of its
@@ -209,6 +208,14 @@ class BatchSource:
     def warnings(self) -> list[str]:
         """Warnings about the rows to show before training, with those lines, such as rows that were left out, one
         sentence each; [] by default. They end nothing: what makes rows unusable is raised as an error instead."""
+        return []
+
+    def rollouts_at(self, step: int) -> list[dict[str, Any]]:
+        """The answers that were sampled for `step` (display/rollouts.py), given out once; [] by default."""
+        return []
+
+    def remarks(self, step: int, line: Mapping[str, Any]) -> list[str]:
+        """Warnings for the screen about the metrics of `step`, a line of metrics.jsonl; [] by default."""
         return []
 
     def news(self) -> list[str]:

@@ -35,7 +35,8 @@ class PackedPairs:
 
     With overflow="truncate", a pair that is longer than `length` is cut: first its longer document, to the length of
     the shorter one, then both equally; with `width`, each document is cut by itself. With any overflow, a pair is left
-    out if one of its documents has no trained token, or has lost all of them.
+    out if one of its documents has no trained token, or has lost all of them. With `second_yields`, the first document
+    is cut to `length` alone, the second to the room that is left, and only the second one is left out.
 
     Args:
         documents: two documents for each pair.
@@ -47,6 +48,7 @@ class PackedPairs:
             reference model. NaN where it is not computed yet; it is filled in place later.
         labels: float32[pairs] or None, a number that the objective gives each pair, such as its margin.
         whole: True leaves out pairs that would have to be cut; False cuts them.
+        second_yields: whether the second documents have only the room that the first ones leave.
         width: the number of tokens in a row, at least that of the longest pair; None: `length` is that of a row.
         max_documents: the most documents that a row may have, at least 2; batches have room for as many. None sets no
             limit, and batches have room for the most of any row.
@@ -66,6 +68,7 @@ class PackedPairs:
         reference: np.ndarray | None = None,
         labels: np.ndarray | None = None,
         whole: bool = False,
+        second_yields: bool = False,
         width: int | None = None,
         max_documents: int | None = None,
     ):
@@ -78,20 +81,27 @@ class PackedPairs:
         self.documents, self.length, self.full = documents, width or length, False
         self.reference, self.labels = reference, labels
         lengths = np.asarray(documents.lengths).reshape(-1, 2)
-        if overflow == "error":
-            kept = lengths
-            if width is not None:  # raises for documents that are longer
-                plan_rows(lengths.reshape(-1), length, overflow="error", packing=False, name=documents.source)
+        if overflow == "error" and (width is not None or second_yields):  # raises for documents that are longer
+            sides = lengths[:, :1] if second_yields else lengths
+            every = 2 if second_yields else 1
+            name = lambda index: documents.source(every * index)  # noqa: E731
+            plan_rows(sides.reshape(-1), length, overflow="error", packing=False, name=name)
+        if width is not None:
+            kept = lengths if overflow == "error" else np.minimum(lengths, length)
+        elif second_yields:
+            kept = _yielded(lengths, length)
         else:
-            kept = _shortened(lengths, length) if width is None else np.minimum(lengths, length)
+            kept = lengths if overflow == "error" else _shortened(lengths, length)
         if whole:
             kept = np.where((kept < lengths).any(1, keepdims=True), 0, kept)
         trained = np.array(documents.trained).reshape(-1, 2)
         for pair, side in np.argwhere(kept < lengths):
             mask = documents[2 * int(pair) + int(side)].mask
             trained[pair, side] = np.count_nonzero(mask[1 : kept[pair, side]])
-        dropped = (trained == 0).any(1)
-        kept, trained = np.where(dropped[:, None], 0, kept), np.where(dropped[:, None], 0, trained)
+        out = trained == 0
+        dropped = out[:, 0] if second_yields else out.any(1)
+        out = out | dropped[:, None] if second_yields else np.stack([dropped, dropped], 1)
+        kept, trained = np.where(out, 0, kept), np.where(out, 0, trained)
         self.kept = kept
         max_pairs = None if max_documents is None else max_documents // 2
         self.plan = plan_rows(
@@ -104,7 +114,10 @@ class PackedPairs:
         )
         self.max_pairs = max_pairs or self.plan.max_documents
         self.max_documents = 2 * self.max_pairs
+        self.without_second = int((out[:, 1] & ~dropped).sum())
         cut = (kept < lengths) & ~dropped[:, None]
+        if second_yields:
+            cut[:, 1] = False
         self.report = PackingReport(
             documents=len(documents),
             rows=self.plan.rows,
@@ -187,6 +200,13 @@ def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
     return np.minimum(lengths, room[:, None])
 
 
+def _yielded(lengths: np.ndarray, length: int) -> np.ndarray:
+    """int64[pairs, 2]: lengths after truncation to `length` tokens a pair, in which the second document has the room
+    that the first one leaves."""
+    first = np.minimum(lengths[:, 0], length)
+    return np.stack([first, np.minimum(lengths[:, 1], length - first)], 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class PairDataset(TokenDataset):
     """Tokenised preference pairs, ready to be packed and batched, which preference objectives make of a TokenDataset
@@ -201,6 +221,9 @@ class PairDataset(TokenDataset):
     desirable, else 0. Batches have it as LABELS."""
     whole: bool = False
     """Whether pairs that would have to be cut are left out (True, for reward) or cut (False)."""
+    second_yields: bool = False
+    """Whether the second documents, which are not a row's own, have only the room that the first ones leave (True, for
+    kto), or both are cut alike."""
     width: int | None = None
     """The number of tokens in a row, if `length` is the most tokens of each document; None if `length` is the most
     tokens of a pair, and of a row. `in_rows` sets it."""
@@ -220,6 +243,7 @@ class PairDataset(TokenDataset):
             reference=self.reference,
             labels=self.labels,
             whole=self.whole,
+            second_yields=self.second_yields,
             width=2 * self.length if self.packing == "step" else self.width,
             max_documents=self.max_documents,
         )
@@ -228,6 +252,22 @@ class PairDataset(TokenDataset):
                 f"no pair has a trained token in both answers within data.length={self.length}; raise it"
             )
         return rows
+
+    def warnings(self) -> list[str]:
+        """Those of TokenDataset, and how many pairs were cut because data.length holds both answers."""
+        found, rows = super().warnings(), self.rows
+        if self.packing == "step" or self.width is not None:
+            return found
+        room = f"data.length = {self.length:,}, which is the room for both; raise it, or set data.packing: step, with "
+        room += "which each answer may have that many"
+        if rows.report.truncated and not self.second_yields:
+            found.append(f"{rows.report.truncated:,} answers are cut, because the pair is longer than {room}")
+        if rows.without_second:
+            found.append(
+                f"{rows.without_second:,} rows estimate no divergence, because their mismatched answer has no place in "
+                f"{room}"
+            )
+        return found
 
     @property
     def longest(self) -> int:

@@ -14,12 +14,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxtune.system import processes, terminal
 from jaxtune.system.files import atomic_write
+from jaxtune.train.display.rollouts import ROLLOUTS, RolloutsFile
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class MetricsLogger:
       config: JSON-able mapping that Weights & Biases and trackio show as the run's configuration.
       resumed_step: the step from which a resumed run continues; lines of later steps, and an incomplete last line, are
         dropped. None for a new run.
+      rollouts_mb: the largest size of `folder`/rollouts.jsonl; 0: there is none.
+      rollout_tables: whether Weights & Biases and trackio get sampled answers as tables; "prompts": one to each prompt.
 
     Raises:
       ValueError: an optional package is missing, or a new run finds metrics of an old one.
@@ -57,7 +60,11 @@ class MetricsLogger:
         trackio_project: str | None = None,
         config: Mapping[str, Any] | None = None,
         resumed_step: int | None = None,
+        rollouts_mb: float = 0.0,
+        rollout_tables: bool | Literal["prompts"] = True,
     ):
+        self._rollouts: RolloutsFile | None = None
+        self._tables = rollout_tables
         self._sinks: dict[str, _Sink] = {}
         self._reported: set[str] = set()
         if not processes.first():
@@ -82,6 +89,9 @@ class MetricsLogger:
         for name, make in makers.items():
             with self._survived(name):
                 self._sinks[name] = make()
+        if rollouts_mb:
+            with self._survived(ROLLOUTS):
+                self._rollouts = RolloutsFile(folder, int(rollouts_mb * 1e6), resumed_step)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Records a line of `step`, the time and `values`, {metric's name: number, string, None, array, or lists and
@@ -94,12 +104,25 @@ class MetricsLogger:
             with self._survived(name):
                 sink.log(line)
 
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Records the answers of a generation (display/rollouts.py) in rollouts.jsonl and as tables. step: the first
+        that trains on them. Raises no error of a logger."""
+        plain = [_plain_texts(row) for row in rows]
+        if self._rollouts is not None:
+            with self._survived(ROLLOUTS):
+                self._rollouts.add(plain)
+        if self._tables == "prompts":
+            plain = list({json.dumps(row.get("prompt")): row for row in reversed(plain)}.values())[::-1]
+        for name, sink in list(self._sinks.items()) if self._tables else ():
+            with self._survived(name):
+                sink.table(step, plain)
+
     def close(self) -> None:
         """Closes the loggers that are in use. A failure is only logged. Later, `log` and `close` do nothing."""
         for name, sink in list(self._sinks.items()):
             with self._survived(name):
                 sink.close()
-        self._sinks = {}
+        self._sinks, self._rollouts = {}, None
 
     def __enter__(self) -> MetricsLogger:
         return self
@@ -128,6 +151,9 @@ class _Sink:
 
     def log(self, line: dict[str, Any]) -> None:
         """Records a line, {name: JSON value}: `step`, `time` (unix seconds), metrics. MetricsLogger catches errors."""
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Records sampled answers as a table, if the logger has tables. step: the first that trains on them."""
 
     def close(self) -> None:
         """Finishes writing and closes the logger, if it is in use at the end of the run."""
@@ -189,6 +215,13 @@ class _WandbSink(_Sink):
         """Sends the numbers of `line` to Weights & Biases, with its step as one more metric, not as wandb's step."""
         self._run.log({"step": line["step"], **_numbers(line)})
 
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Sends the answers as the table "completions", as TRL does."""
+        import wandb
+
+        names, cells = _columns(rows)
+        self._run.log({"step": step, "completions": wandb.Table(columns=names, data=cells)})
+
     def close(self) -> None:
         """Ends the run at Weights & Biases, when the training run ends."""
         self._run.finish()
@@ -220,6 +253,14 @@ class _TrackioSink(_Sink):
     def log(self, line: dict[str, Any]) -> None:
         """Stores the numbers of `line` (see `_Sink.log`), at its step, in trackio."""
         self._run.log(_numbers(line), step=line["step"])
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Stores the answers as the table "completions", as TRL does."""
+        import pandas
+        import trackio
+
+        names, cells = _columns(rows)
+        self._run.log({"completions": trackio.Table(dataframe=pandas.DataFrame(cells, columns=names))}, step=step)
 
     def close(self) -> None:
         """Ends the run in trackio."""
@@ -260,6 +301,41 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # arrays of numpy and JAX
         return _plain(value.tolist())
     raise ValueError(f"a metric must be a number, string, list or dict, not {type(value).__name__}")
+
+
+def _plain_texts(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A sampled answer as JSON values: what is no number, list or dict becomes text."""
+
+    def plain(value: Any) -> Any:
+        """`value` as `_plain` makes it, or its text; NaN becomes null."""
+        if isinstance(value, Mapping):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if isinstance(value, float) and math.isnan(value):
+            return None
+        try:
+            return _plain(value)
+        except ValueError:
+            return str(value)
+
+    return {key: plain(value) for key, value in row.items()}
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """(names of columns, cells) of a table of sampled answers: rewards and extra values have columns of their own, and
+    lists and messages are JSON texts."""
+    flat = []
+    for row in rows:
+        spread = {**row, **row.get("rewards", {}), **row.get("extra", {})}
+        flat.append({key: value for key, value in spread.items() if key not in ("rewards", "extra")})
+    names = list(dict.fromkeys(key for row in flat for key in row))
+
+    def cell(value: Any) -> Any:
+        """A value as a table shows it."""
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+
+    return names, [[cell(row.get(name)) for name in names] for row in flat]
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
@@ -388,14 +464,18 @@ class Progress:
         grad_norm: float | None = None,
         tokens_per_second: float | None = None,
         memory_bytes: int | None = None,
+        reward: float | None = None,
+        all_equal: bool = False,
     ) -> None:
-        """Shows the Monitor's numbers of a step that are not None: loss, learning_rate, grad_norm (of the gradient),
-        tokens_per_second, memory_bytes (the peak of device memory), and the estimated time left. `step`: steps done."""
+        """Shows the Monitor's numbers of a step that are not None: loss, reward (of the latest generation),
+        learning_rate, grad_norm (of the gradient), tokens_per_second, memory_bytes (the peak of device memory), and the
+        estimated time left. `step`: steps done. all_equal: the rewards differ in no group, so nothing is learnt."""
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)
         parts = [
             None if loss is None else f"loss {loss:.4f}",
+            None if reward is None else f"reward {reward:.3f}" + (" (equal in each group)" if all_equal else ""),
             None if learning_rate is None else f"lr {learning_rate:.2e}",
             None if grad_norm is None else f"grad norm {grad_norm:.3f}",
             None if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s",

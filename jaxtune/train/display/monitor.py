@@ -21,7 +21,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -165,6 +165,8 @@ class Monitor:
         self._paused = 0.0  # seconds of all pauses
         self._data_wait = 0.0  # seconds that the host waited for the rows of the next step
         self._unlogged = _Work()
+        self._generation: dict[str, float] = {}  # the metrics of the latest generation of sampled answers
+        self._unlogged_source: dict[str, list[float]] = {}  # those that the source had since the last line
         self._recent: collections.deque[_Work] = collections.deque(maxlen=_SHOWN_STEPS)
 
     def __enter__(self) -> Monitor:
@@ -251,6 +253,12 @@ class Monitor:
         if len(self.waiting) > 1:
             self._take()
 
+    def sampled(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """Records the answers of a generation, which step `step` is the first to train on, and tells the callbacks."""
+        self.logger.log_rollouts(step, rollouts)
+        for callback in self.run.callbacks:
+            callback.sampled(step, rollouts)
+
     def flush(self) -> None:
         """Waits for all dispatched steps and processes their metrics. Pauses and saves begin with it, and the training
         loop calls it after the last step. Raises TrainingStopped if a guard ends the run because of one of them."""
@@ -286,7 +294,8 @@ class Monitor:
             "peak_memory_bytes": memory_peak_bytes(),
         }
         line |= {key: float(value) for key, value in values["own"].items()}
-        line |= counts.get("metrics", {})
+        logs = done % config.metrics.log_every == 0 or done == self.run.total_steps or not values["finite"]
+        line |= self._of_source(counts.get("metrics", {}), logs)
         line |= {key: float(value) for key, value in values.get("aux", {}).items()}
         if config.computes_in == "fp16":
             line["loss_scale"] = float(values["loss_scale"])
@@ -294,7 +303,7 @@ class Monitor:
             callback.stepped(done, line)
         self.run.history.append({"step": done, **line})
         self._unlogged += work
-        if done % config.metrics.log_every == 0 or done == self.run.total_steps or not values["finite"]:
+        if logs:
             self.logger.log(done, line | self._unlogged.speeds(self.run.peak_flops))
             self._unlogged = _Work()
         if len(self.seconds) == 1:  # the first step also loads programs, so the speeds of later lines leave it out
@@ -307,7 +316,11 @@ class Monitor:
             grad_norm=norm,
             tokens_per_second=sum(self._recent, _Work()).speeds(None)["tokens_per_second"],
             memory_bytes=line["peak_memory_bytes"],
+            reward=self._generation.get("reward"),
+            all_equal=self._generation.get("frac_reward_zero_std") == 1.0,
         )
+        for text in self.run.batches.remarks(step, line):
+            self.progress.print(text)
         self.seconds.append(seconds)
         if len(self.seconds) == 3:
             for text in measured_lines(
@@ -320,6 +333,18 @@ class Monitor:
         self._guard(step, loss, norm, values)
         if norms is not None and values["finite"] and norm > 0.0:
             self._guard_adapters(done, norms)
+
+    def _of_source(self, metrics: Mapping[str, float], logs: bool) -> dict[str, float]:
+        """The metrics that the source of the rows has of a step; if it `logs`, their means over the steps since the
+        previous line, as not every step has a generation of its own."""
+        self._generation = dict(metrics) or self._generation
+        for name, value in metrics.items():
+            self._unlogged_source.setdefault(name, []).append(value)
+        if not logs:
+            return dict(metrics)
+        means = {name: sum(values) / len(values) for name, values in self._unlogged_source.items()}
+        self._unlogged_source = {}
+        return means
 
     def _guard_adapters(self, done: int, norms: np.ndarray) -> None:
         """Raises TrainingStopped if the gradient of an adapter was exactly zero in each of the first three steps of

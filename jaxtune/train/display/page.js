@@ -41,7 +41,7 @@ function ticks(low, high, count) {
   const raw = (high - low) / count, size = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((times) => times * size).find((each) => each >= raw * 0.999);
   const found = [];
-  for (let number = Math.ceil(low / step - 1e-9); number * step <= high + 1e-9 * step; number++) found.push(number * step);
+  for (let number = Math.ceil(low / step - 1e-9); number * step <= high + 1e-9 * step; number++) found.push(number * step || 0);
   return found;
 }
 
@@ -245,6 +245,15 @@ function samples(run) {
   return table("samples", head, rows);
 }
 
+function rollouts(run) {
+  const text = (words) => element("td", { class: "text" }, words);
+  const scored = run.rollouts.some((each) => each.reward !== "-");
+  const head = ["prompt", "answer", ...(scored ? ["rewards", "reward", "advantage"] : []), "tokens", "ended"];
+  const rows = run.rollouts.map(({ prompt, answer, rewards, reward, advantage, tokens, ended }) =>
+    [text(prompt), text(answer), ...(scored ? [rewards, reward, advantage] : []), tokens, ended]);
+  return table("rollouts", head, rows);
+}
+
 function titled(title, run) {
   return element("h2", {}, runs.filter((each) => !each.error).length > 1 ? `${title} of ${run.name}` : title);
 }
@@ -266,6 +275,8 @@ function draw(found) {
   document.querySelector("#figures").replaceChildren(...(readable.length ? [byRun("facts", (run) => run.facts, false)] : []));
   for (const run of readable) {
     if (run.samples.length) below.push(titled("Samples", run), samples(run));
+    if (run.rollouts.length)
+      below.push(titled(`Answers sampled for step ${run.rollouts[0].step.toLocaleString("en")}`, run), rollouts(run));
     if (run.plan.length)
       below.push(titled("Plan", run), element("div", { class: "plan" }, ...run.plan.map((line) =>
         element("div", { style: `padding-left: ${line.search(/\S|$/)}ch` }, line.trim()))));

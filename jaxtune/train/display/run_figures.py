@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from jaxtune.train.display import metrics as m
+from jaxtune.train.display.rollouts import ROLLOUTS, latest
 from jaxtune.train.folder.run_folder import CONFIG, RESULTS, STATE
 from jaxtune.train.folder.run_state import RunState, read_state
 
 JsonObject = dict[str, Any]
 JsonMapping = Mapping[str, Any]
 
+_MOST_ROLLOUTS, _MOST_SHOWN = 32, 1000  # sampled answers of the latest generation, and characters of each
 MOST_POINTS = 600  # of a line; a longer one is drawn by the means and the extremes of as many intervals
 
 # Numbers of a line of metrics.jsonl that are no curve of their own, and the units that a step's loss is a mean over
@@ -142,7 +144,7 @@ class RunFiles:
         if not path.is_file():
             raise ValueError(f"{self.folder} is not a run's folder: there is no {m.JSONL} in it")
         state = read_state(self.folder)
-        seen = (state, *(_identity(self.folder / name) for name in (m.JSONL, RESULTS, CONFIG, STATE)))
+        seen = (state, *(_identity(self.folder / name) for name in (m.JSONL, RESULTS, CONFIG, STATE, ROLLOUTS)))
         if seen != self._seen:
             self._read_lines(path)
             self._page, self._seen = _page(self.folder, self._figures, state), seen
@@ -179,8 +181,8 @@ def _identity(path: Path) -> Any:
 def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
     """The JSON object of one run that page.js draws: {"name", "folder", "state", "why" (see RunState), "step": steps
     done, "total": steps of the run or None, "left": time left in words or "", "facts": main results, "plan": lines,
-    "charts", "samples" of answers, "settings": {key: value} of those that differ from the defaults, "config": the text
-    of config.yaml}.
+    "charts", "samples" of answers, "rollouts": the latest, "settings": {key: value} of those that differ from the
+    defaults, "config": the text of config.yaml}.
 
     Args:
       folder: the run's folder.
@@ -200,6 +202,7 @@ def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
         "plan": figures.plan,
         "charts": _charts(figures),
         "samples": _samples(results),
+        "rollouts": _rollouts(folder),
         "settings": _settings(folder / CONFIG),
         "config": _read(folder / CONFIG),
     }
@@ -325,6 +328,44 @@ def _samples(results: JsonMapping) -> list[dict[str, str]]:
         answers = ((before, "before"), (after, "given"))
         found.append(sample | {name: samples.get(question, {}).get("given", "") for samples, name in answers})
     return found
+
+
+def _rollouts(folder: Path) -> list[JsonObject]:
+    """The answers of the latest generation that the page shows: [{"step", "prompt", "answer", "rewards": texts "name
+    number", "reward", "advantage", "tokens", "ended"}]."""
+
+    def number(value: Any) -> str:
+        """A number in words; "-" without one."""
+        return f"{value:.4g}" if _is_number(value) else "-"
+
+    found = []
+    for line in latest(folder)[:_MOST_ROLLOUTS]:
+        rewards = line.get("rewards")
+        rewards = rewards if isinstance(rewards, dict) else {}
+        found.append(
+            {
+                "step": line["step"],
+                **{key: _shown(line.get(key)) for key in ("prompt", "answer")},
+                "rewards": ", ".join(f"{name} {number(value)}" for name, value in rewards.items()),
+                **{key: number(line.get(key)) for key in ("reward", "advantage", "tokens")},
+                "ended": str(line.get("ended", "")),
+            }
+        )
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A prompt or an answer as text of at most 1,000 characters; of messages "role: content", a line each."""
+    messages = value if isinstance(value, list) else [value]
+    texts = [f"{one.get('role')}: {_content(one)}" if isinstance(one, dict) else str(one) for one in messages]
+    text = "\n".join(texts)
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+
+
+def _content(message: JsonMapping) -> str:
+    """The content of a message, and the calls of tools in it."""
+    parts = (message.get("content"), message.get("tool_calls"))
+    return " ".join(one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in parts if one)
 
 
 def _asked(found: Any) -> list[dict[str, str]]:

@@ -3,15 +3,18 @@ the log (`measured`), a sample and warnings for the screen (`screen_lines`). `ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxtune.train.objectives.grpo import total_rewards
+from jaxtune.train.objectives.grpo import equal_rewards, total_rewards
 from jaxtune.train.objectives.packed_answers import Answer, Settings
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, Turns
 
 _SHOWN = 160  # characters of a prompt or an answer on the screen
+_RATIO = "sampling/importance_sampling_ratio"
+_LEFT_OUT = 0.5  # the share of answers without a part in the loss above which it warns
 _CUT_OFF, _EQUAL = 0.5, 0.8  # shares of answers cut off, and of groups with equal rewards, above which it warns
 
 
@@ -28,18 +31,19 @@ def measured(
 
     Args:
       answers: the answers, those to the same prompt one after another.
-      table: float32[answers, functions], the rewards, NaN where a function does not apply.
+      table: float64[answers, functions], the rewards, NaN where a function does not apply.
       rewards: the reward functions, which give the names and weights of the columns of `table`.
       settings: how answers were sampled; num_generations is the number of answers to a prompt.
     """
     lengths = np.array([answer.length for answer in answers])
     cut = np.array([answer.finish_reason == "length" for answer in answers])
-    total = total_rewards(table, np.array(rewards.weights)).reshape(-1, settings.num_generations)
+    weights = np.array(rewards.weights)
+    total = total_rewards(table, weights)
     scored = total[~np.isnan(total)]
     found = {
         "reward": float(scored.mean()) if scored.size else 0.0,
         "reward_std": float(scored.std(ddof=1)) if scored.size > 1 else 0.0,
-        "frac_reward_zero_std": float(np.mean(_equal_groups(total))),
+        "frac_reward_zero_std": float(np.mean(equal_rewards(table, settings.num_generations, weights))),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
@@ -57,12 +61,12 @@ def screen_lines(
 ) -> list[str]:
     """Lines for the screen about a generation of answers: the one with the largest reward (the first one if no answer
     has a reward), and warnings if more than half are cut off, or if in more than 80% of groups (the answers to one
-    prompt) the weighted sums of rewards are equal or missing (`_equal_groups`), which teaches little or nothing. A run
+    prompt) the weighted sums of rewards are equal or missing, which teaches little or nothing. A run
     shows them in every tenth generation.
 
     Args:
       sampled: the prompts and answers as reward functions got them.
-      table: float32[answers, functions], the rewards, NaN where a function does not apply.
+      table: float64[answers, functions], the rewards, NaN where a function does not apply.
       answers: the same answers as tokens, in the same order.
       rewards: the reward functions, whose weights add up the columns of `table`.
       settings: how answers were sampled.
@@ -79,7 +83,7 @@ def screen_lines(
             f"{settings.max_completion_length}; raise it, ask for shorter answers, or set "
             "objective.mask_truncated_completions"
         )
-    equal = np.mean(_equal_groups(total.reshape(-1, settings.num_generations)))
+    equal = np.mean(equal_rewards(table, settings.num_generations, np.array(rewards.weights)))
     if equal > _EQUAL:
         found.append(
             f"warning: all rewards of a group are equal in {equal:.0%} of groups, which teach little; check the "
@@ -89,14 +93,59 @@ def screen_lines(
     return found
 
 
-def _equal_groups(total: np.ndarray) -> np.ndarray:
-    """bool[groups]: True where the rewards of a group (the answers to one prompt) are equal (to 1e-8), or where all are
-    missing or only one is not. Such rewards give no answer an advantage, with two exceptions: those of several
-    functions are normalised before they are added (normalize_then_sum), or RLOO subtracts a divergence from them (beta
-    above 0). `measured` and `screen_lines` count such groups. total: float32[groups, answers], the weighted sums of
-    rewards, NaN where all of an answer's are missing."""
-    low, high = np.where(np.isnan(total), np.inf, total).min(1), np.where(np.isnan(total), -np.inf, total).max(1)
-    return ~(high - low > 1e-8)
+def recorded(
+    step: int,
+    sampled: Sampled,
+    table: np.ndarray,
+    answers: Sequence[Answer],
+    rewards: RewardFunctions,
+    extra: Mapping[str, Sequence[Any]],
+) -> list[dict[str, Any]]:
+    """The answers of a generation as the lines of rollouts.jsonl (display/rollouts.py); NaN stands for no reward.
+
+    Args:
+      step: the first step, from 1, that trains on them.
+      sampled: the prompts and answers as reward functions got them.
+      table: float64[answers, functions], the rewards.
+      answers: the same answers as tokens, with their advantages.
+      rewards: the reward functions.
+      extra: {column: a value for each answer}, which the functions logged.
+    """
+    total = total_rewards(table, np.array(rewards.weights))
+    return [
+        {
+            "step": step,
+            "row": answer.prompt,
+            "prompt": sampled.prompts[index],
+            "answer": sampled.completions[index],
+            "rewards": dict(zip(rewards.names, table[index].tolist(), strict=True)),
+            "reward": float(total[index]),
+            "advantage": answer.advantage,
+            "tokens": answer.length,
+            "ended": answer.finish_reason,
+            **({"extra": {name: values[index] for name, values in extra.items()}} if extra else {}),
+        }
+        for index, answer in enumerate(answers)
+    ]
+
+
+def masked_lines(line: Mapping[str, Any]) -> list[str]:
+    """Warnings for the screen if the metrics of a step, a line of metrics.jsonl, say that more than half of the answers
+    have no part in the loss. The names are those of policy.py."""
+    masked, zero = (line.get(name, 0.0) for name in ("completions/masked_ratio", f"{_RATIO}/zero"))
+    found = []
+    if masked > _LEFT_OUT:
+        found.append(
+            f"warning: {masked:.0%} of answers have no part in the loss, as they reach "
+            "objective.max_completion_length (mask_truncated_completions) or have no token of the model; raise it"
+        )
+    if zero > _LEFT_OUT:
+        found.append(
+            f"warning: the correction for the sampler's rounding leaves {zero:.0%} of the answers or tokens out of the "
+            f"loss ({_RATIO} from {line.get(f'{_RATIO}/min', 0.0):.2g} to {line.get(f'{_RATIO}/max', 0.0):.2g}); set "
+            "objective.importance_sampling_mode: token_truncate, or wider importance_sampling_clip_max and clip_min"
+        )
+    return found
 
 
 def _line(value: Turns) -> str:

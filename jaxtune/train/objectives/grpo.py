@@ -27,23 +27,30 @@ Scale = Literal["group", "batch", "none"]
 # The forms of the importance ratio; see `importance_ratio`.
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 _SMALL = 1e-4  # added to a standard deviation before a division by it
+_ROUNDING = 1e-12  # rewards that differ by less of the largest one are equal
 
-# ---- advantages, on the host
+# ---- advantages, on the host, in float64
 
 
 def total_rewards(rewards: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """The weighted sum of each answer's rewards, float32[answers], by which the advantages compare answers and the log
-    reports them; NaN for an answer to which no function gave a reward.
+    """The weighted sum of each answer's rewards, float64[answers]; NaN for an answer without any reward.
 
     Args:
-      rewards: float[answers, functions], the reward of each answer by each function; NaN, which adds nothing, where a
-        function does not apply.
+      rewards: float[answers, functions]; NaN, which adds nothing, where a function does not apply.
       weights: float[functions], the factor of each function; None: all 1.
     """
-    rewards = np.asarray(rewards, np.float32)
-    weights = np.ones(rewards.shape[1], np.float32) if weights is None else np.asarray(weights, np.float32)
-    total = np.nansum(rewards * weights, axis=1, dtype=np.float32)
-    return np.where(np.isnan(rewards).all(axis=1), np.float32(np.nan), total)
+    rewards = np.asarray(rewards, np.float64)
+    weighed = rewards if weights is None else rewards * np.asarray(weights, np.float64)
+    return np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(weighed, axis=1))
+
+
+def equal_rewards(rewards: np.ndarray, num_generations: int, weights: np.ndarray | None = None) -> np.ndarray:
+    """bool[groups]: whether the weighted sums of a group's rewards differ by no more than rounding (1e-12 of the
+    largest terms), or at most one answer of the group has a reward. The arguments are those of `group_advantages`."""
+    groups = total_rewards(rewards, weights).reshape(-1, num_generations)
+    terms = np.abs(rewards if weights is None else rewards * np.asarray(weights, np.float64))
+    largest = np.nansum(terms, axis=1).reshape(groups.shape).max(axis=1)
+    return ~(np.fmax.reduce(groups, axis=1) - np.fmin.reduce(groups, axis=1) > _ROUNDING * largest)
 
 
 def group_advantages(
@@ -54,12 +61,11 @@ def group_advantages(
     scale_rewards: Scale = "group",
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
 ) -> np.ndarray:
-    """GRPO's advantages, float32[answers]: an answer's reward minus the mean of its group, divided by a standard
-    deviation. A group is all the answers to one prompt. GRPO.advantages calls it, on the host.
+    """GRPO's advantages, float32[answers]: an answer's reward minus the mean of its group, all answers to one prompt,
+    divided by a standard deviation (unbiased, plus 1e-4). Equal rewards give 0 exactly.
 
     An answer without any reward has advantage 0 and is left out of all means and standard deviations. The only answer
-    of a group that has a reward has advantage 0, too. Standard deviations are the unbiased estimates (divided by
-    n - 1), plus 1e-4.
+    of a group that has a reward has advantage 0, too.
 
     Args:
       rewards: [answers, functions], NaN where a function does not apply. The answers of a group are consecutive.
@@ -72,26 +78,30 @@ def group_advantages(
         rewards of each function within its group, adds them up, and normalises the sums over the batch (GDPO, arXiv
         2601.05242).
     Raises:
-      ValueError: the answers do not divide into groups, `rewards` is not two-dimensional, or an option is not one of
-        those above.
+      ValueError: the answers do not divide into groups, `rewards` is not two-dimensional, an option is not one of
+        those above, or an advantage is beyond float32.
     """
     rewards = _in_groups("group_advantages", rewards, num_generations)
     if scale_rewards not in get_args(Scale):
         raise ValueError(f"scale_rewards = {scale_rewards!r}: must be one of {', '.join(get_args(Scale))}")
     if aggregation == "sum_then_normalize":
-        total = total_rewards(rewards, weights).reshape(-1, num_generations)
-        found = total - _mean(total, 1)
-        if scale_rewards != "none":
-            found = found / (_deviation(total, 1 if scale_rewards == "group" else None) + _SMALL)
+        total = total_rewards(rewards, weights)
+        found = _centred(total, equal_rewards(rewards, num_generations, weights))
+        if scale_rewards == "group":
+            found = found / (_deviation(found, 1) + _SMALL)
+        elif scale_rewards == "batch":
+            all_equal = equal_rewards(rewards, len(rewards), weights)
+            found = found / (_deviation(_centred(total, all_equal), None) + _SMALL)
     elif aggregation == "normalize_then_sum":
-        grouped = rewards.reshape(-1, num_generations, rewards.shape[1])
-        scaled = (grouped - _mean(grouped, 1)) / (_deviation(grouped, 1) + _SMALL)
-        total = total_rewards(scaled.reshape(rewards.shape), weights)
-        total = np.where(np.isnan(rewards).all(axis=1), np.float32(np.nan), total)
-        found = (total - _mean(total, None)) / (_deviation(total, None) + _SMALL)
+        columns = [rewards[:, i : i + 1] for i in range(rewards.shape[1])]
+        centred = [_centred(own[:, 0], equal_rewards(own, num_generations)) for own in columns]
+        scaled = [own / (_deviation(own, 1) + _SMALL) for own in centred]
+        total = total_rewards(np.stack([own.reshape(-1) for own in scaled], axis=1), weights)
+        total = np.where(np.isnan(rewards).all(axis=1), np.nan, total)
+        found = total / (_deviation(total, None) + _SMALL)  # whose mean is 0, as that of each function in each group
     else:
         raise ValueError(f"aggregation = {aggregation!r}: must be 'sum_then_normalize' or 'normalize_then_sum'")
-    return np.nan_to_num(found.reshape(-1), nan=0.0).astype(np.float32)
+    return _as_advantages(found)
 
 
 def rloo_advantages(
@@ -103,41 +113,42 @@ def rloo_advantages(
     beta: float = 0.0,
     normalize: bool = False,
 ) -> np.ndarray:
-    """RLOO's advantages, float32[answers]: an answer's reward minus the mean reward of the other answers of its group
-    (all the answers to one prompt). An answer without any reward, or without another scored one in its group, has
-    advantage 0. RLOO.advantages calls it, on the host.
+    """RLOO's advantages, float32[answers]: an answer's reward minus the mean reward of the other answers of its group,
+    all answers to one prompt. An answer without any reward, or without another scored one in its group, has advantage
+    0. Equal rewards give 0 exactly.
 
     Args:
       rewards: [answers, functions], NaN where a function does not apply. The answers of a group are consecutive.
       num_generations: the number of answers in a group.
       weights: [functions], the factors of the functions' rewards; None: all 1.
-      kl: float32[answers], for each answer the sum over its tokens of log p - log p_ref; beta times it is subtracted
+      kl: float[answers], for each answer the sum over its tokens of log p - log p_ref; beta times it is subtracted
         from the reward. None subtracts nothing.
       beta: the factor of `kl`.
-      normalize: True: the advantages are normalised to mean 0 and standard deviation 1 over the batch. False: they are
-        not.
+      normalize: whether the advantages are normalised to mean 0 and standard deviation 1 over the batch.
     Raises:
-      ValueError: the answers do not divide into groups, or `rewards` is not two-dimensional.
+      ValueError: the answers do not divide into groups, `rewards` is not two-dimensional, or an advantage is beyond
+        float32.
     """
     rewards = _in_groups("rloo_advantages", rewards, num_generations)
     total = total_rewards(rewards, weights)
     if kl is not None and beta:
-        total = total - np.float32(beta) * np.asarray(kl, np.float32)
-    total = total.reshape(-1, num_generations)
-    scored = (~np.isnan(total)).sum(axis=1, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        others = (np.nansum(total, axis=1, keepdims=True) - total) / (scored - 1)
-    found = total - others if num_generations > 1 else np.zeros_like(total)
-    found = np.where(np.isfinite(found), found, np.float32(np.nan))
+        total = total - beta * np.asarray(kl, np.float64)
+        equal = equal_rewards(total[:, None], num_generations)
+    else:
+        equal = equal_rewards(rewards, num_generations, weights)
+    centred = _centred(total, equal)
+    scored = (~np.isnan(centred)).sum(axis=1, keepdims=True)
+    # An answer's distance from the mean of the others is n / (n - 1) times that from the mean of all.
+    found = np.where(scored > 1, centred * scored / np.maximum(scored - 1, 1), np.nan)
     if normalize:
-        found = (found - _mean(found, None)) / (_deviation(found, None) + _SMALL)
-    return np.nan_to_num(found.reshape(-1), nan=0.0).astype(np.float32)
+        found = found / (_deviation(found, None) + _SMALL)  # the mean is 0
+    return _as_advantages(found)
 
 
 def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarray:
-    """Checks `rewards` and returns them as float32, in the same shape [answers, functions]. Raises ValueError if they
-    have another, or the answers do not divide into groups of num_generations. name: the caller's, for the message."""
-    rewards = np.asarray(rewards, np.float32)
+    """`rewards` as float64[answers, functions]; ValueError, which begins with `name`, if they are no whole groups or
+    infinite."""
+    rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2:
         raise ValueError(f"{name}: rewards has shape {rewards.shape}; it must be [answers, functions]")
     if num_generations < 1 or len(rewards) % num_generations:
@@ -145,24 +156,41 @@ def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarr
             f"{name}: {len(rewards)} answers are not groups of num_generations = {num_generations}; "
             "give every prompt the same number of answers"
         )
+    if np.isinf(rewards).any():
+        raise ValueError(f"{name}: rewards has infinite numbers; a reward is finite, or NaN where there is none")
     return rewards
 
 
-def _mean(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """The mean of the values that are not NaN, which stands for a missing reward, along `axis` (None: of all values),
-    with that axis (all axes) kept as size 1. NaN if there are none. Advantages are made with it."""
-    count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.nansum(values, axis=axis, keepdims=True, dtype=np.float32) / count
+def _centred(total: np.ndarray, equal: np.ndarray) -> np.ndarray:
+    """float64[groups, answers]: the answers' `total` minus the mean of their group; 0 in the groups that are `equal`.
+    NaN stays NaN, and counts in no mean."""
+    groups = total.reshape(len(equal), -1)
+    above = groups - np.fmin.reduce(groups, axis=1, keepdims=True)  # which loses the digits that all have
+    count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
+    centred = above - np.nansum(above, axis=1, keepdims=True) / count
+    return np.where(equal[:, None] & ~np.isnan(groups), 0.0, centred)
 
 
-def _deviation(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """The unbiased standard deviation of the values that are not NaN, which stands for a missing reward, along `axis`
-    (None: of all values), with that axis (all axes) kept as size 1. NaN for fewer than two values."""
-    count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
-    squares = np.nansum((values - _mean(values, axis)) ** 2, axis=axis, keepdims=True, dtype=np.float32)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(count > 1, np.sqrt(squares / (count - 1)), np.nan).astype(np.float32)
+def _deviation(centred: np.ndarray, axis: int | None) -> np.ndarray:
+    """The unbiased standard deviation of values of mean 0 that are not NaN, along `axis` (None: of all), with reduced
+    axes kept as size 1. NaN for fewer than two values."""
+    count = (~np.isnan(centred)).sum(axis=axis, keepdims=True)
+    largest = np.fmax.reduce(np.abs(centred), axis=axis, keepdims=True, initial=0.0)
+    largest = np.where(largest > 0, largest, 1.0)  # by which squares neither overflow nor vanish
+    squares = np.nansum((centred / largest) ** 2, axis=axis, keepdims=True)
+    return np.where(count > 1, largest * np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
+
+
+def _as_advantages(values: np.ndarray) -> np.ndarray:
+    """float32[answers] of `values`, 0 for NaN; ValueError if one is too large."""
+    with np.errstate(over="ignore"):
+        found = np.nan_to_num(values.reshape(-1), nan=0.0, posinf=np.inf, neginf=-np.inf).astype(np.float32)
+    if not np.isfinite(found).all():
+        raise ValueError(
+            f"advantages of up to {np.abs(values[~np.isnan(values)]).max():.3g} are beyond float32; give smaller "
+            "rewards or weights, or set scale_rewards"
+        )
+    return found
 
 
 # ---- losses, on the device
@@ -365,7 +393,9 @@ def metric_names(options: PolicyLoss) -> tuple[str, ...]:
     return ("tokens", "ratios", "entropy", *(("kl",) if options.beta else ()), *clipped)
 
 
-def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+def grpo_sums(
+    answers: Answers, options: PolicyLoss, entropy_scale: jax.Array | float = 1.0
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """GRPO's loss of a batch of answers as sums: (sum of the losses, the count that divides it, {metric: sum}), float32
     scalars, so that several batches can be added up. `options` choose the variant of the loss. Gradients are taken of
     the first; the metrics, named by `metric_names`, pass none.
@@ -374,6 +404,9 @@ def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
     of the totals. The count is the number of answers with the loss types "grpo" and "sapo", the number of answers times
     max_completion_length with "dr_grpo", and the number of tokens in the mask with the others.
 
+    Args:
+      entropy_scale: what the caller divides the loss by, over the total count: the entropy's term is multiplied by it,
+        so that it stays entropy_coef times a mean.
     Raises:
       ValueError: beta is not 0, and there are no ref_logps.
     """
@@ -408,7 +441,7 @@ def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
     loss, count = _aggregated(losses * mask, per_answer, answers, options)
     if options.entropy_coef:
         mean = (answers.entropies * counted).sum() / jnp.maximum(counted.sum(), 1.0)
-        loss = loss - options.entropy_coef * mean * count
+        loss = loss - options.entropy_coef * mean * count * entropy_scale
     return loss, count, jax.lax.stop_gradient(sums)
 
 

@@ -3,8 +3,8 @@ the objective; `with_mismatched_answers` and `mismatched_in_groups` make the pai
 
 The log-ratio of an answer's probability to the reference's is compared with an estimate of the KL divergence between
 model and reference. The estimate is the mean log-ratio of mismatched answers, answers that do not belong to their
-prompts. As in TRL, a prompt's mismatched answer is the answer of the row before. A row is stored as a pair of documents
-(data/pairs.py): its own answer, then its mismatched answer."""
+prompts: a row's is that of the nearest row before with another prompt. A row is stored as a pair of documents
+(data/pairs.py): its own answer, then its mismatched answer, which only has the room that its own one leaves."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class KTO(Referenced):
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
         """Reads and tokenises labelled rows into pairs of documents: each row's prompt with its own answer, and the
-        same prompt with the answer of the row before (the first row gets that of the last one), which is mismatched.
+        same prompt with the answer of the nearest row before with another prompt, which is mismatched.
         The labels are 1 for desirable answers, 0 for others. With precompute_ref_log_probs the data set has an array
         for the reference's log-probabilities, NaN until the Trainer fills it. A run calls it for its training rows and
         its held-out rows. Raises ValueError if the rows cannot be trained on, and ConfigError for options of `data`
@@ -80,7 +80,7 @@ class KTO(Referenced):
             return made
         documents, labels = with_mismatched_answers(made.documents)
         reference = made.reference  # NaN, for as many documents as before
-        return dataclasses.replace(made, documents=documents, labels=labels, reference=reference)
+        return dataclasses.replace(made, documents=documents, labels=labels, reference=reference, second_yields=True)
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """KTO's loss of `batch`, a micro-batch of pairs (an answer and a mismatched one): (sum of the losses, number of
@@ -92,7 +92,9 @@ class KTO(Referenced):
         there = batch.extra[PAIRS]
         with jax.named_scope("loss"):
             ratio, count = ratios[..., 0], there.sum()
-            moved, examples = partition.total(((there * ratios[..., 1]).sum(), count))
+            strange = _mismatched_there(batch)
+            moved = jnp.where(strange, ratios[..., 1], 0.0)  # without a mismatched answer its reference may be NaN
+            moved, examples = partition.total((moved.sum(), strange.sum(dtype=jnp.float32)))
             divergence = jax.lax.stop_gradient(jax.nn.relu(moved / jnp.maximum(examples, 1.0)))
             chosen = there * batch.extra[LABELS]
             rejected = there - chosen
@@ -124,10 +126,17 @@ class KTO(Referenced):
         return found | {"rewards/margins": both * (found["rewards/chosen"] - found["rewards/rejected"])}
 
 
+def _mismatched_there(batch: Batch) -> jax.Array:
+    """bool[rows, most pairs]: whether a pair has a mismatched answer, of which rows without room have none."""
+    seconds = 2 * jnp.arange(1, batch.extra[PAIRS].shape[1] + 1, dtype=batch.segment_ids.dtype)
+    return ((batch.segment_ids[..., None] == seconds) & (batch.weights > 0)[..., None]).any(1)
+
+
 def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray]:
     """Makes the pairs of KTO for `KTO.prepare`: adds to the document of each labelled row, in place of its empty one,
-    its prompt with the answer of the row before (for the first row, that of the last one; for a single row, its own).
-    An answer begins with the first trained token of its document; what comes before is the prompt.
+    its prompt with the answer of the nearest row before that has another prompt; rows before the first are the last
+    ones. If all prompts are one, it is the row before. An answer begins with the first trained token of its document;
+    what comes before is the prompt.
 
     Args:
       documents: two documents for each row, of which one is empty: the second if the answer is desirable, the first if
@@ -138,12 +147,25 @@ def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray
     """
     labels = np.asarray(documents.lengths[0::2] > 0)
     own = [documents[2 * row + int(not desirable)] for row, desirable in enumerate(labels)]
-    return _mismatched(own, len(own), documents, np.arange(len(documents))), labels.astype(np.float32)
+    before = _nearest_of_other_prompts(own)
+    return _mismatched(own, before, documents, np.arange(len(documents))), labels.astype(np.float32)
+
+
+def _nearest_of_other_prompts(own: list[Document]) -> list[int]:
+    """For each document the index of the nearest one before it, cyclically, with another prompt; without one, of the
+    one before it."""
+    prompts = [document.tokens[: int(np.argmax(document.mask))].tobytes() for document in own]
+    nearest = [(row - 1) % len(own) for row in range(len(own))]
+    if len(set(prompts)) == 1:
+        return nearest
+    for row in (*range(len(own)), *range(len(own))):  # the first round of the first rows begins with the last ones
+        if prompts[nearest[row]] == prompts[row]:
+            nearest[row] = nearest[(row - 1) % len(own)]
+    return nearest
 
 
 def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
-    """Chooses the mismatched answers of rows anew, as TRL does: among the rows of one batch. The KTO trainer of
-    jaxtune.compat calls it, to get TRL's numbers; a run by a recipe does not.
+    """Chooses the mismatched answers of rows anew, as TRL does: among the rows of one batch, whatever their prompts.
 
     Rows are taken in groups of `size` consecutive rows. A row gets the answer of the row before it in its group, and
     the first row of a group that of the last one; the last group may be smaller. Rows of which truncation to
@@ -159,20 +181,20 @@ def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
     own = [rows.documents[2 * row] for row in range(len(rows.labels))]
     kept = np.asarray([document.mask[1 : rows.length].any() for document in own])
     places = np.repeat(2 * np.flatnonzero(kept), 2)
-    documents = _mismatched([own[row] for row in np.flatnonzero(kept)], size, rows.documents, places)
+    chosen = [own[row] for row in np.flatnonzero(kept)]
+    before = [row - 1 if row % size else min(row + size, len(chosen)) - 1 for row in range(len(chosen))]
+    documents = _mismatched(chosen, before, rows.documents, places)
     reference = None if rows.reference is None else np.full(len(documents), np.nan, np.float32)
     return dataclasses.replace(rows, documents=documents, labels=rows.labels[kept], reference=reference)
 
 
-def _mismatched(own: list[Document], size: int, source: Documents, places: np.ndarray) -> Documents:
+def _mismatched(own: list[Document], others: list[int], source: Documents, places: np.ndarray) -> Documents:
     """Makes the pairs by which KTO estimates the KL divergence: for each document of `own` that document, and its
-    prompt with the answer of the document before it in its group. An answer begins with a document's first trained
-    token. `with_mismatched_answers` and `mismatched_in_groups` call it.
+    prompt with the answer of another one. An answer begins with a document's first trained token.
 
     Args:
       own: n documents, each a prompt and its answer.
-      size: the number of documents in a group; the first one of a group gets the answer of the last one, and the last
-        group may be smaller.
+      others: for each of `own` the index of the document whose answer is its mismatched one.
       source: the set that the documents `own` come from.
       places: int[2 n], for each document of the result the index in `source` of the one whose file and line it gets.
     Returns:
@@ -182,8 +204,7 @@ def _mismatched(own: list[Document], size: int, source: Documents, places: np.nd
     begins = [int(np.argmax(document.mask)) for document in own]
     made = []
     for row, document in enumerate(own):
-        before = row - 1 if row % size else min(row + size, len(own)) - 1
-        other, start = own[before], begins[before]
+        other, start = own[others[row]], begins[others[row]]
         tokens, mask = (
             np.concatenate([prompt[: begins[row]], answer[start:]])
             for prompt, answer in ((document.tokens, other.tokens), (document.mask, other.mask))

@@ -26,7 +26,8 @@ class Objective(Protocol):
     mean over them, and the step's metrics have their number under this name. The plot of the losses says so on its
     axis; "targets" are trained tokens, and their losses are in nats."""
     sums: ClassVar[tuple[str, ...]]
-    """The names of the sums for metrics that `loss` returns in its dict, beside the loss and the count."""
+    """The names of the sums for metrics that `loss` returns in its dict, beside the loss and the count. Those that an
+    attribute `largest` names, too, are largest values from 0 on, which are not added up."""
     head: ClassVar[Head]
     """The kind of head that the model must have: one that predicts tokens, or one that scores texts. The train command
     replaces the head of a model of another kind by a new one."""

@@ -13,7 +13,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,14 +21,16 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.sampler import Sampler
+from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
-from jaxtune.train.data.batches import Batch, BatchSource, Json, epoch_order
+from jaxtune.train.config.sections import Unset
+from jaxtune.train.data.batches import Batch, BatchSource, Json, SampledRows, epoch_order
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.formats import detect_format, normalize
 from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder
 from jaxtune.train.objectives.distillation import Distill
-from jaxtune.train.objectives.packed_answers import Answer, AnswerRows
+from jaxtune.train.objectives.packed_answers import Answer, AnswerRows, fill_warning, packed_shape
 from jaxtune.train.objectives.prompts import prompt_of, read_each, rows_multiple
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class OwnSamples(BatchSource):
       decode: a function that makes text of token ids, to show a sample on the screen.
       ends: the token ids that end an answer.
       rows_multiple: the number of rows in a step is a multiple of it, so that devices can share them.
+      chosen_length: whether `length` was chosen for these rows (`packed_shape`), and not by the user.
     Raises:
       ConfigError: the longest prompt with max_completion_length more tokens is longer than a packed row.
     """
@@ -86,6 +89,7 @@ class OwnSamples(BatchSource):
         decode: Callable[[Sequence[int]], str],
         ends: Sequence[int],
         rows_multiple: int = 1,
+        chosen_length: bool = False,
     ):
         self.asked, self.objective, self.documents, self.seed = rows, objective, documents, seed
         most, longest = objective.drawing.max_completion_length, max(len(row.prompt) for row in rows)
@@ -95,12 +99,17 @@ class OwnSamples(BatchSource):
                 f"objective.max_completion_length = {most}; a row holds both: set at least {longest + most}, or "
                 "shorten one of them"
             )
-        full = length // max(longest + most, max(len(row.own) for row in rows))
+        document = max(longest + most, max(len(row.own) for row in rows))
+        full = length // document
         self.rows_per_step = math.ceil(documents / full / rows_multiple) * rows_multiple
+        self._fill = [] if chosen_length else fill_warning(document, documents, self.rows_per_step, length)
+        self.sampled_rows = SampledRows(longest + most, min(objective.drawing.slots, documents))
+        self._plan: SlotPlan | None = None
         self._rows = AnswerRows(self.rows_per_step, length, min(documents, _PLACES * full))
         self._decode, self._ends = decode, sorted(ends)
         self._made: tuple[int, Batch] | None = None
         self._metrics: dict[int, dict[str, float]] = {}
+        self._rollouts: tuple[int, list[dict[str, Any]]] = (-1, [])
         self._news: list[str] = []
 
     @property
@@ -173,6 +182,14 @@ class OwnSamples(BatchSource):
             f"{total_steps:,} steps of {self.documents:,} rows of the data, packed into rows of {self.length:,} tokens",
         ]
 
+    def warnings(self) -> list[str]:
+        """That rows of data.length are filled badly, if they are."""
+        return self._fill
+
+    def limit_slots(self, plan: SlotPlan) -> None:
+        """Sets how many answers are sampled at a time, and how many layers' weights are converted once for all."""
+        self._plan = plan
+
     def news(self) -> list[str]:
         """Returns the lines for the screen that `_tell` added since the last call, and removes them. A run calls it
         after each step."""
@@ -185,6 +202,12 @@ class OwnSamples(BatchSource):
         share that was cut off) and "sampling_seconds". They are returned once; {} at a second call, or if the step's
         batch was not made."""
         return self._metrics.pop(step, {})
+
+    def rollouts_at(self, step: int) -> list[dict[str, Any]]:
+        """The answers that were sampled for `step`, given out once."""
+        at, rows = self._rollouts
+        self._rollouts = (-1, []) if at == step else self._rollouts
+        return rows if at == step else []
 
     # ---- a step
 
@@ -228,7 +251,13 @@ class OwnSamples(BatchSource):
         how, started = self.objective.drawing, time.monotonic()
         prompts = [self.asked[index].prompt for index in chosen]
         longest = max(map(len, prompts)) + how.max_completion_length
-        sampler = Sampler(model, length=longest, most_slots=min(how.slots, len(chosen)))
+        slots = how.slots if self._plan is None else min(how.slots, self._plan.slots)
+        sampler = Sampler(
+            model,
+            length=longest,
+            most_slots=min(slots, len(chosen)),
+            most_converted=None if self._plan is None else self._plan.converted_layers,
+        )
         rows = sampler.run(
             prompts,
             how.max_completion_length,
@@ -254,6 +283,20 @@ class OwnSamples(BatchSource):
             "completions/clipped_ratio": cut,
             "sampling_seconds": time.monotonic() - started,
         }
+        self._rollouts = (
+            step,
+            [
+                {
+                    "step": step + 1,
+                    "row": answer.prompt,
+                    "prompt": self._decode(answer.prompt_ids),
+                    "answer": self._decode(answer.ids),
+                    "tokens": answer.length,
+                    "ended": answer.finish_reason,
+                }
+                for answer in found
+            ],
+        )
         if step % _PRINT_EVERY == 0:
             self._tell(found[0], cut)
         return found
@@ -299,17 +342,23 @@ def own_samples(
             f"objective.on_policy = {objective.on_policy}: rows that are tokenised already have no prompts to answer; "
             "give the rows themselves, or set objective.on_policy: 0"
         )
-    data, length = config.data, min(config.data.length, positions)
+    data, free = config.data, isinstance(config.data.length, Unset)
+    length = positions if free else min(data.length, positions)
     reads = _Reading(tokenizer, data, length, length - objective.drawing.max_completion_length, objective.on_policy < 1)
+    asked, row, multiple = read_each(rows, data, "data.train", reads), data.length, rows_multiple(config)
+    if free:
+        longest = max(max(len(one.prompt) + objective.drawing.max_completion_length, len(one.own)) for one in asked)
+        row, multiple = packed_shape(longest, config.rows_per_step, multiple)
     return OwnSamples(
-        read_each(rows, data, "data.train", reads),
+        asked,
         objective,
         documents=config.rows_per_step,
-        length=data.length,
+        length=row,
+        chosen_length=free,
         seed=config.seed,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         ends=ends,
-        rows_multiple=rows_multiple(config),
+        rows_multiple=multiple,
     )
 
 

@@ -8,6 +8,7 @@ answer with its prompt's token ids, and `AnswerRows` packs answers, each after i
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ import numpy as np
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, Json
 from jaxtune.train.objectives.reward_functions import Turns
+
+_FULL, _WELL = 0.8, 0.9  # shares of a row: below which its length is warned of, and that is sought
 
 # The names of the arrays in a batch's `extra`; they are [rows, answers of a row] unless another shape is given. An
 # answer's place is its number within its row, from 0.
@@ -25,6 +28,50 @@ SAMPLED_LOGPS = "sampled_logps"  # float32 [rows, length]: at each position, tha
 OLD_LOGPS = "old_logps"  # float32 [rows, length]: under the model that the generation was sampled with
 REFERENCE_LOGPS = "reference_logps"  # float32 [rows, length]: under the reference of the divergence
 SHARE = "share"  # float32 [rows]: the row's part of the count by which a mean over the tokens of a generation divides
+STEP_TOKENS = "step_tokens"  # float32 [rows]: the row's equal part of the step's own counted tokens
+
+
+_USUAL, _STEP = 2048, 64  # tokens of a row that is not longer than its documents need; rows have a multiple of 64
+
+
+def packed_shape(longest: int, answers: int, multiple: int = 1) -> tuple[int, int]:
+    """(tokens of a row, number of rows) in which `answers` documents of up to `longest` tokens fill the rows of a step
+    well: rows of at most 2,048 tokens, or of one document. multiple: the number of rows is one of it, and if that fills
+    the rows too, of 8, 4 or 2, so that devices and micro-batches can share them."""
+    shapes = []
+    for shared in (8, 4, 2, 1):
+        if answers % shared == 0:
+            shape = _fullest(longest, answers, math.lcm(multiple, shared))
+            shapes.append((math.prod(shape), shape))
+            if answers * longest >= _WELL * math.prod(shape):
+                return shape
+    return min(shapes)[1]
+
+
+def _fullest(longest: int, answers: int, multiple: int) -> tuple[int, int]:
+    """The shape of `packed_shape` with the fewest tokens."""
+    shapes = []
+    for each in range(1, answers + 1):
+        length = math.ceil(each * longest / _STEP) * _STEP
+        if each > 1 and length > _USUAL:
+            break
+        rows = math.ceil(math.ceil(answers / each) / multiple) * multiple
+        shapes.append((rows * length, rows, length))
+    _, rows, length = min(shapes)
+    return length, rows
+
+
+def fill_warning(longest: int, answers: int, rows: int, length: int) -> list[str]:
+    """A sentence if `rows` of data.length = `length` are less than 80 % full even of the longest documents, and another
+    length fills them better; else []."""
+    fill = answers * longest / (rows * length)
+    best, others = packed_shape(longest, answers)
+    if fill >= _FULL or answers * longest / (others * best) < fill + 0.05:
+        return []
+    return [
+        f"data.length = {length:,}: the longest prompts and answers, {longest:,} tokens, fill {fill:.0%} of the packed "
+        f"rows, and the rest is padding; leave it out, or set {best:,}"
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +235,7 @@ class AnswerRows:
             ADVANTAGES: np.zeros(places, np.float32),
             SAMPLED_LOGPS: np.zeros(slots, np.float32),
             SHARE: np.zeros(rows, np.float32),
+            STEP_TOKENS: np.zeros(rows, np.float32),
         }
         if self.has_old:
             extra[OLD_LOGPS] = np.zeros(slots, np.float32)
@@ -212,6 +260,7 @@ class AnswerRows:
         for answer, place in zip(answers, self.places_of(answers), strict=True):
             self._write(batch, *place, answer)
         batch.extra[SHARE][:] = tokens / self.rows
+        batch.extra[STEP_TOKENS][:] = sum(map(self.counted, answers)) / self.rows
         return batch
 
     def places_of(self, answers: Sequence[Answer]) -> list[tuple[int, int, int]]:

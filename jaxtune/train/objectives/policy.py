@@ -31,7 +31,11 @@ from jaxtune.train.program.loss import Forward
 
 # Metrics about the difference between the sampler's and the trainer's probabilities, by TRL's names.
 _MISMATCH = "sampling/sampling_logp_difference/mean"
+_FURTHEST = "sampling/sampling_logp_difference/max"
 _RATIO = "sampling/importance_sampling_ratio/mean"
+_HIGHEST, _LOWEST = "sampling/importance_sampling_ratio/max", "sampling/importance_sampling_ratio/min"
+# The share of ratios (of answers, or of tokens) that the correction set to 0, and of answers no token of which counts.
+ZEROED, MASKED = "sampling/importance_sampling_ratio/zero", "completions/masked_ratio"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +114,15 @@ class GRPO:
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The names of the sums for metrics that `loss` returns, beside the loss and the count. The train step adds up
-        as many over micro-batches and devices. `metrics` divides them by "tokens" or "ratios" to make means, and leaves
-        "answers" a total."""
-        corrected = (_RATIO,) if self.importance_sampling_correction else ()
-        return (*self._measured, "answers", _MISMATCH, *corrected)
+        """The names of the sums for metrics that `loss` returns, beside the loss and the count. The train step adds
+        them up over micro-batches and devices, but for those in `largest`."""
+        corrected = (_RATIO, ZEROED, "corrected", _HIGHEST, _LOWEST) if self.importance_sampling_correction else ()
+        return (*self._measured, "answers", MASKED, _MISMATCH, _FURTHEST, *corrected)
+
+    @property
+    def largest(self) -> tuple[str, ...]:
+        """Those of `sums` that are the largest value of micro-batches and devices, from 0 on, and no sum."""
+        return (_FURTHEST, *((_HIGHEST, _LOWEST) if self.importance_sampling_correction else ()))
 
     @property
     def _measured(self) -> tuple[str, ...]:
@@ -157,9 +165,9 @@ class GRPO:
         have their rewards.
 
         Args:
-          rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are
+          rewards: float[answers, functions], NaN where a function does not apply; the answers of a prompt are
             consecutive.
-          weights: float32[functions], the factors of the functions' rewards.
+          weights: float[functions], the factors of the functions' rewards.
           kl: not used here; RLOO subtracts it (float32[answers]) from the rewards.
         """
         return group_advantages(
@@ -222,19 +230,36 @@ class GRPO:
                 ratio=self._ratio(then, sampled, cut.mask),
                 present=cut.present,
             )
-            loss, count, sums = self._sums(answers)
+            scale = 1.0
             if self.over_generation:
-                count = batch.extra[packed_answers.SHARE].sum()
-            sums |= {"answers": cut.present.sum(), _MISMATCH: (jnp.abs(then - sampled) * cut.mask).sum()}
-            if answers.ratio is not None:
-                ratio = jnp.broadcast_to(answers.ratio, cut.mask.shape)
-                sums[_RATIO] = (ratio * cut.mask).sum()
-            return loss, count, jax.lax.stop_gradient(sums)
+                share = batch.extra[packed_answers.SHARE].sum()
+                scale = share / jnp.maximum(batch.extra[packed_answers.STEP_TOKENS].sum(), 1e-6)
+            loss, count, sums = self._sums(answers, scale)
+            if self.over_generation:
+                count = share
+            return loss, count, jax.lax.stop_gradient(sums | self._compared(answers, cut, then, sampled))
 
-    def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def _compared(self, answers: Answers, cut: AnswerCuts, then: jax.Array, sampled: jax.Array) -> dict[str, jax.Array]:
+        """The sums about masks and about the sampler's probabilities. then, sampled: float32[answers, tokens],
+        log-probabilities under the model that sampled, by the trainer and by the sampler."""
+        apart, trained = jnp.abs(then - sampled) * cut.mask, (cut.mask > 0).any(-1)
+        sums = {"answers": cut.present.sum(), MASKED: (cut.present * ~trained).sum()}
+        sums |= {_MISMATCH: apart.sum(), _FURTHEST: apart.max(initial=0.0)}
+        if (ratio := answers.ratio) is not None:
+            sums[_RATIO] = (jnp.broadcast_to(ratio, cut.mask.shape) * cut.mask).sum()
+            counted = trained[:, None] if ratio.shape[1] == 1 else cut.mask > 0
+            sums |= {ZEROED: (counted & (ratio == 0)).sum(), "corrected": counted.sum()}
+            # The smallest ratio is that of the largest exp(-ratio), which begins at 0 as the other one does.
+            sums |= {
+                _HIGHEST: (counted * ratio).max(initial=0.0),
+                _LOWEST: (counted * jnp.exp(-ratio)).max(initial=0.0),
+            }
+        return sums
+
+    def _sums(self, answers: Answers, scale: jax.Array | float) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(sum of the losses, the count that divides it, {metric: sum} for each name in `_measured`) of a batch of
-        answers: float32 scalars, here by GRPO's loss; RLOO overrides it. `loss` calls it."""
-        return grpo.grpo_sums(answers, self.losses)
+        answers: float32 scalars, here by GRPO's loss. scale: `grpo_sums`' entropy_scale."""
+        return grpo.grpo_sums(answers, self.losses, scale)
 
     def _ratio(self, logps: jax.Array, sampled: jax.Array, mask: jax.Array) -> jax.Array | None:
         """The factors that correct the loss for a sampler that rounds differently from the trainer
@@ -262,9 +287,17 @@ class GRPO:
         of new to old probabilities (such as the share that was clipped), with TRL's names, and "answers", the number of
         answers. sums: the totals of what `loss` returns, by name."""
         found = {name: sums[name] for name in (*self._measured, _MISMATCH)}
+        answers = sums["answers"]
+        others = {"answers": answers, MASKED: sums[MASKED] / (answers + (answers == 0)), _FURTHEST: sums[_FURTHEST]}
         if self.importance_sampling_correction:
-            found[_RATIO] = sums[_RATIO]
-        return grpo.means_of(found) | {"answers": sums["answers"]}
+            found[_RATIO], count = sums[_RATIO], sums["corrected"]
+            lowest = sums[_LOWEST]
+            others |= {
+                ZEROED: sums[ZEROED] / (count + (count == 0)),
+                _HIGHEST: sums[_HIGHEST],
+                _LOWEST: 0.0 - jnp.log(jnp.where(lowest > 0, lowest, 1.0)),
+            }
+        return grpo.means_of(found) | others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,10 +362,10 @@ class RLOO(GRPO):
         each generation.
 
         Args:
-          rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are
+          rewards: float[answers, functions], NaN where a function does not apply; the answers of a prompt are
             consecutive.
-          weights: float32[functions], the factors of the functions' rewards.
-          kl: float32[answers], the divergence of each answer from the reference, of which beta times is subtracted from
+          weights: float[functions], the factors of the functions' rewards.
+          kl: float[answers], the divergence of each answer from the reference, of which beta times is subtracted from
             its reward; None subtracts nothing.
         """
         return rloo_advantages(
@@ -344,9 +377,9 @@ class RLOO(GRPO):
             normalize=self.normalize_advantages,
         )
 
-    def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def _sums(self, answers: Answers, scale: jax.Array | float) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(sum of RLOO's losses, number of answers, {metric: sum} for each name in `_measured`) of a batch of answers:
-        float32 scalars. `loss` calls it."""
+        float32 scalars."""
         return grpo.rloo_sums(answers, self.losses)
 
 

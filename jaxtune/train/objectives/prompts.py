@@ -18,13 +18,14 @@ from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.placement import partition
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.formats import Example, detect_format, normalize, refuse_media
 from jaxtune.train.data.reading import open_sources
 from jaxtune.train.data.row_errors import RowError, check_unicode
 from jaxtune.train.data.templates import RowEncoder
 from jaxtune.train.end_tokens import turn_end
 from jaxtune.train.objectives.answering import Answering, OneTurn, Sampling, ToolTurns
-from jaxtune.train.objectives.packed_answers import Prompt, Settings
+from jaxtune.train.objectives.packed_answers import Prompt, Settings, packed_shape
 from jaxtune.train.objectives.policy import GRPO, log_probs_of, reference_log_probs
 from jaxtune.train.objectives.reward_functions import Message, RewardFunctions, Turns, rollout_reward
 from jaxtune.train.objectives.rollout_function import RolloutFunc, RolloutFunction
@@ -143,27 +144,31 @@ def sampled_answers(
       ValueError: there is no such file or data set.
     """
     data, settings = config.data, objective.settings
-    length = min(data.length, positions)
     own = OwnParts.named(config.objective) if own is None else own
-    rewards, reference = own.rewards, own.reference
-    if own.tools is not None:
-        rewards = own.tools.rewards(rewards)
-    if rewards is None:
-        rewards = RewardFunctions.of([rollout_reward])
-    weights = np.asarray(rewards.weights, np.float32)
+    rewards, reference = own.all_rewards(), own.reference
+    weights = np.asarray(rewards.weights, np.float64)
     if reference is None and objective.penalises:
         reference = functools.partial(reference_log_probs, settings.temperature)
-    prompts = read_prompts(rows, tokenizer, data, length - settings.max_completion_length, tools=own.tools)
+    chooses = own.chooses_length or isinstance(data.length, Unset)
+    most = positions if isinstance(data.length, Unset) else min(data.length, positions)
+    prompts = read_prompts(rows, tokenizer, data, most - settings.max_completion_length, tools=own.tools)
+    length, multiple = data.length, rows_multiple(config)
+    if chooses:
+        longest = max(len(prompt.ids) for prompt in prompts) + settings.max_completion_length
+        length, multiple = packed_shape(longest, config.rows_per_step, multiple)
+        if own.tools is not None or own.rollout is not None:  # they may make prompts longer
+            length, multiple = max(length, min(data.length, positions)), rows_multiple(config)
     return SampledAnswers(
         prompts,
         rewards,
         settings,
         functools.partial(objective.advantages, weights=weights),
-        _answering(own, settings, tokenizer, config, ends, length),
+        _answering(own, settings, tokenizer, config, ends, min(length, positions)),
         answers_per_step=config.rows_per_step,
-        length=data.length,
+        length=length,
+        chosen_length=chooses,
         seed=config.seed,
-        rows_multiple=rows_multiple(config),
+        rows_multiple=multiple,
         score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
         reference=reference,
         penalises=objective.penalises,
@@ -173,8 +178,7 @@ def sampled_answers(
 def rows_multiple(config: TrainConfig) -> int:
     """The number that the packed rows of a step must be a multiple of, so that each device has equally many in each
     micro-batch: the devices of `config.mesh`, whose size -1 is what the other leaves of all, times the micro-batches.
-    It is 1 without config.mesh, because the run then chooses a mesh that divides the rows. The batch sources that
-    sample answers are made with it."""
+    It is 1 without config.mesh, because the run then chooses a mesh that divides the rows."""
     if config.mesh is None:
         return 1
     return partition.make_mesh(*config.mesh.sizes).size * (config.micro_batches or 1)
@@ -186,13 +190,20 @@ class OwnParts:
     Python script gives them; `sampled_answers` makes the run's batch source with them."""
 
     rewards: RewardFunctions | None = None
-    """The reward functions; None if the environments or the rollout function give the reward."""
+    """The reward functions of the user, without those of environments; None if there are none."""
+    reward_weights: Sequence[float] | None = None
+    """A weight for each of `rewards`, then for each class of environments with a reward (which may be left out: 1)."""
+    reward_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The fields timeout_seconds, errors, ... of RewardFunctions, for rewards that only environments or the rollout
+    function give."""
     tools: Tools | None = None
     """The tools that the model may call, and environments, whose methods are tools; None if the model calls none."""
     rollout: RolloutFunc | None = None
     """A function that samples the answers in its own way (rollout_function.py); None: the run samples them itself."""
     most_iterations: int | None = None
     """The most turns of an answer in which tools are called; None is no limit."""
+    chooses_length: bool = False
+    """Whether data.length only limits a prompt with its answer, and the length of packed rows is chosen."""
     reference: Score | None = None
     """A function that computes log-probabilities under a reference model of the script's (rollouts.Score). None: the
     reference, if one is needed, is the model with its adapter off."""
@@ -204,15 +215,10 @@ class OwnParts:
         environments and the rollout function by `load_from_file`. wanted: the config's section `objective`. The field
         `reference` of the result is None. `sampled_answers` calls it if no OwnParts were given. Raises ConfigError if a
         function cannot be loaded."""
+        options = {"timeout_seconds": wanted.reward_timeout, "errors": wanted.reward_errors or "stop"}
         rewards = None
         if wanted.reward_funcs:
-            rewards = RewardFunctions.named(
-                wanted.reward_funcs,
-                wanted.reward_weights,
-                timeout_seconds=wanted.reward_timeout,
-                errors=wanted.reward_errors or "stop",
-                isolation=wanted.reward_isolation,
-            )
+            rewards = RewardFunctions.named(wanted.reward_funcs, isolation=wanted.reward_isolation, **options)
         tools = None
         if wanted.tools or wanted.environment_factory:
             tools = Tools.named(
@@ -221,7 +227,17 @@ class OwnParts:
         rollout = None
         if wanted.rollout_func is not None:
             rollout = load_from_file(wanted.rollout_func, "objective.rollout_func")
-        return cls(rewards, tools, rollout, wanted.max_tool_calling_iterations)
+        return cls(rewards, wanted.reward_weights, options, tools, rollout, wanted.max_tool_calling_iterations)
+
+    def all_rewards(self) -> RewardFunctions:
+        """The reward functions of the run: `rewards`, then those of environments; or, without both, the column `reward`
+        of the rollout function. ConfigError: there are none, or another number of weights."""
+        rewards, own = self.rewards, 0 if self.rewards is None else len(self.rewards.functions)
+        if self.tools is not None:
+            rewards = self.tools.rewards(rewards, **self.reward_options)
+        if rewards is None:
+            rewards, own = RewardFunctions.of([rollout_reward], **self.reward_options), 1
+        return rewards.weighed(self.reward_weights, len(rewards.functions) - own)
 
 
 def _answering(

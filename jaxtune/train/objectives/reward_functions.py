@@ -15,18 +15,19 @@ side by side, in one event loop for the whole run. Others run in the main thread
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.checks import unique_names
+from jaxtune.train.objectives.reward_log import RewardLog
 from jaxtune.train.user_code import errors as words
 from jaxtune.train.user_code.calling import arguments, begin, call, is_async, name_of
 from jaxtune.train.user_code.copies import own_copies
@@ -47,6 +48,7 @@ ISOLATION = "objective.reward_isolation"
 ENVIRONMENTS = "environments"  # the argument with the answers' environments
 SHARED = frozenset({ENVIRONMENTS})  # arguments whose entries are objects, of which functions get no copies
 _SHOWN = 200  # characters of a prompt or an answer in a message
+_LARGEST = float(np.finfo(np.float32).max)  # advantages are float32
 
 
 class RewardError(words.UserCodeError):
@@ -75,6 +77,9 @@ class Sampled:
     also: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Further arguments by name, which are passed as they are and have no entry for each answer. RewardFunctions sets
     them to its own."""
+
+    named: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """The same, only for functions with a parameter of that name."""
 
     @classmethod
     def of(
@@ -121,13 +126,13 @@ class Sampled:
 @dataclasses.dataclass(frozen=True)
 class RewardFunctions:
     """The reward functions of a run, with their weights and what happens if one fails. Called with a Sampled, it calls
-    them all and returns the rewards, float32[answers, functions], NaN where a function does not apply, or raises
+    them all and returns the rewards, float64[answers, functions], NaN where a function does not apply, or raises
     RewardError. These are not weighted: `weights` are for those who add them up, as advantages and metrics do.
     Evaluations by generated answers score answers by it too.
 
     Example:
       rewards = RewardFunctions.named(["rewards.py:is_right", "brevity"], weights=(1.0, 0.1))
-      table = rewards(sampled)  # float32[answers, 2]
+      table = rewards(sampled)  # float64[answers, 2]
     """
 
     functions: tuple[RewardFunction, ...]
@@ -152,16 +157,20 @@ class RewardFunctions:
     """Further arguments, {name: value}; each function gets those that its parameters name, or all if it has
     **parameters."""
 
+    nan_is_none: bool = False
+    """Whether a reward that is NaN counts as None, as in TRL, or ends the run."""
+
+    log: RewardLog = dataclasses.field(default_factory=RewardLog)
+    """Takes what functions log by the arguments `log_metric` and `log_extra`."""
+
     @classmethod
     def of(
         cls,
         functions: Sequence[RewardFunction],
         weights: Sequence[float] | None = None,
         *,
-        timeout_seconds: float | None = None,
-        errors: Literal["stop", "skip"] = "stop",
-        also: Mapping[str, object] = MappingProxyType({}),
         isolation: Literal["process"] | None = None,
+        **options: Any,
     ) -> RewardFunctions:
         """RewardFunctions of functions, named by their `__name__` (objects without one: by their class); equal names
         get numbers ("f", "f_2").
@@ -169,52 +178,54 @@ class RewardFunctions:
         Args:
           functions: at least one.
           weights: a weight for each function; None: all 1.
-          timeout_seconds, errors, also: the fields.
           isolation: "process": those that are not ready ones run in a process without devices, one for the functions of
             a file, which is killed at timeout_seconds.
+          options: other fields.
         Raises:
           ConfigError: there is no function, or another number of weights.
           UserCodeError: another process cannot find a function.
         """
         if not functions:
             raise ConfigError("objective.reward_funcs = []: learning from rewards needs at least one reward function")
-        weights = (1.0,) * len(functions) if weights is None else tuple(weights)
-        if len(weights) != len(functions):
-            raise ConfigError(
-                f"objective.reward_weights = {list(weights)}: there are {len(functions)} reward functions; give "
-                "each a weight, in their order"
-            )
         names = unique_names([name_of(function) for function in functions])
         if isolation is not None:
             ready = [*READY.values()]
             functions = [one if one in ready else Isolated(one, ISOLATION) for one in functions]
-        return cls(tuple(functions), names, weights, timeout_seconds, errors, also)
+        return cls(tuple(functions), names, (1.0,) * len(functions), **options).weighed(weights)
+
+    def weighed(self, weights: Sequence[float] | None, of_environments: int = 0) -> RewardFunctions:
+        """The same functions with a weight for each, in their order; None: as they are. The last `of_environments` may
+        be left out, and then weigh 1. ConfigError: another number of weights, or one that is not finite."""
+        if weights is None:
+            return self
+        weights, count = tuple(float(weight) for weight in weights), len(self.functions)
+        if len(weights) == count - of_environments:
+            weights += (1.0,) * of_environments
+        if len(weights) != count or not all(abs(weight) <= _LARGEST for weight in weights):
+            what = "reward function" if count == 1 else "reward functions"
+            raise ConfigError(
+                f"objective.reward_weights = {list(weights)}: there {'is' if count == 1 else 'are'} {count} {what} "
+                f"({', '.join(self.names)}); give each a finite weight, in this order"
+            )
+        return dataclasses.replace(self, weights=weights)
 
     @classmethod
     def named(
-        cls,
-        wanted: Sequence[str],
-        weights: Sequence[float] | None = None,
-        *,
-        key: str = _KEY,
-        timeout_seconds: float | None = None,
-        errors: Literal["stop", "skip"] = "stop",
-        isolation: Literal["process"] | None = None,
+        cls, wanted: Sequence[str], weights: Sequence[float] | None = None, *, key: str = _KEY, **options: Any
     ) -> RewardFunctions:
         """RewardFunctions of the names that a recipe has: `file.py:function`, or of ready functions, such as
-        exact_match. key: the config key that has them, for errors; the other arguments are those of `of`. ConfigError:
-        a function cannot be loaded."""
-        functions = [load_function(name, key) for name in wanted]
-        return cls.of(functions, weights, timeout_seconds=timeout_seconds, errors=errors, isolation=isolation)
+        exact_match. key: the config key that has them, for errors; other arguments are those of `of`. ConfigError: a
+        function cannot be loaded."""
+        return cls.of([load_function(name, key) for name in wanted], weights, **options)
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
-        """float32[answers, functions], NaN where a function does not apply. Each function has copies of its own.
+        """float64[answers, functions], NaN where a function does not apply. Each function has copies of its own.
         Asynchronous functions run side by side, in the run's event loop; the others one by one, in this thread.
 
         Raises:
           RewardError: a function failed (errors = "stop"), took too long, or returned no list of numbers.
         """
-        sampled = dataclasses.replace(sampled, also=self.also)
+        sampled = dataclasses.replace(sampled, also=self.also, named=self.log.arguments)
         pending = {
             index: begin(function, _given(function, sampled), name, self.timeout_seconds)
             for index, (function, name) in enumerate(zip(self.functions, self.names, strict=True))
@@ -228,11 +239,11 @@ class RewardFunctions:
         return np.stack(columns, axis=1)
 
     def _rewards(self, index: int, sampled: Sampled, pending: Pending | None) -> np.ndarray:
-        """float32[answers]: the rewards of one function. pending: its call, if it is asynchronous."""
+        """float64[answers]: the rewards of one function. pending: its call, if it is asynchronous."""
         function, name = self.functions[index], self.names[index]
         outcome = self._outcome(function, name, sampled) if pending is None else pending.outcome()
         if outcome.error is None:
-            return _checked(name, outcome.value, len(sampled))
+            return _checked(name, outcome.value, len(sampled), self.nan_is_none)
         if isinstance(outcome.error, TooLong):
             raise self._too_long(function, name, sampled, outcome.error)
         if pending is None:
@@ -342,18 +353,20 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
     """Copies of the arguments that the function names, or of all if it has **parameters. Of equal names, a further
     argument hides a column, and prompts, completions and completion_ids hide both."""
     turns = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
+    asked = inspect.signature(function).parameters if sampled.named else {}
+    named = {name: value for name, value in sampled.named.items() if name in asked and name not in sampled.columns}
+    also = {name: value for name, value in {**named, **sampled.also}.items() if name not in turns}
     of_answers = arguments(function, {**sampled.columns, **turns})
-    also = {name: value for name, value in sampled.also.items() if name not in turns}
     return own_copies(of_answers, SHARED) | arguments(function, also)
 
 
-def _checked(name: str, values: Any, count: int) -> np.ndarray:
-    """Checks what a reward function returned, and returns it as float32[count], NaN where it returned None. Raises
-    RewardError if `values` has no length or not `count` entries, is a text or a mapping, or has an entry that is
-    neither None nor a finite number (what `float` accepts). RewardFunctions calls it for each call of a function. name:
-    the function's name, for the message."""
+def _checked(name: str, values: Any, count: int, nan_is_none: bool = False) -> np.ndarray:
+    """The rewards that the function `name` returned for `count` answers, as float64[count], NaN where it returned None.
+    RewardError: they are no ordered collection of `count` entries, or one is neither None nor a number that is finite
+    in float32. nan_is_none: NaN counts as None."""
+    unordered = isinstance(values, str | bytes | bytearray | Mapping | Set)
     try:
-        given = None if isinstance(values, str | Mapping) else len(values)
+        given = None if unordered else len(values)
     except TypeError:  # an array without dimensions has the method, and no length
         given = None
     if given != count:
@@ -361,20 +374,29 @@ def _checked(name: str, values: Any, count: int) -> np.ndarray:
         raise RewardError(
             f"reward function {name} returned {what} for {count} answers; it must return a list of as many"
         )
-    found = np.full(count, np.nan, np.float32)
-    for index, value in enumerate(values):
-        if value is None:
-            continue
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise RewardError(f"reward function {name} returned {value!r}; a reward is a number or None") from None
-        if not math.isfinite(number):
-            raise RewardError(
-                f"reward function {name} returned {number}; a reward is a finite number, or None where there is none"
-            )
-        found[index] = number
-    return found
+    return np.array([_number(name, value, nan_is_none) for value in values], np.float64)
+
+
+def _number(name: str, value: Any, nan_is_none: bool) -> float:
+    """A reward as a float, NaN for None; the arguments and errors are those of `_checked`."""
+    if value is None:
+        return math.nan
+    try:
+        number = None if isinstance(value, str | bytes | bytearray) else float(value)
+    except OverflowError:  # an integer
+        number = math.inf
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
+        raise RewardError(f"reward function {name} returned {value!r}; a reward is a number or None")
+    if math.isnan(number) and nan_is_none:
+        return number
+    if not abs(number) <= _LARGEST:  # NaN is not
+        most = "" if math.isnan(number) else f" of at most {_LARGEST:.1e}"
+        raise RewardError(
+            f"reward function {name} returned {number}; a reward is a finite number{most}, or None where there is none"
+        )
+    return number
 
 
 def _shortened(value: Turns) -> str:
@@ -395,22 +417,46 @@ def text_of(completion: Turns) -> str:
     return completion if isinstance(completion, str) else str((completion or [{}])[-1].get("content") or "")
 
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# A minus belongs to a number unless it follows an operand, as in "5-3".
+_SIGN = r"(?:(?<![\w)\]}%!])(?P<minus>[-\u2212\u2013\uFE63\uFF0D])\\?[$\u20AC\u00A3\u00A5]?)?"
+# Digits, in groups of three by commas or without, decimals and an exponent.
+_GROUPED = r"(?<!\d,)\d{1,3}(?>(?:,|\{,\})\d{3})+(?!\d|,\d|\{,\}\d)"
+_PLAIN = rf"(?>(?:(?:{_GROUPED}|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d+)?)"
+_NUMBER = re.compile(
+    rf"{_SIGN}(?:(?P<whole>\d+)[ ]?(?=\\[dt]?frac[{{\d])|(?P<and>\d+)[ ](?=\d+/\d))?"
+    rf"(?:\\[dt]?frac(?:\{{(?P<above>[-\u2212]?{_PLAIN})\}}\{{(?P<below>{_PLAIN})\}}|(?P<digits>\d\d))"
+    rf"|(?P<chain>{_PLAIN}(?:/{_PLAIN})*))"
+)
 
 
 def last_number(text: str) -> float | None:
-    """The last number in `text`, commas between digits ignored ("1,024" is 1024.0); None if there is no number. A minus
-    before the digits belongs to it, also in "5-3"; an exponent does not. `exact_number` compares it, as the result of
-    an answer, with that of the row's own answer."""
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    """The last number in `text`; None if there is none. "1,024" is 1024, but "1,2,3" are three numbers. A minus (also
+    U+2212) before the digits counts, unless it follows a digit, a letter or a closing bracket: of "5-3" the last number
+    is 3. "1/2", "1 1/2", LaTeX's fractions and exponents ("1e5") are one number; other expressions are not computed.
+
+    ```python
+    assert last_number("It costs -$1,024.50") == -1024.5 and last_number("2, 3/4") == 0.75
+    ```
+    """
+    found = [*_NUMBER.finditer(text)]
+    if not found:
+        return None
+    last = found[-1]
+    if last["digits"]:
+        parts = [*last["digits"]]
+    else:
+        parts = last["chain"].split("/") if last["chain"] else [last["above"], last["below"]]
+    numbers = [float(re.sub(r"[,{}]", "", part).replace("\u2212", "-")) for part in parts]
+    if len(numbers) == 2 and numbers[1]:
+        value = numbers[0] / numbers[1] + float(last["whole"] or last["and"] or 0)
+    else:  # also a date, 12/25/2024
+        value = numbers[-1]
+    return -value if last["minus"] and len(numbers) < 3 else value
 
 
 def exact_number(completions: list[Turns], answer: list[object], **columns: object) -> list[float | None]:
-    """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
-    `completions` 1.0 if the last number in its text (`text_of`) equals the last one in str of the row's column
-    `answer`, else 0.0; None if that column has no number, so that the function does not apply. Other columns are
-    ignored."""
+    """A ready reward: 1.0 if the `last_number` of an answer's text equals that of the column `answer`, else 0.0; None
+    if the column has no number."""
     wanted = [last_number(str(value)) for value in answer]
     return [
         None if number is None else float(last_number(text_of(completion)) == number)
@@ -428,13 +474,13 @@ def exact_match(completions: list[Turns], answer: list[object], **columns: objec
     ]
 
 
-_TAGGED = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+_WITHIN = r"[^<]*(?:<(?!/?(?:think|answer)>)[^<]*)*"  # text without the two tags
+_TAGGED = re.compile(rf"\s*<think>{_WITHIN}</think>\s*<answer>{_WITHIN}</answer>\s*")
 
 
 def tagged_format(completions: list[Turns], **columns: object) -> list[float]:
-    """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
-    `completions` 1.0 if its text (`text_of`) is `<think>...</think><answer>...</answer>` and nothing else but white
-    space around these, else 0.0. All columns are ignored."""
+    """A ready reward: 1.0 if an answer's text is one `<think>...</think>` and one `<answer>...</answer>`, without these
+    tags in them and with nothing but white space around, else 0.0."""
     return [float(_TAGGED.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 

@@ -29,7 +29,7 @@ from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, BatchSource, Json, SampledRows, epoch_order
 from jaxtune.train.digests import values_crc32
-from jaxtune.train.objectives.answer_report import measured, screen_lines
+from jaxtune.train.objectives.answer_report import masked_lines, measured, recorded, screen_lines
 from jaxtune.train.objectives.answering import Answering
 from jaxtune.train.objectives.packed_answers import (
     OLD_LOGPS,
@@ -39,6 +39,7 @@ from jaxtune.train.objectives.packed_answers import (
     AnswerRows,
     Prompt,
     Settings,
+    fill_warning,
 )
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled
 
@@ -81,6 +82,7 @@ class SampledAnswers(BatchSource):
       length: the number of tokens in a row.
       seed: of sampling and of the order of prompts.
       rows_multiple: the number of rows in a step is a multiple of it, so that devices can share them.
+      chosen_length: whether `length` was chosen for these prompts (`packed_shape`), and not by the user.
       score: computes the log-probabilities of a batch's tokens under the model that it is given: the one that
         sampled them. If it is not None, batches have them in `Batch.extra[OLD_LOGPS]`.
       reference: computes the log-probabilities of a batch's tokens under the frozen reference of the model that it is
@@ -109,6 +111,7 @@ class SampledAnswers(BatchSource):
         score: Score | None = None,
         reference: Score | None = None,
         penalises: bool = False,
+        chosen_length: bool = False,
     ):
         group, longest = settings.num_generations, max(len(prompt.ids) for prompt in prompts)
         if answers_per_step % group:
@@ -137,6 +140,11 @@ class SampledAnswers(BatchSource):
             has_old=score is not None,
             has_reference=reference is not None and not penalises,
         )
+        self._fill = (
+            []
+            if chosen_length or answering.changes_prompts
+            else fill_warning(longest + settings.max_completion_length, answers_per_step, self.rows_per_step, length)
+        )
         at_once = min(settings.slots, answers_per_step * settings.steps_per_generation)
         self.sampled_rows = SampledRows(
             length if answering.changes_prompts else longest + settings.max_completion_length, at_once
@@ -145,6 +153,8 @@ class SampledAnswers(BatchSource):
         self._made: tuple[int, Batch] | None = None
         self._old: dict[int, np.ndarray] = {}
         self._metrics: dict[int, dict[str, float]] = {}
+        self._rollouts: tuple[int, list[dict[str, Any]]] = (-1, [])
+        self._warned = -_PRINT_EVERY  # the step whose masks were warned of last
         self._news: list[str] = []
         self._returned: float | None = None  # when the batch of the latest generation's first step was ready
 
@@ -300,6 +310,10 @@ class SampledAnswers(BatchSource):
             *([f"tools: {', '.join(self.answering.tool_names)}"] if self.answering.tool_names else []),
         ]
 
+    def warnings(self) -> list[str]:
+        """That rows of data.length are filled badly, if they are."""
+        return self._fill
+
     def news(self) -> list[str]:
         """Returns the samples and warnings for the screen that were added since the last call, and removes them. A run
         calls it after each step."""
@@ -313,6 +327,22 @@ class SampledAnswers(BatchSource):
         ready to this sampling; and, if divergences are subtracted from rewards, "kl", their mean per token. {} if the
         step uses a generation that was sampled for an earlier one. The run writes them to its log."""
         return self._metrics.pop(step, {})
+
+    def rollouts_at(self, step: int) -> list[dict[str, Any]]:
+        """The answers that were sampled before `step`, given out once; [] if the step uses those of an earlier one."""
+        at, rows = self._rollouts
+        if at != step:
+            return []
+        self._rollouts = -1, []
+        return rows
+
+    def remarks(self, step: int, line: Mapping[str, Any]) -> list[str]:
+        """Warnings that masks or the correction leave most answers out of the loss, at most every ten steps."""
+        texts = masked_lines(line)
+        if not texts or step - self._warned < _PRINT_EVERY:
+            return []
+        self._warned = step
+        return texts
 
     # ---- a generation
 
@@ -358,13 +388,15 @@ class SampledAnswers(BatchSource):
             [one.completion for one in found],
         )
         table = self.rewards(sampled)
+        logged, extra = self.rewards.log.taken(len(made))
         kl = self._divergences(model, made) if self._reference is not None and self._penalises else None
         values = self.advantages(table) if kl is None else self.advantages(table, kl=kl)
         made = [dataclasses.replace(answer, advantage=float(v)) for answer, v in zip(made, values, strict=True)]
         times = {"sampling_seconds": sampling, "reward_seconds": time.monotonic() - started - sampling}
         if self._returned is not None:
             times["update_seconds"] = started - self._returned
-        self._metrics[step] = measured(made, table, self.rewards, settings) | metrics | times
+        self._metrics[step] = logged | measured(made, table, self.rewards, settings) | metrics | times
+        self._rollouts = step, recorded(step + 1, sampled, table, made, self.rewards, extra)
         if kl is not None:
             self._metrics[step]["kl"] = float(kl.sum() / max(1, sum(map(self.rows.counted, made))))
         if number % _PRINT_EVERY == 0:
@@ -372,12 +404,12 @@ class SampledAnswers(BatchSource):
         return made
 
     def _divergences(self, model: Decoder, answers: Sequence[Answer]) -> np.ndarray:
-        """float32[answers]: the divergence of each answer from the reference of `model`, beta times which `advantages`
+        """float64[answers]: the divergence of each answer from the reference of `model`, beta times which `advantages`
         subtracts from its reward: the sum of log p - log p_ref over the answer's tokens, in nats, where log p is the
         sampler's log-probability at the sampling temperature, before top_k, top_p, min_p and the repetition penalty.
         Tokens that do not count in the loss, such as those that tools wrote, are left out."""
         assert self._reference is not None
-        found = np.zeros(len(answers), np.float32)
+        found = np.zeros(len(answers))
         for start in range(0, len(answers), self.answers_per_step):
             own = answers[start : start + self.answers_per_step]
             batch = self.rows.packed(own, 0.0)

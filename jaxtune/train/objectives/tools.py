@@ -30,7 +30,7 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.checks import unique_names
@@ -208,14 +208,14 @@ class Tools:
         `environment` is read, which names the row's. Raises ConfigError if it is then missing or names none of them."""
         return _parameters(self.schemas(columns))
 
-    def rewards(self, functions: RewardFunctions | None) -> RewardFunctions:
-        """The reward functions of the run: `functions` (None if there are none), and for each class of environments
-        with a `get_reward` one function that calls it, with weight 1 and the name of the class (made unique).
-        `sampled_answers` calls it once. Raises ConfigError if there is no reward function at all."""
+    def rewards(self, functions: RewardFunctions | None, **options: Any) -> RewardFunctions:
+        """The reward functions of the run: `functions`, and for each class of environments with a `get_reward` one
+        function that calls it, with weight 1 and the name of the class (made unique). options: fields of
+        RewardFunctions, if `functions` is None. Raises ConfigError if there is no reward function at all."""
         kinds = dict.fromkeys(type(pool[0]) for pool in self._pool.values() if hasattr(pool[0], "get_reward"))
         added: list[RewardFunction] = [_reward_of(kind) for kind in kinds]
         if functions is None:
-            return RewardFunctions.of(added)
+            return RewardFunctions.of(added, **options)
         names = unique_names([*functions.names, *(kind.__name__ for kind in kinds)])
         weights = (*functions.weights, *(1.0 for _ in kinds))
         return dataclasses.replace(functions, functions=(*functions.functions, *added), names=names, weights=weights)

@@ -487,7 +487,11 @@ class Engine:
             shown(index + 1, count)
             between()
         loss, number = (sum(float(x) for x in column) for column in zip(*(t[:2] for t in totals), strict=True))
-        own = {name: sum(float(sums[name]) for _, _, sums in totals) for name in objective.sums}
+        largest = getattr(objective, "largest", ())
+        own = {
+            name: (max if name in largest else sum)(float(sums[name]) for _, _, sums in totals)
+            for name in objective.sums
+        }
         values = {"loss": loss / max(number, 1.0), objective.unit: int(number)}
         values |= objective.metrics({"loss": loss, "count": number, **own})
         return {f"eval_{name}": value for name, value in values.items()}

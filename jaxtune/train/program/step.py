@@ -123,6 +123,17 @@ class StepProgram:
         return self.micro_batches > 1 or self.sync is not None
 
     @property
+    def _largest(self) -> tuple[str, ...]:
+        """Those of the objective's own sums that are largest values."""
+        return getattr(self.objective, "largest", ())
+
+    def _of_all_devices(self, sums: Sums) -> Sums:
+        """`of_all_devices`, but the largest of the values that are no sums."""
+        largest = {name: partition.largest(sums.own[name]) for name in self._largest}
+        total = of_all_devices(sums)
+        return dataclasses.replace(total, own=total.own | largest)
+
+    @property
     def devices(self) -> int:
         """The number of devices of the mesh; 1 without a mesh."""
         return 1 if self.mesh is None else self.mesh.size
@@ -239,7 +250,7 @@ class StepProgram:
             """What each device computes: its own sums, behind an axis of one device, with its rows added; if the step
             has one micro-batch, they are then added over devices."""
             sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *others)
-            return jax.tree.map(lambda a: a[None], of_all_devices(sums) if self._sums_at_once else sums)
+            return jax.tree.map(lambda a: a[None], self._of_all_devices(sums) if self._sums_at_once else sums)
 
         sums = self._divided(sums, state.trainable)
         state = dataclasses.replace(state, trainable=self._marked(state.trainable))
@@ -290,6 +301,8 @@ class StepProgram:
         (gradients, layers), measured = jax.grad(scaled_loss, (0, 1), has_aux=True)(state.trainable, layer_sums)
         with jax.named_scope("accumulate"):
             total = jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
+            for name in self._largest:
+                total.own[name] = jnp.maximum(sums.own[name], measured[-1][name])
             if layers is not None and runs:
                 # Only the model's first run adds to the sums; gradients of further runs are returned with the tensors'.
                 more = runs > 1
@@ -318,7 +331,7 @@ class StepProgram:
         def local(sums):
             """The sums of all devices from this device's, without their leading axis; those added already stay."""
             sums = jax.tree.map(lambda a: a[0], sums)
-            return sums if self._sums_at_once else of_all_devices(sums)
+            return sums if self._sums_at_once else self._of_all_devices(sums)
 
         sync = self.sync
         if sync is None:
@@ -328,7 +341,7 @@ class StepProgram:
             """Adds this device's `sums` to those of all others, gradients by the quantised sync. Returns (the sums of
             all devices, the new errors of this device). state: has this device's errors of the last step."""
             sums, errors = jax.tree.map(lambda a: a[0], (sums, state.sync_errors))
-            others = of_all_devices(dataclasses.replace(sums, gradients=None))
+            others = self._of_all_devices(dataclasses.replace(sums, gradients=None))
             unit = jnp.maximum(others.count, 1.0) * state.loss_scale
             key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _SYNC)
             key = jax.random.fold_in(key, state.step)
@@ -477,7 +490,10 @@ class StepProgram:
         def local(trainable, frozen, batch):
             """The sums of the loss for a device's rows (`batch`) and shards (trainable, frozen), over all devices."""
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
-            return partition.total(self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward))
+            loss, count, own = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
+            largest = {name: partition.largest(own[name]) for name in self._largest}
+            loss, count, own = partition.total((loss, count, own))
+            return loss, count, own | largest
 
         tensors = partition.divide((trainable, frozen), self.mesh)
         run = partition.divided(local, self.mesh, (*partition.specs(tensors), partition.ROWS), partition.WHOLE)

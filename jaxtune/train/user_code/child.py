@@ -44,12 +44,22 @@ def _answer(functions: dict[bytes, Callable], reference: bytes, given: bytes | N
     try:
         if reference not in functions:
             functions[reference] = _loaded(reference)
-        value = None if given is None else functions[reference](**pickle.loads(given))
+        if given is None:
+            return pickle.dumps((True, b""))
+        sent, logs = pickle.loads(given)
+        logged: list[tuple[str, tuple, dict]] = []
+        arguments = pickle.loads(sent) | {name: _log(name, logged) for name in logs}
+        value = functions[reference](**arguments)
         if isinstance(value, Awaitable):
             value = _awaited(value)
-        return pickle.dumps((True, pickle.dumps(value)))
+        return pickle.dumps((True, pickle.dumps((value, logged))))
     except BaseException as error:
         return pickle.dumps((False, (errors.in_words(error), errors.place(error), errors.trace(error))))
+
+
+def _log(name: str, logged: list[tuple[str, tuple, dict]]) -> Callable[..., None]:
+    """In place of a function of the run: keeps what it is called with."""
+    return lambda *arguments, **named: logged.append((name, arguments, named))
 
 
 def _awaited(value: Awaitable[object]) -> object:

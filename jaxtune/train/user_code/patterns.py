@@ -17,16 +17,18 @@ def searched(patterns: Sequence[str], texts: Sequence[str]) -> list[bool]:
     than LIMIT_SECONDS or 1 GiB."""
     from jaxtune.train.user_code.processes import process_of
 
-    given = pickle.dumps(dict(patterns=list(patterns), texts=list(texts)))
+    sent = pickle.dumps(dict(patterns=list(patterns), texts=list(texts)))
     try:
-        answer = process_of(__name__).ask(pickle.dumps(_searched), given, "regex", LIMIT_SECONDS, looks=False)
+        answer = process_of(__name__).ask(
+            pickle.dumps(_searched), pickle.dumps((sent, [])), "regex", LIMIT_SECONDS, looks=False
+        )
     except TimeoutError:
         which = repr(patterns[0][:80]) if len(patterns) == 1 else f"one of {len(patterns)} patterns"
         raise ValueError(
             f"{which} took longer than {LIMIT_SECONDS:g} s, and its process was ended: it backtracks without end; "
             "write it without repeats inside repeats"
         ) from None
-    return pickle.loads(answer)
+    return pickle.loads(answer)[0]
 
 
 def _searched(patterns: Sequence[str], texts: Sequence[str]) -> list[bool]:

@@ -26,6 +26,7 @@ sys.path[:] = json.loads(sys.argv[1])
 from jaxtune.train.user_code.child import serve
 serve(int(sys.argv[2]), int(sys.argv[3]))"""
 _NO_DEVICE = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+LOGS = ("log_metric", "log_extra")  # functions of the run among the arguments: what they are called with is sent back
 _END_SECONDS = 5.0  # for a process that has closed its connection
 _processes: dict[str, Process] = {}  # by what the functions share: their file, or module
 
@@ -150,11 +151,16 @@ class Isolated:
           TimeoutError: it took longer than `seconds`, and its process was ended.
         """
         self._process.ask(self._reference, None, self._name)
-        value = self._process.ask(self._reference, self._sendable(given), self._name, seconds)
+        logs = {name: value for name, value in given.items() if name in LOGS and callable(value)}
+        sent = self._sendable({name: value for name, value in given.items() if name not in logs})
+        answer = self._process.ask(self._reference, pickle.dumps((sent, [*logs])), self._name, seconds)
         try:
-            return pickle.loads(value)
+            value, logged = pickle.loads(answer)
         except Exception as error:
             raise UserCodeError(f"what {self._name} returned cannot be read in the run: {error}") from error
+        for name, arguments, named in logged:
+            logs[name](*arguments, **named)
+        return value
 
     def _pickled(self, function: Callable) -> bytes:
         try:

@@ -1,0 +1,47 @@
+"""Prints sampled answers, as TRL does with log_completions (`Completions`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from jaxtune.system.terminal import console, printable
+from jaxtune.train.callbacks import Callback
+
+
+class Completions(Callback):
+    """Prints the answers of the latest generation at each logged step. logging_steps: the steps from one to the next.
+    most: the answers that are printed, the first ones; None: all."""
+
+    def __init__(self, logging_steps: int, most: int | None):
+        self._every, self._most = logging_steps, most
+        self._rollouts: Sequence[Mapping[str, Any]] = ()
+
+    def sampled(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        self._rollouts = rollouts
+
+    def stepped(self, step: int, metrics: dict[str, Any]) -> None:
+        if step % self._every or not self._rollouts:
+            return
+        names = list(self._rollouts[0]["rewards"])
+        extra = list(self._rollouts[0].get("extra", {}))
+        table = Table("prompt", "completion", *names, *extra, "advantage", title=f"step {step}", show_lines=True)
+        for row in self._rollouts[: self._most]:
+            rewards = [_cell(row["rewards"][name]) for name in names]
+            others = [_cell(row.get("extra", {}).get(name)) for name in extra]
+            cells = (_cell(row["prompt"]), _cell(row["answer"]), *rewards, *others, _cell(row["advantage"]))
+            table.add_row(*(printable(cell) for cell in cells))
+        console(stderr=True).print(table)
+        self._rollouts = ()
+
+
+def _cell(value: Any) -> str:
+    """A value of the table as text; of messages each role and content."""
+    if isinstance(value, float):
+        return "" if value != value else f"{value:.2f}"
+    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+        return "\n".join(f"{one.get('role')}: {one.get('content') or json.dumps(one, default=str)}" for one in value)
+    return str(value)

@@ -1,0 +1,106 @@
+"""The sampled answers of a run with their rewards, in the file rollouts.jsonl of its folder (`RolloutsFile`, `latest`).
+
+A line is one answer: "step" (the first that trains on it), "row" (the number of its prompt among those read, from 0),
+"prompt" and "answer" (texts or messages), "rewards" ({function: number or null}), "reward" (their weighted sum),
+"advantage", "tokens" (sampled ones), "ended" ("stop" or "length"), and "extra", what functions logged by `log_extra`.
+
+The file stays within a size: of the older half of its generations every second one is dropped when it is full, so that
+what is left spans the whole run, closer towards its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtune.system.files import atomic_write
+
+ROLLOUTS = "rollouts.jsonl"
+_LARGEST = 0.25  # of the size: the most that one generation may have
+_FULL = 0.75  # of the size: what is left after generations were dropped
+_READ = 1 << 20  # bytes at the file's end in which the latest generation is looked for
+
+
+class RolloutsFile:
+    """Appends generations to the rollouts.jsonl in `folder`, within `most_bytes`. resumed_step: the step from which a
+    resumed run continues, whose later generations are sampled again and dropped here; None: a new run."""
+
+    def __init__(self, folder: Path, most_bytes: int, resumed_step: int | None = None):
+        self._path, self._most = folder / ROLLOUTS, most_bytes
+        if self._path.exists():
+            lines = _lines(self._path) if resumed_step is not None else []
+            atomic_write(self._path, b"".join(text for step, text in lines if step <= (resumed_step or 0)))
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends the answers of one generation; of one that is larger than a quarter of the file, the first ones."""
+        texts = [json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace") + b"\n" for row in rows]
+        sizes = itertools.accumulate(map(len, texts))
+        data = b"".join(text for text, size in zip(texts, sizes, strict=True) if size <= _LARGEST * self._most)
+        if not data:
+            return
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size + len(data) > self._most:
+            self._thin()
+            size = self._path.stat().st_size
+        try:
+            with open(self._path, "ab", buffering=0) as file:
+                if file.write(data) != len(data):
+                    raise OSError(f"{self._path}: only a part of a generation could be written")
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, size)
+            raise
+
+    def _thin(self) -> None:
+        """Drops generations until the file is three quarters full."""
+        generations = [
+            b"".join(text for _, text in lines)
+            for _, lines in itertools.groupby(_lines(self._path), key=lambda line: line[0])
+        ]
+        kept = kept_generations([len(text) for text in generations], int(_FULL * self._most))
+        atomic_write(self._path, b"".join(generations[index] for index in kept))
+
+
+def kept_generations(sizes: Sequence[int], most: int) -> list[int]:
+    """The indices of the generations that are kept so that their `sizes`, from the oldest on, add up to at most `most`:
+    of the older half every second one is dropped, as often as needed."""
+    kept = list(range(len(sizes)))
+    while kept and sum(sizes[index] for index in kept) > most:
+        older = kept[: max(2, len(kept) // 2)]
+        dropped = set(older[1::2] if len(kept) > 2 else kept[:1])
+        kept = [index for index in kept if index not in dropped]
+    return kept
+
+
+def latest(folder: Path) -> list[dict[str, Any]]:
+    """The answers of the latest generation in the rollouts.jsonl of `folder`, or its last ones if it is large; [] if
+    there is none."""
+    path = folder / ROLLOUTS
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _READ))
+        lines = file.read().split(b"\n")[1 if size > _READ else 0 :]
+    found = [line for text in lines if (line := _parsed(text)) is not None]
+    return [line for line in found if line["step"] == found[-1]["step"]]
+
+
+def _lines(path: Path) -> list[tuple[int, bytes]]:
+    """(step, the line with its end) of the lines of a file that can be read."""
+    with open(path, "rb") as file:
+        return [(line["step"], text) for text in file if text.endswith(b"\n") and (line := _parsed(text)) is not None]
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """A line of the file; None if it is no JSON object with a step."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and type(line.get("step")) is int else None

@@ -1,0 +1,55 @@
+"""What reward functions log beside their rewards, by TRL's arguments `log_metric` and `log_extra` (`RewardLog`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class RewardLog:
+    """Collects, from any thread, what the calls of reward functions log.
+
+    ```python
+    def right(completions, answer, log_metric, log_extra):
+        log_metric("digits", 3.5)  # a metric of the step: the mean of the calls of a generation
+        log_extra("expected", answer)  # a column of rollouts.jsonl, a value for each answer
+        return [1.0] * len(completions)
+    ```
+    """
+
+    _metrics: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    _columns: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def arguments(self) -> dict[str, Callable[..., None]]:
+        """The two functions, by the names by which reward functions get them."""
+        return {"log_metric": self._log_metric, "log_extra": self._log_extra}
+
+    def _log_metric(self, name: str, value: float) -> None:
+        """Adds a number to the metric `name`."""
+        self._metrics.setdefault(str(name), []).append(float(value))
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Adds values, one for each answer of the call, to a column of the answers."""
+        self._columns.setdefault(str(column), []).extend(values)
+
+    def taken(self, answers: int) -> tuple[dict[str, float], dict[str, list[Any]]]:
+        """({metric: mean of its finite numbers}, {column: a value for each of `answers`}) since the last call. A column
+        of another length is left out, with a warning."""
+        metrics, columns = self._metrics, self._columns
+        self._metrics, self._columns = {}, {}
+        means = {}
+        for name, values in metrics.items():
+            finite = [value for value in values if math.isfinite(value)]
+            if finite:
+                means[name] = math.fsum(finite) / len(finite)
+        for name in [name for name, values in columns.items() if len(values) != answers]:
+            logger.warning("log_extra: %s has %d values for %d answers: left out", name, len(columns[name]), answers)
+            del columns[name]
+        return means, columns
