@@ -10,6 +10,7 @@ from rich.table import Table
 
 from jaxtune.system.terminal import console, printable
 from jaxtune.train.callbacks import Callback
+from jaxtune.train.data.batches import Rollout
 
 
 class Completions(Callback):
@@ -18,9 +19,9 @@ class Completions(Callback):
 
     def __init__(self, logging_steps: int, most: int | None):
         self._every, self._most = logging_steps, most
-        self._rollouts: Sequence[Mapping[str, Any]] = ()
+        self._rollouts: Sequence[Rollout] = ()
 
-    def sampled(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+    def sampled(self, step: int, rollouts: Sequence[Rollout]) -> None:
         self._rollouts = rollouts
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
@@ -38,7 +39,7 @@ class Completions(Callback):
         self._rollouts = ()
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     """A value of the table as text; of messages each role and content."""
     if isinstance(value, float):
         return "" if value != value else f"{value:.2f}"

@@ -38,7 +38,7 @@ from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO as Policy
 from jaxtune.train.objectives.policy import log_probs_of
 from jaxtune.train.objectives.prompts import OwnParts, end_tokens, sampled_answers
-from jaxtune.train.objectives.reward_functions import RewardFunction, RewardFunctions, Turns
+from jaxtune.train.objectives.reward_functions import RewardFunction, RewardFunctions, RewardOptions, Turns
 from jaxtune.train.objectives.reward_log import RewardLog
 from jaxtune.train.objectives.rollout_function import RolloutModel
 from jaxtune.train.objectives.rollouts import SampledAnswers, Score
@@ -340,7 +340,7 @@ class RewardedTrainer(PreferenceTrainer):
         a RewardLog. NaN is None, as in TRL. reference: of the KL term."""
         log = RewardLog()
         also = {"trainer_state": getattr(self, "state", None), **log.arguments}
-        options = {"also": also, "nan_is_none": True, "log": log}
+        options = RewardOptions(also=also, nan_is_none=True, log=log)
         return OwnParts(
             RewardFunctions.of(self._functions, **options) if self._functions else None,
             self._weights,

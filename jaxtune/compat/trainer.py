@@ -281,7 +281,7 @@ class SFTTrainer(Evaluations):
                 format=self._format,
                 length=row_length(args, self.model),
                 # Of a stream no step can be laid out before; padded, it trains on the same rows in as many steps.
-                packing=packing or (False if streamed else "step"),
+                packing=packing or objective.samples or (False if streamed else "step"),
                 template=args.chat_template_path,
                 num_workers=args.dataset_num_proc,
                 **self._masking,

@@ -23,7 +23,7 @@ from jaxtune.train.digests import values_crc32
 from jaxtune.train.end_tokens import turn_end
 from jaxtune.train.objectives.packed_answers import Prompt
 from jaxtune.train.objectives.prompts import end_tokens, read_prompts
-from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, text_of
+from jaxtune.train.objectives.reward_functions import RewardFunctions, RewardOptions, Sampled, text_of
 
 KEY = "evaluation.generate"  # the config key that names the functions, for messages
 SAMPLES = "eval_samples"  # the key of the samples in a line of metrics.jsonl
@@ -208,11 +208,12 @@ def answer_metrics(
     if not wanted.generate:
         return None
     are_rewards, given = wanted.generate == (REWARDS,), config.objective
-    limits = {"timeout_seconds": given.reward_timeout, "isolation": given.reward_isolation}
+    options, isolation = RewardOptions(timeout_seconds=given.reward_timeout, errors="skip"), given.reward_isolation
     if not are_rewards:
-        functions = RewardFunctions.named(wanted.generate, key=KEY, errors="skip", **limits)
+        functions = RewardFunctions.named(wanted.generate, key=KEY, isolation=isolation, **options)
     elif rewards is None:
-        functions = RewardFunctions.named(given.reward_funcs or (), given.reward_weights, errors="skip", **limits)
+        names = given.reward_funcs or ()
+        functions = RewardFunctions.named(names, given.reward_weights, isolation=isolation, **options)
     else:
         functions = dataclasses.replace(rewards, errors="skip")
     most = model.config.context_length - wanted.max_new_tokens

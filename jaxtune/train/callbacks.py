@@ -5,10 +5,11 @@ evaluate, save or stop."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.train.data.batches import Rollout
 
 
 @dataclasses.dataclass
@@ -67,7 +68,7 @@ class Callback:
         that are added to `metrics` go into Trainer.history, and into metrics.jsonl if that has the step. It is for
         callbacks that log or watch the training loss; in this base class it does nothing."""
 
-    def sampled(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+    def sampled(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Called with the answers of a generation, as rollouts.jsonl has them, after `step` was dispatched, the first
         that trains on them. In this base class it does nothing."""
 

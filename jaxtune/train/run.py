@@ -234,10 +234,7 @@ class Run:
                 done = step + 1
                 monitor.step_dispatched(step, latest, counts)
                 rows.dispatched(step)
-                if rollouts := engine.batches.rollouts_at(step):
-                    monitor.sampled(done, rollouts)
-                for text in engine.batches.news():
-                    progress.print(text)
+                monitor.news(step)
                 stopped = self._between(done, evaluate, saver, state)
                 if tracing and (done - start == self.profile.start + self.profile.steps or done == self.total_steps):
                     with monitor.pause("profile", done):

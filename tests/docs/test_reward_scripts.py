@@ -293,4 +293,34 @@ def test_rloo_takes_the_divergence_from_the_reward(workplace, capsys):
     trainer.train()
     first, second = (line["kl"] for line in trainer.state.log_history if "kl" in line)
     assert abs(first) < 1e-4 and np.isfinite(second)
-    assert "log_metric does nothing here" in capsys.readouterr().out
+    assert [line["mine"] for line in trainer.state.log_history if "kl" in line] == [1.0, 1.0]
+
+
+def graded(completions, log_extra, **columns):
+    log_extra("shout", [text.upper() for text in completions])
+    return [float("nan") if index % 2 else 1.0 for index in range(len(completions))]
+
+
+def test_completions_are_printed_and_kept(workplace, capsys):
+    trainer = trainer_of(
+        reward_funcs=[graded],
+        max_steps=2,
+        log_completions=True,
+        num_completions_to_print=3,
+        log_unique_prompts=True,
+        delta=2.0,
+        loss_type="cispo",
+        epsilon_high=3.0,
+        logging_steps=2,
+    )
+    assert trainer.config().metrics.rollout_tables == "prompts"
+    trainer.train()
+    printed = capsys.readouterr()
+    assert "delta does nothing here: loss_type = cispo has no such bound" in printed.out
+    assert "shout" in printed.err and "step 2" in printed.err and "step 1" not in printed.err.replace("step 1/", "")
+    kept = (workplace / trainer.args.output_dir / "rollouts.jsonl").read_text()
+    rows = [json.loads(line) for line in kept.splitlines()]
+    assert {row["step"] for row in rows} == {1, 2} and len(rows) == 8
+    assert [row["rewards"]["graded"] for row in rows[:2]] == [1.0, None]
+    assert rows[0]["extra"]["shout"] == rows[0]["answer"].upper()
+    assert not trainer_of(reward_funcs=[graded]).config().metrics.rollout_tables

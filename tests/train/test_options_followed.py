@@ -45,17 +45,48 @@ def play(prompts, model):
 """
 # Another value than the default for each option.
 CHANGED = dict(
-    beta=0.3, loss_type=None, label_smoothing=0.1, precompute_ref_log_probs=True, desirable_weight=2.0,
-    undesirable_weight=2.0, simpo_gamma=0.7, center_rewards_coefficient=0.01, num_generations=4,
-    max_completion_length=33, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
-    mask_truncated_completions=True, num_iterations=2, steps_per_generation=2, slots=3, epsilon=0.3, epsilon_high=0.4,
-    delta=1.9, importance_sampling_level="sequence", importance_sampling_correction=False,
-    importance_sampling_mode="token_mask", importance_sampling_clip_max=2.0, importance_sampling_clip_min=0.5,
-    use_bias_correction_kl=False, top_entropy_quantile=0.5, entropy_coef=0.1, sapo_temperature_pos=1.2,
-    sapo_temperature_neg=1.3, scale_rewards="batch", multi_objective_aggregation="normalize_then_sum",
-    normalize_advantages=True, teacher="x", teacher_load_in="nf4", teacher_top_k=7, teacher_logprobs="f", on_policy=0.5,
+    beta=0.3,
+    loss_type=None,
+    label_smoothing=0.1,
+    precompute_ref_log_probs=True,
+    desirable_weight=2.0,
+    undesirable_weight=2.0,
+    simpo_gamma=0.7,
+    center_rewards_coefficient=0.01,
+    num_generations=4,
+    max_completion_length=33,
+    temperature=0.7,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    mask_truncated_completions=True,
+    num_iterations=2,
+    steps_per_generation=2,
+    slots=3,
+    epsilon=0.3,
+    epsilon_high=0.4,
+    delta=1.9,
+    importance_sampling_level="sequence",
+    importance_sampling_correction=False,
+    importance_sampling_mode="token_mask",
+    importance_sampling_clip_max=2.0,
+    importance_sampling_clip_min=0.5,
+    use_bias_correction_kl=False,
+    top_entropy_quantile=0.5,
+    entropy_coef=0.1,
+    sapo_temperature_pos=1.2,
+    sapo_temperature_neg=1.3,
+    scale_rewards="batch",
+    multi_objective_aggregation="normalize_then_sum",
+    normalize_advantages=True,
+    teacher="x",
+    teacher_load_in="nf4",
+    teacher_top_k=7,
+    teacher_logprobs="f",
+    on_policy=0.5,
     sampling_temperature=0.8,
-)  # fmt: skip
+)
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo")
 
 
@@ -115,12 +146,15 @@ def test_what_has_no_effect_is_named():
         ("grpo", dict(sapo_temperature_pos=2.0), {"sapo_temperature_pos"}),
         ("grpo", dict(use_bias_correction_kl=False), {"use_bias_correction_kl"}),
         ("grpo", dict(multi_objective_aggregation="normalize_then_sum", scale_rewards="batch"), {"scale_rewards"}),
-        ("rloo", dict(importance_sampling_correction=False, importance_sampling_clip_min=0.1),
-         {"importance_sampling_clip_min"}),
+        (
+            "rloo",
+            dict(importance_sampling_correction=False, importance_sampling_clip_min=0.1),
+            {"importance_sampling_clip_min"},
+        ),
         ("rloo", dict(rollout_func="x.py:f", tool_timeout=3.0), {"tool_timeout"}),
         ("distill", dict(teacher="base", on_policy=0.0, top_k=3), {"top_k"}),
         ("grpo", dict(loss_type="sapo", sapo_temperature_pos=2.0, epsilon=0.2, tools=("x",), tool_timeout=1.0), set()),
-    ]:  # fmt: skip
+    ]:
         assert set(without_effect(name, options)) == idle
         for option in idle:
             with pytest.raises(ConfigError, match=f"objective.{option} = "):

@@ -98,7 +98,7 @@ _DEFAULTS = {
 }
 
 
-def without_effect(name: str, options: Mapping[str, Any]) -> dict[str, str]:
+def without_effect(name: str, options: Mapping[str, object]) -> dict[str, str]:
     """{option: why and what to do} of the `options` of the objective `name` that change nothing beside the others, and
     have another value than their default."""
     found: dict[str, str] = {}

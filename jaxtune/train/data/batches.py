@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypedDict
 
 import jax
 import numpy as np
@@ -74,6 +74,21 @@ class SampledRows:
     """The most tokens of a row, its prompt included."""
     most: int
     """The most rows that are sampled at a time."""
+
+
+class Rollout(TypedDict, total=False):
+    """A sampled answer, a line of rollouts.jsonl (display/rollouts.py)."""
+
+    step: Required[int]
+    row: int
+    prompt: object
+    answer: object
+    rewards: dict[str, float]
+    reward: float
+    advantage: float
+    tokens: int
+    ended: str
+    extra: dict[str, object]
 
 
 class BatchSource:
@@ -210,11 +225,11 @@ class BatchSource:
         sentence each; [] by default. They end nothing: what makes rows unusable is raised as an error instead."""
         return []
 
-    def rollouts_at(self, step: int) -> list[dict[str, Any]]:
+    def rollouts_at(self, step: int) -> list[Rollout]:
         """The answers that were sampled for `step` (display/rollouts.py), given out once; [] by default."""
         return []
 
-    def remarks(self, step: int, line: Mapping[str, Any]) -> list[str]:
+    def remarks(self, step: int, line: Mapping[str, float]) -> list[str]:
         """Warnings for the screen about the metrics of `step`, a line of metrics.jsonl; [] by default."""
         return []
 

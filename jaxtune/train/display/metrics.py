@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from jaxtune.system import processes, terminal
 from jaxtune.system.files import atomic_write
+from jaxtune.train.data.batches import Rollout
 from jaxtune.train.display.rollouts import ROLLOUTS, RolloutsFile
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class MetricsLogger:
             with self._survived(name):
                 sink.log(line)
 
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_rollouts(self, step: int, rows: Sequence[Rollout]) -> None:
         """Records the answers of a generation (display/rollouts.py) in rollouts.jsonl and as tables. step: the first
         that trains on them. Raises no error of a logger."""
         plain = [_plain_texts(row) for row in rows]
@@ -152,7 +153,7 @@ class _Sink:
     def log(self, line: dict[str, Any]) -> None:
         """Records a line, {name: JSON value}: `step`, `time` (unix seconds), metrics. MetricsLogger catches errors."""
 
-    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def table(self, step: int, rows: Sequence[Rollout]) -> None:
         """Records sampled answers as a table, if the logger has tables. step: the first that trains on them."""
 
     def close(self) -> None:
@@ -215,7 +216,7 @@ class _WandbSink(_Sink):
         """Sends the numbers of `line` to Weights & Biases, with its step as one more metric, not as wandb's step."""
         self._run.log({"step": line["step"], **_numbers(line)})
 
-    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def table(self, step: int, rows: Sequence[Rollout]) -> None:
         """Sends the answers as the table "completions", as TRL does."""
         import wandb
 
@@ -254,7 +255,7 @@ class _TrackioSink(_Sink):
         """Stores the numbers of `line` (see `_Sink.log`), at its step, in trackio."""
         self._run.log(_numbers(line), step=line["step"])
 
-    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def table(self, step: int, rows: Sequence[Rollout]) -> None:
         """Stores the answers as the table "completions", as TRL does."""
         import pandas
         import trackio
@@ -303,10 +304,10 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"a metric must be a number, string, list or dict, not {type(value).__name__}")
 
 
-def _plain_texts(row: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_texts(row: Rollout) -> Rollout:
     """A sampled answer as JSON values: what is no number, list or dict becomes text."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object):
         """`value` as `_plain` makes it, or its text; NaN becomes null."""
         if isinstance(value, Mapping):
             return {str(key): plain(item) for key, item in value.items()}
@@ -319,10 +320,10 @@ def _plain_texts(row: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError:
             return str(value)
 
-    return {key: plain(value) for key, value in row.items()}
+    return plain(row)
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+def _columns(rows: Sequence[Rollout]) -> tuple[list[str], list[list[object]]]:
     """(names of columns, cells) of a table of sampled answers: rewards and extra values have columns of their own, and
     lists and messages are JSON texts."""
     flat = []
@@ -331,7 +332,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[An
         flat.append({key: value for key, value in spread.items() if key not in ("rewards", "extra")})
     names = list(dict.fromkeys(key for row in flat for key in row))
 
-    def cell(value: Any) -> Any:
+    def cell(value: object) -> object:
         """A value as a table shows it."""
         return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
 

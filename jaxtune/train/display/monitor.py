@@ -253,11 +253,15 @@ class Monitor:
         if len(self.waiting) > 1:
             self._take()
 
-    def sampled(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """Records the answers of a generation, which step `step` is the first to train on, and tells the callbacks."""
-        self.logger.log_rollouts(step, rollouts)
-        for callback in self.run.callbacks:
-            callback.sampled(step, rollouts)
+    def news(self, step: int) -> None:
+        """Records the answers that were sampled for `step` (from 0), if any were, tells callbacks, and prints what the
+        source of the rows says."""
+        if rollouts := self.run.batches.rollouts_at(step):
+            self.logger.log_rollouts(step + 1, rollouts)
+            for callback in self.run.callbacks:
+                callback.sampled(step + 1, rollouts)
+        for text in self.run.batches.news():
+            self.progress.print(text)
 
     def flush(self) -> None:
         """Waits for all dispatched steps and processes their metrics. Pauses and saves begin with it, and the training

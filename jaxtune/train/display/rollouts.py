@@ -14,11 +14,11 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxtune.system.files import atomic_write
+from jaxtune.train.data.batches import Rollout
 
 ROLLOUTS = "rollouts.jsonl"
 _LARGEST = 0.25  # of the size: the most that one generation may have
@@ -36,7 +36,7 @@ class RolloutsFile:
             lines = _lines(self._path) if resumed_step is not None else []
             atomic_write(self._path, b"".join(text for step, text in lines if step <= (resumed_step or 0)))
 
-    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def add(self, rows: Sequence[Rollout]) -> None:
         """Appends the answers of one generation; of one that is larger than a quarter of the file, the first ones."""
         texts = [json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace") + b"\n" for row in rows]
         sizes = itertools.accumulate(map(len, texts))
@@ -77,7 +77,7 @@ def kept_generations(sizes: Sequence[int], most: int) -> list[int]:
     return kept
 
 
-def latest(folder: Path) -> list[dict[str, Any]]:
+def latest(folder: Path) -> list[Rollout]:
     """The answers of the latest generation in the rollouts.jsonl of `folder`, or its last ones if it is large; [] if
     there is none."""
     path = folder / ROLLOUTS
@@ -97,7 +97,7 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
         return [(line["step"], text) for text in file if text.endswith(b"\n") and (line := _parsed(text)) is not None]
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
+def _parsed(text: bytes) -> Rollout | None:
     """A line of the file; None if it is no JSON object with a step."""
     try:
         line = json.loads(text)

@@ -334,7 +334,7 @@ def _rollouts(folder: Path) -> list[JsonObject]:
     """The answers of the latest generation that the page shows: [{"step", "prompt", "answer", "rewards": texts "name
     number", "reward", "advantage", "tokens", "ended"}]."""
 
-    def number(value: Any) -> str:
+    def number(value: object) -> str:
         """A number in words; "-" without one."""
         return f"{value:.4g}" if _is_number(value) else "-"
 
@@ -354,7 +354,7 @@ def _rollouts(folder: Path) -> list[JsonObject]:
     return found
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A prompt or an answer as text of at most 1,000 characters; of messages "role: content", a line each."""
     messages = value if isinstance(value, list) else [value]
     texts = [f"{one.get('role')}: {_content(one)}" if isinstance(one, dict) else str(one) for one in messages]

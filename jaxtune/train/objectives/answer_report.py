@@ -4,10 +4,10 @@ the log (`measured`), a sample and warnings for the screen (`screen_lines`). `ro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
+from jaxtune.train.data.batches import Rollout
 from jaxtune.train.objectives.grpo import equal_rewards, total_rewards
 from jaxtune.train.objectives.packed_answers import Answer, Settings
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, Turns
@@ -99,8 +99,8 @@ def recorded(
     table: np.ndarray,
     answers: Sequence[Answer],
     rewards: RewardFunctions,
-    extra: Mapping[str, Sequence[Any]],
-) -> list[dict[str, Any]]:
+    extra: Mapping[str, Sequence[object]],
+) -> list[Rollout]:
     """The answers of a generation as the lines of rollouts.jsonl (display/rollouts.py); NaN stands for no reward.
 
     Args:
@@ -129,7 +129,7 @@ def recorded(
     ]
 
 
-def masked_lines(line: Mapping[str, Any]) -> list[str]:
+def masked_lines(line: Mapping[str, float]) -> list[str]:
     """Warnings for the screen if the metrics of a step, a line of metrics.jsonl, say that more than half of the answers
     have no part in the loss. The names are those of policy.py."""
     masked, zero = (line.get(name, 0.0) for name in ("completions/masked_ratio", f"{_RATIO}/zero"))

@@ -13,7 +13,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
 from jaxtune.train.config.sections import Unset
-from jaxtune.train.data.batches import Batch, BatchSource, Json, SampledRows, epoch_order
+from jaxtune.train.data.batches import Batch, BatchSource, Json, Rollout, SampledRows, epoch_order
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.formats import detect_format, normalize
 from jaxtune.train.data.row_errors import RowError
@@ -109,7 +109,7 @@ class OwnSamples(BatchSource):
         self._decode, self._ends = decode, sorted(ends)
         self._made: tuple[int, Batch] | None = None
         self._metrics: dict[int, dict[str, float]] = {}
-        self._rollouts: tuple[int, list[dict[str, Any]]] = (-1, [])
+        self._rollouts: tuple[int, list[Rollout]] = (-1, [])
         self._news: list[str] = []
 
     @property
@@ -203,7 +203,7 @@ class OwnSamples(BatchSource):
         batch was not made."""
         return self._metrics.pop(step, {})
 
-    def rollouts_at(self, step: int) -> list[dict[str, Any]]:
+    def rollouts_at(self, step: int) -> list[Rollout]:
         """The answers that were sampled for `step`, given out once."""
         at, rows = self._rollouts
         self._rollouts = (-1, []) if at == step else self._rollouts

@@ -115,7 +115,7 @@ class GRPO:
     @property
     def sums(self) -> tuple[str, ...]:
         """The names of the sums for metrics that `loss` returns, beside the loss and the count. The train step adds
-        them up over micro-batches and devices, but for those in `largest`."""
+        them up over micro-batches and devices, except those in `largest`."""
         corrected = (_RATIO, ZEROED, "corrected", _HIGHEST, _LOWEST) if self.importance_sampling_correction else ()
         return (*self._measured, "answers", MASKED, _MISMATCH, _FURTHEST, *corrected)
 

@@ -27,7 +27,7 @@ from jaxtune.train.end_tokens import turn_end
 from jaxtune.train.objectives.answering import Answering, OneTurn, Sampling, ToolTurns
 from jaxtune.train.objectives.packed_answers import Prompt, Settings, packed_shape
 from jaxtune.train.objectives.policy import GRPO, log_probs_of, reference_log_probs
-from jaxtune.train.objectives.reward_functions import Message, RewardFunctions, Turns, rollout_reward
+from jaxtune.train.objectives.reward_functions import Message, RewardFunctions, RewardOptions, Turns, rollout_reward
 from jaxtune.train.objectives.rollout_function import RolloutFunc, RolloutFunction
 from jaxtune.train.objectives.rollouts import SampledAnswers, Score
 from jaxtune.train.objectives.tool_formats import ToolFormat
@@ -193,7 +193,7 @@ class OwnParts:
     """The reward functions of the user, without those of environments; None if there are none."""
     reward_weights: Sequence[float] | None = None
     """A weight for each of `rewards`, then for each class of environments with a reward (which may be left out: 1)."""
-    reward_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reward_options: RewardOptions = dataclasses.field(default_factory=lambda: RewardOptions())
     """The fields timeout_seconds, errors, ... of RewardFunctions, for rewards that only environments or the rollout
     function give."""
     tools: Tools | None = None
@@ -215,7 +215,7 @@ class OwnParts:
         environments and the rollout function by `load_from_file`. wanted: the config's section `objective`. The field
         `reference` of the result is None. `sampled_answers` calls it if no OwnParts were given. Raises ConfigError if a
         function cannot be loaded."""
-        options = {"timeout_seconds": wanted.reward_timeout, "errors": wanted.reward_errors or "stop"}
+        options = RewardOptions(timeout_seconds=wanted.reward_timeout, errors=wanted.reward_errors or "stop")
         rewards = None
         if wanted.reward_funcs:
             rewards = RewardFunctions.named(wanted.reward_funcs, isolation=wanted.reward_isolation, **options)

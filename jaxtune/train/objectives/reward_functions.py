@@ -21,7 +21,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -123,6 +123,16 @@ class Sampled:
         )
 
 
+class RewardOptions(TypedDict, total=False):
+    """Fields of RewardFunctions that functions do not decide."""
+
+    timeout_seconds: float | None
+    errors: Literal["stop", "skip"]
+    also: Mapping[str, object]
+    nan_is_none: bool
+    log: RewardLog
+
+
 @dataclasses.dataclass(frozen=True)
 class RewardFunctions:
     """The reward functions of a run, with their weights and what happens if one fails. Called with a Sampled, it calls
@@ -170,7 +180,7 @@ class RewardFunctions:
         weights: Sequence[float] | None = None,
         *,
         isolation: Literal["process"] | None = None,
-        **options: Any,
+        **options: Unpack[RewardOptions],
     ) -> RewardFunctions:
         """RewardFunctions of functions, named by their `__name__` (objects without one: by their class); equal names
         get numbers ("f", "f_2").
@@ -211,12 +221,18 @@ class RewardFunctions:
 
     @classmethod
     def named(
-        cls, wanted: Sequence[str], weights: Sequence[float] | None = None, *, key: str = _KEY, **options: Any
+        cls,
+        wanted: Sequence[str],
+        weights: Sequence[float] | None = None,
+        *,
+        key: str = _KEY,
+        isolation: Literal["process"] | None = None,
+        **options: Unpack[RewardOptions],
     ) -> RewardFunctions:
         """RewardFunctions of the names that a recipe has: `file.py:function`, or of ready functions, such as
         exact_match. key: the config key that has them, for errors; other arguments are those of `of`. ConfigError: a
         function cannot be loaded."""
-        return cls.of([load_function(name, key) for name in wanted], weights, **options)
+        return cls.of([load_function(name, key) for name in wanted], weights, isolation=isolation, **options)
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
         """float64[answers, functions], NaN where a function does not apply. Each function has copies of its own.
@@ -377,7 +393,7 @@ def _checked(name: str, values: Any, count: int, nan_is_none: bool = False) -> n
     return np.array([_number(name, value, nan_is_none) for value in values], np.float64)
 
 
-def _number(name: str, value: Any, nan_is_none: bool) -> float:
+def _number(name: str, value, nan_is_none: bool) -> float:
     """A reward as a float, NaN for None; the arguments and errors are those of `_checked`."""
     if value is None:
         return math.nan

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class RewardLog:
     """
 
     _metrics: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    _columns: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    _columns: dict[str, list[object]] = dataclasses.field(default_factory=dict)
 
     @property
     def arguments(self) -> dict[str, Callable[..., None]]:
@@ -35,11 +34,11 @@ class RewardLog:
         """Adds a number to the metric `name`."""
         self._metrics.setdefault(str(name), []).append(float(value))
 
-    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+    def _log_extra(self, column: str, values: Sequence[object]) -> None:
         """Adds values, one for each answer of the call, to a column of the answers."""
         self._columns.setdefault(str(column), []).extend(values)
 
-    def taken(self, answers: int) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    def taken(self, answers: int) -> tuple[dict[str, float], dict[str, list[object]]]:
         """({metric: mean of its finite numbers}, {column: a value for each of `answers`}) since the last call. A column
         of another length is left out, with a warning."""
         metrics, columns = self._metrics, self._columns

@@ -27,7 +27,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.train.config import ConfigError
-from jaxtune.train.data.batches import Batch, BatchSource, Json, SampledRows, epoch_order
+from jaxtune.train.data.batches import Batch, BatchSource, Json, Rollout, SampledRows, epoch_order
 from jaxtune.train.digests import values_crc32
 from jaxtune.train.objectives.answer_report import masked_lines, measured, recorded, screen_lines
 from jaxtune.train.objectives.answering import Answering
@@ -153,7 +153,7 @@ class SampledAnswers(BatchSource):
         self._made: tuple[int, Batch] | None = None
         self._old: dict[int, np.ndarray] = {}
         self._metrics: dict[int, dict[str, float]] = {}
-        self._rollouts: tuple[int, list[dict[str, Any]]] = (-1, [])
+        self._rollouts: tuple[int, list[Rollout]] = (-1, [])
         self._warned = -_PRINT_EVERY  # the step whose masks were warned of last
         self._news: list[str] = []
         self._returned: float | None = None  # when the batch of the latest generation's first step was ready
@@ -328,7 +328,7 @@ class SampledAnswers(BatchSource):
         step uses a generation that was sampled for an earlier one. The run writes them to its log."""
         return self._metrics.pop(step, {})
 
-    def rollouts_at(self, step: int) -> list[dict[str, Any]]:
+    def rollouts_at(self, step: int) -> list[Rollout]:
         """The answers that were sampled before `step`, given out once; [] if the step uses those of an earlier one."""
         at, rows = self._rollouts
         if at != step:
@@ -336,7 +336,7 @@ class SampledAnswers(BatchSource):
         self._rollouts = -1, []
         return rows
 
-    def remarks(self, step: int, line: Mapping[str, Any]) -> list[str]:
+    def remarks(self, step: int, line: Mapping[str, float]) -> list[str]:
         """Warnings that masks or the correction leave most answers out of the loss, at most every ten steps."""
         texts = masked_lines(line)
         if not texts or step - self._warned < _PRINT_EVERY:

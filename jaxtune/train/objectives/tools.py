@@ -30,11 +30,11 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, Unpack, runtime_checkable
 
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.checks import unique_names
-from jaxtune.train.objectives.reward_functions import Message, RewardFunction, RewardFunctions, Turns
+from jaxtune.train.objectives.reward_functions import Message, RewardFunction, RewardFunctions, RewardOptions, Turns
 from jaxtune.train.objectives.tool_formats import Call, Schemas
 from jaxtune.train.user_code import errors
 from jaxtune.train.user_code.calling import arguments, begin, call, is_async, name_of
@@ -208,7 +208,7 @@ class Tools:
         `environment` is read, which names the row's. Raises ConfigError if it is then missing or names none of them."""
         return _parameters(self.schemas(columns))
 
-    def rewards(self, functions: RewardFunctions | None, **options: Any) -> RewardFunctions:
+    def rewards(self, functions: RewardFunctions | None, **options: Unpack[RewardOptions]) -> RewardFunctions:
         """The reward functions of the run: `functions`, and for each class of environments with a `get_reward` one
         function that calls it, with weight 1 and the name of the class (made unique). options: fields of
         RewardFunctions, if `functions` is None. Raises ConfigError if there is no reward function at all."""
