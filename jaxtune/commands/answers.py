@@ -231,7 +231,7 @@ def prompt_ids(
         name = next((name for name in TOOLS if row.get(name) is not None), TOOLS[0])
         return prompt_tokens(tokenizer, messages, tools=read_tools(row.get(name), name), arguments=template_arguments)
     except TemplateError as error:
-        raise ValueError(f"{place}: these messages cannot be asked: {error}") from error
+        raise ValueError(f"{place}: the chat template refuses these messages: {error.__cause__ or error}") from error
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
 

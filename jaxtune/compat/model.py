@@ -21,6 +21,8 @@ from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.model_methods import ModelMethods
 from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
 from jaxtune.compat.texts import without_torch
+from jaxtune.conversations.templates import asking_templates
+from jaxtune.conversations.tokenizing import with_beginning
 from jaxtune.export.api import export_model
 from jaxtune.export.hub import push
 from jaxtune.models.adapters import trained_over
@@ -174,7 +176,10 @@ class CompatModel(ModelMethods):
         penalty = settled("repetition_penalty", repetition_penalty, 1.0)
         if streamer is not None and len(ids) > 1:
             raise ValueError(f"generate: a streamer shows one row, and there are {len(ids)}: give them one by one")
-        prompts = [row[used != 0].tolist() for row, used in zip(ids, mask, strict=True)]
+        # A rendered text that begins with BOS gets a second one where a script tokenises it.
+        prompts = [
+            with_beginning(self.tokenizer, row[used != 0].tolist(), ()) for row, used in zip(ids, mask, strict=True)
+        ]
         if streamer is not None:
             streamer.put(ids[0])
         new = jaxtune.generate(
@@ -366,6 +371,7 @@ class FastLanguageModel:
             module = with_end_tokens(module, tokenizer)
         if tokenizer is None:
             raise ValueError(f"{where}: {model_name} has no tokenizer files: copy them into the model's folder")
+        tokenizer.chat_template = asking_templates(tokenizer)
         model = CompatModel(
             module,
             without_torch(tokenizer),

@@ -20,6 +20,7 @@ from jaxtune.conversations.messages import (
     template_for,
     unknown_keys,
 )
+from jaxtune.conversations.templates import asking_template
 from jaxtune.system.terminal import say
 from jaxtune.train.data.packaged import missing_marks, packaged_that_fit
 from jaxtune.train.data.templates import resolve_template
@@ -180,7 +181,7 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
     fits = mark is not None and mark in (tokenizer.chat_template or "")
     stays = fits and name in _KEPT
     if mark is None or (name is not None and not stays and not missing_marks(tokenizer, name)):
-        tokenizer.chat_template = resolve_template(tokenizer, name)
+        tokenizer.chat_template = asking_template(tokenizer, resolve_template(tokenizer, name))
         return tokenizer
     if not fits:
         fitting = ", ".join(map(repr, packaged_that_fit(tokenizer))) or "a tokenizer with the template's special tokens"

@@ -64,7 +64,7 @@ def render(
             **options,
         )
     except Exception as error:  # a template is a program, which can raise any error
-        raise TemplateError(f"the chat template fails: {type(error).__name__}: {error}") from None
+        raise TemplateError(f"the chat template fails: {type(error).__name__}: {error}") from error
 
 
 # --- text of tools
@@ -133,10 +133,18 @@ def asking_template(tokenizer: Any, template: str, arguments: Mapping[str, Any] 
             f"{{%- set {name} = {name} if {name} is defined else {value!r} %}}" for name, value in arguments.items()
         )
         template = "".join(lines) + _at_line_start(template)
-    begins = beginning(tokenizer)
-    if begins and begins == [tokenizer.bos_token_id] and not _writes_bos(tokenizer, template):
-        return "{{ bos_token }}" + _at_line_start(template)
-    return template
+    begins, text = beginning(tokenizer), _tried(tokenizer, template)
+    if not begins or begins != [tokenizer.bos_token_id] or text is None or text.startswith(tokenizer.bos_token):
+        return template
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # Some tokenizers put a space before a text, and none behind BOS.
+    space = " " if ids(f"{tokenizer.bos_token} {text}") == [*begins, *ids(text)] else ""
+    space = "" if ids(f"{tokenizer.bos_token}{text}") == [*begins, *ids(text)] else space
+    bos = "{{ bos_token + ' ' }}" if space else "{{ bos_token }}"
+    return bos + _at_line_start(template)
 
 
 def asking_templates(tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> Any:
@@ -152,11 +160,11 @@ def _at_line_start(template: str) -> str:
     return "{# #}\n" + template if template[:1].isspace() else template
 
 
-def _writes_bos(tokenizer: Any, template: str) -> bool:
-    """Whether the template writes the tokenizer's BOS first; True if it writes no conversation that is tried."""
+def _tried(tokenizer: Any, template: str) -> str | None:
+    """A short conversation in the template; None if it writes none that is tried."""
     for messages in _PROBES:
         try:
-            return render(tokenizer, template, messages).startswith(tokenizer.bos_token)
+            return render(tokenizer, template, messages)
         except TemplateError:
             continue
-    return True
+    return None

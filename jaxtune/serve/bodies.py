@@ -311,7 +311,9 @@ def _conversation(
     try:
         return prompt_tokens(tokenizer, turns, tools=tools, arguments=arguments)
     except TemplateError as error:
-        raise ApiError(400, f"these messages cannot be asked: {error}", "messages") from error
+        raise ApiError(
+            400, f"the chat template refuses these messages: {error.__cause__ or error}", "messages"
+        ) from error
 
 
 def _read[T](read: Callable[[object, str], T], value: object, key: str) -> T:

@@ -89,7 +89,7 @@ def sampled_by(trainer: Trainer) -> Sampled:
     (`answered`), or a prompt and evaluation.max_new_tokens are more than the model's positions. trainer: the run's."""
     config, wanted, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
     (rows, _), positions = answered(config, wanted.exact_match_rows), trainer.model.given.config.context_length
-    questions = questions_of(trainer.tokenizer, rows, wanted.max_new_tokens, config.data.template, positions)
+    questions = questions_of(trainer.tokenizer, rows, wanted.max_new_tokens, config.data.trained_template, positions)
     longest = max(len(one.prompt) for one in questions)
     return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, wanted.max_new_tokens)
 
@@ -116,7 +116,7 @@ def answer(
     rows, left_out = answered(config, settings.exact_match_rows)
     with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.exact_match_rows=0"):
         score, answers = exact_match(
-            model, tokenizer, rows, settings.max_new_tokens, config.data.template, batch_size=sampled.rows
+            model, tokenizer, rows, settings.max_new_tokens, config.data.trained_template, batch_size=sampled.rows
         )
     samples = [
         dict(zip(("question", "expected", "given"), one, strict=True))

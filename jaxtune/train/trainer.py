@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxtune.conversations.ends import ends_in_words
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import ends_of, with_end_tokens
 from jaxtune.models.lora import has_adapter
@@ -120,7 +121,7 @@ class Trainer:
         trains: bool = True,
     ):
         self.config, self.trains = config, trains
-        self.tokenizer = trained_tokenizer(tokenizer, config.data.template)
+        self.tokenizer = trained_tokenizer(tokenizer, config.data.template, config.data.template_arguments)
         self.output = Path(config.output)
         self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
@@ -137,10 +138,12 @@ class Trainer:
         self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
         ends = ends_of(self.model.given, self.tokenizer) if samples(self.objective) else ()
-        reader = Reader(self.objective, self.tokenizer, config, self.model.given.config, tuple(ends))
+        data = dataclasses.replace(config.data, template=config.data.trained_template)
+        rows_config = dataclasses.replace(config, data=data)
+        reader = Reader(self.objective, self.tokenizer, rows_config, self.model.given.config, tuple(ends))
         asked = config.data.eval if eval_rows is None else eval_rows
         rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
-        self.answers = answer_metrics(config, asked, self.tokenizer, self.model.given, rewards)
+        self.answers = answer_metrics(rows_config, asked, self.tokenizer, self.model.given, rewards)
         rows, held_out = self.stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))
         self.train_data = rows if isinstance(rows, TokenDataset) else None
         self.config = config = in_first_words(config)
@@ -337,10 +340,13 @@ class Trainer:
     # ---- descriptions of the run
 
     def data_summary(self):
-        """Lines (one str) of teacher, rows, documents, tokens, steps and warnings; the train command prints them."""
+        """Lines (one str) of teacher, rows, documents, tokens, steps, warnings and end tokens."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
-        return "\n".join([*self.stored.described(self.model.prepared, self.objective), about])
+        lines = [*self.stored.described(self.model.prepared, self.objective), about]
+        if self.tokenizer is not None and self.model.given.config.head.is_text:
+            lines.append(ends_in_words(self.tokenizer, ends_of(self.model.given, self.tokenizer)))
+        return "\n".join(lines)
 
     def memory_notes(self) -> list[str]:
         """Lines on each phase's memory and what will not fit, for the start of a run and --plan; [] on a CPU."""

@@ -85,7 +85,7 @@ class Conversation:
         try:
             prompt = prompt_tokens(self._tokenizer, messages, arguments=self._arguments)
         except TemplateError as error:
-            raise ValueError(f"these messages cannot be asked: {error}") from error
+            raise ValueError(f"the chat template refuses these messages: {error.__cause__ or error}") from error
         new: list[int] = []
         begun, shown, last = self._reader.begun(prompt), "", ""
         stream = self._reader.stream(None, begun)

@@ -28,6 +28,7 @@ try:
 except ImportError as error:
     raise ImportError("jaxtune.models.generation.harness needs lm-eval: pip install 'lm-eval>=0.4.11'") from error
 
+from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.sampler import Sampler
@@ -131,13 +132,10 @@ class JaxtuneLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The token ids of the text `string`. add_special_tokens: True: with the tokenizer's special tokens, such as
-        BOS; False: without them; None: with those that the tokenizer adds by default, or without them if the text
-        starts with BOS already. Other options of lm-eval have no effect. TemplateLM encodes by it the texts to score,
-        and the methods here encode prompts."""
+        """The token ids of the text `string`. add_special_tokens: True: with the tokenizer's special tokens; False:
+        without them; None: with BOS if the tokenizer adds one, once. Other options of lm-eval have no effect."""
         if add_special_tokens is None:
-            has_bos = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
-            return self.tokenizer.encode(string, **({"add_special_tokens": False} if has_bos else {}))
+            return prompt_tokens(self.tokenizer, string)
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     # ---- scores

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict
 
-from jaxtune.train.config.checks import fraction, not_negative, positive, require
+from jaxtune.conversations.templates import checked_arguments
+from jaxtune.train.config.checks import ConfigError, fraction, not_negative, positive, require
 
 _STRICT = ConfigDict(extra="forbid")
 REWARDS = "rewards"  # evaluation.generate: the functions that the run's objective learns from
@@ -62,6 +63,10 @@ class DataConfig:
         "completion: reply}.",
     ] = None
     template: Annotated[str | None, "Name or file of a chat template; default: the tokenizer's own."] = None
+    template_arguments: Annotated[
+        dict[str, bool | int | float | str | None] | None,
+        "Variables of the chat template, e.g. {enable_thinking: false}; the saved template has them as defaults.",
+    ] = None
     train_on: Annotated[Literal["responses", "all"], "Tokens that count in the loss."] = "responses"
     instruction_part: Annotated[str | None, "Text that opens a user turn: masks by markers, not by the template."] = (
         None
@@ -90,8 +95,17 @@ class DataConfig:
     cache_dir: Annotated[str | None, "Folder of the token cache; default: in the user's cache folder."] = None
     num_workers: Annotated[int | None, "Processes that tokenise; default: up to one for each CPU, at most 16."] = None
 
+    @property
+    def trained_template(self) -> str | None:
+        """The template as the tokenizer of the trained model has it: `template`, or with arguments the tokenizer's."""
+        return "tokenizer" if self.template_arguments and self.template is not None else self.template
+
     def __post_init__(self) -> None:
         require(self.length >= 2, "data.length", self.length, "must be 2 or more")
+        try:
+            checked_arguments(self.template_arguments, "data.template_arguments")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         not_negative("data.eval_rows", self.eval_rows)
         require(
             self.eval_rows < 1 or self.eval_rows == int(self.eval_rows),

@@ -70,7 +70,7 @@ _INCOMPATIBLE = (
             *(f"optim.{field.name}" for field in dataclasses.fields(OptimConfig) if field.name != "offload"),
         )
     ),
-    *(f"config.data.{key}" for key in (*ROW_OPTIONS, "max_rows", "eval_rows")),
+    *(f"config.data.{key}" for key in (*ROW_OPTIONS, "template_arguments", "max_rows", "eval_rows")),
 )
 # Keys that records of older versions lack; such records are compared by the keys they have. Their base_fingerprint is
 # computed from a sample of the weights, without config.json.

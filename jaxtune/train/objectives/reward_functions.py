@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxtune.conversations.answers import whole_text
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.checks import unique_names
 from jaxtune.train.objectives.user_functions import EventLoop, arguments, in_words, is_async, load_from_file
@@ -365,6 +366,11 @@ def text_of(completion: Turns) -> str:
     return completion if isinstance(completion, str) else str((completion or [{}])[-1].get("content") or "")
 
 
+def with_thoughts(completion: Turns) -> str:
+    """The text of an answer after its thoughts in <think> tags, if it is a message with `reasoning_content`."""
+    return completion if isinstance(completion, str) else whole_text((completion or [{}])[-1])
+
+
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -405,7 +411,7 @@ def tagged_format(completions: list[Turns], **columns: object) -> list[float]:
     """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
     `completions` 1.0 if its text (`text_of`) is `<think>...</think><answer>...</answer>` and nothing else but white
     space around these, else 0.0. All columns are ignored."""
-    return [float(_TAGGED.fullmatch(text_of(completion)) is not None) for completion in completions]
+    return [float(_TAGGED.fullmatch(with_thoughts(completion)) is not None) for completion in completions]
 
 
 def regex(completions: list[Turns], pattern: list[str], **columns: object) -> list[float]:
