@@ -140,8 +140,8 @@ def without_torch(tokenizer: Any) -> Any:
 
 
 def _read_conversation(
-    templates: Any, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    templates: object, arguments: tuple[object, ...], options: Message
+) -> tuple[tuple[object, ...], Message]:
     """The arguments of apply_chat_template with its conversation, or each of several, as rows are read; what the reader
     refuses (such as pictures) stays for the template."""
     name = "conversation"
@@ -250,14 +250,14 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
     features = dataset.features.copy()
     features["conversations"] = [{key: kind for key, kind in _features().items() if key in keys}]
 
-    def tabled(row: Mapping[str, Any]) -> dict[str, Any]:
+    def tabled(row: Mapping[str, object]) -> Message:
         """The column of a row, in which every message has the same keys."""
         return {"conversations": [{key: m.get(key) for key in keys} for m in map(_as_text, _standard(row))]}
 
     return dataset.map(tabled, features=features)
 
 
-def _standard(row: Mapping[str, Any]) -> list[Message]:
+def _standard(row: Mapping[str, object]) -> list[Message]:
     """The messages of a row, without keys that only a template may read."""
     try:
         messages = read_messages(row["conversations"], "conversations")
@@ -285,7 +285,7 @@ def _as_text(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _features() -> dict[str, Any]:
+def _features() -> Message:
     """The types of the keys of messages in a table."""
     from datasets import Value
 

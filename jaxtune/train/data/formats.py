@@ -23,6 +23,8 @@ from jaxtune.conversations.messages import (
 )
 from jaxtune.train.data.row_errors import RowError, check_unicode
 
+type Columns = Mapping[str, Any]  # of a row, by name
+
 # The columns of each row format, in the order in which `format: auto` tries them, the most specific first. A row must
 # have one column of each group; if it has several, the first name of the group is read.
 COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -98,9 +100,9 @@ class Example:
     """Text before the completion, not trained on."""
     completion: str | None = None
     """Text that follows the prompt and is trained on."""
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = None
     """A conversation, as `read_messages` gives it."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Message] | None = None
     """The JSON schemas of the tools that the conversation may call."""
     prompt_messages: int = 0
     """How many of the messages, from the first and with a system message, are the prompt; responses among them are not
@@ -137,7 +139,7 @@ def detect_format(columns: Iterable[str]) -> str:
     raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known})")
 
 
-def unread(value: Mapping[str, Any], format: str) -> list[str]:
+def unread(value: Columns, format: str) -> list[str]:
     """The names of the columns of a row that have a value and are not read in this row format; of columns that mean the
     same, only the first is read. format: a key of `COLUMNS`, PREFERENCE or LABELLED."""
     groups = _READ[format]
@@ -166,7 +168,7 @@ def _is_text(cell: object) -> bool:
         return True
 
 
-def refuse_media(value: Mapping[str, Any]) -> None:
+def refuse_media(value: Columns) -> None:
     """Raises `RowError` for a row with an image, video or audio column (`_MEDIA`), which cannot be trained on: without
     it, the text would teach another task, and the tag that represents it is plain letters to the tokenizer. value: the
     row's columns by name. The functions that normalize rows, or read prompts, call it first.
@@ -215,7 +217,7 @@ def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
 
 
 @_as_row_errors
-def normalize_pair(value: Mapping[str, Any]) -> Pair:
+def normalize_pair(value: Columns) -> Pair:
     """The `Pair` of a row with a question and two answers. Raises `RowError` if it cannot be used, or if its answers
     are not to one question."""
     refuse_media(value)
@@ -227,7 +229,7 @@ def normalize_pair(value: Mapping[str, Any]) -> Pair:
 
 
 @_as_row_errors
-def normalize_labelled(value: Mapping[str, Any]) -> Pair:
+def normalize_labelled(value: Columns) -> Pair:
     """The `Pair` of a row with one answer (the column completion, or the last turn of messages) and a label; its other
     side is None. Raises `RowError` if the row cannot be used, or its label is not true, false, 1 or 0."""
     refuse_media(value)
@@ -242,7 +244,7 @@ def normalize_labelled(value: Mapping[str, Any]) -> Pair:
 
 
 @_as_row_errors
-def normalize(value: Mapping[str, Any], format: str) -> Example:
+def normalize(value: Columns, format: str) -> Example:
     """The `Example` of a row of a format of `COLUMNS`. Raises `RowError` with the reason if it cannot be used."""
     refuse_media(value)
     if format == "text":
@@ -278,7 +280,7 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
     return _conversation(value, _read(value, cell, _name(value, names)))
 
 
-def _answered(value: Mapping[str, Any], answers: Mapping[str, Any]) -> list[Example]:
+def _answered(value: Columns, answers: Mapping[str, Any]) -> list[Example]:
     """The examples of one question with each of its answers, {column: text or turns}. Raises `RowError` if an answer is
     empty or not the assistant's, or there is not one question before all of them."""
     for side, answer in answers.items():
@@ -324,7 +326,7 @@ def _without_question(asked: str, answers: Sequence[str]) -> list[str]:
     return list(answers) if cut else rests
 
 
-def _in_conversation(value: Mapping[str, Any], asked: Any, column: str, answers: Mapping[str, Any]) -> list[Example]:
+def _in_conversation(value: Columns, asked: Any, column: str, answers: Mapping[str, Any]) -> list[Example]:
     """The examples of `_answered` where the question (`asked`, of a column) or an answer is turns."""
     question = [] if asked is None else _turns(value, asked, column, "user")
     whole = {side: _turns(value, answer, side, "assistant") for side, answer in answers.items()}
@@ -358,9 +360,9 @@ def _check_repeated(question: Sequence[Message], turns: Sequence[Message], colum
     said = [_said(turn) for turn in question if turn["role"] != "system"]
     if said and question[-1]["role"] == "assistant":  # the whole conversation, with an answer
         said.pop()
-    told = [_said(turn) for turn in turns if turn["role"] != "system"]
-    last = max((index for index, turn in enumerate(told) if turn[0] == "user"), default=0)
-    if said and said not in (told[: len(said)], told[max(last + 1 - len(said), 0) : last + 1]):
+    heard = [_said(turn) for turn in turns if turn["role"] != "system"]
+    last = max((index for index, turn in enumerate(heard) if turn[0] == "user"), default=0)
+    if said and said not in (heard[: len(said)], heard[max(last + 1 - len(said), 0) : last + 1]):
         raise RowError(
             f"{side} begins with another question than column {column}: leave out that column, or the turns before the "
             "answer"
@@ -393,7 +395,7 @@ def _following(asked: list[Message], answer: list[Message], side: str) -> list[M
     return [*asked, *answer]
 
 
-def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
+def _prompted(value: Columns, asked: Any, answer: Any) -> Example:
     """The example of a prompt and a completion of which at least one is turns: one conversation, in which only the
     completion's responses are trained on. Raises `RowError` if one is empty or wrong."""
     if isinstance(answer, str):
@@ -408,13 +410,13 @@ def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
     if turns[-1]["role"] != "assistant":
         raise RowError(f"completion does not end with an answer of the assistant, but with {turns[-1]['role']}")
     said = [_said(turn) for turn in question]
-    if len(turns) > len(question) and [_said(turn) for turn in turns[: len(said)]] == said:  # it is told twice
+    if len(turns) > len(question) and [_said(turn) for turn in turns[: len(said)]] == said:  # it is asked twice
         turns = turns[len(said) :]
     example = _conversation(value, _following(question, turns, names[1]))
     return dataclasses.replace(example, prompt_messages=len(example.messages or ()) - len(turns))
 
 
-def _question_columns(value: Mapping[str, Any]) -> list[str]:
+def _question_columns(value: Columns) -> list[str]:
     """The columns with the question of a preference."""
     known = [name for name in _PROMPT if value.get(name) is not None]
     if known:
@@ -424,7 +426,7 @@ def _question_columns(value: Mapping[str, Any]) -> list[str]:
     return others if alpaca or (len(others) == 1 and others != ["context"]) else []
 
 
-def _question(value: Mapping[str, Any], names: Sequence[str]) -> Any:
+def _question(value: Columns, names: Sequence[str]) -> Any:
     """The question in these columns: text, turns, or None."""
     if not names:
         return None
@@ -434,7 +436,7 @@ def _question(value: Mapping[str, Any], names: Sequence[str]) -> Any:
     return _read(value, value[name], name) if name in _WHOLE else turns_in(value[name], name)
 
 
-def _other_columns(value: Mapping[str, Any]) -> str:
+def _other_columns(value: Columns) -> str:
     """What to do about a question that is not found, with the names of the row's other columns."""
     known = (*CHOSEN, *REJECTED, "completion", "label", *SYSTEM, *TOOLS)
     names = [str(name) for name in value if name not in known]
@@ -442,7 +444,7 @@ def _other_columns(value: Mapping[str, Any]) -> str:
     return f"set data.columns={{prompt: ...}}{which}, or put the question into a column prompt"
 
 
-def _turns(value: Mapping[str, Any], cell: Any, column: str, role: str) -> list[Message]:
+def _turns(value: Columns, cell: Any, column: str, role: str) -> list[Message]:
     """The messages of a prompt or an answer: turns in any form, or text, which a speaker of this role says."""
     if isinstance(cell, str):
         check_unicode(cell)
@@ -450,7 +452,7 @@ def _turns(value: Mapping[str, Any], cell: Any, column: str, role: str) -> list[
     return _read(value, cell, column) if cell is not None else []
 
 
-def _read(value: Mapping[str, Any], cell: Any, column: str) -> list[Message]:
+def _read(value: Columns, cell: Any, column: str) -> list[Message]:
     """The messages of a column; columns that mark its turns (`loss_mask: [0, 1]`) are put into them."""
     turns = turns_of(cell, column)
     for name, marks in (_marks(value) if column in _WHOLE else {}).items():
@@ -461,7 +463,7 @@ def _read(value: Mapping[str, Any], cell: Any, column: str) -> list[Message]:
     return read_messages(turns, column)
 
 
-def _marks(value: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+def _marks(value: Columns) -> dict[str, Sequence[Any]]:
     """The columns that say of each turn of the row's conversation whether it is trained on."""
     lists = {name: cell for name, cell in value.items() if isinstance(cell, list | tuple) and cell}
     return {name: cell for name, cell in lists.items() if isinstance(name, str) and snake(name) in MARKS}
@@ -484,24 +486,24 @@ def _after(system: str, prompt: str) -> str:
     return f"{system}\n\n{prompt}" if system.strip() else prompt
 
 
-def _exchange(system: str, user: str, assistant: str) -> list[dict[str, Any]]:
+def _exchange(system: str, user: str, assistant: str) -> list[Message]:
     """The messages of a conversation of one question (`user`) and its answer (`assistant`), after the system message if
     `system` is not blank. It is `Example.messages` of a row whose prompt and answer are text."""
     first = [{"role": "system", "content": system}] if system.strip() else []
     return [*first, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
-def _name(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
+def _name(value: Columns, names: tuple[str, ...]) -> str:
     """The first of the columns `names` that is not null."""
     return next((name for name in names if value.get(name) is not None), names[0])
 
 
-def _cell(value: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+def _cell(value: Columns, names: tuple[str, ...]) -> Any:
     """The value of the first of the columns `names` that is not null; the JSON text of turns is decoded."""
     return turns_in(_column(value, names), _name(value, names))
 
 
-def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> Any:
+def _column(value: Columns, names: tuple[str, ...], required: bool = True) -> Any:
     """The value of the first of the columns `names` that is not null; without one it raises `RowError` (required) or
     returns None."""
     for name in names:
@@ -514,7 +516,7 @@ def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = T
     return None
 
 
-def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> str:
+def _text(value: Columns, names: tuple[str, ...], required: bool = True) -> str:
     """The text in the first of the columns `names` that is not null; without one it raises `RowError` (required) or
     returns "". Raises `RowError` for turns and for any other value."""
     found = _column(value, names, required)
@@ -536,7 +538,7 @@ def _not_empty(text: str, what: str) -> None:
         raise RowError(f"empty {what}")
 
 
-def _conversation(value: Mapping[str, Any], messages: list[Message]) -> Example:
+def _conversation(value: Columns, messages: list[Message]) -> Example:
     """The example of a conversation, with the row's system message (unless it begins with one) and tools. Raises
     `RowError` if it is empty, or a response is empty and calls no tool."""
     if not messages:
@@ -550,7 +552,7 @@ def _conversation(value: Mapping[str, Any], messages: list[Message]) -> Example:
     return Example(messages=messages, tools=_tools(value), unknown=tuple(names))
 
 
-def _tools(value: Mapping[str, Any]) -> list[Message] | None:
+def _tools(value: Columns) -> list[Message] | None:
     """The schemas of a row's tools; OpenAI's preferences have them beside the messages of `input`."""
     inner = value.get("input")
     if _column(value, TOOLS, False) is None and isinstance(inner, Mapping):

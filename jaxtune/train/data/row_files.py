@@ -85,11 +85,15 @@ def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
 
 
 def _without_none(value: object) -> object:
-    """A copy of `value`, a cell of a table, for `_table_row`. In it and within it, mappings lose the keys whose value
-    is None, and tuples become lists. Other values are returned as they are."""
+    """A copy of a cell of a table, in which mappings lose the keys whose value is None, unless they were written so."""
     if isinstance(value, Mapping):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
+        written = isinstance(value, _Written)
+        return {key: _without_none(part) for key, part in value.items() if written or part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+class _Written(dict[str, object]):
+    """An object of JSON or a map in a table: its keys are its own, and not those of a column."""
 
 
 def _measure(value: Any) -> tuple[int, str]:
@@ -344,10 +348,11 @@ def _decoder(kind: Any) -> _Decoder:
     import pyarrow.types as types
 
     if getattr(kind, "extension_name", "") == "arrow.json":
-        return lambda cell: _JSON.decode(cell) if isinstance(cell, str) else cell
+        decode = json.JSONDecoder(object_pairs_hook=lambda pairs: _Written(_unique_keys(pairs))).decode
+        return lambda cell: decode(cell) if isinstance(cell, str) else cell
     if types.is_map(kind):
         inner = _decoder(kind.item_type)
-        return lambda cell: {key: inner(part) for key, part in cell} if isinstance(cell, list) else cell
+        return lambda cell: _Written((key, inner(part)) for key, part in cell) if isinstance(cell, list) else cell
     if types.is_struct(kind):
         fields = {kind.field(index).name: _decoder(kind.field(index).type) for index in range(kind.num_fields)}
         if all(decoder is _as_it_is for decoder in fields.values()):
