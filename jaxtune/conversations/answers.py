@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from jaxtune.conversations.calls import FORMS, HERMES, Call, CallForm, Schemas, arguments_of
-from jaxtune.conversations.messages import template_for
-from jaxtune.conversations.tokenizing import special_ids
+from jaxtune.conversations.messages import Message, template_for
+from jaxtune.conversations.tokenizing import Tokenizer, special_ids
 
 type Kind = Literal["thought", "content"]
 type Pieces = list[tuple[Kind, str]]
@@ -31,9 +31,9 @@ class Answer:
     calls: tuple[Call, ...] = ()
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Message:
         """The answer as a message of the assistant, as chat templates and reward functions read it."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.calls:
@@ -46,7 +46,7 @@ class Answer:
         return f"{self.reasoning}\n\n{self.content}" if self.reasoning else self.content
 
 
-def whole_text(message: Mapping[str, Any]) -> str:
+def whole_text(message: Mapping[str, object]) -> str:
     """The content of a message of the assistant, after its thoughts in <think> tags if it has `reasoning_content`."""
     content, thoughts = message.get("content"), message.get("reasoning_content")
     text = content if isinstance(content, str) else ""
@@ -98,7 +98,7 @@ class AnswerReader:
         thinks: whether answers of the family have thoughts.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None):
+    def __init__(self, tokenizer: Tokenizer, template: str | None):
         source = _COMMENT.sub("", template or "")
         self._tokenizer = tokenizer
         self._channels = all(mark in source for mark in _CHANNELS)
@@ -112,7 +112,7 @@ class AnswerReader:
         self._thought_marks, self._call_marks = self._special()
 
     @classmethod
-    def of(cls, tokenizer: Any, tools: object = None) -> AnswerReader:
+    def of(cls, tokenizer: Tokenizer, tools: object = None) -> AnswerReader:
         """The reader of answers to prompts in the tokenizer's own template, of several the one for `tools`."""
         return cls(tokenizer, template_for(tokenizer.chat_template, tools))
 
@@ -445,8 +445,8 @@ class Completions:
     """Whether prompts that are text are written by the template, too."""
 
     def __call__(
-        self, prompt: str | list[dict[str, Any]], prompt_ids: Sequence[int], ids: Sequence[int]
-    ) -> str | list[dict[str, Any]]:
+        self, prompt: str | list[Message], prompt_ids: Sequence[int], ids: Sequence[int]
+    ) -> str | list[Message]:
         """The answer with the tokens `ids`, without the one that ended it, to a prompt."""
         reader, is_text = self.reader, isinstance(prompt, str)
         if reader is None or not reader.thinks or (is_text and not (self.renders_texts and reader.marks_are_special)):

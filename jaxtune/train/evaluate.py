@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.sampler import Sampler
@@ -19,7 +20,7 @@ from jaxtune.train.data.templates import RowEncoder
 
 def exact_match(
     model: Decoder,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     rows: Sequence[Mapping[str, Any] | Example],
     max_new_tokens: int = 64,
     template: str | None = None,
@@ -94,7 +95,7 @@ class Question(NamedTuple):
 
 
 def questions_of(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     rows: Sequence[Mapping[str, Any] | Example],
     max_new_tokens: int,
     template: str | None,
@@ -134,7 +135,7 @@ def questions_of(
     return questions
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
+def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """The token ids of `text` by `tokenizer`, without the special tokens that it adds around a text; special tokens in
     the text stay. `exact_match` gets by it the tokens of what a template writes around an answer."""
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
@@ -146,7 +147,7 @@ def _first(ids: Sequence[int], of: Set[int]) -> int | None:
     return next((token for token in ids if token in of), None)
 
 
-def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
+def _after(tokenizer: Tokenizer, ids: list[int], mark: str) -> list[int]:
     """The token ids of `ids` after the last occurrence of the text `mark` in their text: the answer without a thought
     that comes before it, and that may contain the mark too. All ids if `mark` is "" or does not occur. `exact_match`
     compares only these. `tokenizer` decodes them."""

@@ -9,6 +9,7 @@ from jaxtune.conversations.answers import AnswerReader, Pieces
 from jaxtune.conversations.messages import read_messages
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import TemplateError
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import ends_of
 from jaxtune.models.generation.generate import generate
@@ -41,7 +42,7 @@ class Conversation:
     def __init__(
         self,
         model: Decoder,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         system: str | None = None,
         template_arguments: Mapping[str, Any] | None = None,
         **settings: Any,

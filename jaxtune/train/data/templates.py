@@ -30,7 +30,15 @@ from jaxtune.conversations.templates import (
     special_pattern,
     unguarded,
 )
-from jaxtune.conversations.tokenizing import Tokens, beginning, end_ids, tokenize, tokenize_pieces, with_beginning
+from jaxtune.conversations.tokenizing import (
+    Tokenizer,
+    Tokens,
+    beginning,
+    end_ids,
+    tokenize,
+    tokenize_pieces,
+    with_beginning,
+)
 from jaxtune.train.data.conversations import GENERATION_MARK, SENTINEL, Conversations
 from jaxtune.train.data.formats import Example, strings
 from jaxtune.train.data.markers import Markers
@@ -93,7 +101,7 @@ class Rendered:
     """Places within special tokens' texts that tools returned: no token extends over them."""
 
 
-def resolve_template(tokenizer: Any, template: str | None, tools: object = None) -> str:
+def resolve_template(tokenizer: Tokenizer, template: str | None, tools: object = None) -> str:
     """The Jinja text of a chat template.
 
     Args:
@@ -136,13 +144,13 @@ def resolve_template(tokenizer: Any, template: str | None, tools: object = None)
     )
 
 
-def _names_that_fit(tokenizer: Any) -> str:
+def _names_that_fit(tokenizer: Tokenizer) -> str:
     """A passage for error messages that propose another template: the names of the packaged templates that this
     tokenizer can use, each followed by a comma, and at the end "or to the path of"."""
     return "".join(f"{name}, " for name in packaged_that_fit(tokenizer)) + "or to the path of"
 
 
-def trained_tokenizer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any] | None = None) -> Any:
+def trained_tokenizer(tokenizer: Tokenizer, template: str | None, arguments: Mapping[str, Any] | None = None) -> Any:
     """The tokenizer of a trained model, whose chat template writes by itself what prompts have in training: a copy, or
     `tokenizer` itself if nothing changes. Raises `SetupError` if there is no such template."""
     if tokenizer is None:
@@ -182,7 +190,7 @@ class RowEncoder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         template: str | None = None,
         train_on: Literal["responses", "all"] = "responses",
@@ -506,7 +514,7 @@ class RowEncoder:
         return self._conversations(tools).render(messages, tools, add_generation_prompt)
 
 
-def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, str]:
+def derive_markers(tokenizer: Tokenizer, template: str | None = None) -> tuple[str, str]:
     """Returns the markers (instruction_part, response_part) of a chat template, for jaxtune.compat's
     train_on_responses_only without markers: the texts that it writes before a user's message that follows a response,
     and before a response. A short conversation is rendered with `template`, as `RowEncoder` takes it.
