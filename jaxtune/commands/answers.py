@@ -50,14 +50,11 @@ def answer_file(
     settings: Row,
     template_arguments: Row | None = None,
 ) -> None:
-    """Answers a file of prompts, for `jaxtune generate --prompts`. For each answer it writes a line to `output`, which
-    is the prompt's row with `answer` (its text) and `finish_reason`; the lines are in the order of the prompts.
+    """Writes a line to `output` for each answer: the prompt's row with `answer` and `finish_reason`, and
+    `reasoning_content` if the answer has thoughts, in the order of the prompts.
 
-    A line is written whole, as soon as its answer and all those before it have ended. If the output has answers to
-    these prompts already, because the command was stopped, only the others are made. With the same settings, which are
-    not compared, they are the same as without the stop, up to rounding that depends on what is computed in one batch
-    (Sampler): what an answer draws depends only on the seed and on its index among all answers. Progress, the answers
-    that are kept, and the time are printed on stderr.
+    A line is written whole, as soon as its answer and all those before it have ended. Answers that the output has
+    already are kept, and their settings are not compared; what an answer draws depends only on the seed and its index.
 
     Args:
       model: the model.
