@@ -61,7 +61,8 @@ def exact_match(
     encoder = RowEncoder(tokenizer)
     within = {token for mark in {one.mark for one in questions} for token in _tokens(tokenizer, mark)}
     ends = (encoder.end_ids - within) | set(end_token_ids(model))
-    closes = {_first(_tokens(tokenizer, text), ends) for text in {one.closing for one in questions}} - {None}
+    firsts = (_first(_tokens(tokenizer, text), ends) for text in {one.closing for one in questions})
+    closes = {token for token in firsts if token is not None}
     turn_ends = closes | set(end_token_ids(model)) if closes and within & encoder.end_ids else ends
     longest = max(len(one.prompt) for one in questions) + max_new_tokens
     sampler = Sampler(model, length=longest, most_slots=min(batch_size, len(rows)))
