@@ -178,7 +178,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def read_answer(tokenizer: Tokenizer, row: Row, prompt: Sequence[int], ids: Sequence[int], raw: bool) -> Answer:
-    """The answer `ids` to a row's prompt, whose thoughts are told apart where the chat template writes the prompt."""
+    """The answer `ids` to a row's prompt, whose thoughts are separated where the chat template writes the prompt."""
     if raw or not tokenizer.chat_template:
         return Answer(text_of(tokenizer, ids))
     reader = AnswerReader.of(tokenizer, row.get("tools"))

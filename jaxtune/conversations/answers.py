@@ -1,4 +1,4 @@
-"""What a model's answer says: its thoughts, its text and its calls of tools, told apart by the family of its template.
+"""What a model's answer says: its thoughts, its text and its calls of tools, separated by the family of its template.
 
 Thoughts are cut first: a call within one is no call. `AnswerReader` reads the answers of one tokenizer and template,
 whole (`read`) or while their tokens arrive (`stream`).
