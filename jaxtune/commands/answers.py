@@ -182,7 +182,7 @@ def read_answer(tokenizer: Tokenizer, row: Row, prompt: Sequence[int], ids: Sequ
     if raw or not tokenizer.chat_template:
         return Answer(text_of(tokenizer, ids))
     reader = AnswerReader.of(tokenizer, row.get("tools"))
-    return reader.read(ids, begun=reader.begun(prompt))
+    return reader.read(ids, opening=reader.opening(prompt))
 
 
 def prompt_ids(

@@ -127,7 +127,7 @@ def tokenize_pieces(tokenizer: Tokenizer, text: str, cuts: Sequence[int], max_to
     return Tokens.joined(pieces)
 
 
-# Texts before a piece with whose first characters no token of theirs merges; which do differs between tokenizers.
+# Texts before a piece with whose first characters none of their tokens merges; which do differs between tokenizers.
 _ANCHORS = ("\n", "a", ".", "1", "\n.", "é")
 
 

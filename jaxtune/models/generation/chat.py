@@ -88,8 +88,8 @@ class Conversation:
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error.__cause__ or error}") from error
         new: list[int] = []
-        begun, shown, last = self._reader.begun(prompt), "", ""
-        stream = self._reader.stream(None, begun)
+        opening, shown, last = self._reader.opening(prompt), "", ""
+        stream = self._reader.stream(None, opening)
 
         def tell(pieces: Pieces) -> None:
             nonlocal last
@@ -112,6 +112,6 @@ class Conversation:
         )
         tell(stream.add(self._reader.text(answer, calls=False)[len(shown) :]))
         tell(stream.end())
-        message = self._reader.read(answer, begun=begun).message
+        message = self._reader.read(answer, opening=opening).message
         self.messages = [*messages, message]
         return message["content"]
