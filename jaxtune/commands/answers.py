@@ -52,13 +52,11 @@ def answer_file(
     settings: Row,
     template_arguments: Row | None = None,
 ) -> None:
-    """Answers a file of prompts, for `jaxtune generate --prompts`. For each answer it writes a line to `output`, which
-    is the prompt's row with `answer` (its text) and `finish_reason`; the lines are in the order of the prompts.
+    """Writes a line to `output` for each answer: the prompt's row with `answer` and `finish_reason`, and
+    `reasoning_content` if the answer has thoughts, in the order of the prompts.
 
-    A line is written whole, as soon as its answer and all those before it have ended. If the output has answers to
-    these prompts already, of the same model and settings (its record beside it says so), only the others are made: the
-    same as without the stop, up to rounding that depends on what is computed in one batch (Sampler), because what an
-    answer draws depends only on the seed and on its index among all answers.
+    A line is written whole, as soon as its answer and all those before it have ended. Answers of an output that the same
+    model and settings made (its record says so) are kept; what an answer draws depends only on the seed and its index.
 
     Args:
       model: the model.
@@ -187,11 +185,11 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def read_answer(tokenizer: Tokenizer, row: Row, prompt: Sequence[int], ids: Sequence[int], raw: bool) -> Answer:
-    """The answer `ids` to a row's prompt, whose thoughts are told apart where the chat template writes the prompt."""
+    """The answer `ids` to a row's prompt, whose thoughts are separated where the chat template writes the prompt."""
     if raw or not tokenizer.chat_template:
         return Answer(text_of(tokenizer, ids))
     reader = AnswerReader.of(tokenizer, row.get("tools"))
-    return reader.read(ids, begun=reader.begun(prompt))
+    return reader.read(ids, opening=reader.opening(prompt))
 
 
 def prompt_ids(

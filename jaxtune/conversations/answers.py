@@ -1,4 +1,4 @@
-"""What a model's answer says: its thoughts, its text and its calls of tools, told apart by the family of its template.
+"""What a model's answer says: its thoughts, its text and its calls of tools, separated by the family of its template.
 
 Thoughts are cut first: a call within one is no call. `AnswerReader` reads the answers of one tokenizer and template,
 whole (`read`) or while their tokens arrive (`stream`).
@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from jaxtune.conversations.calls import FORMS, HERMES, Call, CallForm, Schemas, arguments_of
-from jaxtune.conversations.messages import template_for
-from jaxtune.conversations.tokenizing import special_ids
+from jaxtune.conversations.messages import Message, template_for
+from jaxtune.conversations.tokenizing import Tokenizer, special_ids
 
 type Kind = Literal["thought", "content"]
 type Pieces = list[tuple[Kind, str]]
 
-_TAIL = 64  # tokens of a prompt's end, in which an answer may have begun
+_TAIL = 64  # tokens of a prompt's end, in which an answer may have opening
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Answer:
     calls: tuple[Call, ...] = ()
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Message:
         """The answer as a message of the assistant, as chat templates and reward functions read it."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.calls:
@@ -46,7 +46,7 @@ class Answer:
         return f"{self.reasoning}\n\n{self.content}" if self.reasoning else self.content
 
 
-def whole_text(message: Mapping[str, Any]) -> str:
+def whole_text(message: Mapping[str, object]) -> str:
     """The content of a message of the assistant, after its thoughts in <think> tags if it has `reasoning_content`."""
     content, thoughts = message.get("content"), message.get("reasoning_content")
     text = content if isinstance(content, str) else ""
@@ -98,7 +98,7 @@ class AnswerReader:
         thinks: whether answers of the family have thoughts.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None):
+    def __init__(self, tokenizer: Tokenizer, template: str | None):
         source = _COMMENT.sub("", template or "")
         self._tokenizer = tokenizer
         self._channels = all(mark in source for mark in _CHANNELS)
@@ -112,7 +112,7 @@ class AnswerReader:
         self._thought_marks, self._call_marks = self._special()
 
     @classmethod
-    def of(cls, tokenizer: Any, tools: object = None) -> AnswerReader:
+    def of(cls, tokenizer: Tokenizer, tools: object = None) -> AnswerReader:
         """The reader of answers to prompts in the tokenizer's own template, of several the one for `tools`."""
         return cls(tokenizer, template_for(tokenizer.chat_template, tools))
 
@@ -143,35 +143,35 @@ class AnswerReader:
         kept = [int(token) for token in kept if token not in self._specials or token in marks]
         return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def begun(self, prompt_ids: Sequence[int]) -> str:
+    def opening(self, prompt_ids: Sequence[int]) -> str:
         """What of an answer a prompt's end has already, such as <think>; "" if nothing."""
         if not self.thinks:
             return ""
         tail = str(self._tokenizer.decode(list(prompt_ids[-_TAIL:]), skip_special_tokens=False)).rstrip()
         if self._channels:
-            _, started, begun = tail.rpartition("<|start|>assistant")
-            return begun if started and "<|end|>" not in begun else ""
+            _, started, opening = tail.rpartition("<|start|>assistant")
+            return opening if started and "<|end|>" not in opening else ""
         assert self._thoughts is not None
         opens = self._thoughts.opens
         return next((text for text in (opens + self._thoughts.title, opens) if tail.endswith(text)), "")
 
-    def stream(self, schemas: Schemas | None = None, begun: str = "") -> AnswerStream:
-        """Reads an answer piece by piece. schemas: of the tools whose calls are looked for; None: all is text. begun:
-        what `begun` returned."""
+    def stream(self, schemas: Schemas | None = None, opening: str = "") -> AnswerStream:
+        """Reads an answer piece by piece. schemas: of the tools whose calls are looked for; None: all is text. opening:
+        what `opening` returned."""
         if self._channels:
-            return _Channels(schemas is not None, begun)
+            return _Channels(schemas is not None, opening)
         form = None if schemas is None else self.form or HERMES
-        return _Tags(self._thoughts, form, schemas or {}, begun, self._call_marks)
+        return _Tags(self._thoughts, form, schemas or {}, opening, self._call_marks)
 
     def read(
-        self, ids: Sequence[int], schemas: Schemas | None = None, begun: str = "", ends: Sequence[int] = ()
+        self, ids: Sequence[int], schemas: Schemas | None = None, opening: str = "", ends: Sequence[int] = ()
     ) -> Answer:
-        """An answer, from its tokens. schemas, begun: as `stream` has them. ends: as `text` has them."""
-        return self.read_text(self.text(ids, ends, schemas is not None), schemas, begun)
+        """An answer, from its tokens. schemas, opening: as `stream` has them. ends: as `text` has them."""
+        return self.read_text(self.text(ids, ends, schemas is not None), schemas, opening)
 
-    def read_text(self, text: str, schemas: Schemas | None = None, begun: str = "") -> Answer:
+    def read_text(self, text: str, schemas: Schemas | None = None, opening: str = "") -> Answer:
         """An answer, from its text with the family's marks."""
-        stream = self.stream(schemas, begun)
+        stream = self.stream(schemas, opening)
         pieces = [*stream.add(text), *stream.end()]
         thoughts, content = ("".join(text for kind, text in pieces if kind == name) for name in ("thought", "content"))
         return Answer(content, thoughts, tuple(stream.calls))
@@ -265,7 +265,7 @@ class _Tags(AnswerStream):
     """Thoughts and calls between marks. marks: those that are special tokens, and no text if calls are malformed."""
 
     def __init__(
-        self, thoughts: Thoughts | None, form: CallForm | None, schemas: Schemas, begun: str, marks: Iterable[str]
+        self, thoughts: Thoughts | None, form: CallForm | None, schemas: Schemas, opening: str, marks: Iterable[str]
     ):
         super().__init__()
         self._thoughts, self._form, self._schemas, self._marks = thoughts, form, schemas, marks
@@ -273,8 +273,8 @@ class _Tags(AnswerStream):
         self._blocks: list[str] = []  # texts of calls
         self._raw = ""  # all text from the first call on, without thoughts
         self._title = ""
-        if thoughts is not None and begun:
-            self._think("" if thoughts.title and begun.endswith(thoughts.title) else thoughts.title)
+        if thoughts is not None and opening:
+            self._think("" if thoughts.title and opening.endswith(thoughts.title) else thoughts.title)
 
     def _step(self, last: bool) -> Pieces:
         if self._state == "content":
@@ -315,7 +315,7 @@ class _Tags(AnswerStream):
         return [one.opens for one in (self._thoughts, self._form) if one is not None]
 
     def _enter(self, mark: str) -> None:
-        """Goes on behind a mark that opens a thought or a call."""
+        """Reads on behind a mark that opens a thought or a call."""
         if mark and self._thoughts is not None and mark == self._thoughts.opens:
             self._think(self._thoughts.title)
         elif mark and self._form is not None and mark == self._form.opens:
@@ -378,12 +378,12 @@ class _Channels(AnswerStream):
     """gpt-oss's messages: a header with a channel and a recipient, <|message|>, and a text. calls: whether calls are
     looked for; without, they are text."""
 
-    def __init__(self, calls: bool, begun: str):
+    def __init__(self, calls: bool, opening: str):
         super().__init__()
         self._looks = calls
         self._state = "begin"
         self._blocks: list[tuple[str, str]] = []  # names and texts of calls
-        self.add(begun)
+        self.add(opening)
 
     def _step(self, last: bool) -> Pieces:
         if self._state == "begin":
@@ -445,11 +445,11 @@ class Completions:
     """Whether prompts that are text are written by the template, too."""
 
     def __call__(
-        self, prompt: str | list[dict[str, Any]], prompt_ids: Sequence[int], ids: Sequence[int]
-    ) -> str | list[dict[str, Any]]:
+        self, prompt: str | list[Message], prompt_ids: Sequence[int], ids: Sequence[int]
+    ) -> str | list[Message]:
         """The answer with the tokens `ids`, without the one that ended it, to a prompt."""
         reader, is_text = self.reader, isinstance(prompt, str)
         if reader is None or not reader.thinks or (is_text and not (self.renders_texts and reader.marks_are_special)):
             return self.decode(ids)
-        answer = reader.read(ids, begun=reader.begun(prompt_ids))
+        answer = reader.read(ids, opening=reader.opening(prompt_ids))
         return answer.content if is_text else [answer.message]

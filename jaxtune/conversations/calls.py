@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+type Arguments = dict[str, Any]
 # {tool's name: JSON schema of its parameters}.
-type Schemas = Mapping[str, Any]
+type Schemas = Mapping[str, object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +19,10 @@ class Call:
     """One call of a tool, as a model wrote it; the arguments are not checked against the tool's schema."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: Arguments
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Arguments:
         """The call as an entry of a message's `tool_calls`, as chat templates read it."""
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
@@ -44,9 +45,9 @@ class CallForm:
     """Further tokens of the form within the text."""
 
 
-def schemas_of(tools: object) -> dict[str, Any]:
+def schemas_of(tools: object) -> Arguments:
     """{tool's name: JSON schema of its parameters} of a list of tools as chat templates take them."""
-    schemas: dict[str, Any] = {}
+    schemas: Arguments = {}
     for tool in tools if isinstance(tools, list | tuple) else ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
@@ -54,7 +55,7 @@ def schemas_of(tools: object) -> dict[str, Any]:
     return schemas
 
 
-def arguments_of(value: object) -> dict[str, Any]:
+def arguments_of(value: object) -> Arguments:
     """The arguments of a call: an object or the JSON text of one; {} for nothing. Raises ValueError for others."""
     if isinstance(value, str):
         value = json.loads(value) if value.strip() else None
@@ -135,7 +136,7 @@ def _referred(root: object, reference: str) -> object:
 _WORDS = {"True": True, "False": False, "None": None}  # templates write Python's words
 
 
-def _typed(text: str, parameters: object, key: str) -> Any:
+def _typed(text: str, parameters: object, key: str) -> object:
     """The value of an argument that is written as bare text, by the schema of the tool's parameters."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if isinstance(properties, Mapping) and key in properties and allows_text(properties[key], parameters):
@@ -252,7 +253,7 @@ def _python(text: str, schemas: Schemas) -> list[Call]:
     return calls
 
 
-def _literal(node: ast.expr) -> Any:
+def _literal(node: ast.expr) -> object:
     """The value of a literal of Python or JSON."""
     names = {"true": True, "false": False, "null": None}
     if isinstance(node, ast.Name) and node.id in names:

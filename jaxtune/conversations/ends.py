@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from jaxtune.conversations.messages import template_for
 from jaxtune.conversations.templates import TemplateError, render
-from jaxtune.conversations.tokenizing import end_ids
+from jaxtune.conversations.tokenizing import Tokenizer, end_ids
 
 _WORD = "\ue000x\ue001"  # a text that no template writes
 
 
-def turn_ends(tokenizer: Any) -> list[int]:
+def turn_ends(tokenizer: Tokenizer) -> list[int]:
     """The ids of the special tokens with which the tokenizer's chat template ends an answer and a call of tools; [] if
     there is no template, if it refuses a short conversation, or if no special token ends its turns."""
     ends = []
@@ -24,7 +23,7 @@ def turn_ends(tokenizer: Any) -> list[int]:
     return sorted({end for end in ends if end is not None})
 
 
-def answer_ends(tokenizer: Any, named: Iterable[int] = ()) -> list[int]:
+def answer_ends(tokenizer: Tokenizer, named: Iterable[int] = ()) -> list[int]:
     """The ids of the tokens that end an answer, in ascending order: those that the model's files name (`named`), the
     tokenizer's EOS, and those that end a turn in its chat template."""
     if tokenizer is None:
@@ -33,18 +32,18 @@ def answer_ends(tokenizer: Any, named: Iterable[int] = ()) -> list[int]:
     return sorted({*map(int, named), *(() if eos is None else (int(eos),)), *turn_ends(tokenizer)})
 
 
-def ends_in_words(tokenizer: Any, ends: Iterable[int]) -> str:
+def ends_in_words(tokenizer: Tokenizer, ends: Iterable[int]) -> str:
     """The end tokens as a line for the screen."""
     names = ", ".join(str(tokenizer.convert_ids_to_tokens(int(token))) for token in ends)
     return f"an answer ends at {names}" if names else "no token ends an answer"
 
 
-def _specials(tokenizer: Any) -> dict[str, int]:
+def _specials(tokenizer: Tokenizer) -> dict[str, int]:
     """The ids of the tokens that may end a turn, by their texts."""
     return {str(tokenizer.convert_ids_to_tokens(token)): token for token in end_ids(tokenizer)}
 
 
-def _answer_end(tokenizer: Any, template: str) -> int | None:
+def _answer_end(tokenizer: Tokenizer, template: str) -> int | None:
     """The first token after the text of an answer that may end a turn."""
     asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _WORD}]
     try:
@@ -56,7 +55,7 @@ def _answer_end(tokenizer: Any, template: str) -> int | None:
     return None if first is None else specials[first[0]]
 
 
-def _call_end(tokenizer: Any, template: str) -> int | None:
+def _call_end(tokenizer: Tokenizer, template: str) -> int | None:
     """The token that ends a turn of calls, if the template writes two calls and the token once, at the end."""
     functions = [{"name": _WORD, "arguments": {}}] * 2
     calls = [{"type": "function", "id": f"call0000{n}", "function": one} for n, one in enumerate(functions)]

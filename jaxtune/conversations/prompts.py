@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jaxtune.conversations.messages import Message, template_for
 from jaxtune.conversations.templates import (
+    Arguments,
     TemplateError,
     guarded,
     render,
     special_pattern,
     unguarded,
 )
-from jaxtune.conversations.tokenizing import tokenize, tokenize_pieces, with_beginning
+from jaxtune.conversations.tokenizing import Tokenizer, tokenize, tokenize_pieces, with_beginning
 
 
 def prompt_tokens(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompt: str | Sequence[Message],
     *,
     template: str | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    tools: Sequence[Message] | None = None,
+    arguments: Arguments | None = None,
     begins_answer: bool = True,
     continues: bool = False,
 ) -> list[int]:
@@ -61,7 +61,7 @@ def prompt_tokens(
     return with_beginning(tokenizer, text_tokens(tokenizer, text, cuts))
 
 
-def text_tokens(tokenizer: Any, text: str, cuts: Sequence[int] = ()) -> list[int]:
+def text_tokens(tokenizer: Tokenizer, text: str, cuts: Sequence[int] = ()) -> list[int]:
     """The token ids of a text alone, none over one of the positions `cuts`. Raises `TemplateError` for surrogates."""
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise TemplateError("not valid Unicode: half of a surrogate pair")

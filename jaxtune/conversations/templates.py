@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtune.conversations.messages import Message, for_template
-from jaxtune.conversations.tokenizing import beginning, special_ids
+from jaxtune.conversations.tokenizing import Tokenizer, beginning, special_ids
 
+type Arguments = Mapping[str, object]
 # Arguments of apply_chat_template, which no template can have.
 _RESERVED = frozenset(
     ("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt")
@@ -23,7 +24,7 @@ class TemplateError(ValueError):
     """A conversation that the chat template does not write, or a tokenizer without a template."""
 
 
-def checked_arguments(value: object, key: str) -> dict[str, Any] | None:
+def checked_arguments(value: object, key: str) -> Arguments | None:
     """Arguments of a chat template, such as {"enable_thinking": False}; raises ValueError, which names `key`."""
     if value is None:
         return None
@@ -38,14 +39,14 @@ def checked_arguments(value: object, key: str) -> dict[str, Any] | None:
 
 
 def render(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     template: str,
     messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Arguments] | None = None,
     *,
     add_generation_prompt: bool = False,
     continue_final: bool = False,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Arguments | None = None,
 ) -> str:
     """The text of a conversation by a template's Jinja text. Raises `TemplateError` if the template refuses it.
 
@@ -70,7 +71,7 @@ def render(
 # --- text of tools
 
 
-def special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
+def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """A pattern that matches the texts of special tokens; None if there are none."""
     texts = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
     longest_first = sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
@@ -123,7 +124,7 @@ _PROBES = (
 )
 
 
-def asking_template(tokenizer: Any, template: str, arguments: Mapping[str, Any] | None = None) -> str:
+def asking_template(tokenizer: Tokenizer, template: str, arguments: Arguments | None = None) -> str:
     """A template that writes by itself what rows and prompts begin with here, for programs that add nothing to it.
 
     It writes the BOS that the tokenizer adds and the template does not, and has `arguments` as defaults.
@@ -147,7 +148,7 @@ def asking_template(tokenizer: Any, template: str, arguments: Mapping[str, Any] 
     return bos + _at_line_start(template)
 
 
-def asking_templates(tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> Any:
+def asking_templates(tokenizer: Tokenizer, arguments: Arguments | None = None) -> Any:
     """The tokenizer's `chat_template`, text or several by name, with each as `asking_template` makes it."""
     own = tokenizer.chat_template
     if isinstance(own, Mapping):
@@ -160,7 +161,7 @@ def _at_line_start(template: str) -> str:
     return "{# #}\n" + template if template[:1].isspace() else template
 
 
-def _tried(tokenizer: Any, template: str) -> str | None:
+def _tried(tokenizer: Tokenizer, template: str) -> str | None:
     """A short conversation in the template; None if it writes none that is tried."""
     for messages in _PROBES:
         try:

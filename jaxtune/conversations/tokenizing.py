@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+type Tokenizer = Any  # of transformers, mostly a fast one
+
 WINDOW = 65_536  # characters of a window
 OVERLAP = 2_048  # characters that a window shares with the next one
 
@@ -53,26 +55,26 @@ class Tokens:
         return cls(*fields, cut=parts[-1].cut)
 
 
-def special_ids(tokenizer: Any) -> frozenset[int]:
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """The ids of the special tokens of a Hugging Face tokenizer: its added tokens that are marked so, and EOS etc."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
-def end_ids(tokenizer: Any) -> frozenset[int]:
+def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """The ids of the special tokens that may end a turn: all but BOS and UNK, and EOS."""
     ends = special_ids(tokenizer) - {tokenizer.bos_token_id, tokenizer.unk_token_id}
     return ends if tokenizer.eos_token_id is None else ends | {tokenizer.eos_token_id}
 
 
-def beginning(tokenizer: Any) -> list[int]:
+def beginning(tokenizer: Tokenizer) -> list[int]:
     """The token ids that the tokenizer puts before a text, such as BOS."""
     plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], list(tokenizer("a")["input_ids"])
     starts = (at for at in range(len(whole)) if plain and whole[at : at + len(plain)] == plain)
     return whole[: next(starts, 0)]
 
 
-def with_beginning(tokenizer: Any, ids: Sequence[int], begins: Sequence[int] | None = None) -> list[int]:
+def with_beginning(tokenizer: Tokenizer, ids: Sequence[int], begins: Sequence[int] | None = None) -> list[int]:
     """Token ids of a text with what the tokenizer puts before a text, once, whether or not the text has it.
 
     Args:
@@ -86,7 +88,7 @@ def with_beginning(tokenizer: Any, ids: Sequence[int], begins: Sequence[int] | N
     return ids if not begins or ids[:1] == list(begins[:1]) else [*begins, *ids]
 
 
-def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) -> list[Tokens]:
+def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = None) -> list[Tokens]:
     """The tokens of each text, in order, with their positions in it, without the special tokens that a tokenizer adds
     around a text. `RowEncoder` tokenises rows and prompts by it, and adds BOS and EOS itself where they belong. A text
     of more than `WINDOW` characters is tokenised window by window, whatever `max_tokens` is, so that the time grows
@@ -103,7 +105,7 @@ def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) ->
     return [next(short) if len(text) <= WINDOW else _in_windows(tokenizer, text, max_tokens) for text in texts]
 
 
-def tokenize_pieces(tokenizer: Any, text: str, cuts: Sequence[int], max_tokens: int | None = None) -> Tokens:
+def tokenize_pieces(tokenizer: Tokenizer, text: str, cuts: Sequence[int], max_tokens: int | None = None) -> Tokens:
     """The tokens of a text, none of which extends over one of the positions `cuts`; decoded, they are the text.
 
     Args:
@@ -125,11 +127,11 @@ def tokenize_pieces(tokenizer: Any, text: str, cuts: Sequence[int], max_tokens: 
     return Tokens.joined(pieces)
 
 
-# Texts before a piece with whose first characters no token of theirs merges; which do differs between tokenizers.
+# Texts before a piece with whose first characters none of their tokens merges; which do differs between tokenizers.
 _ANCHORS = ("\n", "a", ".", "1", "\n.", "é")
 
 
-def _later(tokenizer: Any, text: str, max_tokens: int | None = None) -> Tokens:
+def _later(tokenizer: Tokenizer, text: str, max_tokens: int | None = None) -> Tokens:
     """The tokens of a text that follows another one: without the space that SentencePiece puts before a text."""
     if text and _adds_space(tokenizer):
         for anchor in _ANCHORS:
@@ -140,13 +142,13 @@ def _later(tokenizer: Any, text: str, max_tokens: int | None = None) -> Tokens:
     return tokenize(tokenizer, [text], max_tokens)[0]
 
 
-def _adds_space(tokenizer: Any) -> bool:
+def _adds_space(tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer puts a space before a text."""
     ids = tokenizer("a", add_special_tokens=False)["input_ids"]
     return bool(ids) and str(tokenizer.convert_ids_to_tokens(ids[0])).startswith(("\u2581", "\u0120"))
 
 
-def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
+def _at_once(tokenizer: Tokenizer, texts: list[str]) -> list[Tokens]:
     """The tokens of each of `texts`, with their positions, by one call of `tokenizer`, a fast Hugging Face one, without
     windows and without the special tokens (such as BOS) that it adds around a text; [] without texts. `tokenize` calls
     it for all texts of a single window, and `_in_windows` for each window of a long one."""
@@ -167,7 +169,7 @@ def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
     return results
 
 
-def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
+def _in_windows(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> Tokens:
     """The tokens of a `text` of more than `WINDOW` characters, tokenised by `tokenizer` window by window, because the
     time for a text as a whole may grow faster than its length. max_tokens: tokenising stops once there are at least
     this many tokens, and the result's `cut` is then True, if text is left; None never stops."""

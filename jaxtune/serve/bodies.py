@@ -160,7 +160,7 @@ class Asked:
     """Tells thoughts, text and calls of an answer apart; None: all is text."""
     schemas: Schemas | None = None
     """The tools whose calls are looked for in the answers, {name: JSON schema of the parameters}; None: none are."""
-    begun: str = ""
+    opening: str = ""
     """What of an answer the prompt's end has, such as <think>."""
 
 
@@ -190,7 +190,7 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
         raise ApiError(400, f"top_logprobs = {checked.top_logprobs}: set logprobs to true too", "top_logprobs")
     asked, reader = _asked(checked, served, [prompt], most, logprobs, chat=True), served.reader(bool(tools))
     schemas = schemas_of(tools) if tools else None
-    return dataclasses.replace(asked, reader=reader, schemas=schemas, begun=reader.begun(prompt))
+    return dataclasses.replace(asked, reader=reader, schemas=schemas, opening=reader.opening(prompt))
 
 
 def read_completion(body: object, models: Mapping[str, Served]) -> Asked:

@@ -39,7 +39,7 @@ class _Choice:
         reader, tokenizer = asked.reader, self._tokenizer
         stops, stream, decode = asked.rows[index].stop_strings, None, functools.partial(text_of, tokenizer)
         if reader is not None:
-            stream = reader.stream(asked.schemas, asked.begun)
+            stream = reader.stream(asked.schemas, asked.opening)
             decode = functools.partial(reader.text, calls=asked.schemas is not None)
         self._text = Text(decode, stops, stream)
         self._ids: list[int] = []  # whose log-probabilities were not given yet

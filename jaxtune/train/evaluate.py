@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.sampler import Sampler
@@ -19,7 +20,7 @@ from jaxtune.train.data.templates import RowEncoder
 
 def exact_match(
     model: Decoder,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     rows: Sequence[Mapping[str, Any] | Example],
     max_new_tokens: int = 64,
     template: str | None = None,
@@ -62,7 +63,8 @@ def exact_match(
     encoder = RowEncoder(tokenizer)
     within = {token for mark in {one.mark for one in questions} for token in _tokens(tokenizer, mark)}
     ends = (encoder.end_ids - within) | set(end_token_ids(model))
-    closes = {_first(_tokens(tokenizer, text), ends) for text in {one.closing for one in questions}} - {None}
+    firsts = (_first(_tokens(tokenizer, text), ends) for text in {one.closing for one in questions})
+    closes = {token for token in firsts if token is not None}
     turn_ends = closes | set(end_token_ids(model)) if closes and within & encoder.end_ids else ends
     longest = max(len(one.prompt) for one in questions) + max_new_tokens
     sampler = Sampler(model, length=longest, most_slots=min(batch_size, len(rows)))
@@ -96,7 +98,7 @@ class Question(NamedTuple):
 
 
 def questions_of(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     rows: Sequence[Mapping[str, Any] | Example],
     max_new_tokens: int,
     template: str | None,
@@ -138,7 +140,7 @@ def questions_of(
     return questions
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
+def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """The token ids of `text` by `tokenizer`, without the special tokens that it adds around a text; special tokens in
     the text stay. `exact_match` gets by it the tokens of what a template writes around an answer."""
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
@@ -150,7 +152,7 @@ def _first(ids: Sequence[int], of: Set[int]) -> int | None:
     return next((token for token in ids if token in of), None)
 
 
-def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
+def _after(tokenizer: Tokenizer, ids: list[int], mark: str) -> list[int]:
     """The token ids of `ids` after the last occurrence of the text `mark` in their text: the answer without a thought
     that comes before it, and that may contain the mark too. All ids if `mark` is "" or does not occur. `exact_match`
     compares only these. `tokenizer` decodes them."""

@@ -1,4 +1,4 @@
-"""What models write, told apart: thoughts, text and calls, whole and while it arrives."""
+"""What models write, apart: thoughts, text and calls, whole and while it arrives."""
 
 from __future__ import annotations
 
@@ -139,12 +139,12 @@ def test_a_call_in_a_thought_is_none(name, thoughts):
     source, f, g = CALLS[name]
     marks, opens, closes = THOUGHTS[thoughts]
     reader = reader_of(f"{source} {marks}")
-    for begun, first in (("", opens), (opens.rstrip(), "")):
-        answer = reader.read_text(f"{first}maybe {f} or not{closes}{g}", SCHEMAS, begun)
+    for opening, first in (("", opens), (opens.rstrip(), "")):
+        answer = reader.read_text(f"{first}maybe {f} or not{closes}{g}", SCHEMAS, opening)
         assert (answer.reasoning, answer.content, answer.calls) == (f"maybe {f} or not", "", (G,))
-        answer = reader.read_text(f"{first}maybe {f} but I was cut", SCHEMAS, begun)
+        answer = reader.read_text(f"{first}maybe {f} but I was cut", SCHEMAS, opening)
         assert (answer.content, answer.calls, answer.reasoning) == ("", (), f"maybe {f} but I was cut")
-        assert reader.read_text(f"{first}hm{closes}Four.", None, begun).message == {
+        assert reader.read_text(f"{first}hm{closes}Four.", None, opening).message == {
             "role": "assistant",
             "content": "Four.",
             "reasoning_content": "hm",
@@ -202,11 +202,11 @@ PARTS += [END, "thought", "text ", "\n\n", " ", "<", "{", "</think>", "<|", "[",
     st.lists(st.integers(1, 9), min_size=1, max_size=30),
     st.sampled_from(["", "<think>", "<|channel|>analysis<|message|>"]),
 )
-def test_the_pieces_of_a_stream_are_the_whole(source, text, tools, sizes, begun):
+def test_the_pieces_of_a_stream_are_the_whole(source, text, tools, sizes, opening):
     reader = reader_of(source)
-    begun = begun if source == GPT_OSS or "</think>" in source else ""
-    whole = reader.read_text(text, SCHEMAS if tools else None, begun)
-    stream, pieces, at = reader.stream(SCHEMAS if tools else None, begun), [], 0
+    opening = opening if source == GPT_OSS or "</think>" in source else ""
+    whole = reader.read_text(text, SCHEMAS if tools else None, opening)
+    stream, pieces, at = reader.stream(SCHEMAS if tools else None, opening), [], 0
     for size in sizes * (len(text) // len(sizes) + 1):
         pieces += stream.add(text[at : at + size])
         at += size
@@ -328,8 +328,8 @@ def test_rewards_see_the_answer_and_its_thoughts_apart():
     assert Completions(decode, gpt_oss)(messages, prompt, answer) == [split]
     assert Completions(decode, gpt_oss, renders_texts=True)("Hi", prompt, answer) == "Hello!"
     assert Completions(decode, gpt_oss)("Hi", ids("Hi"), answer) == decode(answer)
-    begun = ids("<|start|>assistant<|channel|>analysis<|message|>")
-    assert Completions(decode, gpt_oss)(messages, begun, answer[len(ids("<|channel|>analysis<|message|>")) :]) == [
+    opening = ids("<|start|>assistant<|channel|>analysis<|message|>")
+    assert Completions(decode, gpt_oss)(messages, opening, answer[len(ids("<|channel|>analysis<|message|>")) :]) == [
         split
     ]
 

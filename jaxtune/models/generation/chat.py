@@ -9,6 +9,7 @@ from jaxtune.conversations.answers import AnswerReader, Pieces
 from jaxtune.conversations.messages import read_messages
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import TemplateError
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import ends_of
 from jaxtune.models.generation.generate import generate
@@ -41,7 +42,7 @@ class Conversation:
     def __init__(
         self,
         model: Decoder,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         system: str | None = None,
         template_arguments: Mapping[str, Any] | None = None,
         **settings: Any,
@@ -87,8 +88,8 @@ class Conversation:
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error.__cause__ or error}") from error
         new: list[int] = []
-        begun, shown, last = self._reader.begun(prompt), "", ""
-        stream = self._reader.stream(None, begun)
+        opening, shown, last = self._reader.opening(prompt), "", ""
+        stream = self._reader.stream(None, opening)
 
         def tell(pieces: Pieces) -> None:
             nonlocal last
@@ -111,6 +112,6 @@ class Conversation:
         )
         tell(stream.add(self._reader.text(answer, calls=False)[len(shown) :]))
         tell(stream.end())
-        message = self._reader.read(answer, begun=begun).message
+        message = self._reader.read(answer, opening=opening).message
         self.messages = [*messages, message]
         return message["content"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from jaxtune.conversations.ends import answer_ends
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 
 
@@ -44,12 +44,12 @@ def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
     return model
 
 
-def ends_of(model: Decoder, tokenizer: Any) -> list[int]:
+def ends_of(model: Decoder, tokenizer: Tokenizer) -> list[int]:
     """The ids of the tokens that end an answer of the model, in ascending order; its arrays may be shapes."""
     return answer_ends(tokenizer, end_token_ids(model))
 
 
-def with_end_tokens(model: Decoder, tokenizer: Any) -> Decoder:
+def with_end_tokens(model: Decoder, tokenizer: Tokenizer) -> Decoder:
     """The model, whose texts, and those of folders that it is saved to, end where `ends_of` says; changed in place.
 
     A model that scores texts, or was built without a config.json, stays as it is, as all do without a tokenizer.

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from jaxtune.conversations.messages import for_template
 from jaxtune.conversations.templates import TemplateError, render
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.train.data.row_errors import RowError
 
 MOST_RESPONSES = 1000  # the most responses of a conversation that is rendered again for each of them
@@ -56,7 +57,7 @@ class Conversations:
             differently once later turns follow.
     """
 
-    def __init__(self, tokenizer: Any, template: str, special_texts: re.Pattern[str] | None, end_ids: Set[int]):
+    def __init__(self, tokenizer: Tokenizer, template: str, special_texts: re.Pattern[str] | None, end_ids: Set[int]):
         self.tokenizer, self.template = tokenizer, template
         self._special_texts, self._end_ids = special_texts, end_ids
 

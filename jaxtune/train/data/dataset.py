@@ -216,9 +216,8 @@ def prepare(
         length: the number of tokens in a packed row; with "truncate" very long texts are not tokenised whole.
         format: the format of the rows, one of `formats.FORMATS`; "auto" detects it by their columns. See `pairs`.
         columns: {name of a format's column: its name in these rows}, where they differ.
-        template: None or "tokenizer" (the tokenizer's own chat template), a name of packaged.py, the path of a .jinja
-            file, or Jinja text. With None, Alpaca rows get Alpaca's prompt, and a prompt that is plain text is followed
-            directly by its completion; with any other value both become a conversation.
+        template: as `resolve_template` takes it. With None, Alpaca rows get Alpaca's prompt, and a prompt that is plain
+            text is followed directly by its completion; with any other value both become a conversation.
         today: the day that the template writes, such as 2026-11-28; None: the current one. Tokens are cached by it.
         train_on: "responses" trains on responses only, "all" on all tokens.
         instruction_part, response_part: markers, the texts that begin a user's turn and a response, both or neither.
@@ -274,8 +273,8 @@ def prepare(
         """The `cache_key` of these tokens, None if they are not cached; of a template the text counts, not the path."""
         key_options = {**options, "format": format, "max_rows": max_rows, "on_bad_row": on_bad_row}
         if template is not None:
-            texts = [resolve_template(tokenizer, template, tools) for tools in (None, True)]
-            key_options["template_text"] = texts[0] if texts[0] == texts[1] else texts
+            texts = {resolve_template(tokenizer, template, tools): None for tools in (None, True)}
+            key_options["template_text"] = "\0".join(texts)
         return cache_key(sources, tokenizer, key_options)
 
     key = identity()

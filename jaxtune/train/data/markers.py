@@ -17,11 +17,9 @@ and the row is counted in a warning; if the template cannot show the responses e
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from jaxtune.conversations.tokenizing import special_ids
+from jaxtune.conversations.tokenizing import Tokenizer, special_ids
 
 # Texts that are put before and after a marker to learn which of its tokens are the same in all contexts.
 _BEFORE_SPACE = ("a", ".", "1", '"', "\n")
@@ -50,7 +48,7 @@ class _Marker:
         ValueError: the marker is empty, or its core would be empty or only white space.
     """
 
-    def __init__(self, tokenizer: Any, text: str, key: str):
+    def __init__(self, tokenizer: Tokenizer, text: str, key: str):
         """Tokenises the marker between several texts, and finds its core: the longest run of tokens that it has in all
         of them. The class describes the arguments."""
         if not text or not text.strip():
@@ -80,7 +78,7 @@ class _Marker:
         self.trail = self._edge(tokenizer, encoded, end, len(text))
 
     @staticmethod
-    def _edge(tokenizer: Any, encoded: list[list[tuple[int, int, int]]], start: int, end: int) -> str:
+    def _edge(tokenizer: Tokenizer, encoded: list[list[tuple[int, int, int]]], start: int, end: int) -> str:
         """The raw pieces (token strings) of the characters `start:end` of the marker, its head or its tail, joined,
         from which `lead` and `trail` are made. The marker was tokenised between several texts, the contexts; the pieces
         are those of the first context in which whole tokens cover exactly these characters, or "" if there is none.
@@ -112,7 +110,7 @@ def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return at
 
 
-def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
+def _spellings(tokenizer: Tokenizer, text: str, key: str) -> list[_Marker]:
     """The forms in which the marker `text` can occur in tokens, one or two: the marker itself and, if the core (the
     tokens that are the same in every context) that it has after a space does not contain its own, the marker after a
     space ("hi ASSISTANT:"). A marker that begins with white space, or has no core after a space, has one form.
@@ -171,7 +169,7 @@ class Markers:
             to it.
     """
 
-    def __init__(self, tokenizer: Any, instruction_part: str | None, response_part: str | None):
+    def __init__(self, tokenizer: Tokenizer, instruction_part: str | None, response_part: str | None):
         """Makes the forms in which both markers can occur in tokens. The class describes the arguments."""
         if instruction_part is None or response_part is None:
             missing = "instruction_part" if instruction_part is None else "response_part"

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.train.data.markers import special_ids
 
 _FOLDER = Path(__file__).with_name("chat_templates")
@@ -60,7 +60,7 @@ _MARKS = {
 PACKAGED = {name: Packaged(name, marks) for name, marks in _MARKS.items()}
 
 
-def missing_marks(tokenizer: Any, name: str) -> list[str]:
+def missing_marks(tokenizer: Tokenizer, name: str) -> list[str]:
     """Returns those of the marks (`Packaged.marks`, the special tokens that the template writes) of the packaged
     template `name` that are not special tokens of this tokenizer, a Hugging Face one: empty if the template can be
     used. For a template that needs only an EOS, it is the tokenizer's EOS text if that is no special token, or "EOS" if
@@ -74,7 +74,7 @@ def missing_marks(tokenizer: Any, name: str) -> list[str]:
     return [mark for mark in marks if mark not in special]
 
 
-def packaged_that_fit(tokenizer: Any) -> list[str]:
+def packaged_that_fit(tokenizer: Tokenizer) -> list[str]:
     """The names of the packaged templates that `tokenizer`, a Hugging Face one, can use: those without `missing_marks`.
     Error messages about a template propose them; no template is chosen by it."""
     return [name for name in PACKAGED if not missing_marks(tokenizer, name)]

@@ -31,7 +31,15 @@ from jaxtune.conversations.templates import (
     special_pattern,
     unguarded,
 )
-from jaxtune.conversations.tokenizing import Tokens, beginning, end_ids, tokenize, tokenize_pieces, with_beginning
+from jaxtune.conversations.tokenizing import (
+    Tokenizer,
+    Tokens,
+    beginning,
+    end_ids,
+    tokenize,
+    tokenize_pieces,
+    with_beginning,
+)
 from jaxtune.train.data.conversations import GENERATION_MARK, SENTINEL, Conversations
 from jaxtune.train.data.formats import Example, strings
 from jaxtune.train.data.markers import Markers
@@ -94,7 +102,7 @@ class Rendered:
     """Places within special tokens' texts that tools returned: no token extends over them."""
 
 
-def resolve_template(tokenizer: Any, template: str | None, tools: object = None) -> str:
+def resolve_template(tokenizer: Tokenizer, template: str | None, tools: object = None) -> str:
     """The Jinja text of a chat template.
 
     Args:
@@ -148,13 +156,13 @@ def writes_today(tokenizer: object, template: str | None) -> bool:
         return False
 
 
-def _names_that_fit(tokenizer: Any) -> str:
+def _names_that_fit(tokenizer: Tokenizer) -> str:
     """A passage for error messages that propose another template: the names of the packaged templates that this
     tokenizer can use, each followed by a comma, and at the end "or to the path of"."""
     return "".join(f"{name}, " for name in packaged_that_fit(tokenizer)) + "or to the path of"
 
 
-def trained_tokenizer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any] | None = None) -> Any:
+def trained_tokenizer(tokenizer: Tokenizer, template: str | None, arguments: Mapping[str, Any] | None = None) -> Any:
     """The tokenizer of a trained model, whose chat template writes by itself what prompts have in training: a copy, or
     `tokenizer` itself if nothing changes. Raises `SetupError` if there is no such template."""
     if tokenizer is None:
@@ -195,7 +203,7 @@ class RowEncoder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         template: str | None = None,
         today: str | None = None,
@@ -520,7 +528,7 @@ class RowEncoder:
         return self._conversations(tools).render(messages, tools, add_generation_prompt)
 
 
-def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, str]:
+def derive_markers(tokenizer: Tokenizer, template: str | None = None) -> tuple[str, str]:
     """Returns the markers (instruction_part, response_part) of a chat template, for jaxtune.compat's
     train_on_responses_only without markers: the texts that it writes before a user's message that follows a response,
     and before a response. A short conversation is rendered with `template`, as `RowEncoder` takes it.

@@ -54,7 +54,7 @@ class ToolFormat:
             raise ConfigError(f"objective.tools: the chat template cannot write what a tool answers: {error}") from None
         if _PROBE not in self.decode(suffix):
             raise ConfigError("objective.tools: the chat template does not write what a tool answers")
-        self._begun = self.reader.begun(suffix)
+        self._opening = self.reader.opening(suffix)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, with special tokens."""
@@ -68,7 +68,7 @@ class ToolFormat:
           ids: the token ids of one turn of the model, without the token that ended it.
           schemas: {tool's name: JSON schema of its parameters}.
         """
-        answer = self.reader.read(ids, schemas, self._begun)
+        answer = self.reader.read(ids, schemas, self._opening)
         return answer.message, list(answer.calls)
 
     def suffix(self, messages: Sequence[Message]) -> list[int]:
