@@ -16,9 +16,12 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxtune.system.files import atomic_write
-from jaxtune.train.data.batches import Rollout
+
+if TYPE_CHECKING:
+    from jaxtune.train.data.batches import Rollout
 
 ROLLOUTS = "rollouts.jsonl"
 _LARGEST = 0.25  # of the size: the most that one generation may have
