@@ -320,7 +320,7 @@ def _plain_texts(row: Rollout) -> Rollout:
         except ValueError:
             return str(value)
 
-    return plain(row)
+    return json.loads(json.dumps(plain(row)))
 
 
 def _columns(rows: Sequence[Rollout]) -> tuple[list[str], list[list[object]]]:

@@ -106,4 +106,4 @@ def _parsed(text: bytes) -> Rollout | None:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return line if isinstance(line, dict) and type(line.get("step")) is int else None
+    return line if bool(isinstance(line, dict) and type(line.get("step")) is int) else None
