@@ -63,16 +63,13 @@ def answer_file(
     Args:
       model: the model.
       tokenizer: its tokenizer.
-      prompts: a JSONL file of objects, each with either `messages` (a conversation) or `prompt` (a text or a
-        conversation).
+      prompts: a JSONL file of objects with `messages` (a conversation) or `prompt` (a text or a conversation).
       output: the JSONL file to write or to continue.
-      raw: True: a prompt is a text that is used as it is; False: the chat template is applied to it, if the tokenizer
-        has one.
+      raw: whether a prompt is a text that is used as it is, without the chat template.
       max_new_tokens: the most tokens of an answer.
       num_answers: the number of answers to each prompt, which are written one below the other.
       slots: the number of answers that decode at once; None: as many as there is memory for, at most 64.
-      settings: no row of a file, but keyword arguments of Sampler.submit by name, such as {"seed": 0, "temperature":
-        0.7}. "seed" must be among them; "index" and "tokenizer" are set here.
+      settings: keyword arguments of Sampler.submit, "seed" among them.
 
     Raises:
       ValueError: a row that cannot be asked (read_rows and prompt_ids say which), or whose prompt and

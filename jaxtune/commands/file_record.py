@@ -8,7 +8,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def record_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.settings.json")
 
 
-def agree(output: Path, settings: Mapping[str, Any], prompts: Sequence[Sequence[int]], goes_on: bool) -> None:
+def agree(output: Path, settings: Mapping[str, object], prompts: Sequence[Sequence[int]], goes_on: bool) -> None:
     """Writes the record of a file that is begun. Of one that goes on, raises ValueError unless it was begun with the
     same settings and prompts, after which there may be more prompts now, and names what differs.
 
@@ -58,14 +58,14 @@ def agree(output: Path, settings: Mapping[str, Any], prompts: Sequence[Sequence[
     files.atomic_write(path, json.dumps(wanted | _prompts(prompts), indent=1) + "\n")
 
 
-def _prompts(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _prompts(prompts: Sequence[Sequence[int]]) -> dict[str, object]:
     digest = 0
     for ids in prompts:
         digest = zlib.crc32(json.dumps([*ids]).encode(), digest)
     return {"prompts": len(prompts), "tokens_crc32": digest}
 
 
-def model_settings(model: Decoder) -> dict[str, Any]:
+def model_settings(model: Decoder) -> dict[str, object]:
     """What identifies a model's outputs: a digest of its weights, with those of its adapter, and how it computes."""
     digest = hashlib.sha256(str(model.base_digest).encode())
     if has_adapter(model):

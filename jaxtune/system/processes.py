@@ -315,13 +315,13 @@ class Agreed:
     ready: bool
     signal_name: str | None = None
     due: bool = False
-    failed: list[Any] | None = None
+    failed: list | None = None
     """What a process failed of, from shared_errors.described."""
 
 
 def meet(
-    future: Future[Any],
-    failure: Callable[[], list[Any] | None],
+    future: Future,
+    failure: Callable[[], list | None],
     signal_name: Callable[[], str | None],
     due: Callable[[], bool],
 ) -> Agreed:
@@ -367,7 +367,7 @@ def meet(
             time.sleep(_SOON_SECONDS)
 
 
-def _known(client: Any, key: str, is_soon: bool) -> str | None:
+def _known(client, key: str, is_soon: bool) -> str | None:
     """The value of a key if it is there, or, if `is_soon`, comes within a fifth of a second; else None."""
     from jax.errors import JaxRuntimeError
 

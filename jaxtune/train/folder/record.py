@@ -173,7 +173,7 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
     ] + [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless if not d.is_code]
 
 
-def changed_code(saved: Mapping[str, Any], current: Mapping[str, Any], of_result: bool = False) -> list[str]:
+def changed_code(saved: Mapping[str, object], current: Mapping[str, object], of_result: bool = False) -> list[str]:
     """The names of the user's functions whose code differs in two records (of `record_of` or `same_run`). of_result:
     only those that decide what the run leads to."""
     old, new = (
@@ -185,7 +185,7 @@ def changed_code(saved: Mapping[str, Any], current: Mapping[str, Any], of_result
     return names
 
 
-def require_same_code(saved: Mapping[str, Any], current: Mapping[str, Any], what: str) -> None:
+def require_same_code(saved: Mapping[str, object], current: Mapping[str, object], what: str) -> None:
     """Raises CheckpointError if a complete run would give an old result for changed code. what: "this run is complete
     (8 steps)"."""
     if names := changed_code(saved, current, of_result=True):
