@@ -129,14 +129,14 @@ def users_code(name: str) -> Iterator[None]:
     code = _Code(name)
     _codes.append(code)
     _wake_watchdog()
-    _alarm.set(_held(name), SILENT_SECONDS)
+    _alarm.set(_words_of_the_lock(name), SILENT_SECONDS)
     try:
         yield
     finally:
         if code in _codes:
             _codes.remove(code)
         if _codes:
-            _alarm.set(_held(_codes[-1].name), SILENT_SECONDS)
+            _alarm.set(_words_of_the_lock(_codes[-1].name), SILENT_SECONDS)
         else:
             _alarm.clear()
         look()  # in place of what the signal raised, or of what the code made of it
@@ -148,9 +148,9 @@ def interruptible() -> str | None:
     return codes[-1].name if codes and listeners and not listeners[-1].looking else None
 
 
-def _held(name: str) -> str:
+def _words_of_the_lock(name: str) -> str:
     return (
-        f"jaxtune: {name} has held Python's lock for {SILENT_SECONDS:.0f} s. Until it returns, nothing in this process "
+        f"jaxtune: {name} has kept Python's lock for {SILENT_SECONDS:.0f} s. Until it returns, nothing in this process "
         f"can act: no signal, no save, no time limit. {HOW_TO_ISOLATE}"
     )
 
