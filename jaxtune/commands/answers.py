@@ -74,7 +74,7 @@ def answer_file(
     Raises:
       ValueError: a row that cannot be asked (read_rows and prompt_ids say which), or whose prompt and
         `max_new_tokens` are more than the model's context, with its line; an output that answers other prompts, was
-        begun with another model or other settings, or that another process is writing; a setting that Sampler
+        started with another model or other settings, or that another process is writing; a setting that Sampler
         refuses, or slots that do not fit in memory.
       OSError: a file cannot be read or written.
     """
@@ -98,7 +98,7 @@ def answer_file(
         if output.is_file():
             made_by = {"raw": raw, "max_new_tokens": max_new_tokens, "num_answers": num_answers, **settings}
             made_by |= file_record.model_settings(model) | {"end_tokens": end_token_ids(model)}
-            file_record.agree(output, made_by, asked, goes_on=there > 0)
+            file_record.agree(output, made_by, asked, continues=there > 0)
         if there:
             kept = f"{output} has {there} of {total} answers, which are kept as they are"
             say(fitted(f"jaxtune: {kept}", terminal.console(stderr=True)), sys.stderr)

@@ -336,11 +336,11 @@ def meet(
       signal_name: the name of a signal that came to this process, or None; asked several times a second.
       due: whether a save is due; only the first process is asked.
     """
-    client, point, told = _client(), next(_meetings), False
+    client, point, said = _client(), next(_meetings), False
     place = f"{_READY}{point}/"
     while True:
-        if not told and future.done():
-            told = True
+        if not said and future.done():
+            said = True
             client.key_value_set(f"{place}{index()}", json.dumps(failure()))
         if first():
             answers = {key: json.loads(value) for key, value in client.key_value_dir_get(place)}
@@ -359,9 +359,9 @@ def meet(
         else:
             if (name := signal_name()) is not None:
                 client.key_value_set(f"{_ASKED}{index()}", name, allow_overwrite=True)
-            if (decided := _known(client, f"{_READY}decided/{point}", told)) is not None:
+            if (decided := _known(client, f"{_READY}decided/{point}", said)) is not None:
                 return Agreed(**json.loads(decided))
-        if not told:
+        if not said:
             wait([future], _MEETING_SECONDS)
         elif first():
             time.sleep(_SOON_SECONDS)

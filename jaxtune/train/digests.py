@@ -1,4 +1,4 @@
-"""Digests of the user's code and of values of the user's rows, by which a run that goes on sees that they changed."""
+"""Digests of the user's code and of values of the user's rows, by which a run that continues sees that they changed."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ _LENGTH = ("config.steps", "config.epochs")
 # Keys that may change when a run is made longer. The steps of a warm-up are among them, because a script of
 # jaxtune.compat derives them from the number of all steps.
 LENGTHENED = (*_LENGTH, "config.schedule.warmup_steps")
-# Digests of the user's code, by name. A change is told, and refused where the run is complete.
+# Digests of the user's code, by name. A change is said, and refused where the run is complete.
 _CODE = "code."
 _EVALUATION = "evaluation "  # begins the names of functions that decide the result with checkpoint.best only
 # After a change below this key the run is still valid, but not bit for bit the same.

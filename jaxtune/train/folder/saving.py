@@ -1,6 +1,6 @@
 """When a run's state is saved: as the section `checkpoint` of the config says (also at the end of a run, if it asks for
 saves at all), after a signal, before an error ends the run, and when a callback asks for it, but never while updates
-are being skipped. A save that fails between two steps is told and made again when the next one is due."""
+are being skipped. A save that fails between two steps is reported and made again when the next one is due."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ class Saver:
     def listening(self, done: int, state: TrainState) -> Iterator[None]:
         """A context of waits, and of the user's code, after `done` steps, while `state`, the TrainState after them, is
         whole: a signal saves it and raises TrainingInterrupted, minutes that are over save it, and a disk that has
-        become too full is told. An exception ends the run, after a save of the state. In a run of several processes
-        none acts alone in it: `result` makes them wait together."""
+        become too full is reported. An exception ends the run, after a save of the state. In a run of several processes
+        none acts alone in it: `result` makes each wait for all."""
         alone = processes.count() == 1
         saying = f"saving step {done}, then leaving" if done else "leaving, as no step is done"
         stop = self.stop
@@ -270,8 +270,8 @@ class Saver:
         """Saves `state`, the TrainState after `done` steps, whether a save is due or not, and passes `done` to the
         run's callbacks (Callback.saved), before the files are complete. It does nothing if that state is saved already,
         and nothing while updates are being skipped because steps were not finite, which it prints once; a save that was
-        due is then made as soon as they are finite again. A save that fails is told, and the next one tries again. May
-        raise the TrainingStopped of a guard."""
+        due is then made as soon as they are finite again. A save that fails is reported, and the next one tries again.
+        May raise the TrainingStopped of a guard."""
         try:
             self._save(done, state)
         except CheckpointError as error:
@@ -284,7 +284,7 @@ class Saver:
     def _tell(self, error: CheckpointError) -> None:
         """Takes a save that failed for one that was not made."""
         self.failed, self.saved = error, self._before
-        self.monitor.progress.print(f"warning: {error}. The run goes on, and the next save tries again")
+        self.monitor.progress.print(f"warning: {error}. The run continues, and the next save tries again")
 
     def _save(self, done: int, state: TrainState) -> None:
         """`save`, which raises the CheckpointError of this save, or of the one before."""
