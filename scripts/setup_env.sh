@@ -56,8 +56,9 @@ case "$folder" in
 *-parity)
     # torch for CPU use, with the peers that the golden files come from; torch brings triton, for its interpreter.
     # wandb and trackio for their loggers, lm-eval for its interface, compressed-tensors for its reader, openai for
-    # its client.
-    pip --constraint constraints.txt torch peft trl bitsandbytes jax-triton wandb trackio lm-eval compressed-tensors openai
+    # its client, math-verify for rewards with it.
+    pip --constraint constraints.txt torch peft trl bitsandbytes jax-triton wandb trackio lm-eval compressed-tensors openai \
+        math-verify
     # Programs whose configs jaxtune converts: their keys are read from these files, and nothing of them is installed.
     "$folder/bin/python" -m pip --disable-pip-version-check download -qq --retries 10 --no-deps -d "$folder/wheels" \
         axolotl==0.21.0 llamafactory==0.9.5 trl==1.16.0 transformers==5.24.0

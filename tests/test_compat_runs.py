@@ -21,8 +21,10 @@ from jaxtune.compat import (
     SFTConfig,
     SFTTrainer,
 )
+from jaxtune.conversations import dates
 from jaxtune.models.lora import linears, matrices
 from jaxtune.train.data import workers
+from jaxtune.train.folder import record
 from tests.test_compat import LABELLED, PREFERENCES, QUESTIONS, folder, load, rows, trainer_of  # noqa: F401
 
 
@@ -210,3 +212,23 @@ def test_a_stream_keeps_its_order_as_in_transformers(folder, tmp_path, settings)
             assert sorted(found[:40]) == sorted(want[:40]) and sorted(found[40:80]) == sorted(want[40:])
         else:
             assert found[:80] == want
+
+
+def test_the_day_that_a_template_writes_is_that_of_the_first_start(folder, tmp_path, monkeypatch):  # noqa: F811
+    model, tokenizer = load(folder)
+    tokenizer.chat_template = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + tokenizer.chat_template
+    monkeypatch.setattr(dates, "today", lambda: "2026-11-28")
+    args = SFTConfig(output_dir=str(tmp_path / "run"), max_steps=2)
+    trainer = SFTTrainer(model, args=args, train_dataset=rows(), processing_class=tokenizer)
+    first = trainer.config()
+    assert first.data.today == "2026-11-28"
+    monkeypatch.setattr(dates, "today", lambda: "2026-11-29")
+    assert trainer.config() == first and trainer._prepared.config.data.today == "2026-11-28"
+    assert "Today: 28 Nov 2026" in tokenizer.decode(trainer.train_dataset[0]["input_ids"])
+    (tmp_path / "run").mkdir(exist_ok=True)
+    record.write_config(tmp_path / "run", first)
+    other = SFTTrainer(model, args=trainer.args, train_dataset=rows(), processing_class=tokenizer)
+    assert other.config("auto").data.today == "2026-11-28"
+    args = SFTConfig(output_dir=str(tmp_path / "other"), max_steps=2)
+    other = SFTTrainer(model, args=args, train_dataset=rows(), processing_class=tokenizer)
+    assert other.config("auto").data.today == "2026-11-29"

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtune.compat.rows import IGNORE
 from jaxtune.compat.texts import NumpyTensor
 from jaxtune.models.decoder import Decoder
+from jaxtune.system import waiting
 from jaxtune.train.data.batches import Batches
 
 
@@ -75,7 +76,8 @@ def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) 
         row[:, 1:] = np.where(batch.weights > 0, batch.targets, IGNORE)[:, :-1]
         labels.append(row)
         if preprocess is not None:
-            logits = preprocess(logits.view(NumpyTensor), row.view(NumpyTensor))
+            with waiting.users_code("preprocess_logits_for_metrics"):
+                logits = preprocess(logits.view(NumpyTensor), row.view(NumpyTensor))
         predictions.append(logits)
     joined = jax.tree.map(lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *predictions)
     return EvalPrediction(joined, np.concatenate(labels))
@@ -88,7 +90,8 @@ def measured(prediction: EvalPrediction, compute_metrics: ComputeMetrics) -> dic
     Raises:
       ValueError: the result is not a mapping of numbers.
     """
-    found = compute_metrics(prediction)
+    with waiting.users_code("compute_metrics"):
+        found = compute_metrics(prediction)
     if not isinstance(found, Mapping):
         raise ValueError(f"SFTTrainer: compute_metrics returned {type(found).__name__}; it returns a dict of numbers")
     try:

@@ -4,10 +4,12 @@ functions; a script's own rollout_func samples them by `generate_rollout_complet
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NoReturn
 
@@ -43,6 +45,7 @@ from jaxtune.train.objectives.rollout_function import RolloutModel
 from jaxtune.train.objectives.rollouts import SampledAnswers, Score
 from jaxtune.train.objectives.tools import Tools
 from jaxtune.train.trainer import Trainer
+from jaxtune.train.user_code.calling import running
 
 _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
 _ALL_ROWS = 2**31 - 1  # the most rows of eval_dataset that are answered
@@ -197,6 +200,10 @@ class RewardedTrainer(PreferenceTrainer):
         environment_factory: Callable | Mapping[str, Callable] | None = None,
         **others: object,
     ):
+        # Until the trainer is gone, its calls of train share an event loop, as clients of async rewards need.
+        until_gone = contextlib.ExitStack()
+        until_gone.enter_context(running())
+        weakref.finalize(self, until_gone.close)
         name = type(self).__name__
         logits = ("compute_metrics", "preprocess_logits_for_metrics")  # of SFTTrainer's parameters
         settle(name, {one: others.pop(one) for one in logits if one in others}, self.table)

@@ -24,7 +24,7 @@ from jaxtune.train.data.batches import SampledRows
 from jaxtune.train.digests import values_crc32
 from jaxtune.train.objectives.packed_answers import Prompt
 from jaxtune.train.objectives.prompts import completions_of, read_prompts
-from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, text_of
+from jaxtune.train.objectives.reward_functions import RewardFunctions, RewardOptions, Sampled, text_of
 
 KEY = "evaluation.generate"  # the config key that names the functions, for messages
 SAMPLES = "eval_samples"  # the key of the samples in a line of metrics.jsonl
@@ -212,12 +212,12 @@ def answer_metrics(
     if not wanted.generate:
         return None
     are_rewards, given = wanted.generate == (REWARDS,), config.objective
+    options, isolation = RewardOptions(timeout_seconds=given.reward_timeout, errors="skip"), given.reward_isolation
     if not are_rewards:
-        functions = RewardFunctions.named(wanted.generate, key=KEY, errors="skip", timeout_seconds=given.reward_timeout)
+        functions = RewardFunctions.named(wanted.generate, key=KEY, isolation=isolation, **options)
     elif rewards is None:
-        functions = RewardFunctions.named(
-            given.reward_funcs or (), given.reward_weights, errors="skip", timeout_seconds=given.reward_timeout
-        )
+        names = given.reward_funcs or ()
+        functions = RewardFunctions.named(names, given.reward_weights, isolation=isolation, **options)
     else:
         functions = dataclasses.replace(rewards, errors="skip")
     most = model.config.context_length - wanted.max_new_tokens

@@ -75,6 +75,7 @@ from jaxtune.train.program.tensors import trainable_names
 from jaxtune.train.program.trained_model import TrainedModel, with_embedding_on_device
 from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
 from jaxtune.train.signals import StopSignal
+from jaxtune.train.user_code.calling import running
 
 
 class Trainer:
@@ -195,6 +196,7 @@ class Trainer:
 
     # ---- the run
 
+    @running()
     def train(
         self, stop: StopSignal | None = None, delivery: Delivery | None = None, from_step: int | None = None
     ) -> Decoder:
@@ -440,6 +442,7 @@ class Trainer:
         """Whether the model has an adapter (False: full fine-tuning), by which the command chooses what to export."""
         return has_adapter(self.model.given)
 
+    @running()
     def evaluate(self, trained: bool = False) -> dict[str, Any]:
         """Evaluates the model as given, without training: {"eval_loss": a mean, "eval_UNIT": over how many, ...}, with
         the objective's other metrics; {} if the held-out rows have only questions, ValueError without any. With
@@ -447,6 +450,7 @@ class Trainer:
         program = self.program if trained else self.engine.before_qat or self.program
         return self._eval_loss(program, *self.model.weights(self.engine))
 
+    @running()
     def evaluate_checkpoint(self, folder: Path, step: int | None = None) -> tuple[dict[str, Any], Decoder]:
         """Evaluates this run's checkpoint of `step`, or its last intact one (None): returns (metrics of the held-out
         rows, {} if they have only questions; the model with the checkpoint's weights). Gives up the given model's

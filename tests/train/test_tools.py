@@ -33,7 +33,6 @@ from jaxtune.train.objectives.rollout_function import RolloutFunction
 from jaxtune.train.objectives.rollouts import SampledAnswers
 from jaxtune.train.objectives.tool_formats import ToolFormat
 from jaxtune.train.objectives.tools import Tools
-from jaxtune.train.objectives.user_functions import EventLoop
 from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
@@ -143,7 +142,7 @@ def test_templates_that_cannot_call_tools_are_refused():
 
 
 def called(tools: Tools, *calls: Call, environment=None):
-    return asyncio.run(tools.answer(calls, tools.of(environment)))
+    return tools.answer(calls, tools.of(environment))
 
 
 def test_tools_are_called_and_their_failures_are_answers():
@@ -177,10 +176,8 @@ def test_a_tool_that_ends_python_is_a_failure_of_its_own():
         await asyncio.sleep(0)
         raise SystemExit(4)
 
-    with EventLoop() as loop:
-        tools = Tools([leave, leave_later, multiply])
-        calls = Call("leave", {}), Call("leave_later", {}), Call("multiply", {"a": 6, "b": 7})
-        found = loop.run(tools.answer(calls, tools.of(None))).result(20)
+    tools = Tools([leave, leave_later, multiply])
+    found = called(tools, Call("leave", {}), Call("leave_later", {}), Call("multiply", {"a": 6, "b": 7}))
     assert [message["content"] for message in found.messages] == [
         "{'error': 'SystemExit: 3'}",
         "{'error': 'SystemExit: 4'}",

@@ -41,10 +41,12 @@ _REWARDED = (
     "reward_weights",
     "reward_timeout",
     "reward_errors",
+    "reward_isolation",
     "tools",
     "environment_factory",
     "rollout_func",
     "tool_timeout",
+    "tool_isolation",
     "max_tool_calling_iterations",
 )
 _SAMPLED = (
@@ -205,6 +207,10 @@ class ObjectiveConfig:
         Literal["stop", "skip"] | None,
         "What an exception of a reward function does: stop (default), or skip the answer.",
     ] = None
+    reward_isolation: Annotated[
+        Literal["process"] | None,
+        "process: reward functions run in a process without GPU that is killed at reward_timeout (in the main thread).",
+    ] = None
     tools: Annotated[
         tuple[str, ...] | None, "Functions that the model may call while it answers: file.py:function."
     ] = None
@@ -213,6 +219,11 @@ class ObjectiveConfig:
     ] = None
     rollout_func: Annotated[str | None, "file.py:function that samples whole answers, in any turns."] = None
     tool_timeout: Annotated[float | None, "Seconds that a call of a tool may take (no limit)."] = None
+    tool_isolation: Annotated[
+        Literal["process"] | None,
+        "process: tools that are functions run in a process without GPU that is killed at tool_timeout (in the main "
+        "thread).",
+    ] = None
     max_tool_calling_iterations: Annotated[
         int | None, "The most turns of an answer in which tools are called (no limit)."
     ] = None
@@ -330,8 +341,15 @@ class ObjectiveConfig:
             self.rollout_func,
             "it samples answers itself, with its own tools; leave out objective.tools and environment_factory",
         )
-        positive("objective.tool_timeout", self.tool_timeout)
         positive("objective.reward_timeout", self.reward_timeout)
+        positive("objective.tool_timeout", self.tool_timeout)
+        for key, functions in (("reward_isolation", self.reward_funcs), ("tool_isolation", self.tools)):
+            require(
+                getattr(self, key) is None or bool(functions),
+                f"objective.{key}",
+                getattr(self, key),
+                "there are no such functions; environments and rollout functions run in the main thread: leave it out",
+            )
         positive("objective.max_tool_calling_iterations", self.max_tool_calling_iterations)
         require(
             self.loss_type == "sigmoid" or not self.label_smoothing,

@@ -22,6 +22,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import zlib
@@ -41,6 +42,8 @@ from jaxtune.train.data.workers import Chunk
 
 # The files NAME.bin of a folder and their dtypes; `Documents` documents the fields.
 FIELDS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "trained": np.int64, "origins": np.int64}
+UNUSED_SECONDS = 7 * 24 * 3600  # what a run used since then is never removed to make room
+_ENTRY = re.compile(r"[0-9a-f]{32}(-\d+)?|(reference|teacher)_[0-9a-f]+\.npy")
 ABANDONED_SECONDS = 24 * 3600  # temporary folders older than this are deleted
 _HOME = Path(__file__).parents[3]  # which has the package
 _ROOTS = ("jaxtune.train.data.reading", "jaxtune.train.data.workers")
@@ -293,7 +296,9 @@ def open_or_build(
     for place in (_own_name(folder), folder):
         if os.path.isdir(place):
             try:
-                return CachedDocuments(*_open(place), True)
+                found = CachedDocuments(*_open(place), True)
+                note_use(place / "meta.json")
+                return found
             except PermissionError:
                 say(f"token cache {place} is another user's and cannot be read; it is built beside it")
             except DAMAGE as error:
@@ -301,6 +306,7 @@ def open_or_build(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder.parent)
+        _make_room(folder.parent, say)
         temporary = temporary_path(folder)
         temporary.mkdir()
     except OSError as error:
@@ -460,6 +466,32 @@ def _remove_abandoned(parent: Path) -> None:
             written = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
             if time.time() - written > ABANDONED_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def note_use(file: Path) -> None:
+    """Marks a file of the cache folder as used now; another user's may stay as it is."""
+    with contextlib.suppress(OSError):
+        os.utime(file)
+
+
+def _make_room(parent: Path, say: Callable[[str], None]) -> None:
+    """Removes what no run used for a week, the oldest first, while the cache takes more than the disk has free."""
+    entries = []
+    for path in parent.iterdir():
+        with contextlib.suppress(OSError):
+            if _ENTRY.fullmatch(path.name):
+                states = [file.stat() for file in (path.iterdir() if path.is_dir() else [path])]
+                entries.append((max(state.st_mtime for state in states), sum(s.st_size for s in states), path))
+    taken, free = sum(size for _, size, _ in entries), shutil.disk_usage(parent).free
+    removed = 0
+    for used, size, path in sorted(entries):
+        if taken - removed <= free + removed or time.time() - used < UNUSED_SECONDS:
+            break
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            removed += size
+    if removed:
+        say(f"{parent}: {removed / 1e9:.2f} GB of tokens removed that no run used for a week; the disk was filling up")
 
 
 # --- keys

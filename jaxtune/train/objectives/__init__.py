@@ -7,7 +7,7 @@ reference model before training and checks them in the first step. `policy.py` h
 `grpo.py`, the prompts of `prompts.py`, the batch source of `rollouts.py`, the packing of `packed_answers.py`, the
 rewards of `reward_functions.py` and the metrics of `answer_report.py`. `answering.py` samples their answers, in which
 the model may call `tools.py` in the form of `tool_formats.py`, or has a function of the user's sample them
-(`rollout_function.py`); `user_functions.py` loads and calls such functions. `distillation.py` has distillation,
+(`rollout_function.py`); `train/user_code` loads and calls such functions. `distillation.py` has distillation,
 `teachers.py` the model that it learns from, `stored_teachers.py` that model's log-probabilities if they are stored
 before the run, and `own_samples.py` the batch source if the student's answers are sampled. `named.py` makes the
 objective that a config names.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol
 
 from jaxtune.conversations.answers import Completions
@@ -17,12 +16,13 @@ from jaxtune.models.generation.divided import DividedSampler, devices_of
 from jaxtune.models.generation.requests import Piece
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan
+from jaxtune.system import waiting
 from jaxtune.train.config import ConfigError
 from jaxtune.train.objectives.packed_answers import Prompt, Settings
-from jaxtune.train.objectives.reward_functions import Message, Turns
+from jaxtune.train.objectives.reward_functions import ENVIRONMENTS, Message, Turns
 from jaxtune.train.objectives.tool_formats import ToolFormat
-from jaxtune.train.objectives.tools import ENVIRONMENTS, Answered, Tools
-from jaxtune.train.objectives.user_functions import EventLoop
+from jaxtune.train.objectives.tools import Answered, ToolCalls, Tools
+from jaxtune.train.user_code.loop import wait_for_any
 
 _MOST_SHOWN = 120  # characters of a prompt in a message
 
@@ -252,6 +252,7 @@ class OneTurn:
             for one, seed in zip(found, seeds, strict=True)
         }
         while sampler.pending:
+            waiting.look()
             for piece in sampler.step():
                 _extend(requests[piece.request], piece)
         for one in found:
@@ -292,7 +293,8 @@ class ToolTurns:
     """Samples answers in which the model calls tools (`Answering`): it samples a turn, calls the tools that the turn
     asks for, adds what they returned to the tokens, and samples the next turn.
 
-    While the tools of an answer run, its slot is given to another answer. Its next turn is a new request of the
+    Synchronous tools run in this thread, between two rounds of the sampler. While asynchronous tools of an answer run,
+    its slot is given to another answer. Its next turn is a new request of the
     sampler, which prefills all its tokens again; each prompt is prefilled alone, so that what is sampled does not
     depend on how long tools take.
     """
@@ -350,23 +352,28 @@ class ToolTurns:
         dialogues = self._new_dialogues(prompts, seeds)
         sampler = self.sampling.sampler(model, [one.given.prompt_ids for one in dialogues], alone=True)
         turns: dict[int, _Dialogue] = {}  # by the number of the sampler's request
-        waiting: dict[Future[Answered], _Dialogue] = {}
+        called: list[tuple[ToolCalls, _Dialogue]] = []  # whose tools run
         for one in dialogues:
             turns[self._submitted(sampler, one)] = one
-        with EventLoop() as loop:
-            while sampler.pending or waiting:
+        try:
+            while sampler.pending or called:
+                waiting.look()
                 for piece in sampler.step():
                     _extend(turns[piece.request].given, piece)
                     if piece.finish_reason is not None:
                         one = turns.pop(piece.request)
-                        if (future := self._called(loop, one)) is not None:
-                            waiting[future] = one
-                if waiting and not sampler.pending:
-                    wait(waiting, return_when=FIRST_COMPLETED)
-                for future in [future for future in waiting if future.done()]:
-                    one = waiting.pop(future)
-                    if self._add_results(one, future.result()):
+                        if (turn_calls := self._called(one)) is not None:
+                            called.append((turn_calls, one))
+                if not sampler.pending and called and not any(turn_calls.done for turn_calls, _ in called):
+                    wait_for_any([call for turn_calls, _ in called for call in turn_calls.pending.values()], "tools")
+                done = [(turn_calls, one) for turn_calls, one in called if turn_calls.done]
+                called = [(turn_calls, one) for turn_calls, one in called if not turn_calls.done]
+                for turn_calls, one in done:
+                    if self._add_results(one, turn_calls.answered()):
                         turns[self._submitted(sampler, one)] = one
+        finally:
+            for turn_calls, _ in called:
+                turn_calls.cancel()
         calls, failures = (sum(getattr(one, name) for one in dialogues) for name in ("calls", "failures"))
         for one in dialogues:
             one.given.completion = one.messages
@@ -419,12 +426,10 @@ class ToolTurns:
         ids = [*given.prompt_ids, *given.ids]
         return self.sampling.submit(sampler, ids, most - len(given.ids), one.seed, one.turns)
 
-    def _called(self, loop: EventLoop, one: _Dialogue) -> Future[Answered] | None:
-        """Ends a turn of the answer `one`: parses it, adds its message, and starts the calls of tools in it in the
-        event loop `loop`; it adds 1 to `one.turns` and the number of these calls to `one.calls`. Returns at once the
-        future of what the tools return. It returns None if the answer is complete, in which case calls in the turn are
-        not made: the turn calls no tool, the answer has had most_iterations turns with calls, or it has reached the
-        most tokens."""
+    def _called(self, one: _Dialogue) -> ToolCalls | None:
+        """Ends a turn of the answer: parses it, adds its message, and makes the calls of tools in it. None if the
+        answer is complete, in which case calls in the turn are not made: the turn calls no tool, the answer has had
+        most_iterations turns with calls, or it has reached the most tokens."""
         turn = self.sampling.without_end(one.given.ids[one.began :])
         message, calls = self.format.parsed(turn, self.tools.parameters(one.columns))
         one.messages.append(message)
@@ -433,7 +438,7 @@ class ToolTurns:
             return None
         one.turns += 1
         one.calls += len(calls)
-        return loop.run(self.tools.answer(calls, self.tools.of(one.environment)))
+        return self.tools.begin(calls, self.tools.of(one.environment))
 
     def _add_results(self, one: _Dialogue, answered: Answered) -> bool:
         """Adds what tools returned (`answered`) to the answer `one`, in place: to `one.given` as tokens that were not
@@ -441,6 +446,8 @@ class ToolTurns:
         be sampled. Returns False if the answer would have no room for another token of the model: it is then complete,
         and only the failed calls were added."""
         one.failures += answered.failures
+        if answered.is_late and one.environment is not None:
+            self.tools.replace(one.environment)
         suffix = self.format.suffix(answered.messages)
         given = one.given
         if len(given.ids) + len(suffix) >= self.sampling.settings.max_completion_length:

@@ -31,7 +31,7 @@ from jaxtune.train.objectives.rollout_function import RolloutFunc, RolloutFuncti
 from jaxtune.train.objectives.rollouts import SampledAnswers, Score
 from jaxtune.train.objectives.tool_formats import ToolFormat
 from jaxtune.train.objectives.tools import Tools
-from jaxtune.train.objectives.user_functions import load_from_file
+from jaxtune.train.user_code.loading import load_from_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -215,10 +215,14 @@ class OwnParts:
         `reference` of the result is None. `sampled_answers` calls it if no OwnParts were given. Raises ConfigError if a
         function cannot be loaded."""
         options = RewardOptions(timeout_seconds=wanted.reward_timeout, errors=wanted.reward_errors or "stop")
-        rewards = RewardFunctions.named(wanted.reward_funcs, **options) if wanted.reward_funcs else None
+        rewards = None
+        if wanted.reward_funcs:
+            rewards = RewardFunctions.named(wanted.reward_funcs, isolation=wanted.reward_isolation, **options)
         tools = None
         if wanted.tools or wanted.environment_factory:
-            tools = Tools.named(wanted.tools or (), wanted.environment_factory, wanted.tool_timeout)
+            tools = Tools.named(
+                wanted.tools or (), wanted.environment_factory, wanted.tool_timeout, wanted.tool_isolation
+            )
         rollout = None
         if wanted.rollout_func is not None:
             rollout = load_from_file(wanted.rollout_func, "objective.rollout_func")

@@ -28,7 +28,7 @@ from jaxtune.system import processes
 from jaxtune.system.files import atomic_write
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batches, Rows
-from jaxtune.train.data.cache import cache_folder
+from jaxtune.train.data.cache import cache_folder, note_use
 from jaxtune.train.data.pairs import PackedPairs
 from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.objectives.preference import DPO, Referenced
@@ -81,6 +81,8 @@ def fill_reference(
             except OSError as error:  # a shared cache may be another user's
                 say(f"they are not stored for other runs: data.cache_dir={path.parent} cannot be written ({error})")
     else:
+        if path is not None:
+            note_use(path)
         say(f"log-probabilities of the reference: {path}")
     rows.reference[:] = found
 

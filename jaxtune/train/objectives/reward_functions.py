@@ -1,8 +1,4 @@
-"""Reward functions, which give the answers that a model sampled a number each: loading them by name, calling them, and
-handling their errors (`RewardFunctions`, `RewardError`). Their arguments are made as a `Sampled`; `load_function` loads
-one, `unique` makes their names differ, `_given` chooses the arguments of a call, and `_checked` checks what it
-returned. The ready ones, which a recipe names without a file, are `exact_number`, `exact_match`, `tagged_format`,
-`regex`, `brevity` and `rollout_reward`; they read answers by `text_of` and `last_number`.
+"""Reward functions, which give the answers that a model sampled a number each, and the ready ones.
 
 A reward function has TRL's signature. It is called once with all answers of a generation (one round of sampling) and
 returns a number for each, or None where it does not apply:
@@ -14,7 +10,7 @@ def short(prompts, completions, completion_ids, **columns):
 
 A prompt that is text has completions that are text; one of messages has `[{"role": "assistant", "content": text}]`. The
 columns of the rows come as lists, by name, one value for each answer. A function may be `async def`; such functions run
-side by side."""
+side by side, in one event loop for the whole run. Others run in the main thread."""
 
 from __future__ import annotations
 
@@ -23,8 +19,8 @@ import inspect
 import logging
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import Future
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
@@ -33,26 +29,31 @@ from jaxtune.conversations.answers import whole_text
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.checks import unique_names
 from jaxtune.train.objectives.reward_log import RewardLog
-from jaxtune.train.objectives.user_functions import EventLoop, arguments, in_words, is_async, load_from_file
+from jaxtune.train.user_code import errors as words
+from jaxtune.train.user_code.calling import arguments, begin, call, is_async, name_of
+from jaxtune.train.user_code.copies import own_copies
+from jaxtune.train.user_code.loading import load_from_file
+from jaxtune.train.user_code.loop import Outcome, Pending, TooLong
+from jaxtune.train.user_code.patterns import searched
+from jaxtune.train.user_code.processes import Isolated
 
 logger = logging.getLogger(__name__)
 # A reward function, with the signature that the module's docstring describes.
-type RewardFunction = Callable[..., Any]
+type RewardFunction = Callable
 # A message of a conversation: its role, its content, and what else chat templates read.
 type Message = dict[str, Any]
 # A prompt or a completion: text, or messages.
 type Turns = str | list[Message]
 _KEY = "objective.reward_funcs"
+ISOLATION = "objective.reward_isolation"
+ENVIRONMENTS = "environments"  # the argument with the answers' environments
+SHARED = frozenset({ENVIRONMENTS})  # arguments whose entries are objects, of which functions get no copies
 _SHOWN = 200  # characters of a prompt or an answer in a message
 _LARGEST = float(np.finfo(np.float32).max)  # advantages are float32
 
 
-class RewardError(ValueError):
-    """Raised if a reward function failed, took too long, or returned something that is not a reward. It ends the run or
-    the evaluation, and its message names the function. The `jaxtune` command shows this message alone, without the
-    traceback of the user's code. With RewardFunctions.errors = "skip" it is not raised for a function that raised an
-    exception, but still if a call with all answers takes too long or returns no rewards. Code outside of this module
-    treats it as any ValueError."""
+class RewardError(words.UserCodeError):
+    """A reward function failed, took too long, or returned no rewards. It ends the run or the evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +159,10 @@ class RewardFunctions:
     """The longest that a call of one function may take; None is no limit."""
 
     errors: Literal["stop", "skip"] = "stop"
-    """What an exception of a function does. In both cases the function is then called with one answer at a time: "stop"
-    ends the run, and names an answer for which it fails; "skip" continues, and those for which it fails get no reward
-    of this function (NaN). A call with all answers that takes too long or returns no rewards always ends the run."""
+    """What an exception of a function does. "stop" ends the run, "skip" leaves answers for which it is raised without a
+    reward of this function (NaN). To know these, a synchronous function is called with one answer at a time; an
+    asynchronous one is not called again, and "skip" leaves all answers of its call without. A call that takes too long
+    or returns no rewards ends the run in any case."""
 
     also: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Further arguments, {name: value}; each function gets those that its parameters name, or all if it has
@@ -177,24 +179,29 @@ class RewardFunctions:
         cls,
         functions: Sequence[RewardFunction],
         weights: Sequence[float] | None = None,
+        *,
+        isolation: Literal["process"] | None = None,
         **options: Unpack[RewardOptions],
     ) -> RewardFunctions:
-        """Makes RewardFunctions of functions, named by their `__name__` (objects without one: by their class); equal
-        names get numbers ("f", "f_2"). Functions of a Python script are given so; `named` loads those of a recipe and
-        calls this.
+        """RewardFunctions of functions, named by their `__name__` (objects without one: by their class); equal names
+        get numbers ("f", "f_2").
 
         Args:
-          functions: the functions, at least one.
+          functions: at least one.
           weights: a weight for each function; None: all 1.
-          options: values of other fields of this class: `timeout_seconds` (the longest time of one call), `errors`
-            ("stop" or "skip") and `also` ({name: value} of further arguments, of which each function gets those that
-            its parameters name).
+          isolation: "process": those that are not ready ones run in a process without devices, one for the functions of
+            a file, which is killed at timeout_seconds.
+          options: other fields.
         Raises:
           ConfigError: there is no function, or another number of weights.
+          UserCodeError: another process cannot find a function.
         """
         if not functions:
             raise ConfigError("objective.reward_funcs = []: learning from rewards needs at least one reward function")
-        names = unique_names([getattr(function, "__name__", type(function).__name__) for function in functions])
+        names = unique_names([name_of(function) for function in functions])
+        if isolation is not None:
+            ready = [*READY.values()]
+            functions = [one if one in ready else Isolated(one, ISOLATION) for one in functions]
         return cls(tuple(functions), names, (1.0,) * len(functions), **options).weighed(weights)
 
     def weighed(self, weights: Sequence[float] | None, of_environments: int = 0) -> RewardFunctions:
@@ -220,113 +227,123 @@ class RewardFunctions:
         weights: Sequence[float] | None = None,
         *,
         key: str = _KEY,
+        isolation: Literal["process"] | None = None,
         **options: Unpack[RewardOptions],
     ) -> RewardFunctions:
-        """Loads reward functions by the names that a recipe has, and makes RewardFunctions of them. A name is
-        `file.py:function`, or that of a ready function of this module, such as exact_match. Runs that learn from
-        rewards call it, and so do evaluations by generated answers (evaluation.generate).
-
-        Args:
-          wanted: the names, at least one.
-          weights: a weight for each function; None: all 1.
-          key: the config key that has the names, for errors.
-          options: the fields `timeout_seconds`, `errors` and `also` of this class.
-        Raises:
-          ConfigError: a function cannot be loaded, or there is another number of weights.
-        """
-        return cls.of([load_function(name, key) for name in wanted], weights, **options)
+        """RewardFunctions of the names that a recipe has: `file.py:function`, or of ready functions, such as
+        exact_match. key: the config key that has them, for errors; other arguments are those of `of`. ConfigError: a
+        function cannot be loaded."""
+        return cls.of([load_function(name, key) for name in wanted], weights, isolation=isolation, **options)
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
-        """Calls all functions with the answers in `sampled`: float64[answers, functions], NaN where a function does not
-        apply. Async functions run at the same time, in an event loop; the others run one after another, each in a
-        thread, which a timeout does not stop. The rows of the result are in the order of `sampled`, its columns in that
-        of the functions.
+        """float64[answers, functions], NaN where a function does not apply. Each function has copies of its own.
+        Asynchronous functions run side by side, in the run's event loop; the others one by one, in this thread.
 
         Raises:
           RewardError: a function failed (errors = "stop"), took too long, or returned no list of numbers.
         """
         sampled = dataclasses.replace(sampled, also=self.also, named=self.log.arguments)
-        with EventLoop() as loop:
-            waiting = [
-                loop.start(function, _given(function, sampled)) if is_async(function) else None
-                for function in self.functions
-            ]
-            found = [
-                self._rewards(loop, function, name, sampled, future)
-                for function, name, future in zip(self.functions, self.names, waiting, strict=True)
-            ]
-        return np.stack(found, axis=1)
-
-    def _rewards(
-        self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled, future: Future | None
-    ) -> np.ndarray:
-        """Calls one function with all answers, or waits for its call: float64[answers], its rewards, NaN where it does
-        not apply. If it raises, it is called with one answer at a time (`_one_by_one`). `__call__` calls this for each
-        function.
-
-        Args:
-          loop: the event loop in which the function runs, so that it can time out.
-          function: the reward function.
-          name: its name, for messages.
-          sampled: the answers.
-          future: the future of the function's running call if it is async; None if it is to be called here.
-        Raises:
-          RewardError: the function failed (errors = "stop"), took too long, or returned no list of numbers.
-        """
-        future = loop.start(function, _given(function, sampled)) if future is None else future
+        pending = {
+            index: begin(function, _given(function, sampled), name, self.timeout_seconds)
+            for index, (function, name) in enumerate(zip(self.functions, self.names, strict=True))
+            if is_async(function)
+        }
         try:
-            return _checked(name, future.result(self.timeout_seconds), len(sampled), self.nan_is_none)
-        except TimeoutError:
-            if not future.done():  # the function may raise a TimeoutError of its own
-                raise RewardError(
-                    f"reward function {name} took longer than objective.reward_timeout = {self.timeout_seconds} s; "
-                    "raise it, or give the function's own requests a limit"
-                ) from None
-            return self._one_by_one(loop, function, name, sampled)
-        except RewardError:
-            raise
-        except Exception:
-            return self._one_by_one(loop, function, name, sampled)
+            columns = [self._rewards(index, sampled, pending.get(index)) for index in range(len(self.functions))]
+        finally:
+            for one in pending.values():
+                one.cancel()
+        return np.stack(columns, axis=1)
 
-    def _one_by_one(self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled) -> np.ndarray:
-        """The rewards of a function that failed with all answers at once: float64[answers]. It is called with one
-        answer at a time to find those that it fails for, or for which it takes too long or returns no number. With
-        errors = "skip" these are NaN, and a warning is logged. With "stop" RewardError is always raised: for the first
-        such answer, or, if there is none, for the call with all answers.
-
-        Args:
-          loop: the event loop in which the function runs.
-          function: the reward function.
-          name: its name, for messages.
-          sampled: the answers.
-        """
-        values = np.full(len(sampled), np.nan)
-        failed: list[tuple[int, Exception]] = []
-        for index in range(len(sampled)):
-            try:
-                future = loop.start(function, _given(function, sampled.only(index)))
-                values[index] = _checked(name, future.result(self.timeout_seconds), 1, self.nan_is_none)[0]
-            except Exception as error:
-                failed.append((index, error))
-                if self.errors == "stop":
-                    break
+    def _rewards(self, index: int, sampled: Sampled, pending: Pending | None) -> np.ndarray:
+        """float64[answers]: the rewards of one function. pending: its call, if it is asynchronous."""
+        function, name = self.functions[index], self.names[index]
+        outcome = self._outcome(function, name, sampled) if pending is None else pending.outcome()
+        if outcome.error is None:
+            return _checked(name, outcome.value, len(sampled), self.nan_is_none)
+        if isinstance(outcome.error, TooLong):
+            raise self._too_long(function, name, sampled, outcome.error)
+        if pending is None:
+            return self._one_by_one(function, name, sampled, outcome.error)
         if self.errors == "stop":
-            index, error = failed[0] if failed else (0, None)
-            alone = "" if failed else "; each answer alone it rewards without an error"
-            raise RewardError(
-                f"reward function {name} failed{alone}: {in_words(error)}\n"
-                f"  prompt: {_shortened(sampled.prompts[index])}\n  answer: {_shortened(sampled.completions[index])}\n"
-                "objective.reward_errors=skip leaves such answers without this reward"
-            ) from error
+            line = f"  (the first of {len(sampled)} answers that one call rewards)"
+            raise _failed(name, outcome.error, sampled, 0, line=line)
+        self._warn(name, outcome.error, len(sampled), len(sampled))
+        return np.full(len(sampled), np.nan, np.float32)
+
+    def _outcome(self, function: RewardFunction, name: str, sampled: Sampled) -> Outcome:
+        return call(function, _given(function, sampled), name, self.timeout_seconds)
+
+    def _one_by_one(self, function: RewardFunction, name: str, sampled: Sampled, first: BaseException) -> np.ndarray:
+        """The rewards of a function that failed with all answers at once, by calls with one answer each. first: what it
+        raised then."""
+        values = np.full(len(sampled), np.nan, np.float32)
+        failed: list[BaseException] = []
+        for index in range(len(sampled)):
+            outcome = self._outcome(function, name, sampled.only(index))
+            error = outcome.error
+            if error is None:
+                try:
+                    values[index] = _checked(name, outcome.value, 1)[0]
+                except RewardError as refused:
+                    error = refused
+            if error is not None:
+                failed.append(error)
+                if self.errors == "stop":
+                    raise _failed(name, error, sampled, index, earlier=first)
+        if self.errors == "stop":
+            raise _failed(name, first, sampled, 0, "; each answer alone it rewards without an error")
         if failed:
-            logger.warning(
-                "%s failed for %d of %d answers, which it does not count for; the first: %s",
-                name,
-                len(failed),
-                len(sampled),
-                in_words(failed[0][1]),
-            )
+            self._warn(name, failed[0], len(failed), len(sampled))
         return values
+
+    def _warn(self, name: str, error: BaseException, failed: int, answers: int) -> None:
+        what = f"{name} failed for {failed} of {answers} answers, which it does not count for; the first"
+        logger.warning("%s", words.described(what, error))
+
+    def _too_long(self, function: RewardFunction, name: str, sampled: Sampled, error: TooLong) -> RewardError:
+        """The error about a call over its limit. Of an isolated function it names the answer at which a second pass,
+        answer by answer, is over the same limit."""
+        limit, row = self.timeout_seconds or 0.0, ""
+        hint = "raise it, or give the function's own requests a limit"
+        if isinstance(function, Isolated):
+            hint, until = "its process was ended; raise it", time.monotonic() + limit
+            for index in range(len(sampled)):
+                seconds = until - time.monotonic()
+                alone = sampled.only(index)
+                late = call(function, _given(function, alone), name, seconds) if seconds > 0 else Outcome(error=error)
+                if isinstance(late.error, TooLong):
+                    row = "\n" + _row(sampled, index)
+                    break
+        elif not is_async(function):
+            hint += f"; code that keeps Python's lock is interrupted in a process only: {ISOLATION}=process"
+        return RewardError(
+            f"reward function {name} took longer than objective.reward_timeout = {limit:g} s{error.detail}; {hint}{row}"
+        )
+
+
+def _failed(
+    name: str,
+    error: BaseException,
+    sampled: Sampled,
+    index: int,
+    which: str = "",
+    line: str = "",
+    earlier: BaseException | None = None,
+) -> RewardError:
+    """The RewardError about an exception. index: of the answer that is shown; which, line: words about it; earlier:
+    what the call with all answers raised, if this is of a call with one."""
+    lines = [_row(sampled, index), line, "objective.reward_errors=skip leaves such answers without this reward"]
+    if earlier is not None and words.in_words(earlier) != words.in_words(error):
+        lines.append(words.described("the call with all answers raised", earlier))
+    made = RewardError(words.described(f"reward function {name} failed{which}", error, *filter(None, lines)))
+    made.__cause__ = earlier or error
+    return made
+
+
+def _row(sampled: Sampled, index: int) -> str:
+    prompt, answer = _shortened(sampled.prompts[index]), _shortened(sampled.completions[index])
+    return f"  prompt: {prompt}\n  answer: {answer}"
 
 
 def load_function(name: str, key: str = _KEY) -> RewardFunction:
@@ -350,14 +367,14 @@ def load_function(name: str, key: str = _KEY) -> RewardFunction:
 
 
 def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
-    """The keyword arguments with which `function` is called: of the prompts, completions, completion_ids, columns and
-    further arguments in `sampled`, those that its parameters name, or all if it has **parameters; so a function need
-    not name what it does not use. Of equal names, a further argument hides a column, and prompts, completions and
-    completion_ids hide both."""
-    given = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
+    """Copies of the arguments that the function names, or of all if it has **parameters. Of equal names, a further
+    argument hides a column, and prompts, completions and completion_ids hide both."""
+    turns = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
     asked = inspect.signature(function).parameters if sampled.named else {}
     named = {name: value for name, value in sampled.named.items() if name in asked and name not in sampled.columns}
-    return arguments(function, {**sampled.columns, **named, **sampled.also, **given})
+    also = {name: value for name, value in {**named, **sampled.also}.items() if name not in turns}
+    of_answers = arguments(function, {**sampled.columns, **turns})
+    return own_copies(of_answers, SHARED) | arguments(function, also)
 
 
 def _checked(name: str, values: Any, count: int, nan_is_none: bool = False) -> np.ndarray:
@@ -490,13 +507,10 @@ def tagged_format(completions: list[Turns], **columns: object) -> list[float]:
 
 
 def regex(completions: list[Turns], pattern: list[str], **columns: object) -> list[float]:
-    """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
-    `completions` 1.0 if the row's regular expression (the column `pattern`) is found anywhere in its text (`text_of`),
-    else 0.0. Other columns are ignored."""
-    return [
-        float(re.search(wanted, text_of(completion)) is not None)
-        for completion, wanted in zip(completions, pattern, strict=True)
-    ]
+    """A ready reward: 1.0 if the regular expression in the row's column `pattern` is found anywhere in the answer's
+    text, else 0.0. ValueError: one is no regular expression, or takes over 10 s: it is searched for in a process that
+    is killed then."""
+    return [float(found) for found in searched(pattern, [text_of(completion) for completion in completions])]
 
 
 def brevity(completion_ids: list[list[int]], **columns: object) -> list[float]:

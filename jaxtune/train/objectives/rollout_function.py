@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.requests import Row
@@ -32,6 +33,9 @@ from jaxtune.train.config import ConfigError
 from jaxtune.train.objectives.answering import Given, Sampling
 from jaxtune.train.objectives.packed_answers import Prompt
 from jaxtune.train.objectives.reward_functions import Turns
+from jaxtune.train.user_code import errors
+from jaxtune.train.user_code.calling import call, name_of
+from jaxtune.train.user_code.copies import own_copy
 
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 _MASK = "env_mask"
@@ -153,9 +157,9 @@ class RolloutFunction:
         """
         sampler = RolloutModel(model, self.sampling, self.length, self.encode, seeds[0])
         shown = [prompt.given for prompt in prompts]
-        made = self.function(list(shown), sampler)
-        lacking = [name for name in _NEEDED if name not in made] if isinstance(made, Mapping) else list(_NEEDED)
-        if lacking:
+        made = self._called([own_copy(prompt) for prompt in shown], sampler)
+        if not isinstance(made, Mapping) or any(name not in made for name in _NEEDED):
+            lacking = [name for name in _NEEDED if not isinstance(made, Mapping) or name not in made]
             self._refuse(f"it returned no {', '.join(lacking)}")
         for name, values in made.items():
             try:
@@ -177,6 +181,18 @@ class RolloutFunction:
             )
             for index, prompt in enumerate(shown)
         ], {}
+
+    def _called(self, prompts: list[Turns], model: RolloutModel) -> object:
+        """What the function returns. Exceptions of JAX pass, such as that memory ran out."""
+        name = name_of(self.function)
+        outcome = call(lambda: self.function(prompts, model), {}, name)
+        error = outcome.error
+        if error is not None and type(error).__module__.startswith("jax"):
+            raise error
+        if error is not None:
+            what = f"objective.rollout_func: {name} failed for {len(prompts)} prompts"
+            raise errors.UserCodeError(errors.described(what, error)) from error
+        return outcome.value
 
     def _given(self, index: int, prompt: Turns, prompt_ids, ids, logps, mask, columns: Mapping[str, object]) -> Given:
         """Checks one of the answers that the function returned, and returns it as a `Given`. Its finish_reason is
@@ -222,9 +238,8 @@ class RolloutFunction:
             columns,
         )
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str) -> NoReturn:
         """Always raises ConfigError, about something wrong in what the function returned. `__call__` and `_given` call
         it, which check that. why: what is wrong, in words, to which the message adds the function's name and the page
         of documentation."""
-        name = getattr(self.function, "__name__", type(self.function).__name__)
-        raise ConfigError(f"objective.rollout_func: {name}: {why}; see docs/rewards.md")
+        raise ConfigError(f"objective.rollout_func: {name_of(self.function)}: {why}; see docs/rewards.md")

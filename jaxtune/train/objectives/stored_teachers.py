@@ -33,7 +33,7 @@ from jaxtune.system.files import create_temporary, fingerprints, remove_left
 from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError, TrainConfig
 from jaxtune.train.data.batches import Batch, BatchSource
-from jaxtune.train.data.cache import cache_folder
+from jaxtune.train.data.cache import cache_folder, note_use
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.teacher_files import open_file
 from jaxtune.train.data.teacher_values import TaughtRows, TeacherValues
@@ -282,6 +282,8 @@ class StoredTeacher:
         sums = processes.all_of(None if path is None or found is None else _sum_of(path))
         there = None not in sums and len(set(sums)) == 1
         rows.values.stored = found if there else None
+        if there and path is not None:
+            note_use(path)
         return there
 
     def _reading(self) -> Callable[[TaughtRows, np.ndarray | None], None]:

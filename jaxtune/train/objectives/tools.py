@@ -1,8 +1,4 @@
-"""The tools that a model may call while it answers: functions, and the methods of environments. `Tools` has those of a
-run, and calls them; what the calls of one turn returned is an `Answered`. `Environment` is the interface of
-environments; `_environment` makes one, `methods` finds its tools, and `_reward_of` makes a reward function of its
-`get_reward`. `_schemas` describes tools to chat templates, and `_parameters` takes the types of their arguments from
-that.
+"""The tools that a model may call while it answers: functions, and the methods of environments.
 
 A tool is a Python function with types and a docstring in Google's style, from which the chat template gets its JSON
 schema; it may be `async def`. An environment is an object with a method `reset(**row)`, whose other public methods are
@@ -32,20 +28,29 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, Unpack
+from typing import Literal, Protocol, Unpack, runtime_checkable
 
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.checks import unique_names
 from jaxtune.train.objectives.reward_functions import Message, RewardFunction, RewardFunctions, RewardOptions, Turns
 from jaxtune.train.objectives.tool_formats import Call, Schemas
-from jaxtune.train.objectives.user_functions import arguments, awaited, in_thread, is_async, load_from_file
+from jaxtune.train.user_code import errors
+from jaxtune.train.user_code.calling import arguments, begin, call, is_async, name_of
+from jaxtune.train.user_code.copies import own_copy
+from jaxtune.train.user_code.loading import load_from_file
+from jaxtune.train.user_code.loop import Outcome, Pending, TooLong, outcome_of
+from jaxtune.train.user_code.processes import Isolated
 
+logger = logging.getLogger(__name__)
 ENVIRONMENT = "environment"  # the column that selects a row's environment where there are several
-ENVIRONMENTS = "environments"  # the argument by which reward functions get the answers' environments
+ISOLATION = "objective.tool_isolation"
 _NOT_TOOLS = ("reset", "get_reward")
+_SHOWN = 200  # characters of a prompt in a message
 
 
+@runtime_checkable
 class Environment(Protocol):
     """An environment: an object of the user's code whose public methods other than `reset` and `get_reward` are the
     tools of one answer. It keeps the state of that answer alone, such as that of a game. Only the method `reset` is
@@ -62,14 +67,48 @@ class Environment(Protocol):
 
 @dataclasses.dataclass
 class Answered:
-    """What the tools answered to the calls of one turn of the model. `Tools.answer` returns it; `ToolTurns` adds the
-    messages to the answer that is sampled, and counts the failures for the log."""
+    """What the tools answered to the calls of one turn of the model."""
 
     messages: list[Message]
     """A message of role "tool" for each call, in their order."""
     failures: int
     """How many calls failed: an unknown tool, an exception, or a timeout. The content of such a call's message is the
     text "{'error': ...}"."""
+    is_late: bool = False
+    """Whether a call took longer than its limit, so that it may still run, or was interrupted anywhere."""
+
+
+@dataclasses.dataclass
+class ToolCalls:
+    """The calls of one turn: the synchronous ones are done, the others run in the event loop."""
+
+    tools: Tools
+    calls: Sequence[Call]
+    outcomes: dict[int, Outcome]
+    pending: dict[int, Pending]
+
+    @property
+    def done(self) -> bool:
+        """Whether `answered` returns without a wait."""
+        return all(one.done for one in self.pending.values())
+
+    def answered(self) -> Answered:
+        """Waits for the calls, and returns what they answered."""
+        outcomes = self.outcomes | {number: one.outcome() for number, one in self.pending.items()}
+        texts = [self.tools.text_of(call, outcomes[number]) for number, call in enumerate(self.calls)]
+        return Answered(
+            [
+                {"role": "tool", "name": call.name, "content": text}
+                for call, text in zip(self.calls, texts, strict=True)
+            ],
+            sum(outcome.error is not None for outcome in outcomes.values()),
+            any(isinstance(outcome.error, TooLong) for outcome in outcomes.values()),
+        )
+
+    def cancel(self) -> None:
+        """Ends the calls, whose answers nobody needs."""
+        for one in self.pending.values():
+            one.cancel()
 
 
 class Tools:
@@ -88,7 +127,10 @@ class Tools:
       environments: a class or function that is called without arguments and returns an environment; or {name: such a
         callable}, of which the column `environment` of a row selects one; None if answers have no environments.
       timeout_seconds: the longest that one call may take; None is no limit.
+      isolation: "process": the functions, but not the environments' methods, run in a process without devices, one for
+        the functions of a file, which is killed at timeout_seconds.
     Raises:
+      UserCodeError: another process cannot find a function.
       ConfigError: a tool has no types or docstring, or two tools of one answer have one name; an environment has no
         `reset`, or is an object of OpenEnv's client class, whose `step` takes an action object, which a model cannot
         write as JSON.
@@ -99,8 +141,12 @@ class Tools:
         functions: Sequence[Callable] = (),
         environments: Callable | Mapping[str, Callable] | None = None,
         timeout_seconds: float | None = None,
+        isolation: Literal["process"] | None = None,
     ):
         self.functions, self.timeout_seconds = tuple(functions), timeout_seconds
+        if isolation is not None:
+            self.functions = tuple(Isolated(function, ISOLATION) for function in functions)
+        self._failed: set[str] = set()  # tools whose first failure was shown
         self._several = isinstance(environments, Mapping)
         self._factories: dict[str | None, Callable] = {}
         if isinstance(environments, Mapping):
@@ -112,21 +158,20 @@ class Tools:
         self._schemas.setdefault(None, _schemas(self.functions))
 
     @classmethod
-    def named(cls, functions: Sequence[str], environment: str | None, timeout_seconds: float | None) -> Tools:
-        """Makes the Tools that a recipe asks for, with functions of files that are run for it; `OwnParts.named` calls
-        it. The trainers with TRL's interface, which get the functions themselves, make a Tools directly.
-
-        Args:
-          functions: the tools of all answers, each as file.py:name.
-          environment: the class or function that returns an environment, as file.py:name; None if answers have none.
-          timeout_seconds: the longest that one call may take; None is no limit.
-        Raises:
-          ConfigError: a file or name cannot be loaded, or is refused by Tools.
-        """
+    def named(
+        cls,
+        functions: Sequence[str],
+        environment: str | None,
+        timeout_seconds: float | None,
+        isolation: Literal["process"] | None = None,
+    ) -> Tools:
+        """The Tools that a recipe asks for: functions and a factory of environments, each as file.py:name. ConfigError:
+        one cannot be loaded, or is refused."""
         return cls(
             [load_from_file(name, "objective.tools") for name in functions],
             None if environment is None else load_from_file(environment, "objective.environment_factory"),
             timeout_seconds,
+            isolation,
         )
 
     @property
@@ -140,7 +185,7 @@ class Tools:
     def code(self) -> dict[str, Callable]:
         """{name for messages: function or class} of tools and environments."""
         kinds = {type(pool[0]) for pool in self._pool.values()}
-        return {f"tool {one.__name__}": one for one in self.functions} | {
+        return {f"tool {name_of(one)}": one for one in self.functions} | {
             f"environment {kind.__name__}": kind for kind in kinds
         }
 
@@ -176,9 +221,8 @@ class Tools:
         return dataclasses.replace(functions, functions=(*functions.functions, *added), names=names, weights=weights)
 
     def reset(self, prompts: Sequence[Turns], columns: Sequence[Mapping[str, object]]) -> list[tuple[object, Turns]]:
-        """Gives each answer of a generation (one round of sampling) an environment of its own and calls its `reset`.
-        The same objects serve again in the next generation, so that few are made. `ToolTurns` calls it, only if the run
-        has environments (`has_environments`). What the user's `reset` raises is passed on.
+        """Gives each answer of a generation an environment of its own and calls its `reset` with copies of the row. The
+        same objects serve again in the next generation, so that few are made.
 
         Args:
           prompts: for each answer, its prompt as messages.
@@ -189,6 +233,7 @@ class Tools:
           for each answer (its environment, its prompt); a text that `reset` returned is added to the prompt's last
             message.
         Raises:
+          UserCodeError: `reset` raised an exception.
           ConfigError: `reset` returned something else than None or a text, or a text for a prompt that is no list of
             messages; a row selects no environment where it must (`_name`); or a new environment is refused
             (`_environment`).
@@ -202,73 +247,72 @@ class Tools:
             if index == len(self._pool[name]):
                 self._pool[name].append(_environment(self._factories[name]))
             environment = self._pool[name][index]
-            given = {key: value for key, value in own.items() if not (self._several and key == ENVIRONMENT)}
-            shown = environment.reset(**arguments(environment.reset, {"prompt": prompt, **given}))
-            if shown is not None:
-                if not isinstance(shown, str) or isinstance(prompt, str):
-                    raise ConfigError(
-                        f"objective.environment_factory: reset of {type(environment).__name__} returned {shown!r}; it "
-                        "returns None, or a text that is added to the last message"
-                    )
+            row = {key: value for key, value in own.items() if not (self._several and key == ENVIRONMENT)}
+            added = _reset(environment, prompt, row)
+            if added:
                 last = prompt[-1]
-                prompt = [*prompt[:-1], {**last, "content": str(last.get("content") or "") + shown}]
+                assert not isinstance(last, str)
+                prompt = [*prompt[:-1], {**last, "content": str(last.get("content") or "") + added}]
             found.append((environment, prompt))
         return found
+
+    def replace(self, environment: object) -> None:
+        """Has later generations use a new environment instead of one that a late call may still change."""
+        for name, pool in self._pool.items():
+            for index, one in enumerate(pool):
+                if one is environment:
+                    pool[index] = _environment(self._factories[name])
 
     def of(self, environment: object) -> dict[str, Callable]:
         """The tools of one answer, {name: function}: the functions of the run, and the methods of the answer's
         environment. If `environment` is None, the answer has no environment, and only the functions are returned.
         `ToolTurns` calls it before `answer`, which finds in them the tool that a call names."""
         own = () if environment is None else methods(environment)
-        return {tool.__name__: tool for tool in (*self.functions, *own)}
+        return {name_of(tool): tool for tool in (*self.functions, *own)}
 
-    async def answer(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> Answered:
-        """Calls the tools of one turn of the model, in an `EventLoop` of `ToolTurns`. Tools that are not async run
-        first, one at a time, each in a thread; the next one starts when it returns or times out. Then all async ones
-        run at the same time. Returns the answers as messages, in the order of the calls, and how many calls failed. An
-        unknown tool, an error and a timeout are failures, which the message states; none raises.
+    def begin(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> ToolCalls:
+        """Calls the synchronous tools of one turn of the model, one after another, in this thread, and starts the
+        asynchronous ones, which run at the same time. An unknown tool, an exception and a timeout are failures, which
+        the messages state.
 
         Args:
           calls: the calls that the model wrote in the turn.
           tools: {name: function}, as `of` returned it for this sampled answer.
         """
-        answers: dict[int, tuple[str, bool]] = {}
-        later = []
-        for number, call in enumerate(calls):
-            tool = tools.get(call.name)
-            if tool is not None and is_async(tool):
-                later.append((number, self._called(call, tool)))
-            else:
-                answers[number] = await self._called(call, tool)
-        found = await asyncio.gather(*(one for _, one in later))
-        answers |= dict(zip((number for number, _ in later), found, strict=True))
-        messages = [
-            {"role": "tool", "name": call.name, "content": answers[number][0]} for number, call in enumerate(calls)
-        ]
-        return Answered(messages, sum(failed for _, failed in answers.values()))
-
-    async def _called(self, call: Call, tool: Callable | None) -> tuple[str, bool]:
-        """Calls one tool: (what it answered as text, whether the call failed). An async tool runs in the event loop,
-        any other in a new thread, which a timeout does not stop. An unknown tool, an exception and a timeout are
-        failures, and the text is then "{'error': ...}", which the model reads as the tool's answer.
-
-        Args:
-          call: the call that the model wrote.
-          tool: the tool of that name; None if there is none.
-        """
-        try:
+        outcomes: dict[int, Outcome] = {}
+        later: dict[int, Callable] = {}
+        for number, one in enumerate(calls):
+            tool = tools.get(one.name)
             if tool is None:
-                raise ValueError(f"Tool {call.name} not found.")
-            if is_async(tool):
-                waiting = awaited(tool(**call.arguments))
+                outcomes[number] = Outcome(error=ValueError(f"Tool {one.name} not found."))
+            elif is_async(tool):
+                later[number] = tool
             else:
-                waiting = asyncio.wrap_future(in_thread(tool, call.arguments))
-            return str(await asyncio.wait_for(waiting, self.timeout_seconds)), False
-        except TimeoutError as error:
-            limit = f"{call.name} took longer than {self.timeout_seconds} s"
-            return str({"error": str(error) or limit}), True
-        except Exception as error:
-            return str({"error": str(error)}), True
+                outcomes[number] = _in_text(call(tool, own_copy(one.arguments), one.name, self.timeout_seconds))
+        pending = {
+            number: begin(
+                _text_later(tool), own_copy(calls[number].arguments), calls[number].name, self.timeout_seconds
+            )
+            for number, tool in later.items()
+        }
+        return ToolCalls(self, calls, outcomes, pending)
+
+    def answer(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> Answered:
+        """What the tools of one turn answer, as `begin` calls them."""
+        return self.begin(calls, tools).answered()
+
+    def text_of(self, one: Call, outcome: Outcome) -> str:
+        """What the model reads of a call. The first failure of a tool is shown."""
+        error = outcome.error
+        if error is None:
+            return str(outcome.value)
+        # Of wrong arguments, which a model writes, the traceback has no line of the tool.
+        if one.name not in self._failed and (errors.place(error) or isinstance(error, TooLong)):
+            self._failed.add(one.name)
+            logger.warning("%s", errors.described(f"tool {one.name} failed, which its caller reads; the first", error))
+        if isinstance(error, errors.Elsewhere) or not isinstance(error, Exception):
+            return str({"error": errors.in_words(error)})
+        return str({"error": errors.in_words(error).partition(": ")[2] or errors.in_words(error)})
 
     def _name(self, columns: Mapping[str, object]) -> str | None:
         """The name of the environment that a row selects by its column `environment`; None if the run was not given
@@ -297,16 +341,49 @@ def _environment(factory: Callable) -> Environment:
     """Makes a new environment: what `factory` returns, called without arguments. Making a Tools calls it once for each
     factory, and `Tools.reset` when answers need more. Raises ConfigError if the environment has no `reset`, or is an
     object of OpenEnv's client class, whose `step` no model can call."""
-    made = factory()
+    outcome = call(factory, {}, f"environment {name_of(factory)}")
+    if outcome.error is not None:
+        what = f"objective.environment_factory: {name_of(factory)} failed"
+        raise ConfigError(errors.described(what, outcome.error)) from outcome.error
+    made = outcome.value
     kind = type(made)
     if any(base.__module__.split(".")[0].startswith("openenv") for base in kind.__mro__):
         raise ConfigError(
             f"objective.environment_factory: {kind.__name__} is a client of OpenEnv, whose step takes an action and is "
             "no tool; write a class with reset and with methods that call the client"
         )
-    if not callable(getattr(made, "reset", None)):
+    if not isinstance(made, Environment) or not callable(made.reset):
         raise ConfigError(f"objective.environment_factory: {kind.__name__} has no method reset")
     return made
+
+
+def _reset(environment: Environment, prompt: Turns, row: Mapping[str, object]) -> str:
+    """The text that an environment's `reset` adds to the prompt."""
+    what = f"objective.environment_factory: reset of {type(environment).__name__}"
+    given = arguments(environment.reset, own_copy({"prompt": prompt, **row}))
+    outcome = call(environment.reset, given, f"reset of {type(environment).__name__}")
+    if outcome.error is not None:
+        shown = str(prompt)[:_SHOWN]
+        raise errors.UserCodeError(errors.described(f"{what} failed", outcome.error, f"  prompt: {shown}"))
+    added = outcome.value
+    if added is not None and (not isinstance(added, str) or isinstance(prompt, str)):
+        raise ConfigError(f"{what} returned {added!r}; it returns None, or a text that is added to the last message")
+    return added or ""
+
+
+def _in_text(outcome: Outcome) -> Outcome:
+    """What a tool returned, as text."""
+    try:
+        return outcome if outcome.error is not None else Outcome(str(outcome.value))
+    except Exception as error:
+        return Outcome(error=error)
+
+
+def _text_later(tool: Callable) -> Callable:
+    async def text(**given: object) -> str:
+        return str(await tool(**given))
+
+    return text
 
 
 def _reward_of(kind: type) -> RewardFunction:
@@ -316,13 +393,15 @@ def _reward_of(kind: type) -> RewardFunction:
     `Tools.rewards` adds it to the reward functions of the run."""
 
     async def later(environments, **_):
-        """The reward of each answer: what the async `get_reward` of its environment (in `environments`) returns, or
-        None where that is of another class. Other arguments are ignored."""
-        return [await one.get_reward() if type(one) is kind else None for one in environments]
+        calls = [outcome_of(one.get_reward) for one in environments if type(one) is kind]
+        outcomes = await asyncio.gather(*calls)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        rewards = iter(outcomes)
+        return [next(rewards).value if type(one) is kind else None for one in environments]
 
     def at_once(environments, **_):
-        """The reward of each answer: what `get_reward` of its environment (in `environments`) returns, or None where
-        that is of another class. Other arguments are ignored."""
         return [one.get_reward() if type(one) is kind else None for one in environments]
 
     found = later if is_async(kind.get_reward) else at_once

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -89,6 +91,43 @@ def test_code_that_makes_tokens_decides_the_key(write, tokenizer, monkeypatch, t
     keys.append(key())
     assert len({*keys}) == 5 and None not in keys
     cache._code_fingerprint.cache_clear()
+
+
+def test_what_no_run_used_for_a_week_makes_room(write, tmp_path, tokenizer, monkeypatch):
+    """The oldest first, while the cache takes more than the disk has free; nothing else in the folder."""
+    folder, said = tmp_path / "cache", []
+    paths = [write(f"{number}.jsonl", [{"prompt": f"Add {number}: ", "completion": "4"}] * 20) for number in range(4)]
+
+    def made(number: int) -> bool:
+        return prepare(paths[number], tokenizer, length=64, cache_dir=folder, say=said.append).cached
+
+    def aged(file, days: float) -> None:
+        os.utime(file, (time.time() - days * 86_400,) * 2)
+
+    named = []
+    for number in range(3):
+        before = {*folder.iterdir()} if number else set()
+        made(number)
+        named += {*folder.iterdir()} - before
+    reference, other = folder / f"reference_{'0' * 32}.npy", folder / "notes.txt"
+    reference.write_bytes(bytes(500))
+    other.write_text("not of the cache")
+    for entry, days in zip((*named, reference, other), (30, 20, 10, 25, 40), strict=True):
+        for file in entry.iterdir() if entry.is_dir() else [entry]:
+            aged(file, days)
+    size = sum(file.stat().st_size for file in named[1].iterdir())
+    assert made(0)  # and so it is used now
+    usage = shutil.disk_usage(folder)._replace(free=0)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage._replace(free=10**9))
+    assert not made(3) and not said
+    shutil.rmtree(({*folder.iterdir()} - {*named, reference, other}).pop())
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage._replace(free=size))
+    assert not made(3)  # three of this size and 500 bytes: the two that were not used longest make room
+    assert [entry.exists() for entry in (*named, reference, other)] == [True, False, True, False, True]
+    assert len(said) == 1 and "removed that no run used for a week; the disk was filling up" in said[0]
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage)
+    aged(named[2] / "meta.json", 1)
+    assert not made(1) and [entry.exists() for entry in named] == [True, True, True]
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "no meta", "empty meta", "no file"])

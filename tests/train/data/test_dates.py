@@ -118,7 +118,7 @@ def test_cached_tokens_are_of_their_day(tmp_path, monkeypatch):
     tokenizer = make_tokenizer(LLAMA + PLAIN_TEMPLATE)
 
     def made(day: str | None, tokenizer: Any = tokenizer, template: str | None = None):
-        options = dict(length=64, cache_dir=tmp_path / "cache", num_workers=1, template=template)
+        options: dict[str, Any] = dict(length=64, cache_dir=tmp_path / "cache", num_workers=1, template=template)
         return prepare(tmp_path / "rows.jsonl", tokenizer, today=day, **options)
 
     first, again, second = made(FIRST), made(FIRST), made(SECOND)
@@ -167,11 +167,11 @@ def test_all_processes_take_the_day_of_the_first(tmp_path, monkeypatch):
 def test_a_run_goes_on_after_midnight(tmp_path, monkeypatch):
     """With rows that no cache holds, to the bits of a run that no night interrupted; held-out rows stay the same."""
     tokenizer = make_tokenizer(LLAMA + PLAIN_TEMPLATE)
-    shape = dict(layers=(LayerSpec(),), vocab_size=len(tokenizer))
+    shape: dict[str, Any] = dict(layers=(LayerSpec(),), vocab_size=len(tokenizer))
     given = get_peft_model(tiny_model("float32", **shape), r=2)
 
     def trainer(output: str, steps: int, **data) -> Trainer:
-        settings = dict(train="rows", length=64, eval_rows=4, num_workers=1) | data
+        settings: dict[str, Any] = dict(train="rows", length=64, eval_rows=4, num_workers=1) | data
         config = make_config(
             tmp_path / output,
             steps=steps,

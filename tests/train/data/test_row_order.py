@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtune.train.data.batches import Order
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.documents import Document, Documents
@@ -51,7 +52,7 @@ def write(folder: Path, sizes: list[int], blanks: list[int], offset: int = 0) ->
     return files, list(range(offset, offset + sum(sizes)))
 
 
-def stream(files: list[Path], window: int, packing: bool, order="shuffled") -> StreamedRows:
+def stream(files: list[Path], window: int, packing: bool, order: Order = "shuffled") -> StreamedRows:
     def prepare(rows: Window) -> TokenDataset:
         return tokenised([dict(row.value or {}) for row in rows.rows], packing)
 

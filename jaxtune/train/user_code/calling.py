@@ -1,0 +1,158 @@
+"""Calls of the user's functions: synchronous ones in this thread, asynchronous ones in the run's event loop."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import inspect
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from types import FrameType
+
+from jaxtune.system import waiting
+from jaxtune.train.user_code import processes
+from jaxtune.train.user_code.errors import UserCodeError
+from jaxtune.train.user_code.limits import Over, limit
+from jaxtune.train.user_code.loop import EventLoop, Outcome, Pending, TooLong
+
+_LATE_SECONDS = 1.0  # by which a limit that interrupts Python code may be late
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Runs:
+    number = 0  # of `running`, one within another
+    loop: EventLoop | None = None
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """The time of a run: at the end of the outermost one, the event loop and the functions' processes end. Calls
+    outside of a run have them until the program ends."""
+    _Runs.number += 1
+    try:
+        yield
+    finally:
+        _Runs.number -= 1
+        if not _Runs.number:
+            close()
+
+
+@atexit.register
+def close() -> None:
+    """Ends the event loop and the functions' processes; a later call starts new ones."""
+    loop, _Runs.loop = _Runs.loop, None
+    if loop is not None:
+        loop.close()
+    processes.end_all()
+
+
+def event_loop() -> EventLoop:
+    """The event loop of the run, which the first asynchronous function starts."""
+    if _Runs.loop is None or not _Runs.loop.is_open:
+        _Runs.loop = EventLoop()
+    return _Runs.loop
+
+
+def is_async(function: Callable) -> bool:
+    """Whether it is `async def`, a partial of such a function, or an object with such a method __call__."""
+    call = getattr(function, "__call__", None)  # noqa: B004 (its kind is asked)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def arguments(function: Callable, given: Mapping[str, object]) -> dict[str, object]:
+    """The entries of `given` that are parameters of the function; all, if it has **parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in {parameter.name for parameter in parameters}}
+
+
+def name_of(function: Callable) -> str:
+    """Its name, for messages; of an object without one its class's."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def begin(function: Callable, given: Mapping[str, object], name: str, seconds: float | None = None) -> Pending:
+    """Starts an asynchronous function in the event loop. seconds: its limit."""
+    return event_loop().start(lambda: function(**given), name, seconds)
+
+
+def call(function: Callable, given: Mapping[str, object], name: str, seconds: float | None = None) -> Outcome:
+    """Calls a function of either kind and waits. Raises only what is not the function's own: a signal's exception.
+
+    Args:
+      given: keyword arguments.
+      name: of the function, for messages.
+      seconds: the limit, after which the outcome's error is TooLong; None: there is none.
+    """
+    if is_async(function):
+        return begin(function, given, name, seconds).outcome()
+    if isinstance(function, processes.Isolated):
+        try:
+            return Outcome(function.within(seconds, given))
+        except TimeoutError:
+            return Outcome(error=TooLong(name, seconds))
+        except UserCodeError as error:
+            return Outcome(error=error)
+    with waiting.users_code(name):
+        outcome = _here(lambda: function(**given), name, seconds)
+    value = outcome.value
+    if isinstance(value, Awaitable):
+        return event_loop().start(lambda: value, name, seconds).outcome()
+    return outcome
+
+
+def _here(function: Callable[[], object], name: str, seconds: float | None) -> Outcome:
+    """Calls the function in this thread."""
+    began = time.monotonic()
+    found = Outcome()
+    with _Signals() as signals:
+        try:
+            with limit(seconds):
+                found = Outcome(function())
+        except Over as error:
+            found = Outcome(error=error)
+        except BaseException as error:
+            if signals.raised(error):
+                raise
+            found = Outcome(error=error)
+    took = time.monotonic() - began
+    if seconds is not None and (isinstance(found.error, Over) or took > seconds):
+        late = f": it ended after {took:.1f} s, as C code kept Python's lock" if took > seconds + _LATE_SECONDS else ""
+        return Outcome(error=TooLong(name, seconds, late))
+    return found
+
+
+class _Signals:
+    """Notes whether a signal arrived within it, to tell the KeyboardInterrupt of Ctrl-C from a function's own. The
+    handlers in force are called."""
+
+    def __init__(self) -> None:
+        self._arrived = False
+        self._before: dict[int, Callable[[int, FrameType | None], object]] = {}
+        self._handler = self._handle
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._before[number] = handler
+                    signal.signal(number, self._handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            if signal.getsignal(number) is self._handler:  # the function may have set another one
+                signal.signal(number, handler)
+
+    def raised(self, error: BaseException) -> bool:
+        """Whether an exception is a signal's and not the function's: a run's own, or of a handler that was called."""
+        ours = any(kind.__module__.startswith("jaxtune.") for kind in type(error).__mro__)
+        return (ours and not isinstance(error, ValueError)) or (self._arrived and not isinstance(error, Exception))
+
+    def _handle(self, number: int, frame: FrameType | None) -> object:
+        self._arrived = True
+        return self._before[number](number, frame)

@@ -1,0 +1,79 @@
+"""What is said of an exception of the user's code. Of the standard library alone."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+_OURS = (
+    str(Path(__file__).resolve().parents[2]) + os.sep,
+    os.path.join(sysconfig.get_path("stdlib"), "asyncio") + os.sep,
+)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_FRAMES = 12  # of a traceback, the last ones
+
+
+class UserCodeError(ValueError):
+    """A function of the user's failed, or its result cannot be used. Its text has the function's name, the exception
+    with file and line, and the traceback."""
+
+
+class Elsewhere(UserCodeError):
+    """An exception in a process of its own. words: as `in_words`; place: as `place`; trace: as `trace`."""
+
+    def __init__(self, words: str, place: str = "", trace: str = ""):
+        super().__init__(words)
+        self.words, self.place, self.trace = words, place, trace
+
+
+def in_words(error: BaseException) -> str:
+    """ "Type: message", also of an exception whose text fails."""
+    if isinstance(error, Elsewhere):
+        return error.words
+    try:
+        text = str(error)
+    except BaseException as failed:
+        text = f"its text fails with {type(failed).__name__}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def place(error: BaseException) -> str:
+    """ " (file.py, line 7)": the last frame outside of the installed libraries; "" if there is none."""
+    if isinstance(error, Elsewhere):
+        return error.place
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__, -_FRAMES) if is_users(frame.filename)]
+    own = [frame for frame in frames if not is_library(frame.filename)] or frames
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}, line {error.lineno})"
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+def trace(error: BaseException) -> str:
+    """The traceback with its causes, without frames of jaxtune and asyncio before or between the user's."""
+    if isinstance(error, Elsewhere):
+        return error.trace
+    whole = traceback.TracebackException.from_exception(error, limit=-3 * _FRAMES)
+    shown: list[traceback.TracebackException | None] = [whole]
+    while shown:
+        if (part := shown.pop()) is not None:
+            users = [frame for frame in part.stack if is_users(frame.filename)]
+            part.stack[:] = (users or part.stack)[-_FRAMES:]
+            shown += [part.__cause__, part.__context__]
+    return "".join(whole.format()).rstrip()
+
+
+def described(what: str, error: BaseException, *lines: str) -> str:
+    """The text of a UserCodeError: "WHAT: Type: message (file, line)", further lines, and the traceback."""
+    return "\n".join([f"{what}: {in_words(error)}{place(error)}", *lines, trace(error)]).rstrip()
+
+
+def is_users(file: str) -> bool:
+    """Whether a file of a traceback is neither jaxtune's nor asyncio's."""
+    return not file.startswith(_OURS)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is the standard library's, or of an installed package."""
+    return file.startswith(_LIBRARIES)

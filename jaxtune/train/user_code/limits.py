@@ -1,0 +1,69 @@
+"""Limits of time of synchronous functions in this process, without SIGALRM, which is the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 9) + 9  # nobody's
+_AGAIN_SECONDS = 1.0  # what swallowed the exception gets another one
+
+
+class Over(BaseException):
+    """Raised in a function at its limit."""
+
+
+class _Limit:
+    def __init__(self, seconds: float, thread: int):
+        self.deadline, self.thread, self.is_on = time.monotonic() + seconds, thread, True
+        self.lock, self.ended = threading.Lock(), threading.Event()
+
+
+_limits: list[_Limit] = []  # of the main thread
+
+
+@contextlib.contextmanager
+def limit(seconds: float | None) -> Iterator[None]:
+    """Raises Over within it after that time, where Python code runs or waits. C code that keeps Python's lock is not
+    interrupted, nor, in another thread than the main one, any wait."""
+    if seconds is None:
+        yield
+        return
+    own, is_main = _Limit(seconds, threading.get_ident()), threading.current_thread() is threading.main_thread()
+    if is_main:
+        if signal.getsignal(_SIGNAL) is not _raise_over:
+            signal.signal(_SIGNAL, _raise_over)  # for good: one that comes late must not end the process
+        _limits.append(own)
+    threading.Thread(target=_watch, args=(own, is_main), name="limit", daemon=True).start()
+    try:
+        yield
+    finally:
+        own.is_on = False
+        own.ended.set()
+        if is_main:
+            _limits.remove(own)
+        else:
+            with own.lock:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(own.thread), None)
+
+
+def _raise_over(*_: object) -> None:
+    now = time.monotonic()
+    if any(one.is_on and one.deadline <= now for one in _limits):
+        raise Over
+
+
+def _watch(own: _Limit, is_main: bool) -> None:
+    seconds = max(0.0, own.deadline - time.monotonic())
+    while not own.ended.wait(seconds):
+        seconds = _AGAIN_SECONDS
+        if is_main:
+            signal.pthread_kill(own.thread, _SIGNAL)
+            continue
+        with own.lock:
+            if own.is_on:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(own.thread), ctypes.py_object(Over))

@@ -1,0 +1,37 @@
+"""Loads what a recipe names as file.py:name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxtune.train.config import ConfigError
+from jaxtune.train.user_code import errors
+from jaxtune.train.user_code.modules import module_of
+
+
+def load_from_file(name: str, key: str) -> Callable:
+    """The function or class that a recipe names as `file.py:name`, of the file's one module.
+
+    Args:
+      name: a relative path is of the current folder, as the recipe's others are.
+      key: the config key that has the name, for errors.
+    Raises:
+      ConfigError: the name has another form, there is no such file or function, or the file does not run.
+    """
+    path, separator, wanted = name.rpartition(":")
+    if not separator:
+        raise ConfigError(f"{key}: {name!r} must be file.py:name, a Python file and what it defines")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{key}: {name!r}: there is no file {file}")
+    try:
+        module = module_of(file)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(errors.described(f"{key}: {file} does not run", error)) from error
+    function = getattr(module, wanted, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ConfigError(f"{key}: {file} has no function {wanted!r}; it has {', '.join(own) or 'none'}")
+    return function

@@ -1,0 +1,199 @@
+"""Functions in processes of their own, which can be ended at any time, whatever their code does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+from jaxtune.system import waiting
+from jaxtune.train.user_code import frames, modules
+from jaxtune.train.user_code.errors import Elsewhere, UserCodeError
+
+# The run's search path, and nothing else of it: no device, no open file but the socket.
+_ENTRY = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from jaxtune.train.user_code.child import serve
+serve(int(sys.argv[2]), int(sys.argv[3]))"""
+_NO_DEVICE = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+LOGS = ("log_metric", "log_extra")  # functions of the run among the arguments: what they are called with is sent back
+_END_SECONDS = 5.0  # for a process that has closed its connection
+_processes: dict[str, Process] = {}  # by what the functions share: their file, or module
+
+
+class Process:
+    """A process that runs functions, one call at a time. It starts when it is needed, also after it was ended."""
+
+    def __init__(self) -> None:
+        self._popen: subprocess.Popen | None = None
+        self._connection: socket.socket | None = None
+
+    @property
+    def number(self) -> int | None:
+        """Its process id; None if it does not run."""
+        return None if self._popen is None or self._popen.poll() is not None else self._popen.pid
+
+    def ask(
+        self, reference: bytes, given: bytes | None, name: str, seconds: float | None = None, looks: bool = True
+    ) -> bytes:
+        """The pickled result of a call, or b"" for `given` None, which only loads the function. An exception of any
+        kind, such as a signal's or of a limit, ends the process. looks: False where a signal or a limit may interrupt
+        the caller, so that neither interrupts what a look does, such as a save.
+
+        Raises:
+          Elsewhere: what the function raised, or how its process ended.
+          TimeoutError: there is no result after `seconds`.
+        """
+        if self.number is None:
+            self._start()
+        answer: Future[bytes | None] = Future()
+        exchange = (self._connection, pickle.dumps((reference, given)), answer)
+        threading.Thread(target=_exchange, args=exchange, name=f"process of {name}", daemon=True).start()
+        try:
+            what = f"{name}, in a process of its own"
+            message = waiting.result(answer, what, seconds) if looks else answer.result(seconds)
+        except BaseException:
+            self.end()
+            raise
+        if message is None:
+            raise Elsewhere(f"the process of {name} ended{self._how()}")
+        is_right, value = pickle.loads(message)
+        if not is_right:
+            raise Elsewhere(*value)
+        return value
+
+    def end(self) -> None:
+        """Kills the process, and those that it started."""
+        popen, connection, self._popen, self._connection = self._popen, self._connection, None, None
+        if popen is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(popen.pid, signal.SIGKILL)
+            popen.wait()
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+            connection.close()
+
+    def _start(self) -> None:
+        self.end()
+        ours, other = socket.socketpair()
+        path = json.dumps([str(entry) or os.getcwd() for entry in sys.path])
+        with other:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-c", _ENTRY, path, str(other.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env=os.environ | _NO_DEVICE,
+                start_new_session=True,
+            )
+        self._connection = ours
+
+    def _how(self) -> str:
+        code = 0
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = 0 if self._popen is None else self._popen.wait(_END_SECONDS)
+        self.end()
+        return f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+
+
+def process_of(shared: str) -> Process:
+    """The process of the functions of one file or module."""
+    return _processes.setdefault(shared, Process())
+
+
+def end_all() -> None:
+    """Ends all processes; a later call starts them again."""
+    for process in _processes.values():
+        process.end()
+
+
+class Isolated:
+    """A function that is called in a process without devices, whose own code may be killed.
+
+    Args:
+      function: a function of a file, or one that pickle stores by its module and name.
+      key: the config key that asks for the process, for errors.
+    Raises:
+      UserCodeError: another process cannot find it: a lambda, a function within another, or of the script itself.
+    """
+
+    def __init__(self, function: Callable, key: str):
+        functools.update_wrapper(self, function)
+        self._name, self._key = getattr(function, "__name__", type(function).__name__), key
+        place = modules.place_of(function)
+        if place is not None and place[1] != "__main__":
+            path, module, name = place
+            self._reference, shared = pickle.dumps((str(path), module, name)), str(path)
+        else:
+            self._reference, shared = self._pickled(function), str(function.__module__)
+        self._process = process_of(shared)
+        parameters = inspect.signature(function).parameters.values()
+        self._named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
+
+    def __call__(self, **given: object) -> object:
+        return self.within(None, given)
+
+    def within(self, seconds: float | None, given: Mapping[str, object]) -> object:
+        """Calls it with keyword arguments; a limit does not count the time to load its file.
+
+        Raises:
+          UserCodeError: it raised an exception, or the arguments or the result cannot be sent.
+          TimeoutError: it took longer than `seconds`, and its process was ended.
+        """
+        self._process.ask(self._reference, None, self._name)
+        logs = {name: value for name, value in given.items() if name in LOGS and callable(value)}
+        sent = self._sendable({name: value for name, value in given.items() if name not in logs})
+        answer = self._process.ask(self._reference, pickle.dumps((sent, [*logs])), self._name, seconds)
+        try:
+            value, logged = pickle.loads(answer)
+        except Exception as error:
+            raise UserCodeError(f"what {self._name} returned cannot be read in the run: {error}") from error
+        for name, arguments, named in logged:
+            logs[name](*arguments, **named)
+        return value
+
+    def _pickled(self, function: Callable) -> bytes:
+        try:
+            if getattr(function, "__module__", None) == "__main__" or type(function).__module__ == "__main__":
+                raise pickle.PicklingError("it is the script's own")
+            return pickle.dumps(function)
+        except Exception as error:
+            raise UserCodeError(
+                f"{self._key} = process: {self._name} cannot be sent to a process ({error}): move it to a file of its "
+                "own, at the top level, and name it file.py:function or import it; or leave the key out"
+            ) from None
+
+    def _sendable(self, given: Mapping[str, object]) -> bytes:
+        """The pickled arguments, without those that cannot be pickled and that the function does not name."""
+        with contextlib.suppress(Exception):
+            return pickle.dumps(dict(given))
+        sent = {}
+        for name, value in given.items():
+            try:
+                pickle.dumps(value)
+                sent[name] = value
+            except Exception as error:
+                if name in self._named:
+                    raise UserCodeError(
+                        f"{self._key} = process: {self._name} has the parameter {name}, whose value cannot be sent to "
+                        f"a process ({error}); leave the parameter, or the key, out"
+                    ) from None
+        return pickle.dumps(sent)
+
+
+def _exchange(connection: socket.socket, message: bytes, answer: Future[bytes | None]) -> None:
+    try:
+        frames.send(connection, message)
+        answer.set_result(frames.receive(connection))
+    except OSError:  # the process has ended
+        answer.set_result(None)
