@@ -61,21 +61,18 @@ def answer_file(
     Args:
       model: the model.
       tokenizer: its tokenizer.
-      prompts: a JSONL file of objects, each with either `messages` (a conversation) or `prompt` (a text or a
-        conversation).
+      prompts: a JSONL file of objects with `messages` (a conversation) or `prompt` (a text or a conversation).
       output: the JSONL file to write or to continue.
-      raw: True: a prompt is a text that is used as it is; False: the chat template is applied to it, if the tokenizer
-        has one.
+      raw: whether a prompt is a text that is used as it is, without the chat template.
       max_new_tokens: the most tokens of an answer.
       num_answers: the number of answers to each prompt, which are written one below the other.
       slots: the number of answers that decode at once; None: as many as there is memory for, at most 64.
-      settings: no row of a file, but keyword arguments of Sampler.submit by name, such as {"seed": 0, "temperature":
-        0.7}. "seed" must be among them; "index" and "tokenizer" are set here.
+      settings: keyword arguments of Sampler.submit, "seed" among them.
 
     Raises:
       ValueError: a row that cannot be asked (read_rows and prompt_ids say which), or whose prompt and
         `max_new_tokens` are more than the model's context, with its line; an output that answers other prompts, was
-        begun with another model or other settings, or that another process is writing; a setting that Sampler
+        started with another model or other settings, or that another process is writing; a setting that Sampler
         refuses, or slots that do not fit in memory.
       OSError: a file cannot be read or written.
     """
@@ -99,7 +96,7 @@ def answer_file(
         if output.is_file():
             made_by = {"raw": raw, "max_new_tokens": max_new_tokens, "num_answers": num_answers, **settings}
             made_by |= file_record.model_settings(model) | {"end_tokens": end_token_ids(model)}
-            file_record.agree(output, made_by, asked, goes_on=there > 0)
+            file_record.agree(output, made_by, asked, continues=there > 0)
         if there:
             kept = f"{output} has {there} of {total} answers, which are kept as they are"
             say(fitted(f"jaxtune: {kept}", terminal.console(stderr=True)), sys.stderr)

@@ -1,4 +1,4 @@
-"""What made the lines of a file that a command goes on with: a record beside the file, which the next command must
+"""What made the lines of a file that a command continues: a record beside the file, which the next command must
 agree with."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +30,18 @@ def record_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.settings.json")
 
 
-def agree(output: Path, settings: Mapping[str, Any], prompts: Sequence[Sequence[int]], goes_on: bool) -> None:
-    """Writes the record of a file that is begun. Of one that goes on, raises ValueError unless it was begun with the
+def agree(output: Path, settings: Mapping[str, object], prompts: Sequence[Sequence[int]], continues: bool) -> None:
+    """Writes the record of a new file. Of one that it continues, raises ValueError unless it was started with the
     same settings and prompts, after which there may be more prompts now, and names what differs.
 
     Args:
       output: the file.
       settings: {name: JSON value} of all that its lines depend on, beside the prompts.
       prompts: their token ids.
-      goes_on: whether the file has lines already.
+      continues: whether the file has lines already.
     """
     path, wanted = record_path(output), json.loads(json.dumps({"format": _FORMAT, **settings}))
-    if goes_on:
+    if continues:
         fix = "name another output, or remove it"
         try:
             kept = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -54,18 +54,18 @@ def agree(output: Path, settings: Mapping[str, Any], prompts: Sequence[Sequence[
         names = [name for name in sorted(kept.keys() | before.keys()) if kept.get(name) != before.get(name)]
         if names:
             differing = "; ".join(f"{name}: {kept.get(name)!r}, now {before.get(name)!r}" for name in names)
-            raise ValueError(f"{output} was begun with other settings ({differing}): {fix}")
+            raise ValueError(f"{output} was started with other settings ({differing}): {fix}")
     files.atomic_write(path, json.dumps(wanted | _prompts(prompts), indent=1) + "\n")
 
 
-def _prompts(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _prompts(prompts: Sequence[Sequence[int]]) -> dict[str, object]:
     digest = 0
     for ids in prompts:
         digest = zlib.crc32(json.dumps([*ids]).encode(), digest)
     return {"prompts": len(prompts), "tokens_crc32": digest}
 
 
-def model_settings(model: Decoder) -> dict[str, Any]:
+def model_settings(model: Decoder) -> dict[str, object]:
     """What identifies a model's outputs: a digest of its weights, with those of its adapter, and how it computes."""
     digest = hashlib.sha256(str(model.base_digest).encode())
     if has_adapter(model):

@@ -42,7 +42,7 @@ from jaxtune.system.terminal import printable
 HEARTBEAT_SECONDS = 30
 _START_SECONDS = 300
 _ENDED, _HEARD, _ASKED = "jaxtune/ended", "jaxtune/heard/", "jaxtune/asked/"
-_MET = "jaxtune/met/"
+_READY = "jaxtune/ready/"
 _MEETING_SECONDS = 0.2  # between two looks at signals while processes wait for each other
 _SOON_SECONDS = 0.002  # between two looks of the first process, once it only waits for the others
 _WORDS_SECONDS = 10.0  # how long a failing process and the first one wait for each other before they exit
@@ -315,13 +315,13 @@ class Agreed:
     ready: bool
     signal_name: str | None = None
     due: bool = False
-    failed: list[Any] | None = None
+    failed: list | None = None
     """What a process failed of, from shared_errors.described."""
 
 
 def meet(
-    future: Future[Any],
-    failure: Callable[[], list[Any] | None],
+    future: Future,
+    failure: Callable[[], list | None],
     signal_name: Callable[[], str | None],
     due: Callable[[], bool],
 ) -> Agreed:
@@ -336,38 +336,38 @@ def meet(
       signal_name: the name of a signal that came to this process, or None; asked several times a second.
       due: whether a save is due; only the first process is asked.
     """
-    client, point, told = _client(), next(_meetings), False
-    place = f"{_MET}{point}/"
+    client, point, said = _client(), next(_meetings), False
+    place = f"{_READY}{point}/"
     while True:
-        if not told and future.done():
-            told = True
+        if not said and future.done():
+            said = True
             client.key_value_set(f"{place}{index()}", json.dumps(failure()))
         if first():
-            met = {key: json.loads(value) for key, value in client.key_value_dir_get(place)}
+            answers = {key: json.loads(value) for key, value in client.key_value_dir_get(place)}
             asked = client.key_value_dir_get(_ASKED)
             name = signal_name() or (asked[0][1] if asked else None)
-            failed = next((value for value in met.values() if value is not None), None)
-            ready = len(met) == count() and failed is None
+            failed = next((value for value in answers.values() if value is not None), None)
+            ready = len(answers) == count() and failed is None
             save = not ready and due()
             if ready or name or save or failed is not None:
                 agreed = Agreed(ready and not name, name, save, failed)
-                client.key_value_set(f"{_MET}decided/{point}", json.dumps(dataclasses.asdict(agreed)))
+                client.key_value_set(f"{_READY}decided/{point}", json.dumps(dataclasses.asdict(agreed)))
                 if point >= _KEPT_DECISIONS:
-                    client.key_value_delete(f"{_MET}{point - _KEPT_DECISIONS}/")
-                    client.key_value_delete(f"{_MET}decided/{point - _KEPT_DECISIONS}")
+                    client.key_value_delete(f"{_READY}{point - _KEPT_DECISIONS}/")
+                    client.key_value_delete(f"{_READY}decided/{point - _KEPT_DECISIONS}")
                 return agreed
         else:
             if (name := signal_name()) is not None:
                 client.key_value_set(f"{_ASKED}{index()}", name, allow_overwrite=True)
-            if (decided := _known(client, f"{_MET}decided/{point}", told)) is not None:
+            if (decided := _known(client, f"{_READY}decided/{point}", said)) is not None:
                 return Agreed(**json.loads(decided))
-        if not told:
+        if not said:
             wait([future], _MEETING_SECONDS)
         elif first():
             time.sleep(_SOON_SECONDS)
 
 
-def _known(client: Any, key: str, is_soon: bool) -> str | None:
+def _known(client, key: str, is_soon: bool) -> str | None:
     """The value of a key if it is there, or, if `is_soon`, comes within a fifth of a second; else None."""
     from jax.errors import JaxRuntimeError
 

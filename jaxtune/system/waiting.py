@@ -17,7 +17,7 @@ from jaxtune.system.lock_alarm import LockAlarm
 
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.2
-SILENT_SECONDS = 10.0  # a longer wait, or longer code of the user's, is told once
+SILENT_SECONDS = 10.0  # a longer wait, or longer code of the user's, is reported once
 # From a signal until the watchdog saves in place of the main thread: in the user's code, and in work of this package
 # that has no look for so long, such as a compilation.
 GRACE_SECONDS, LONG_GRACE_SECONDS = 3.0, 10.0
@@ -61,8 +61,8 @@ class _Code:
 
 _listeners: list[_Listener] = []
 _codes: list[_Code] = []
-_told: set[str] = set()
-_silent: dict[str, float] = {}  # seconds after which a kind of wait is told the next time
+_reported: set[str] = set()
+_silent: dict[str, float] = {}  # seconds after which a kind of wait is reported the next time
 _alarm = LockAlarm()
 _awake = threading.Event()
 _watchdog: threading.Thread | None = None
@@ -104,8 +104,8 @@ def look() -> None:
 
 def result[T](future: Future[T], what: str, timeout_seconds: float | None = None) -> T:
     """What the future returns or raises. what: "rows of step 3", for the line after ten seconds. Raises TimeoutError
-    after `timeout_seconds`; a TimeoutError of the future's own is told from it by `future.done()`."""
-    began, told, kind = time.monotonic(), False, re.sub(r"\d+", "#", what)
+    after `timeout_seconds`; a TimeoutError of the future's own is distinguished by `future.done()`."""
+    began, reported, kind = time.monotonic(), False, re.sub(r"\d+", "#", what)
     while True:
         waited = time.monotonic() - began
         seconds = _SLICE_SECONDS if timeout_seconds is None else min(_SLICE_SECONDS, timeout_seconds - waited)
@@ -114,8 +114,8 @@ def result[T](future: Future[T], what: str, timeout_seconds: float | None = None
         if seconds <= 0:
             raise TimeoutError(f"{what}: not there after {timeout_seconds} s")
         look()
-        if not told and waited > (limit := _silent.get(kind, SILENT_SECONDS)):
-            told, _silent[kind] = True, 2 * limit  # a wait of every step is not told at every step
+        if not reported and waited > (limit := _silent.get(kind, SILENT_SECONDS)):
+            reported, _silent[kind] = True, 2 * limit  # a wait of every step is not reported at every step
             logger.warning("waiting for %s, for %.0f s now", what, waited)
 
 
@@ -129,14 +129,14 @@ def users_code(name: str) -> Iterator[None]:
     code = _Code(name)
     _codes.append(code)
     _wake_watchdog()
-    _alarm.set(_held(name), SILENT_SECONDS)
+    _alarm.set(_words_of_the_lock(name), SILENT_SECONDS)
     try:
         yield
     finally:
         if code in _codes:
             _codes.remove(code)
         if _codes:
-            _alarm.set(_held(_codes[-1].name), SILENT_SECONDS)
+            _alarm.set(_words_of_the_lock(_codes[-1].name), SILENT_SECONDS)
         else:
             _alarm.clear()
         look()  # in place of what the signal raised, or of what the code made of it
@@ -148,9 +148,9 @@ def interruptible() -> str | None:
     return codes[-1].name if codes and listeners and not listeners[-1].looking else None
 
 
-def _held(name: str) -> str:
+def _words_of_the_lock(name: str) -> str:
     return (
-        f"jaxtune: {name} has held Python's lock for {SILENT_SECONDS:.0f} s. Until it returns, nothing in this process "
+        f"jaxtune: {name} has kept Python's lock for {SILENT_SECONDS:.0f} s. Until it returns, nothing in this process "
         f"can act: no signal, no save, no time limit. {HOW_TO_ISOLATE}"
     )
 
@@ -175,8 +175,8 @@ def _watch() -> None:
             _alarm.again()
             if not _codes:  # it has ended meanwhile
                 _alarm.clear()
-            if now - code.began > SILENT_SECONDS and code.name not in _told:
-                _told.add(code.name)
+            if now - code.began > SILENT_SECONDS and code.name not in _reported:
+                _reported.add(code.name)
                 logger.warning("%s has run for %.0f s", code.name, now - code.began)
         if listener is not None:
             _listen(listener, code, now)

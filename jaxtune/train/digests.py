@@ -1,4 +1,4 @@
-"""Digests of the user's code and of values of the user's rows, by which a run that goes on sees that they changed."""
+"""Digests of the user's code and of values of the user's rows, by which a run that continues sees that they changed."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def _parts(function: Callable) -> list[bytes] | None:
     file = _file(code)
     if file is not None and file.is_relative_to(_PACKAGE):
         return None
-    held = [_text(value) for value in _closure(function)]
+    bound = [_text(value) for value in _closure(function)]
     if file is not None and file.is_file() and code.__module__ != "__main__":
-        return [file.read_bytes(), code.__qualname__.encode(), *held]
+        return [file.read_bytes(), code.__qualname__.encode(), *bound]
     try:
-        return [textwrap.dedent(inspect.getsource(code)).encode(), *held]
+        return [textwrap.dedent(inspect.getsource(code)).encode(), *bound]
     except (OSError, TypeError):
-        return [*_instructions(code), *held]
+        return [*_instructions(code), *bound]
 
 
 def _file(code: Callable) -> Path | None:

@@ -182,9 +182,8 @@ class Run:
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
         """Makes the steps after `start` ones, at least one, until the last or until a callback ends the run: (last
-        state, steps done), and evaluates, saves and traces as the config asks, also at the end. programs: compiled anew
-        if memory runs out in the first step. state, sums (zeros): donated. frozen: what does not train. Raises
-        TrainingInterrupted after a signal, ValueError (TrainingStopped if a guard stops, or of memory or a save)."""
+        state, steps done). programs: compiled anew if memory runs out in the first step. state, sums (zeros): donated.
+        Raises TrainingInterrupted after a signal, ValueError (TrainingStopped if a guard stops, or of memory)."""
         engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
 
         def at(step: int) -> Programs:

@@ -293,7 +293,7 @@ def test_c_code_that_holds_the_lock_is_told_with_its_name(tmp_path):
     with started("held", tmp_path) as process:
         _, messages = process.communicate(timeout=120)
     assert process.returncode == 0, messages
-    assert "reward held has held Python's lock for 2 s" in messages and "reward_isolation=process" in messages
+    assert "reward held has kept Python's lock for 2 s" in messages and "reward_isolation=process" in messages
 
 
 # ---- disks

@@ -101,7 +101,7 @@ def _describe(hint: Any) -> str:
             of = f"[string, {pair[0]}] pairs" if pair else "pairs of strings"
             words.append(f"list of {of if typing.get_origin(arguments[0]) is tuple else 'strings'}")
         elif origin is dict:
-            of = {int: "integers", float: "numbers", str: "names"}[arguments[1]]
+            of = {int: "integers", float: "numbers", str: "names"}.get(arguments[1], "values")
             words.append(f"mapping of names to {of}")
         elif dataclasses.is_dataclass(member):
             words.append("section of keys")

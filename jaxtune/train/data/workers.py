@@ -327,7 +327,7 @@ def _wait_for(
     """
     size = sum(row.size for row in rows)
     patience = PATIENCE_SECONDS + size / CHARACTERS_PER_SECOND
-    waited, last, reported, told = 0.0, time.monotonic(), "", False
+    waited, last, reported, said = 0.0, time.monotonic(), "", False
     while not future.done():
         concurrent.futures.wait([future], POLL_SECONDS)
         poll()
@@ -337,8 +337,8 @@ def _wait_for(
         if stopped and stopped != reported:
             logger.warning("%s makes no progress, and this run waits for it: kill -CONT continues it", stopped)
         reported = stopped or reported
-        if waited > SILENT_SECONDS and not told:
-            told = True
+        if waited > SILENT_SECONDS and not said:
+            said = True
             logger.warning("waiting for %s to be tokenised, for %.0f s now", _span(rows), waited)
         if waited > patience and not future.done():
             if stopped:

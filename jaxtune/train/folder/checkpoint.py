@@ -149,7 +149,7 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._finish, args=(step, temporary, record_text), name="checkpoint")
         self._thread.start()
 
-    def lacks_room(self, state: Any, record_bytes: int = 0) -> str | None:
+    def lacks_room(self, state: object, record_bytes: int = 0) -> str | None:
         """What a checkpoint of `state` (arrays or their shapes) needs and the disk has, if that is too little; else
         None. record_bytes: the size of its meta.json, if known."""
         need_bytes, free_bytes = checkpoint_bytes(state) + record_bytes, shutil.disk_usage(self.folder).free
@@ -343,7 +343,7 @@ def _name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def checkpoint_bytes(state: Any) -> int:
+def checkpoint_bytes(state: object) -> int:
     """The most bytes of a checkpoint of `state`, a pytree of arrays or of their shapes, with Orbax's metadata and the
     padding of its chunks."""
     leaves = jax.tree.leaves(state)
@@ -474,7 +474,7 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
     return nested, record["meta"]
 
 
-def _require_described(path: Path, name: str, array: Any, description: dict[str, Any]) -> None:
+def _require_described(path: Path, name: str, array: np.ndarray | jax.Array, description: dict[str, Any]) -> None:
     """Raises CheckpointError if an array is not of the shape and dtype that meta.json says; of a key only its leading
     shape is known."""
     shape, is_key = tuple(description["shape"]), "key_impl" in description

@@ -82,7 +82,7 @@ _LENGTH = ("config.steps", "config.epochs")
 # Keys that may change when a run is made longer. The steps of a warm-up are among them, because a script of
 # jaxtune.compat derives them from the number of all steps.
 LENGTHENED = (*_LENGTH, "config.schedule.warmup_steps")
-# Digests of the user's code, by name. A change is told, and refused where the run is complete.
+# Digests of the user's code, by name. A change is said, and refused where the run is complete.
 _CODE = "code."
 _EVALUATION = "evaluation "  # begins the names of functions that decide the result with checkpoint.best only
 # After a change below this key the run is still valid, but not bit for bit the same.
@@ -173,7 +173,7 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
     ] + [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless if not d.is_code]
 
 
-def changed_code(saved: Mapping[str, Any], current: Mapping[str, Any], of_result: bool = False) -> list[str]:
+def changed_code(saved: Mapping[str, object], current: Mapping[str, object], of_result: bool = False) -> list[str]:
     """The names of the user's functions whose code differs in two records (of `record_of` or `same_run`). of_result:
     only those that decide what the run leads to."""
     old, new = (
@@ -185,7 +185,7 @@ def changed_code(saved: Mapping[str, Any], current: Mapping[str, Any], of_result
     return names
 
 
-def require_same_code(saved: Mapping[str, Any], current: Mapping[str, Any], what: str) -> None:
+def require_same_code(saved: Mapping[str, object], current: Mapping[str, object], what: str) -> None:
     """Raises CheckpointError if a complete run would give an old result for changed code. what: "this run is complete
     (8 steps)"."""
     if names := changed_code(saved, current, of_result=True):

@@ -1,6 +1,6 @@
 """When a run's state is saved: as the section `checkpoint` of the config says (also at the end of a run, if it asks for
 saves at all), after a signal, before an error ends the run, and when a callback asks for it, but never while updates
-are being skipped. A save that fails between two steps is told and made again when the next one is due."""
+are being skipped. A save that fails between two steps is reported and made again when the next one is due."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any
 
 from jaxtune.system import processes, shared_errors, waiting
 from jaxtune.train.config import CheckpointConfig
@@ -100,7 +99,7 @@ class Saver:
         checkpointer: Checkpointer,
         config: CheckpointConfig,
         start: int,
-        meta: Callable[[int], dict[str, Any]],
+        meta: Callable[[int], dict[str, object]],
         monitor: Monitor,
         stop: StopSignal,
     ):
@@ -115,7 +114,7 @@ class Saver:
         self._due = self._warned = self._short = False
         self._looked = time.monotonic()  # at the disk
 
-    def after_step(self, done: int, state: Any, last: bool) -> None:
+    def after_step(self, done: int, state: TrainState, last: bool) -> None:
         """Called after each step: saves if a save is due, and raises if a signal came. After the last step it does
         neither, because the final save (if `enabled`), the last evaluation and `poll` follow in this order; a save that
         was due stays due. If an update was made since the last save, that checkpoint is known to be good
@@ -135,7 +134,7 @@ class Saver:
         if not last:
             self.poll(done, state)
 
-    def poll(self, done: int, state: Any) -> None:
+    def poll(self, done: int, state: TrainState) -> None:
         """Saves if a save is due. Called whenever the state is complete: after a step, between two batches of an
         evaluation, and at the end of the run. If a signal came, saves the state, waits until its files are complete,
         and raises. A collective call: all processes of a run agree here on whether to save or to stop.
@@ -153,7 +152,7 @@ class Saver:
     def _signal(self) -> str | None:
         return self.stop.signal_name if self.stop.requested else None
 
-    def _follow(self, signal_name: str | None, due: bool, done: int, state: Any) -> None:
+    def _follow(self, signal_name: str | None, due: bool, done: int, state: TrainState) -> None:
         """Saves what all processes agreed on, and raises after a signal."""
         self._due = due
         if signal_name is not None:
@@ -167,11 +166,11 @@ class Saver:
             self.save(done, state)
 
     @contextlib.contextmanager
-    def listening(self, done: int, state: Any) -> Iterator[None]:
+    def listening(self, done: int, state: TrainState) -> Iterator[None]:
         """A context of waits, and of the user's code, after `done` steps, while `state`, the TrainState after them, is
         whole: a signal saves it and raises TrainingInterrupted, minutes that are over save it, and a disk that has
-        become too full is told. An exception ends the run, after a save of the state. In a run of several processes
-        none acts alone in it: `result` makes them wait together."""
+        become too full is reported. An exception ends the run, after a save of the state. In a run of several processes
+        none acts alone in it: `result` makes each wait for all."""
         alone = processes.count() == 1
         saying = f"saving step {done}, then leaving" if done else "leaving, as no step is done"
         stop = self.stop
@@ -197,7 +196,7 @@ class Saver:
         if alone and stop.requested:  # whatever has caught what a look raised
             self.poll(done, state)
 
-    def _look(self, done: int, state: Any) -> None:
+    def _look(self, done: int, state: TrainState) -> None:
         self.poll(done, state)
         now = time.monotonic()
         if now - self._looked > _DISK_SECONDS:
@@ -206,13 +205,13 @@ class Saver:
                 self.monitor.progress.print(f"warning: the next save will fail: {short}")
             self._short = short is not None
 
-    def result[T](self, future: Future[T], what: str, done: int, state: Any) -> T:
+    def result[T](self, future: Future[T], what: str, done: int, state: TrainState) -> T:
         """What the future of the next step's rows returns or raises (waiting.result). In a run of several processes all
         wait until each has its rows, so that none has given up `state` when one meets a signal or an error."""
         if processes.count() == 1:
             return waiting.result(future, what)
 
-        def failure() -> list[object] | None:
+        def failure() -> list | None:
             error = future.exception() if future.done() else None
             return None if error is None else shared_errors.described(error)
 
@@ -234,7 +233,7 @@ class Saver:
             if agreed.ready:
                 return future.result()
 
-    def _save_at_an_error(self, done: int, state: Any) -> None:
+    def _save_at_an_error(self, done: int, state: TrainState) -> None:
         """Saves the state of the last step before an error ends the run, and completes metrics.jsonl; it raises no
         further error."""
         try:
@@ -267,12 +266,12 @@ class Saver:
         self._due = True
         self.save(done, state)
 
-    def save(self, done: int, state: Any) -> None:
+    def save(self, done: int, state: TrainState) -> None:
         """Saves `state`, the TrainState after `done` steps, whether a save is due or not, and passes `done` to the
         run's callbacks (Callback.saved), before the files are complete. It does nothing if that state is saved already,
         and nothing while updates are being skipped because steps were not finite, which it prints once; a save that was
-        due is then made as soon as they are finite again. A save that fails is told, and the next one tries again. May
-        raise the TrainingStopped of a guard."""
+        due is then made as soon as they are finite again. A save that fails is reported, and the next one tries again.
+        May raise the TrainingStopped of a guard."""
         try:
             self._save(done, state)
         except CheckpointError as error:
@@ -285,9 +284,9 @@ class Saver:
     def _tell(self, error: CheckpointError) -> None:
         """Takes a save that failed for one that was not made."""
         self.failed, self.saved = error, self._before
-        self.monitor.progress.print(f"warning: {error}. The run goes on, and the next save tries again")
+        self.monitor.progress.print(f"warning: {error}. The run continues, and the next save tries again")
 
-    def _save(self, done: int, state: Any) -> None:
+    def _save(self, done: int, state: TrainState) -> None:
         """`save`, which raises the CheckpointError of this save, or of the one before."""
         self.monitor.flush()
         if self.saved == done:
