@@ -135,8 +135,8 @@ class Server(uvicorn.Server):
         """Ends the engine's thread and the tokenizer's; False if they are still at work after some seconds."""
         last = self._encoding.submit(int)
         self._encoding.shutdown(wait=False)
-        until, told = time.monotonic() + _THREAD_SECONDS, self.second
-        while time.monotonic() < until and self.second is told:
+        until, earlier = time.monotonic() + _THREAD_SECONDS, self.second
+        while time.monotonic() < until and self.second is earlier:
             if self._engine.close(_SLICE_SECONDS):
                 with contextlib.suppress(StillBusy):
                     last.result(_SLICE_SECONDS)
