@@ -27,13 +27,13 @@ class Completions(Callback):
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
         if step % self._every or not self._rollouts:
             return
-        names = list(self._rollouts[0]["rewards"])
+        names = list(self._rollouts[0].get("rewards", {}))
         extra = list(self._rollouts[0].get("extra", {}))
         table = Table("prompt", "completion", *names, *extra, "advantage", title=f"step {step}", show_lines=True)
         for row in self._rollouts[: self._most]:
-            rewards = [_cell(row["rewards"][name]) for name in names]
+            rewards = [_cell(row.get("rewards", {}).get(name)) for name in names]
             others = [_cell(row.get("extra", {}).get(name)) for name in extra]
-            cells = (_cell(row["prompt"]), _cell(row["answer"]), *rewards, *others, _cell(row["advantage"]))
+            cells = (_cell(row.get("prompt")), _cell(row.get("answer")), *rewards, *others, _cell(row.get("advantage")))
             table.add_row(*(printable(cell) for cell in cells))
         console(stderr=True).print(table)
         self._rollouts = ()

@@ -320,7 +320,7 @@ def test_completions_are_printed_and_kept(workplace, capsys):
     assert "shout" in printed.err and "step 2" in printed.err and "step 1" not in printed.err.replace("step 1/", "")
     kept = (workplace / trainer.args.output_dir / "rollouts.jsonl").read_text()
     rows = [json.loads(line) for line in kept.splitlines()]
-    assert {row["step"] for row in rows} == {1, 2} and len(rows) == 8
+    assert {row["step"] for row in rows} == {1, 2} and len(rows) == 2 * trainer.config().rows_per_step
     assert [row["rewards"]["graded"] for row in rows[:2]] == [1.0, None]
     assert rows[0]["extra"]["shout"] == rows[0]["answer"].upper()
     assert not trainer_of(reward_funcs=[graded]).config().metrics.rollout_tables

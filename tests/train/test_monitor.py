@@ -24,7 +24,7 @@ class Machine:
         monkeypatch.setattr(jax, "device_get", self.fetch)
         self.run = SimpleNamespace(
             config=make_config(tmp_path, metrics=MetricsConfig(log_every=log_every), precision="bf16"),
-            batches=SimpleNamespace(length=16, steps_per_epoch=100, rows_per_step=4),
+            batches=SimpleNamespace(length=16, steps_per_epoch=100, rows_per_step=4, remarks=lambda *_: []),
             planner=SimpleNamespace(device=SimpleNamespace(name="cpu"), forecast=None),
             total_steps=total_steps,
             unit="targets",

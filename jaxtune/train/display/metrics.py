@@ -16,12 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxtune.system import processes, terminal
 from jaxtune.system.files import atomic_write
-from jaxtune.train.data.batches import Rollout
 from jaxtune.train.display.rollouts import ROLLOUTS, RolloutsFile
+
+if TYPE_CHECKING:
+    from jaxtune.train.data.batches import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -320,7 +322,7 @@ def _plain_texts(row: Rollout) -> Rollout:
         except ValueError:
             return str(value)
 
-    return plain(row)
+    return json.loads(json.dumps(plain(row)))
 
 
 def _columns(rows: Sequence[Rollout]) -> tuple[list[str], list[list[object]]]:

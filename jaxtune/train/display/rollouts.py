@@ -16,9 +16,12 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxtune.system.files import atomic_write
-from jaxtune.train.data.batches import Rollout
+
+if TYPE_CHECKING:
+    from jaxtune.train.data.batches import Rollout
 
 ROLLOUTS = "rollouts.jsonl"
 _LARGEST = 0.25  # of the size: the most that one generation may have
@@ -103,4 +106,4 @@ def _parsed(text: bytes) -> Rollout | None:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return line if isinstance(line, dict) and type(line.get("step")) is int else None
+    return line if bool(isinstance(line, dict) and type(line.get("step")) is int) else None

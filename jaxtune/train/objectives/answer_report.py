@@ -112,21 +112,23 @@ def recorded(
       extra: {column: a value for each answer}, which the functions logged.
     """
     total = total_rewards(table, np.array(rewards.weights))
-    return [
-        {
-            "step": step,
-            "row": answer.prompt,
-            "prompt": sampled.prompts[index],
-            "answer": sampled.completions[index],
-            "rewards": dict(zip(rewards.names, table[index].tolist(), strict=True)),
-            "reward": float(total[index]),
-            "advantage": answer.advantage,
-            "tokens": answer.length,
-            "ended": answer.finish_reason,
-            **({"extra": {name: values[index] for name, values in extra.items()}} if extra else {}),
-        }
+    rows = [
+        Rollout(
+            step=step,
+            row=answer.prompt,
+            prompt=sampled.prompts[index],
+            answer=sampled.completions[index],
+            rewards=dict(zip(rewards.names, table[index].tolist(), strict=True)),
+            reward=float(total[index]),
+            advantage=answer.advantage,
+            tokens=answer.length,
+            ended=answer.finish_reason,
+        )
         for index, answer in enumerate(answers)
     ]
+    for index, row in enumerate(rows if extra else ()):
+        row["extra"] = {name: values[index] for name, values in extra.items()}
+    return rows
 
 
 def masked_lines(line: Mapping[str, float]) -> list[str]:
