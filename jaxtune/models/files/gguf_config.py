@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -29,11 +30,14 @@ class Metadata:
     def architecture(self) -> str:
         return str(self.fields.get("general.architecture"))
 
-    def get(self, key: str, default=None):
+    def get(self, key: str, default: object = None) -> Any:
         """The value of the architecture's key, or `default`."""
-        return plain(self.fields.get(f"{self.architecture}.{key}", default))
+        value = self.fields.get(f"{self.architecture}.{key}", default)
+        if isinstance(value, list):
+            return [shortest(each) if isinstance(each, float) else each for each in value]
+        return shortest(value) if isinstance(value, float) else value
 
-    def need(self, key: str):
+    def need(self, key: str) -> Any:
         value = self.get(key)
         if value is None:
             raise ValueError(f"{self.file}: its metadata lack {self.architecture}.{key}; convert the model again")
@@ -44,11 +48,9 @@ class Metadata:
         return any(name.endswith(ending) for name in self.shapes)
 
 
-def plain(value):
+def shortest(value: float) -> float:
     """A number of the metadata as its shortest decimal in float32: 1e-5, not 9.99999974e-06."""
-    if isinstance(value, list):
-        return [plain(each) for each in value]
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    return float(str(np.float32(value)))
 
 
 def config_of(data: Metadata) -> Fields:
@@ -100,8 +102,8 @@ def _scaling(data: Metadata, head_dim: int) -> Fields:
         original = data.need("rope.scaling.original_context_length")
         scaling: Fields = {
             "type": "longrope",
-            "short_factor": plain(data.values(ROPE_SHORT).tolist()),
-            "long_factor": plain(data.values(ROPE_LONG).tolist()),
+            "short_factor": [shortest(each) for each in data.values(ROPE_SHORT)],
+            "long_factor": [shortest(each) for each in data.values(ROPE_LONG)],
         }
         if (attention := data.get("rope.scaling.attn_factor")) is not None:
             scaling |= {"factor": data.need("context_length") / original, "attention_factor": attention}
@@ -127,7 +129,7 @@ def _llama3(data: Metadata, head_dim: int) -> Fields:
     """rope_scaling of the kind llama3 whose divisors of the frequencies are the file's, whatever original context (a
     power of two) they were made for."""
     divisors = data.values(ROPE_FREQUENCIES)
-    factor = plain(float(divisors.max()))
+    factor = shortest(divisors.max())
     if factor == 1.0:
         return {}
     theta, positions = data.get("rope.freq_base", 10000.0), data.need("context_length")
@@ -253,7 +255,7 @@ def _gemma4(data: Metadata, config: Config) -> Fields:
     heads = heads if isinstance(heads, list) else [heads] * len(slides)
     divisors = data.values(ROPE_FREQUENCIES)
     turning = int((divisors < 1e29).sum())
-    full = {"rope_type": "proportional", "rope_theta": config["rope_theta"], "factor": plain(float(divisors[0]))}
+    full = {"rope_type": "proportional", "rope_theta": config["rope_theta"], "factor": shortest(divisors[0])}
     full["partial_rotary_factor"] = turning / len(divisors)
     local = {"rope_type": "default", "rope_theta": data.need("rope.freq_base_swa")}
     shared = data.get("attention.shared_kv_layers", 0)
