@@ -130,7 +130,7 @@ def _rate(item: tuple[str, float]) -> float:
 
 def rewards(record: Record, images: Path, name: str) -> str:
     lines = [
-        "| run | reward of the first ten steps | of the last ten | held-out reward, first and last | mismatch at most |",
+        "| run | reward of ten steps, first | last | held-out reward, first and last | mismatch at most |",
         "|---|---|---|---|---|",
     ]
     drawn = {}
