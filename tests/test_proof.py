@@ -34,7 +34,8 @@ def test_the_page_has_what_the_records_have(tmp_path):
     runs = {f"{name}_{seed}": run for name in ("bf16", "nf4") for seed in range(2)}
     paired = formats.paired(runs, ["bf16", "nf4"], 2)
     (records / "formats.json").write_text(json.dumps({**_WHERE, "steps": 100, "runs": runs, "paired": paired}))
-    series = {"reward": [[step, step / 40] for step in range(40)], "eval_rewards/correct": [[0, 0.2], [40, 0.8]]}
+    series = {"reward": [[step, step / 40] for step in range(40)], "eval_reward": [[0, 0.2], [40, 0.8]]}
+    series["sampling/sampling_logp_difference/mean"] = [[0, 0.01], [1, 0.025]]
     resumed = {"same_bits": True, "killed_after": 7}
     reward = {**_WHERE, "steps": 40, "runs": {"bf16_0": {"series": series}}, "resumed": resumed}
     (records / "rewards.json").write_text(json.dumps(reward))
@@ -44,7 +45,7 @@ def test_the_page_has_what_the_records_have(tmp_path):
         "| fp32 | 30 | 0.0012 |",
         "| fp32, 100 | 0.99870 | 0.99999 | 0.91000 |",
         "attention: cudnn",
-        "0.200, 0.800",
+        "0.200, 0.800 | 0.0250",
     ):
         assert said in text, said
     assert "killed after step 7 and resumed ended with the same bits" in text and "DPO" not in text

@@ -118,7 +118,7 @@ def jaxtune_side(model_folder: Path, rows: Path, output: Path, precision: str, s
     class Record(Callback):
         def between(self, moment: Any) -> None:
             if moment.step in MARKS or moment.last:
-                now = linears(moment.model())
+                now = list(linears(moment.model()))
                 tensors = {f"{name}.A": np.asarray(linear.lora.a[...], np.float32) for name, linear in now}
                 tensors |= {f"{name}.B": np.asarray(linear.lora.b[...], np.float32) for name, linear in now}
                 writer.adapter(moment.step, tensors)

@@ -104,7 +104,7 @@ def _products(run: Record) -> str:
     return "; ".join(f"{op}: {', '.join(names)}" for op, names in chosen.items() if op in _SHOWN) or "-"
 
 
-_SHOWN = ("attention", "quant_matmul", "gated", "thin_pair", "normed_stream")
+_SHOWN = ("attention", "products", "quant_matmul", "gated", "thin_pair", "normed_stream")
 
 
 def ranks(record: Record, images: Path, name: str) -> str:
@@ -130,21 +130,22 @@ def _rate(item: tuple[str, float]) -> float:
 
 def rewards(record: Record, images: Path, name: str) -> str:
     lines = [
-        "| run | reward of the first ten steps | of the last ten | held-out score, first and last |",
-        "|---|---|---|---|",
+        "| run | reward of ten steps, first | last | held-out reward, first and last | mismatch at most |",
+        "|---|---|---|---|---|",
     ]
     drawn = {}
     for run, each in record["runs"].items():
         series = each.get("series", {})
-        reward = next((series[key] for key in ("reward", "rewards/mean", "reward_mean") if key in series), None)
+        reward = series.get("reward")
         if not reward:
             continue
         values = [value for _, value in reward]
         drawn[run] = [(step, value) for (step, _), value in zip(reward, smooth(values), strict=True)]
-        held_out = next((series[key] for key in series if key.startswith("eval_") and "reward" in key), [])
+        held_out = series.get("eval_reward", [])
+        mismatch = max((value for _, value in series.get("sampling/sampling_logp_difference/mean", ())), default=0.0)
         ends = f"{held_out[0][1]:.3f}, {held_out[-1][1]:.3f}" if held_out else "-"
         first, last = (sum(part) / len(part) for part in (values[:10], values[-10:]))
-        lines.append(f"| {run} | {first:.3f} | {last:.3f} | {ends} |")
+        lines.append(f"| {run} | {first:.3f} | {last:.3f} | {ends} | {mismatch:.4f} |")
     picture(images / f"proof_{name}.svg", drawn, "reward, mean of 10 steps")
     text = (
         f"GRPO on sums with a checker (`benchmarks/proof/arithmetic.py`), {record['steps']:,} steps of 8 x 8 answers."

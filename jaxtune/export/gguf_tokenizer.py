@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from jaxtune.models.families.common.key import Fields
 from jaxtune.models.files.gguf_tokens import (
     BYTE,
     BYTE_TOKEN,
@@ -36,7 +37,7 @@ def strips_as_phi3(tokenizer: Any) -> bool:
 
 def tokenizer_fields(
     tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, str]] = (), shown: Iterable[str] = ()
-) -> dict[str, Any]:
+) -> Fields:
     """GGUF metadata of a tokenizer and its chat template.
 
     Args:
@@ -93,7 +94,7 @@ def tokenizer_fields(
     return fields | _templates(tokenizer.chat_template)
 
 
-def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+def _tokens(parts: Fields, vocab_size: int) -> tuple[list[str], list[int]]:
     """(the text of each token, its type as llama.cpp numbers it), two lists of `vocab_size` entries; unused tokens have
     texts such as [PAD7]. The types are 1 normal, 2 unknown, 3 control (not written into answers), 4 defined by the
     user, 5 unused and 6 a byte; 2 and 6 are only in tokenizers with byte_fallback.
@@ -123,7 +124,7 @@ def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int
     return [texts.get(i, f"[PAD{i}]") for i in range(vocab_size)], [kind(i) for i in range(vocab_size)]
 
 
-def _sequence(part: dict[str, Any] | None, kinds: str) -> list[dict[str, Any]]:
+def _sequence(part: Fields | None, kinds: str) -> list[Fields]:
     """The steps of a normalizer or pre-tokenizer as a list: those that it lists if it is a sequence, else itself alone.
     Its callers look whether llama.cpp has each step.
 
@@ -136,7 +137,7 @@ def _sequence(part: dict[str, Any] | None, kinds: str) -> list[dict[str, Any]]:
     return part[kinds] if part["type"] == "Sequence" else [part]
 
 
-def _words(parts: dict[str, Any]) -> str:
+def _words(parts: Fields) -> str:
     """The value of tokenizer.ggml.pre for a byte-level tokenizer: the one name that llama.cpp has for the pattern that
     divides text into words and for whether a word that is in the vocabulary is not merged (ignore_merges). `parts` is
     the content of tokenizer.json.
@@ -165,7 +166,7 @@ def _words(parts: dict[str, Any]) -> str:
     return WORDS[way]
 
 
-def _space_prefix(parts: dict[str, Any]) -> bool:
+def _space_prefix(parts: Fields) -> bool:
     """Returns the value of tokenizer.ggml.add_space_prefix for a tokenizer that writes spaces as SentencePiece's
     character ▁ (U+2581): True if it puts one before the first word of a text, False if it does not.
 
@@ -204,13 +205,13 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
     return [float(-ranks.get(token, len(ranks))) for token in tokens]
 
 
-def _templates(template: str | dict[str, str] | None) -> dict[str, Any]:
+def _templates(template: str | dict[str, str] | None) -> Fields:
     """The GGUF metadata of a tokenizer's chat template, {key: value}, for `tokenizer_fields`. template: a Jinja text;
     or several as {name: text}, of which "default" is the one that is used where none is named; or None, which gives
     {}."""
     if template is None or isinstance(template, str):
         return {"tokenizer.chat_template": template} if template else {}
-    fields: dict[str, Any] = {f"tokenizer.chat_template.{name}": t for name, t in template.items() if name != "default"}
+    fields: Fields = {f"tokenizer.chat_template.{name}": t for name, t in template.items() if name != "default"}
     if fields:
         fields["tokenizer.chat_templates"] = [name for name in template if name != "default"]
     return fields | ({"tokenizer.chat_template": template["default"]} if "default" in template else {})

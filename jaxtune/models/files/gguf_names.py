@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
 
+import jax
 import numpy as np
 
 from jaxtune.models.config import DecoderConfig, RopeConfig
@@ -116,26 +116,31 @@ class Names:
         known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         self._map = gguf.get_tensor_name_map(known[arch.name], layers)
 
-    def __call__(self, name: str) -> str:
-        """llama.cpp's name; a name without .weight or .bias is of a weight or factor. ValueError: none."""
+    def find(self, name: str) -> str | None:
+        """llama.cpp's name, if it has one; a name without .weight or .bias is that of a weight or factor."""
         suffix = next((end for end in (".weight", ".bias") if name.endswith(end)), "")
         module = name.removesuffix(suffix)
         for factor, matrix in _FACTORS.items():
             if module.endswith(f".{factor}"):
                 module, suffix = module.removesuffix(factor) + matrix, ".scale"
-        found = self._map.get_name(module)
-        if found is None:
+        known = self._map.get_name(module)
+        return None if known is None else known + (suffix or ".weight")
+
+    def __call__(self, name: str) -> str:
+        """llama.cpp's name; ValueError: it has none."""
+        known = self.find(name)
+        if known is None:
             raise ValueError(f"gguf: {name} has no name in llama.cpp's files")
-        return found + (suffix or ".weight")
+        return known
 
 
-def interleaved(array: Any, heads: int) -> Any:
+def interleaved[Rows: (np.ndarray, jax.Array)](array: Rows, heads: int) -> Rows:
     """Rows of a q or k projection, [heads * D, ...], such that pairs (i, i + D / 2) of a head become neighbours."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
-def in_halves(array: Any, heads: int) -> Any:
+def in_halves(array: np.ndarray, heads: int) -> np.ndarray:
     """Undoes `interleaved`."""
     pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
     return pairs.swapaxes(1, 2).reshape(array.shape)

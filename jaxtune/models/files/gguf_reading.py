@@ -8,12 +8,13 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 
 from jaxtune.models.config import DecoderConfig
+from jaxtune.models.families.common.key import Config, Fields
 from jaxtune.models.files import headers
 from jaxtune.models.files.gguf_config import Metadata, config_of
 from jaxtune.models.files.gguf_names import (
@@ -30,6 +31,10 @@ from jaxtune.models.files.gguf_names import (
     in_halves,
 )
 from jaxtune.models.files.tensor_entries import listed
+from jaxtune.models.registry import family
+
+if TYPE_CHECKING:
+    from gguf.gguf_reader import ReaderTensor
 
 Combine = Callable[[list[np.ndarray]], np.ndarray]  # of a tensor's sources in a file
 
@@ -39,8 +44,8 @@ class _Opened:
     """A parsed file: its metadata, and gguf's description of each tensor, whose bytes stay mapped."""
 
     file: Path
-    fields: Mapping[str, Any]
-    tensors: Mapping[str, Any]
+    fields: Config
+    tensors: Mapping[str, ReaderTensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +96,7 @@ def metadata(file: Path) -> Metadata:
     return Metadata(str(file), whole.fields, shapes, lambda name: _decoded(whole.tensors[name]), _tied(whole.tensors))
 
 
-def read_gguf_config(file: Path) -> dict[str, Any]:
+def read_gguf_config(file: Path) -> Fields:
     """config.json of the model in a GGUF file."""
     return config_of(metadata(file))
 
@@ -103,7 +108,7 @@ def end_tokens(file: Path) -> list[int]:
     return list(dict.fromkeys(int(number) for number in ids if number is not None))
 
 
-def _tied(tensors: Mapping[str, Any]) -> bool:
+def _tied(tensors: Mapping[str, ReaderTensor]) -> bool:
     """Whether the head is the embedding: there is none, or the same bytes."""
     embedding, head = (tensors.get(name) for name in HEADS)
     if head is None or embedding is None:
@@ -111,7 +116,7 @@ def _tied(tensors: Mapping[str, Any]) -> bool:
     return head.tensor_type == embedding.tensor_type and np.array_equal(head.data, embedding.data)
 
 
-def _decoded(tensor: Any) -> np.ndarray:
+def _decoded(tensor: ReaderTensor) -> np.ndarray:
     """A tensor's numbers in its shape: of plain types as they are, else in float32."""
     import gguf
 
@@ -137,6 +142,7 @@ def gguf_entries(
     """
     whole, arch = opened(file), ARCHITECTURES[config.family]
     names, used, missing = Names(arch, config.num_layers), {ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT}, []
+    used |= {names.find(f"{prefix}weight") or "" for prefix in family(config.family).unused_tensors(config)}
     if config.tie_embeddings:
         used.add(HEADS[1])
     found: dict[str, headers.TensorEntry] = {}
@@ -210,7 +216,7 @@ def _entry(whole: _Opened, name: str, shape: tuple[int, ...], sources: list[str]
     return GgufEntry(name, dtype, shape, whole.file, int(tensors[0].data_offset), size, assemble)
 
 
-def _require_decodable(file: Path, tensor: Any) -> None:
+def _require_decodable(file: Path, tensor: ReaderTensor) -> None:
     """Refuses a tensor in a type that gguf does not decode, by its first row."""
     if tensor.tensor_type.name in headers.DTYPES:
         return

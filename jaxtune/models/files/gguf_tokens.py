@@ -5,8 +5,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+from jaxtune.models.families.common.key import Config
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
 
 _GPT4_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -36,7 +42,7 @@ _COMPOSED = {"qwen2"}  # whose tokenizers compose characters first (NFC), which 
 _BEGINS = {"llama-bpe"}  # that put BOS first unless the file says otherwise, as "llama" does
 
 
-def require_known(file: str, fields: Mapping[str, Any]) -> None:
+def require_known(file: str, fields: Config) -> None:
     """Raises ValueError unless `tokenizer_of` can make the tokenizer."""
     model, words = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     fix = "set model.tokenizer (in Python: load the tokenizer yourself) to a folder with the model's tokenizer.json"
@@ -47,7 +53,7 @@ def require_known(file: str, fields: Mapping[str, Any]) -> None:
         raise ValueError(f"{file}: tokenizer.ggml.pre = {words!r} is not supported, only {known}; {fix}")
 
 
-def tokenizer_of(file: str, fields: Mapping[str, Any]) -> Any:
+def tokenizer_of(file: str, fields: Config) -> PreTrainedTokenizerFast:
     """The fast Hugging Face tokenizer that a file's metadata describe, with its chat templates.
 
     Raises:
@@ -62,6 +68,8 @@ def tokenizer_of(file: str, fields: Mapping[str, Any]) -> Any:
     if len(types) != len(tokens):
         raise ValueError(f"{file}: {len(tokens)} tokens, and {len(types)} types of tokens; convert the model again")
     spm = fields["tokenizer.ggml.model"] == "llama"
+    if spm:  # runs of spaces that SentencePiece lists as the user's are pieces that merge first
+        types = [NORMAL if SPACE in token and kind == USER_DEFINED else kind for token, kind in zip(tokens, types)]
     made = _pieces(fields, tokens, types) if spm else _bytes(fields, tokens, types)
 
     def text(key: str) -> str | None:
@@ -91,7 +99,7 @@ def tokenizer_of(file: str, fields: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _bytes(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Any:
+def _bytes(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
     """A byte-level tokenizer ("gpt2")."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -112,7 +120,7 @@ def _bytes(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> An
     return made
 
 
-def _pieces(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Any:
+def _pieces(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
     """A tokenizer of SentencePiece's kind ("llama"), whose scores give the order of merges."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -142,7 +150,7 @@ def merges_of(tokens: list[str], types: list[int], scores: list[float]) -> list[
     return [(token[:cut], token[cut:]) for _, cut, _, token in found]
 
 
-def _processor(begin: str | None, end: str | None, made: Any) -> Any:
+def _processor(begin: str | None, end: str | None, made: Tokenizer) -> TemplateProcessing | None:
     """What adds BOS and EOS to a text; None: neither is added."""
     from tokenizers import processors
 
@@ -155,7 +163,7 @@ def _processor(begin: str | None, end: str | None, made: Any) -> Any:
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ends)
 
 
-def _templates(fields: Mapping[str, Any]) -> str | dict[str, str] | None:
+def _templates(fields: Config) -> str | dict[str, str] | None:
     """The chat template, or {name: template} where there are several."""
     default = fields.get("tokenizer.chat_template")
     named = {name: fields.get(f"tokenizer.chat_template.{name}") for name in fields.get("tokenizer.chat_templates", [])}
