@@ -55,12 +55,10 @@ def answer_file(
     """Writes a line to `output` for each answer: the prompt's row with `answer` and `finish_reason`, and
     `reasoning_content` if the answer has thoughts, in the order of the prompts.
 
-    A line is written whole, as soon as its answer and all those before it have ended. Answers of an output that the same
-    model and settings made (its record says so) are kept; what an answer draws depends only on the seed and its index.
+    A line is written whole, as soon as its answer and all those before it have ended. Answers of an output that the
+    same model and settings made (its record says so) are kept; what an answer draws depends on the seed and its index.
 
     Args:
-      model: the model.
-      tokenizer: its tokenizer.
       prompts: a JSONL file of objects with `messages` (a conversation) or `prompt` (a text or a conversation).
       output: the JSONL file to write or to continue.
       raw: whether a prompt is a text that is used as it is, without the chat template.

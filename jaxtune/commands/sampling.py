@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtune.commands.common import add_numbers
 
 
-def _arguments(text: str) -> dict[str, Any] | None:
+def _arguments(text: str) -> Mapping[str, object] | None:
     """The value of --template-arguments."""
     from jaxtune.conversations.templates import checked_arguments
 

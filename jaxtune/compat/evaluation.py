@@ -123,7 +123,7 @@ class Evaluations(Reports):
             raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")
         config = self.config(prepared=False)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval="eval_dataset"))
-        train = self._prepared.train_data or self._train_rows()
+        train = self._prepared.train_data or self._train_rows()  # type: ignore[attr-defined]
         trainer = Trainer(self._to_train(), self.tokenizer, config, train, rows, trains=False)
         read = trainer.eval_data
         assert read is not None  # config and rows ask for them

@@ -18,7 +18,8 @@ class Tokenizer(Protocol):
     """The interface of a tokenizer of transformers, as far as a server needs it. Served copies it deeply."""
 
     # the chat template, a Jinja text or several by name; None or empty: the tokenizer has none, and chats are refused
-    chat_template: object
+    @property
+    def chat_template(self) -> object: ...
 
     def __call__(self, text: str, /, **options: object) -> Mapping[str, list[int]]:
         """{"input_ids": the token ids of a text}. `options` are those of transformers."""

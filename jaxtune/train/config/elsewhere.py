@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 AXOLOTL, LLAMA_FACTORY, TRL = "axolotl", "LLaMA-Factory", "TRL"
-# Keys of LLaMA-Factory's that TRL's configs do not have, and the other way round.
+# Keys that only LLaMA-Factory's configs have, and keys that only TRL's have.
 _FACTORY = {"stage", "finetuning_type", "template", "dataset", "cutoff_len", "dataset_dir", "lora_rank", "lora_target"}
 _TRL = {"dataset_name", "datasets", "dataset_config", "dataset_train_split", "use_peft", "max_length", "lora_r"}
 

@@ -226,8 +226,7 @@ def prepare(
         mask_spans: (opening, closing) pairs of texts, such as ("<think>", "</think>"): the tokens of a response from
             an opening to its closing, both included, or to the end of the response, are not trained on.
         packing: True puts several documents into a row, False one; "step" packs the documents of each step separately.
-        overflow: longer documents are cut ("truncate"), divided into pieces ("split"), left out ("drop"), or refused
-            ("error").
+        overflow: longer documents are cut ("truncate"), divided ("split"), left out ("drop"), or refused ("error").
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
         max_rows: the largest number of rows to read; None reads all.
         cache_dir: the folder of token caches; None: as `cache_folder` says. A list of dicts is not cached.

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtune.system.files import atomic_write
 
@@ -102,8 +102,9 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
 
 def _parsed(text: bytes) -> Rollout | None:
     """A line of the file; None if it is no JSON object with a step."""
+    line: Any = None
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return line if bool(isinstance(line, dict) and type(line.get("step")) is int) else None
+    return line if isinstance(line, dict) and type(line.get("step")) is int else None
