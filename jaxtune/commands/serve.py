@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtune.commands import common
 from jaxtune.system.loopback import HOST, is_loopback
@@ -136,7 +136,7 @@ def _models(options: argparse.Namespace) -> list[Served]:
     if path is not None:
         found.append(Served(_name(options.model), model, tokenizer, found[0].name))
     for name, folder in adapters:
-        own = load_tokenizer(folder) or tokenizer
+        own: Any = load_tokenizer(folder) or tokenizer
         found.append(Served(name, with_end_tokens(load_adapter(base, folder), own), own, found[0].name))
     names = [served.name for served in found]
     for name in names:

@@ -102,9 +102,8 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
 
 def _parsed(text: bytes) -> Rollout | None:
     """A line of the file; None if it is no JSON object with a step."""
-    line: Any = None
     try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
+        line: Any = json.loads(text)
+        return line if type(line["step"]) is int else None
+    except (ValueError, RecursionError, TypeError, LookupError):
         return None
-    return line if isinstance(line, dict) and type(line.get("step")) is int else None
