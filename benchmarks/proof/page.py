@@ -40,8 +40,8 @@ def curves(record: Record, images: Path, name: str) -> str:
             continue
         difference = each["loss_difference"]
         lines += [
-            f"| {precision} | {each['steps_compared']:,} | {difference['largest_of_200']:.4f} "
-            f"| {difference['mean']:.4f} | {difference['largest']:.4f} |"
+            f"| {precision} | {each['steps_compared']:,} | {difference['largest_of_200']:.2g} "
+            f"| {difference['mean']:.2g} | {difference['largest']:.2g} |"
         ]
     table = ["| precision | steps | largest difference of losses, 200 steps | mean of all | largest of all |"]
     cosines = [
@@ -67,7 +67,7 @@ def curves(record: Record, images: Path, name: str) -> str:
     )
     return _part(
         "Beside transformers and PEFT",
-        "curves --steps 1000",
+        f"curves --steps {max(each.get('steps_compared', 0) for each in record['precisions'].values())}",
         record,
         [text, "", "![Losses](images/proof_curves.svg)", "", *table, "|---|---|---|---|---|", *lines, "", *cosines],
     )
@@ -150,8 +150,7 @@ def rewards(record: Record, images: Path, name: str) -> str:
     text = (
         f"GRPO on sums with a checker (`benchmarks/proof/arithmetic.py`), {record['steps']:,} steps of 8 x 8 answers."
     )
-    if "resumed" in record:
-        done = record["resumed"]
+    if (done := record.get("resumed", {})).get("killed_after"):
         same = "the same" if done["same_bits"] else "not the same"
         text += f" A run killed after step {done['killed_after']} and resumed ended with {same} bits."
     title = "Learning from rewards" if name == "rewards" else "Rewards: ranks and rates"

@@ -79,8 +79,8 @@ def run(model: str, output: Path, steps: int, seconds: float, at_once: int, seed
 def resumed(own: list[str], output: Path, steps: int, until: float) -> dict[str, Any]:
     """Kills a run in its middle, resumes it with the same command, and compares its adapter's bytes with an
     uninterrupted run's."""
-    more = (f"steps={steps}", "checkpoint.every_steps=2", "deterministic=true", "evaluation.generate=[]")
-    words = [word for word in own if not word.startswith(("evaluation.generate", "checkpoint.", "steps="))]
+    more = (f"steps={steps}", "checkpoint.every_steps=2", "deterministic=true")
+    words = [word for word in own if not word.startswith(("evaluation.", "data.eval", "checkpoint.", "steps="))]
     digests, killed_at = {}, None
     for name in ("whole", "killed"):
         shutil.rmtree(output / name, ignore_errors=True)
