@@ -268,6 +268,8 @@ def _message(turn: object) -> Message:
     if not isinstance(turn, Mapping):
         raise ConversationError(f"a turn is not an object but {type(turn).__name__}")
     extra = {key: cell for key, cell in turn.items() if cell is not None}  # tables fill keys of other turns with None
+    for key in extra:
+        check_unicode(str(key))
     role, calling = _role(extra)
     key = next((key for key in CONTENT if key in extra), None)
     content = extra.pop(key, None) if key is not None else None

@@ -181,7 +181,7 @@ def test_folder_without_config_or_weights(tmp_path):
 def test_paths_that_lead_nowhere(tmp_path, folder):
     with pytest.raises(ValueError, match="there is no such folder"):
         from_pretrained(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="is a file; give the folder"):
+    with pytest.raises(ValueError, match="is a file, and not GGUF; give the folder"):
         from_pretrained(folder / "config.json")
 
 

@@ -337,7 +337,7 @@ def _wait_for(
         if stopped and stopped != reported:
             logger.warning("%s makes no progress, and this run waits for it: kill -CONT continues it", stopped)
         reported = stopped or reported
-        if waited > SILENT_SECONDS and not said:
+        if rows and waited > SILENT_SECONDS and not said:
             said = True
             logger.warning("waiting for %s to be tokenised, for %.0f s now", _span(rows), waited)
         if waited > patience and not future.done():
