@@ -96,6 +96,7 @@ def test_every_key_of_data_reaches_the_rows():
         "eval_rows",
         "streaming",
         "buffer_size",
+        "template_arguments",  # which the run's tokenizer has
     }
     assert keys <= set(inspect.signature(prepare).parameters)
 
