@@ -278,10 +278,11 @@ def test_c_code_that_does_not_return_is_left_by_the_watchdog(tmp_path, undisturb
         assert process.stdout is not None
         while process.stdout.readline() != "waiting\n":
             assert process.poll() is None
+        time.sleep(2)  # until it is in C: a signal before that raises in its Python code
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, messages = process.communicate(timeout=60)
-    assert process.returncode == 75 and time.monotonic() - began < 40
+    assert process.returncode == 75 and time.monotonic() - began < 40, messages
     assert "reward deaf does not return" in messages and "SIGTERM after step 2; saved in" in messages
     assert json.loads((tmp_path / "state.json").read_text())["state"] == "stopped"
     assert_same(trainer_of(tmp_path, Drawn()).train(), undisturbed)
