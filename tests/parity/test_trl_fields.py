@@ -26,6 +26,7 @@ CONDITIONAL = {
     "project": "report_to = 'trackio'",
     "metric_for_best_model": "there are evaluations",
     "greater_is_better": "there are evaluations",
+    "num_completions_to_print": "log_completions",
 }
 CHATS = [
     {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": str(n)}]} for n in range(4)
