@@ -76,7 +76,9 @@ def in_reward(function):
 def in_metric(function):
     metrics = [lambda **columns: function() or [1.0]]
     rewards = RewardFunctions.of(metrics, errors="skip")
-    made = AnswerMetrics([Prompt("x", (3,), {})], rewards, 4, 0.0, (1,), lambda prompt, prompt_ids, ids: str(ids), 0, 1, 2, False)
+    made = AnswerMetrics(
+        [Prompt("x", (3,), {})], rewards, 4, 0.0, (1,), lambda prompt, prompt_ids, ids: str(ids), 0, 1, 2, False
+    )
     return made(tiny_model()).metrics
 
 
