@@ -100,12 +100,30 @@ def held_out(made: Translation, size_key: str) -> None:
     if strategy == "no" and made.says("eval_strategy", "evaluation_strategy"):
         made.set("evaluation.at_end", False)
     elif every and strategy in ("steps", None):
-        if every < 1:
-            made.lack("eval_steps", every, "evaluation.every_steps is a number of steps")
-        else:
-            made.set("evaluation.every_steps", int(every))
+        _every(made, "eval_steps", every, "evaluation.every_steps")
     elif strategy == "epoch":
         made.lack("eval_strategy", strategy, "evaluation.every_steps")
+
+
+def _every(made: Translation, key: str, steps: float, ours: str) -> None:
+    """A number of steps; a share of the run is lacking."""
+    if steps < 1:
+        made.lack(key, steps, f"{ours} is a number of steps")
+    else:
+        made.set(ours, int(steps))
+
+
+def trainer_keys(made: Translation) -> None:
+    """The keys of transformers' Trainer that have one value in both programs, and its loggers."""
+    for prefix in ("optim.", "max_grad_norm", "seed", "neftune", "output", "checkpoint.keep", "metrics.log"):
+        made.same(made.table.top, made.config, made.defaults, prefix)
+    for prefix in ("data.num_workers", "evaluation.at_start", "deterministic", "router_aux_loss_coef"):
+        made.same(made.table.top, made.config, {}, prefix)
+    reports = listed(made["report_to"])
+    if "wandb" in reports:
+        made.set("metrics.wandb_project", made["project"])
+    if "tensorboard" in reports:
+        made.set("metrics.tensorboard", True)
 
 
 def saves(made: Translation) -> None:
@@ -113,10 +131,7 @@ def saves(made: Translation) -> None:
     if strategy == "no":
         made.set("checkpoint.every_minutes", None)
     elif every and strategy in ("steps", None):
-        if every < 1:
-            made.lack("save_steps", every, "checkpoint.every_steps is a number of steps")
-        else:
-            made.set("checkpoint.every_steps", int(every))
+        _every(made, "save_steps", every, "checkpoint.every_steps")
     elif strategy == "best":
         made.notes.append("save_strategy: checkpoint.best keeps the best")
 

@@ -58,21 +58,13 @@ def translate(made: Translation, folder: Path) -> None:
     made.choose(("optim",), "optim.name", made.table.optimizers)
     made.choose(("lr_scheduler_type",), "schedule.name", made.table.schedules)
     common.precision(made, bool(made["bf16"] or made["pure_bf16"]), bool(made["fp16"]), "bf16", "fp16", "pure_bf16")
-    if made["pure_bf16"]:
-        made.set("optim.weights", "bf16") if made.get("adapter") is None else None
+    if made["pure_bf16"] and made.get("adapter") is None:
+        made.set("optim.weights", "bf16")
     common.held_out(made, "val_size")
     common.saves(made)
-    for prefix in ("optim.", "max_grad_norm", "seed", "neftune", "output", "checkpoint.keep", "metrics.log"):
-        made.same(made.table.top, made.config, made.defaults, prefix)
-    for prefix in ("data.num_workers", "evaluation.at_start", "deterministic", "router_aux_loss_coef"):
-        made.same(made.table.top, made.config, {}, prefix)
-    reports = common.listed(made["report_to"])
+    common.trainer_keys(made)
     if made.get("data.streaming"):
         made.same(made.table.top, made.config, made.defaults, "data.buffer_size")
-    if "wandb" in reports:
-        made.set("metrics.wandb_project", made["project"])
-    if "tensorboard" in reports:
-        made.set("metrics.tensorboard", True)
     made.leftovers(made.table.top, made.config)
 
 

@@ -41,16 +41,8 @@ def translate(made: Translation, trainer: str | None) -> None:
     common.precision(made, (not fp16) if made["bf16"] is None else bool(made["bf16"]), fp16, "bf16", "fp16")
     common.held_out(made, "test_split_size")
     common.saves(made)
-    for prefix in ("optim.", "max_grad_norm", "seed", "neftune", "output", "checkpoint.keep", "metrics.log"):
-        made.same(made.table.top, made.config, made.defaults, prefix)
-    for prefix in ("data.num_workers", "evaluation.at_start", "deterministic", "router_aux_loss_coef"):
-        made.same(made.table.top, made.config, {}, prefix)
+    common.trainer_keys(made)
     _objective(made, trainer)
-    reports = common.listed(made["report_to"])
-    if "wandb" in reports:
-        made.set("metrics.wandb_project", made["project"])
-    if "tensorboard" in reports:
-        made.set("metrics.tensorboard", True)
     known = made.table.top.defaults.keys() | own.defaults.keys() | {"reward_funcs", "reward_model_name_or_path"}
     for key in [key for key in made.config if key not in known and key in made.table.top.known]:
         made.lack(key, made.config[key], f"trl {trainer} has no such key")

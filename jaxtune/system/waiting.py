@@ -26,10 +26,6 @@ _IDLE_SECONDS = 5.0  # after which the watchdog sleeps
 HOW_TO_ISOLATE = "objective.reward_isolation=process runs rewards in a process that can be stopped"
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclasses.dataclass(eq=False)
 class _Listener:
     look: Callable[[], None]
@@ -72,7 +68,7 @@ _watchdog: threading.Thread | None = None
 def listening(
     look: Callable[[], None],
     arrived: Callable[[], bool] = lambda: False,
-    insist: Callable[[], None] = _nothing,
+    insist: Callable[[], None] = lambda: None,
     leave: Callable[[BaseException], None] | None = None,
 ) -> Iterator[None]:
     """Within it, waits of this thread call `look` about five times a second; what it raises ends the wait.

@@ -299,18 +299,22 @@ class Saver:
             self._warned = True
             return
         with self.monitor.pause("save", done):
-            try:
-                self.checkpointer.wait()
-            except CheckpointError as error:
-                if processes.count() > 1:
-                    raise
-                self._tell(error)
+            self._await_save()
             self._before = self.saved
             self.checkpointer.save(done, {"state": state}, self.meta(done), proven=False)
         for callback in self.monitor.run.callbacks:
             callback.saved(done)
         self.policy.saved(time.monotonic())
         self.saved, self._due, self._warned, self.failed = done, False, False, None
+
+    def _await_save(self) -> None:
+        """Waits for the last save. A failure ends a run of several processes, and is reported in one."""
+        try:
+            self.checkpointer.wait()
+        except CheckpointError as error:
+            if processes.count() > 1:
+                raise
+            self._tell(error)
 
     def evaluated(self, done: int, state: TrainState, values: Mapping[str, float]) -> None:
         """Called after an evaluation: saves `state`, the TrainState after `done` steps, if checkpoint.best names a
@@ -344,11 +348,6 @@ class Saver:
         kept."""
         if self.enabled or self.saved:
             with self.monitor.pause("save", self.saved):
-                try:
-                    self.checkpointer.wait()
-                except CheckpointError as error:
-                    if processes.count() > 1:
-                        raise
-                    self._tell(error)
+                self._await_save()
         if good and self.failed is None:
             self.checkpointer.confirm()
