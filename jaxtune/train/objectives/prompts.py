@@ -227,7 +227,11 @@ class OwnParts:
         tools = None
         if wanted.tools or wanted.environment_factory:
             tools = Tools.named(
-                wanted.tools or (), wanted.environment_factory, wanted.tool_timeout, wanted.tool_isolation
+                wanted.tools or (),
+                wanted.environment_factory,
+                wanted.tool_timeout,
+                wanted.tool_isolation,
+                wanted.reset_timeout,
             )
         rollout = None
         if wanted.rollout_func is not None:
