@@ -392,6 +392,10 @@ def _require_usable(
             raise NothingUsable(f"{name}: there are no rows")
         if summary.bad_rows:
             raise NothingUsable(f"{name}: none of {summary.rows:,} rows is usable; first {summary.offenders[0]}")
+        if summary.excluded == summary.rows:
+            raise NothingUsable(
+                f"{name}: all {summary.rows:,} rows are left out by their marks, first {summary.excluded_first[0]}"
+            )
         where = f"no token of any of {summary.rows:,} rows is trained on"
         if options["response_part"] is not None:
             raise NothingUsable(
