@@ -1,10 +1,9 @@
-"""checkpoint-N folders in output_dir, as transformers' Trainer writes them: the trained weights, for PEFT and
-transformers. `Checkpoints` writes them in a run and removes old ones, `checkpoints` lists those in a folder, `is_own`
-and `require_own` tell jaxtune's from other programs', and `resumed` says from which a run is continued. `save` writes
-the weights alone, `save_beside` does so into output_dir, and `write_state` writes trainer_state.json.
+"""Folders of scripts, which are run more than once: output_dir and its checkpoint-N folders, and the folders of saved
+models (`require_free`, `saved_into`). What a script wrote before is replaced, as transformers does; what anybody else
+wrote never is.
 
-The files that a run resumes from (optimizer states, the position in the data) are in output_dir/checkpoints, in
-jaxtune's own format.
+A run's resume state (optimizer states, the position in the data) is in output_dir/checkpoints, in jaxtune's format; a
+checkpoint-N folder has the weights for PEFT and transformers.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,25 @@ import jaxtune
 from jaxtune.compat.callbacks import TrainerState
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter
-from jaxtune.system.files import temporary_path
+from jaxtune.system.files import atomic_write, temporary_path
 from jaxtune.system.terminal import say
+from jaxtune.train.config import ConfigError
+from jaxtune.train.config.file import load_config
+from jaxtune.train.display.metrics import JSONL
+from jaxtune.train.display.rollouts import ROLLOUTS
 from jaxtune.train.folder.checkpoint import saved_steps
+from jaxtune.train.folder.folder_lock import FolderLock
+from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, RESULTS, next_name
+from jaxtune.train.folder.run_folder import STATE as RUN_STATE
+from jaxtune.train.folder.run_state import read_state
 
 STATE = "trainer_state.json"
+MARK = ".jaxtune_saved.json"  # in a folder of a saved model: its weights, as a script's save wrote them
+ROWS = "train_dataset"  # data.train of a script's run
 _WRITER = "written_by"
 _NAME = re.compile(r"checkpoint-(\d+)")
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx")
+_MODEL = ("config.json", "adapter_config.json")
 
 
 def write_state(folder: Path, state: TrainerState) -> None:
@@ -58,41 +70,63 @@ def checkpoints(output: Path) -> dict[int, Path]:
 
 
 def require_own(output: Path) -> None:
-    """Raises ValueError if `output`, output_dir, has a checkpoint-N folder of another program (not is_own), which a run
-    might replace. SFTTrainer.train calls it before the run."""
+    """Raises ValueError if `output`, output_dir, has a checkpoint-N folder of another program, which a run might
+    replace."""
     for path in checkpoints(output).values():
         if not is_own(path):
             raise ValueError(
                 f"train: output_dir = {str(output)!r} holds {path.name}, which jaxtune did not write: name another "
-                "folder, or move it away"
+                f"folder, such as {str(next_name(output))!r}, or move it away"
             )
+
+
+def begun_anew(output: Path, overwrite: bool) -> bool:
+    """Removes what an earlier run of a script left in `output`, output_dir, but its checkpoint-N folders, and says so;
+    False: there was none. overwrite: also of a run that has not finished and could be continued.
+
+    Raises:
+      ValueError: the run is no script's, is running, or could be continued and `overwrite` is False.
+    """
+    steps = saved_steps(output / CHECKPOINTS)
+    if not steps and not any((output / name).exists() for name in (CONFIG, JSONL)):
+        return False
+    instead = f"output_dir={str(next_name(output))!r}"
+    try:
+        scripts = load_config(str(output / CONFIG)).data.train == ROWS
+    except (OSError, ConfigError):
+        scripts = False
+    if not scripts:
+        raise ValueError(f"train: output_dir = {str(output)!r} holds a run that no script made: name {instead}")
+    lock = FolderLock(output / CHECKPOINTS)
+    try:
+        # Whose lock could be taken does not run any more.
+        state = {"running": "killed"}.get(name := read_state(output).name, name)
+        if steps and state != "finished" and not overwrite:
+            raise ValueError(
+                f"train: output_dir = {str(output)!r} holds a run that was {state} after step {steps[-1]}: "
+                "train(resume_from_checkpoint=True) continues it, overwrite_output_dir=True begins anew, and "
+                f"{instead} leaves it alone"
+            )
+        for folder in (output / CHECKPOINTS).iterdir():
+            if folder.is_dir():
+                shutil.rmtree(folder)
+        for name in (CONFIG, JSONL, ROLLOUTS, RESULTS, RUN_STATE):
+            (output / name).unlink(missing_ok=True)
+        shutil.rmtree(output / "tensorboard", ignore_errors=True)
+    finally:
+        lock.release()
+    say(f"train: output_dir = {str(output)!r} holds an earlier run, which this one replaces; {instead} would keep it")
+    return True
 
 
 def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool, int | None]:
-    """Decides from the argument of train() whether it continues a run. It reads only names: what a run continues from
-    is in output_dir/checkpoints, and a checkpoint-N folder only names the step.
-
-    Args:
-      given: resume_from_checkpoint: None or False starts a new run, True continues from the last checkpoint (or starts
-        a new run if there is none), and the path of a checkpoint-N folder continues from step N, if output_dir/
-        checkpoints still has that step. The folder itself need not exist.
-      output: output_dir.
-    Returns:
-      (True if `given` is True or a path, else False; the step N of the path to continue from, or None for the last one)
-    Raises:
-      ValueError: a path that is not a checkpoint of the run in output_dir; or output_dir/checkpoints has checkpoints,
-        and `given` is None or False.
-    """
-    steps = saved_steps(output / "checkpoints")
+    """What resume_from_checkpoint asks for: (whether a run is continued, from which step; None: the last). ValueError
+    for a path that names no step in output_dir/checkpoints, where the state of a run is."""
     if given in (None, False):
-        if steps:
-            raise ValueError(
-                f"train: output_dir = {str(output)!r} holds the checkpoints of a run: pass "
-                "resume_from_checkpoint=True to continue from them, or name another folder"
-            )
         return False, None
+    steps = saved_steps(output / CHECKPOINTS)
     if given is True:
-        return True, None
+        return bool(steps), None
     folder = Path(given).expanduser()
     found = _NAME.fullmatch(folder.name)
     if found is not None and folder.parent.resolve() == output.resolve() and int(found[1]) in steps:
@@ -105,22 +139,83 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
     )
 
 
+# ---- saved models
+
+
+def require_free(folder: str | os.PathLike, where: str) -> Path:
+    """The resolved `folder`, if a save may write there: it is new, or has no model but one that a script saved there.
+
+    where: the function that saves, for messages. Raises ValueError for any other folder, a file and a mount point.
+    """
+    path = Path(folder).expanduser().resolve()
+    new = f"name another folder, such as {str(next_name(path))!r}, or move it away"
+    if path.is_mount():
+        raise ValueError(f"{where}: {path} is where a disk is mounted, which is no folder of a model; name one in it")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{where}: {path} is a file; {new}")
+    for file in _model_files(path):
+        if _stamp(file) not in _mark(path).get(file.name, ()):
+            raise ValueError(f"{where}: {path} has {file.name}, which no script saved there; {new}")
+    return path
+
+
+def saved_into(folder: str | os.PathLike, where: str, write: Callable[[Path], object]) -> None:
+    """Has `write` fill a folder that does not exist, and moves its files to `folder`, as require_free allows: a model
+    that a script saved there is replaced, and a line says so; other files stay, unless they have the new ones' names.
+    """
+    path = require_free(folder, where)
+    before = _mark(path)
+    whole = temporary_path(path)
+    try:
+        write(whole)
+        new = {file.name: _stamp(file) for file in _model_files(whole)}
+        atomic_write(whole / MARK, json.dumps({name: [stamp] for name, stamp in new.items()}))
+        if not path.exists() or not any(path.iterdir()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(whole, path)
+            return
+        # Killed in between, the folder is still known as a script's.
+        both = {name: [*before.get(name, ()), *([new[name]] if name in new else ())] for name in before.keys() | new}
+        atomic_write(path / MARK, json.dumps(both))
+        for name in before.keys() - new.keys():
+            (path / name).unlink(missing_ok=True)
+        for file in sorted(whole.iterdir(), key=lambda file: (file.name == MARK, file.name)):
+            if file.is_dir() and (path / file.name).is_dir():
+                shutil.rmtree(path / file.name)
+            os.replace(file, path / file.name)
+        whole.rmdir()
+    except BaseException:
+        shutil.rmtree(whole, ignore_errors=True)
+        raise
+    if before:
+        say(f"{where}: {folder}: the model that was saved there before is replaced")
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """The files in `folder` by which it is a model's: weights and configs; [] without such a folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(file for file in folder.iterdir() if file.name.endswith(_WEIGHTS) or file.name in _MODEL)
+
+
+def _stamp(file: Path) -> list[int]:
+    """[size in bytes, seconds of its last change]."""
+    found = file.stat()
+    return [found.st_size, int(found.st_mtime)]
+
+
+def _mark(folder: Path) -> dict[str, list[list[int]]]:
+    """{name of a model's file that a script saved in `folder`: its stamps}; {} if no script did."""
+    try:
+        return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-    """Saves what a script trained, as a checkpoint-N folder or for save_model: a module's adapter as a PEFT folder, or
-    the whole model as a folder for transformers if it has no adapter. The folder must not exist, or must be empty, else
-    ValueError is raised. tokenizer: is saved with it; None: no tokenizer is saved."""
+    """Saves an adapter for PEFT, or without one the whole model for transformers, with a tokenizer if it is given, into
+    a folder that does not exist or is empty, else ValueError."""
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)
-
-
-def save_beside(module: Decoder, folder: Path, tokenizer: Any = None) -> None:
-    """Saves the adapter of `module`, or the whole model if it has none, into a folder that may have other files, as
-    output_dir has checkpoint-N folders. SFTTrainer.save_model calls it for output_dir. Files with the names of the new
-    ones are replaced, and others stay. tokenizer: is saved too; None: none is."""
-    whole = temporary_path(folder / "model")
-    save(module, whole, tokenizer)
-    for file in sorted(whole.iterdir()):
-        os.replace(file, folder / file.name)
-    whole.rmdir()
 
 
 class Checkpoints:
@@ -128,10 +223,9 @@ class Checkpoints:
 
     Args:
       output: output_dir.
-      tokenizer: is saved in each folder.
-      state: the TrainerState, which is written to each folder as trainer_state.json.
-      limit: how many folders that jaxtune wrote are kept (SFTConfig's save_total_limit), the last one and that of the
-        best evaluation among them, even if these are more than the limit; None or 0: all.
+      tokenizer, state: are saved in each folder.
+      limit: how many folders that jaxtune wrote are kept (save_total_limit), the last one and that of the best
+        evaluation among them, even if these are more; None or 0: all.
     Attributes:
       written: the steps N whose folders this call of train() has written.
     """
@@ -139,6 +233,7 @@ class Checkpoints:
     def __init__(self, output: Path, tokenizer: Any, state: TrainerState, limit: int | None):
         self._output, self._tokenizer, self._state, self._limit = output, tokenizer, state, limit
         self.written: set[int] = set()
+        self._earlier = set(checkpoints(output))  # of earlier calls, which go first
 
     def folder(self, step: int) -> Path:
         """The path of a step's folder, output_dir/checkpoint-STEP, which may not exist. `write` writes it, and the
@@ -173,13 +268,13 @@ class Checkpoints:
         return True
 
     def _rotate(self, latest: int) -> None:
-        """Removes the oldest folders that jaxtune wrote until no more than the limit are left; without a limit (None or
-        0) nothing is removed. The folder of step `latest` and that of the best evaluation are never removed, as in
-        transformers. `write` calls it after each new folder."""
+        """Removes the oldest folders that jaxtune wrote over the limit, those of earlier runs first, but never that of
+        step `latest` and that of the best evaluation."""
         if not self._limit:
             return
         kept = {latest, self._state.best_global_step}
-        old = [path for step, path in checkpoints(self._output).items() if step not in kept and is_own(path)]
+        old = [(step, path) for step, path in checkpoints(self._output).items() if step not in kept and is_own(path)]
+        old.sort(key=lambda item: item[0] in self.written or item[0] not in self._earlier)
         spared = len({step for step in kept if step is not None and self.folder(step).exists()})
-        for path in old[: max(0, len(old) + spared - max(self._limit, spared))]:
+        for _, path in old[: max(0, len(old) + spared - max(self._limit, spared))]:
             shutil.rmtree(path, ignore_errors=True)

@@ -34,6 +34,9 @@ class SFTConfig:
     orders = ORDERS  # {value of train_sampling_strategy: TokenDataset's name for that order of the rows}
 
     output_dir: str = "trainer_output"  # the folder of checkpoints and metrics
+    # True: also a run in output_dir that has not finished, and could be continued, is replaced
+    overwrite_output_dir: bool = False
+    run_name: str | None = None  # of the run at W&B and Trackio, and on its page; None: output_dir's
     per_device_train_batch_size: int = 4  # rows of a micro-batch
     gradient_accumulation_steps: int = 2  # micro-batches of an update
     max_steps: int = -1  # updates of the run; 0 or less: num_train_epochs decides
@@ -302,5 +305,6 @@ def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
         tensorboard="tensorboard" in loggers,
         wandb_project=os.environ.get("WANDB_PROJECT", "huggingface") if "wandb" in loggers else None,
         trackio_project=os.environ.get("TRACKIO_PROJECT", args.project) if "trackio" in loggers else None,
+        run_name=args.run_name,
         log_every=log_every,
     )
