@@ -18,8 +18,8 @@ import numpy as np
 import jaxtune
 from jaxtune.compat.adapters import ALL_LINEAR, adapted, last_layers
 from jaxtune.compat.arguments import choose, settle, tell
-from jaxtune.compat.folders import MARK, require_free, save, saved_into
 from jaxtune.compat.model_methods import ModelMethods
+from jaxtune.compat.saves import MARK, require_free, save, saved_into
 from jaxtune.compat.seeds import begin_at, next_seed
 from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
 from jaxtune.compat.texts import without_torch

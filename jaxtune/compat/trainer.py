@@ -24,6 +24,7 @@ from jaxtune.compat.model import CompatModel
 from jaxtune.compat.peft_names import with_adapter
 from jaxtune.compat.reports import TrainOutput, rows_report
 from jaxtune.compat.rows import Tokenised, rows_and_format
+from jaxtune.compat.saves import save, saved_into
 from jaxtune.compat.seeds import begin_at
 from jaxtune.compat.settings import (
     SFTConfig,
@@ -179,8 +180,7 @@ class SFTTrainer(Evaluations):
         return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
 
     def _train_on(self) -> str:
-        """Which tokens are trained on, as a value of data.train_on: "all" or "responses". The constructor calls it, and
-        `config` reads the result, unless train_on_responses_only has replaced it."""
+        """Which tokens are trained on, as a value of data.train_on, unless train_on_responses_only says otherwise."""
         return trained_tokens(self.args, self._format)
 
     def _objective(self) -> ObjectiveConfig:
@@ -495,7 +495,7 @@ class SFTTrainer(Evaluations):
         """Saves the adapter, or the whole model if it has none, with the tokenizer, into a folder (None: the trainer's
         own), as save_pretrained of the model does."""
         folder = self._output if output_dir is None else Path(output_dir)
-        folders.saved_into(folder, "save_model", lambda new: folders.save(self.model.module, new, self.tokenizer))
+        saved_into(folder, "save_model", lambda new: save(self.model.module, new, self.tokenizer))
 
 
 def _with_adapter(model: CompatModel, where: str, peft_config: object, seed: int) -> CompatModel:
@@ -535,7 +535,7 @@ def train_on_responses_only(
         parts = dict(zip(parts, derive_markers(tokenizer or trainer.tokenizer), strict=True))
     elif missing:
         raise ValueError(f"train_on_responses_only: {missing[0]} = None: give both parts, or neither to derive them")
-    trainer._masking = {"train_on": "responses", **parts, "last_response_only": last_response_only}
+    trainer._masking = {"train_on": "turns", **parts, "last_response_only": last_response_only}
     trainer.__dict__.pop("_prepared", None)
     trainer.config(prepared=False)
     return trainer
