@@ -242,6 +242,7 @@ class Trainer:
                 tensorboard=config.metrics.tensorboard,
                 wandb_project=config.metrics.wandb_project,
                 trackio_project=config.metrics.trackio_project,
+                run_name=config.metrics.run_name,
                 config=config_to_dict(config),
                 resumed_step=resumed_step,
                 rollouts_mb=config.metrics.rollouts_mb,
