@@ -28,6 +28,7 @@ from jaxtune.conversations.templates import asking_templates
 from jaxtune.conversations.tokenizing import with_beginning
 from jaxtune.export.api import export_model
 from jaxtune.export.hub import push
+from jaxtune.export.modelfile import create_command
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.adapters.merge import merged_weights
@@ -38,6 +39,7 @@ from jaxtune.models.generation.ends import with_end_tokens
 from jaxtune.models.hf import hf_config_of, load_base, save_weights
 from jaxtune.models.lora import has_adapter
 from jaxtune.pallas.formats import FORMATS
+from jaxtune.system.terminal import say
 from jaxtune.train.config import AdapterConfig
 
 _MERGED = {"merged_16bit": None, "merged_4bit": "nf4", "merged_4bit_forced": "nf4", "lora": None}
@@ -255,10 +257,10 @@ class CompatModel(ModelMethods):
         quantization_method: str | Sequence[str] = "fast_quantized",
         **others: Any,
     ) -> None:
-        """Saves a GGUF file for llama.cpp for each method in quantization_method (f32, f16, bf16, q8_0, q6_k, q4_k_m or
-        q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m, "not_quantized" f16), in a folder below save_directory with
-        the type's name, such as q8_0. An adapter is merged. tokenizer: is in the file; None: the model's. others, and
-        the folders: as in save_pretrained. Another method is a ValueError."""
+        """Saves a GGUF file, with a Modelfile for Ollama, for each method in quantization_method (f32, f16, bf16, q8_0,
+        q6_k, q4_k_m or q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m, "not_quantized" f16), in a folder below
+        save_directory with the type's name, such as q8_0. An adapter is merged. tokenizer: None is the model's. Another
+        method is a ValueError."""
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
@@ -276,6 +278,7 @@ class CompatModel(ModelMethods):
             options = dict(to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
             folder = Path(save_directory) / outtype
             saved_into(folder, where, lambda new, options=options: export_model(self.module, new, **options))
+            say(f"wrote {folder}; next: {create_command(folder, Path(save_directory).resolve().name)}")
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
         """Saves what save_pretrained saves into the hub's `repository` ("owner/name"), which is made if missing,

@@ -564,10 +564,10 @@ class MetricsConfig:
 
     __pydantic_config__ = _STRICT
 
-    tensorboard: Annotated[bool, "Write TensorBoard files (pip install tensorboardX)."] = False
-    wandb_project: Annotated[str | None, "Log to this Weights & Biases project (pip install wandb)."] = None
-    trackio_project: Annotated[str | None, "Log to this trackio project (pip install trackio)."] = None
-    run_name: Annotated[str | None, "The run's name there and on its page; default: its folder's."] = None
+    tensorboard: Annotated[bool, "Write TensorBoard files (needs the extra tensorboard)."] = False
+    wandb_project: Annotated[str | None, "Log to this Weights & Biases project (needs the extra wandb)."] = None
+    trackio_project: Annotated[str | None, "Log to this trackio project (needs the extra trackio)."] = None
+    run_name: Annotated[str | None, "The run's name there and on its page; null: its folder's."] = None
     log_every: Annotated[int, "Steps between two lines of metrics."] = 1
     rollouts_mb: Annotated[
         float, "The largest size of rollouts.jsonl, the sampled answers with their rewards; 0: none are kept."
