@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     "nf4": ("precision=bf16", "model.load_in=nf4"),
 }
 RATES = (3e-5, 1e-4, 3e-4)
+_RESUMED_SECONDS = 170  # of three starts, one of which compiles
 
 
 def common(model: str, output: Path, steps: int) -> list[str]:
@@ -66,11 +68,11 @@ def run(model: str, output: Path, steps: int, seconds: float, at_once: int, seed
             for seed in range(seeds)
             for name, overrides in PRECISIONS.items()
         ]
-    found = train_all(runs, own, output, at_once, until - 5)
+    found = train_all(runs, own, output, at_once, until - (5 if rates else _RESUMED_SECONDS))
     record: dict[str, Any] = {"steps": steps, "runs": found}
     name = "rewards_rates" if rates else "rewards"
     save(output, name, record)
-    if not rates and time.time() < until - 60:
+    if not rates:
         record["resumed"] = resumed(own, output, min(steps, 12), until)
         print(json.dumps(record["resumed"]))
         save(output, name, record)
@@ -95,7 +97,10 @@ def resumed(own: list[str], output: Path, steps: int, until: float) -> dict[str,
                 process = start(Run(name, more), words, output)
                 break
             time.sleep(0.05)
-        process.wait(max(1.0, until - time.time()))
+        try:
+            process.wait(max(1.0, until - time.time()))
+        except subprocess.TimeoutExpired:
+            process.kill()
         adapter = output / name / "adapter" / "adapter_model.safetensors"
         digests[name] = hashlib.sha256(adapter.read_bytes()).hexdigest() if adapter.exists() else None
     same = digests["whole"] is not None and digests["whole"] == digests["killed"]
