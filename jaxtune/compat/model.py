@@ -4,6 +4,7 @@ ModelSettings is its `config`, for scripts that read it; `_format` and `_dtype_n
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -275,9 +276,11 @@ class CompatModel(ModelMethods):
         for outtype in outtypes:
             require_free(Path(save_directory) / outtype, where)
         for outtype in outtypes:
-            options = dict(to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
             folder = Path(save_directory) / outtype
-            saved_into(folder, where, lambda new, options=options: export_model(self.module, new, **options))
+            write = functools.partial(
+                export_model, self.module, to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype
+            )
+            saved_into(folder, where, write)
             say(f"wrote {folder}; next: {create_command(folder, Path(save_directory).resolve().name)}")
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
