@@ -48,7 +48,11 @@ def test_in_a_script_of_the_user_it_is_what_works_in_this_environment(monkeypatc
     assert invocation.prefix_of(["python3", "mine.py"]) == f"{tmp_path}/python3 -m jaxtune"
     (tmp_path / "jaxtune").touch()
     assert invocation.prefix_of(["python3", "mine.py"]) == f"{tmp_path}/jaxtune"
-    for arguments in (["mine.py", "--output", "/data/jaxtune"], ["-c", "import jaxtune", "jaxtune"]):
+    for arguments in (
+        ["mine.py", "--output", "/data/jaxtune"],
+        ["-c", "import jaxtune", "jaxtune"],
+        ["-m", "mine", "/x/jaxtune"],
+    ):
         assert invocation.prefix_of(["python3", *arguments]) == f"{tmp_path}/jaxtune"
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "jaxtune").chmod(0o755)

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "conversations": ("jaxtune.conversations", "jaxtune.system"),
     "convert": ("jaxtune.convert", "jaxtune.train.config", "jaxtune.system"),
     "serve": ("jaxtune.conversations", "jaxtune.models", "jaxtune.serve", "jaxtune.system"),
-    "export": ("jaxtune.pallas", "jaxtune.models", "jaxtune.export", "jaxtune.system"),
+    "export": ("jaxtune.pallas", "jaxtune.models", "jaxtune.conversations", "jaxtune.export", "jaxtune.system"),
 }
 # The kernels are usable alone: jax, numpy and a kernel language, nothing else.
 NOT_IN_PALLAS = {

@@ -93,8 +93,14 @@ def formats(record: Record, images: Path, name: str) -> str:
     text = f"{record['steps']:,} steps of 16 rows, of each seed in the same order; LoRA r=16."
     if spread is not None:
         text += f" The seeds of bf16 are {spread:.4f} apart."
-    title = "Formats of the weights" if name == "formats" else "Formats, eight times wider"
-    command = f"formats --steps {record['steps']}"
+    if cut := [run for run, curve in record["runs"].items() if curve.get("exit")]:
+        text += f" Stopped by the clock: {', '.join(cut)}."
+    title, model = "Formats of the weights", ""
+    if name == "formats_wide":
+        title = "Formats, eight times wider"
+        model = f" --model WIDE --seeds {1 + max(int(run.rpartition('_')[2]) for run in record['runs'])}"
+        text += " WIDE: `python scripts/real_model.py GGUF --widen 8 --output WIDE`, the same function, hidden 4,608."
+    command = f"formats{model} --steps {record['steps']}"
     return _part(title, command, record, [text, "", f"![Held-out losses](images/proof_{name}.svg)", "", *lines])
 
 

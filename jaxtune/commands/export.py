@@ -27,8 +27,9 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--to",
         default="merged",
-        help="merged (the default): the base with the adapter in it; gguf: one file for llama.cpp; gguf-adapter: the "
-        "adapter alone for llama.cpp; adapter: PEFT's files, checked; bnb-4bit: the layers in bitsandbytes' NF4; "
+        help="merged (the default): the base with the adapter in it; gguf: one file for llama.cpp, and a "
+        "Modelfile for Ollama; gguf-adapter: the adapter alone for llama.cpp; adapter: PEFT's files, checked; "
+        "bnb-4bit: the layers in bitsandbytes' NF4; "
         f"{', '.join(name for name in LOADED if name != 'nf4')}: the layers in that format, for vLLM; w4a16: in int4, "
         "for vLLM; w4a8: the same codes with activations in int8; mxfp4: the layers in MXFP4, of gpt-oss as it is "
         "published; nvfp4-nvfp4 and mxfp4-mxfp4: the same with activations in that format",
@@ -52,6 +53,7 @@ def run(arguments: Sequence[str]) -> None:
 
     import jaxtune
     from jaxtune.export.api import require_format
+    from jaxtune.export.modelfile import MODELFILE, create_command
 
     require_format(options.output, options.to, options.outtype)
     with StopSignal() as stop, stop.at_once():  # an incomplete folder is removed
@@ -69,6 +71,8 @@ def run(arguments: Sequence[str]) -> None:
         say(fitted(f"note: {note}", screen))
     what = "merged model" if options.to == "merged" else options.to
     say(fitted(f"{what}: {options.output} (read back: {', '.join(done.files)})", screen))
+    if MODELFILE in done.files:
+        say(f"next: {create_command(options.output, done.folder.name)}")
     if options.push:
         from jaxtune.export.hub import push
 

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from jaxtune.system.extras import install
 from jaxtune.system.invocation import spelled
 
 # The oldest driver for CUDA 12 and for CUDA 13 (NVIDIA's compatibility tables).
@@ -111,7 +112,7 @@ def _driver(card: dict[str, str] | None) -> Finding:
         return Finding(
             "wrong", f"driver: {version}", f"install NVIDIA's driver {min(_DRIVERS.values())} or newer, better 580"
         )
-    return Finding("ok", f"driver: {version}, which runs pip install '.[{extra}]'")
+    return Finding("ok", f"driver: {version}, which runs the extra {extra}: {install(extra)}")
 
 
 def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
@@ -136,7 +137,7 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
             fix = (
                 "JAX_PLATFORMS keeps JAX from it: unset it"
                 if "cpu" in os.environ.get("JAX_PLATFORMS", "")
-                else "pip install '.[cuda13]' in a clone of jaxtune (or cuda12: see the driver above)"
+                else f"{install('cuda13')} (or cuda12: see the driver above)"
                 if missing is None
                 else "see what JAX says: python -c 'import jax; jax.devices(\"cuda\")'"
             )
@@ -156,7 +157,7 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
         yield Finding("note", f"GPU memory in use by all programs: {used:.1f} GiB", "nvidia-smi lists them")
     hopper = str(getattr(devices[0], "compute_capability", "")).startswith("9.")
     if importlib.util.find_spec("jax_triton") is None and not hopper:
-        yield Finding("note", "jax-triton is not installed", "pip install jax-triton: kernels for this GPU")
+        yield Finding("note", "jax-triton is not installed", f"{install('cuda13')} (or cuda12): kernels for this GPU")
 
 
 def _room() -> Iterator[Finding]:

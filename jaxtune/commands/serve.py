@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtune.commands import common
+from jaxtune.system.extras import install
 from jaxtune.system.loopback import HOST, is_loopback
 from jaxtune.system.terminal import say
 
@@ -76,7 +77,7 @@ def run(arguments: Sequence[str]) -> None:
         import starlette
         import uvicorn
     except ImportError as error:
-        raise ValueError(f"serve needs starlette and uvicorn ({error}): pip install 'jaxtune[serve]'") from None
+        raise ValueError(f"serve needs starlette and uvicorn ({error}): {install('serve')}") from None
     del starlette, uvicorn
     _serve(options, key)
 

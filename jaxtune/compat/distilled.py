@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtune.compat.arguments import tell
 from jaxtune.compat.model import CompatModel
@@ -58,6 +58,7 @@ class DistillationConfig(DistilledConfig):
     top_k: int = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the chat template, data.template_arguments
 
 
 @dataclasses.dataclass(init=False)
@@ -93,6 +94,7 @@ class DistilledTrainer(PreferenceTrainer):
     """
 
     config_type: type[DistilledConfig]
+    trained = "responses"
     table = DISTILLATION_TRAINER  # the arguments that are not parameters: without effect here, or refused
 
     def __init__(
@@ -174,7 +176,9 @@ class DistilledTrainer(PreferenceTrainer):
         made = super().config(resume, prepared)
         if not self._samples:
             return made
-        return dataclasses.replace(made, data=dataclasses.replace(made.data, packing=True))
+        arguments = dict(getattr(self.args, "chat_template_kwargs", None) or {}) or None
+        data = dataclasses.replace(made.data, packing=True, template_arguments=arguments)
+        return dataclasses.replace(made, data=data)
 
 
 class DistillationTrainer(DistilledTrainer):

@@ -11,7 +11,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig, without_effect
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.templates import trained_tokenizer
 from jaxtune.train.folder.run_rows import is_stream
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO as Policy
@@ -98,6 +99,7 @@ class RewardedConfig(PreferenceConfig):
     top_k: int | None = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the chat template, data.template_arguments
     beta: float = 0.0  # the factor of the KL term; 0: there is none
     num_iterations: int = 1  # how often each answer is trained on
     epsilon: float = 0.2  # the ratio of probabilities is clipped below at 1 - epsilon (not with "cispo" and "sapo")
@@ -186,6 +188,7 @@ class RewardedTrainer(PreferenceTrainer):
     config_type: type[RewardedConfig]
     table = REWARDED_TRAINER
     columns = ("prompt",)
+    trained = "responses"
 
     def __init__(
         self,
@@ -384,7 +387,8 @@ class RewardedTrainer(PreferenceTrainer):
         length, evaluation = made.data.length, made.evaluation
         if args.max_prompt_length is not None:
             length = min(length, args.max_prompt_length + args.max_completion_length)
-        data = dataclasses.replace(made.data, length=length, packing=True)
+        arguments = dict(args.chat_template_kwargs or {}) or None
+        data = dataclasses.replace(made.data, length=length, packing=True, template_arguments=arguments)
         if made.data.eval is not None:
             how = dict(max_new_tokens=args.max_completion_length, temperature=args.temperature)
             evaluation = dataclasses.replace(evaluation, generate=(REWARDS,), generate_rows=_ALL_ROWS, **how)
@@ -425,7 +429,7 @@ class RewardedTrainer(PreferenceTrainer):
         return sampled_answers(
             objective,
             self._rows["train"],
-            self.tokenizer,
+            trained_tokenizer(self.tokenizer, config.data.template, config.data.template_arguments),
             config,
             ends_of(module, self.tokenizer),
             module.config.context_length,

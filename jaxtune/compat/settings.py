@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtune.compat.arguments import choose, settle
-from jaxtune.compat.tables import ORDERS, SCHEDULES, SFT
+from jaxtune.compat.tables import ORDERS, SFT
+from jaxtune.convert.schedules import schedule_keys
+from jaxtune.convert.tables import table
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import MetricsConfig, ScheduleConfig
 
@@ -34,6 +36,9 @@ class SFTConfig:
     orders = ORDERS  # {value of train_sampling_strategy: TokenDataset's name for that order of the rows}
 
     output_dir: str = "trainer_output"  # the folder of checkpoints and metrics
+    # True: also a run in output_dir that has not finished, and could be continued, is replaced
+    overwrite_output_dir: bool = False
+    run_name: str | None = None  # of the run at W&B and Trackio, and on its page; None: output_dir's
     per_device_train_batch_size: int = 4  # rows of a micro-batch
     gradient_accumulation_steps: int = 2  # micro-batches of an update
     max_steps: int = -1  # updates of the run; 0 or less: num_train_epochs decides
@@ -41,14 +46,14 @@ class SFTConfig:
     learning_rate: float = 5e-5  # the peak
     embedding_learning_rate: float | None = None  # that of embed_tokens and lm_head; None: learning_rate
     weight_decay: float = 0.001
-    optim: str = "adamw_8bit"  # a key of OPTIMIZERS in tables.py
+    optim: str = "adamw_8bit"  # as transformers names them: convert/transformers.yaml
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     max_grad_norm: float | None = 1.0  # the gradient's global norm is clipped at it; None or 0: it is not
     neftune_noise_alpha: float | None = None  # the scale of noise on the embeddings (NEFTune); None: no noise
-    lr_scheduler_type: str = "linear"  # a key of SCHEDULES in tables.py
-    lr_scheduler_kwargs: Mapping[str, Any] | None = None  # may have num_cycles of "cosine_with_restarts"
+    lr_scheduler_type: str = "linear"  # as transformers names them: convert/transformers.yaml
+    lr_scheduler_kwargs: Mapping[str, Any] | None = None  # arguments of the scheduler
     warmup_steps: float = 0  # updates; below 1: a share of all updates; 0: warmup_ratio decides
     warmup_ratio: float = 0.1  # a share of all updates
     logging_steps: float = 1  # updates between two logged lines
@@ -167,17 +172,8 @@ def plain_value(setting: Any) -> Any:
 
 
 def trained_tokens(args: SFTConfig, form: str) -> str:
-    """For SFTTrainer: returns which tokens TRL trains on, as a value of data.train_on: "responses" (only those of the
-    answers) or "all". By default this is "responses" for rows of prompt and completion (and of the format "alpaca"),
-    and "all" for texts and messages; assistant_only_loss and completion_only_loss change that.
-
-    Args:
-      args: the script's config.
-      form: the format of the rows, such as "messages".
-    Raises:
-      ValueError: the arguments need rows of another format, or assistant_only_loss is True and completion_only_loss
-        False for rows of prompt and completion.
-    """
+    """Which tokens TRL trains on, as a value of data.train_on, in rows of a format such as "messages". ValueError if
+    the arguments need rows of another format, or contradict each other."""
     if args.assistant_only_loss:
         if form not in ("messages", "sharegpt", "prompt_completion"):
             raise ValueError(f"SFTConfig: assistant_only_loss = True needs conversations; the rows are {form}")
@@ -186,11 +182,11 @@ def trained_tokens(args: SFTConfig, form: str) -> str:
                 "SFTConfig: assistant_only_loss = True with completion_only_loss = False would train on responses in "
                 "prompts. Instead: rows of one list `messages`"
             )
-        return "responses"
-    if args.completion_only_loss and form not in ("prompt_completion", "alpaca"):
-        raise ValueError(f"SFTConfig: completion_only_loss = True needs prompt and completion; the rows are {form}")
+        return "turns"
     completions = form in ("prompt_completion", "alpaca")
-    return "responses" if completions and args.completion_only_loss is not False else "all"
+    if args.completion_only_loss and not completions:
+        raise ValueError(f"SFTConfig: completion_only_loss = True needs prompt and completion; the rows are {form}")
+    return "completion" if completions and args.completion_only_loss is not False else "all"
 
 
 DEFAULT_LENGTH = 1024  # TRL's max_length
@@ -242,22 +238,18 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
     Raises:
       ValueError: the scheduler, or an entry of lr_scheduler_kwargs, is not supported.
     """
-    kind = plain_value(args.lr_scheduler_type)
-    name: Any = choose("SFTConfig", "lr_scheduler_type", kind, SCHEDULES)
-    given = dict(args.lr_scheduler_kwargs or {})
-    cycles = given.pop("num_cycles", 1) if name == "cosine_with_restarts" else 1
-    if given:
-        raise ValueError(
-            f"SFTConfig: lr_scheduler_kwargs = {args.lr_scheduler_kwargs!r} is not supported with lr_scheduler_type = "
-            f"{kind!r}. Instead: num_cycles with 'cosine_with_restarts', or jaxtune.train.Trainer(schedule=...)"
-        )
+    kind, where = str(plain_value(args.lr_scheduler_type)), type(args).__name__
+    try:
+        keys = schedule_keys(table("trl"), kind, args.lr_scheduler_kwargs or {}, args.learning_rate)
+    except ValueError as error:
+        raise ValueError(f"{where}: lr_scheduler_type = {error}") from None
     if kind == "constant":  # as in transformers, "constant" has no warm-up
-        return ScheduleConfig(name=name)
+        return ScheduleConfig(**keys)
     # The number of steps takes precedence over the ratio; a number below 1 is a ratio.
     warmup = int(args.warmup_steps)
     if args.warmup_steps < 1:
         warmup = math.ceil((args.warmup_steps or args.warmup_ratio) * (steps or 0))
-    return ScheduleConfig(name=name, warmup_steps=warmup, zero_start=True, cycles=cycles)
+    return ScheduleConfig(**keys, warmup_steps=warmup, zero_start=True)
 
 
 def precision(args: SFTConfig, module: Decoder) -> Any:
@@ -302,5 +294,6 @@ def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
         tensorboard="tensorboard" in loggers,
         wandb_project=os.environ.get("WANDB_PROJECT", "huggingface") if "wandb" in loggers else None,
         trackio_project=os.environ.get("TRACKIO_PROJECT", args.project) if "trackio" in loggers else None,
+        run_name=args.run_name,
         log_every=log_every,
     )

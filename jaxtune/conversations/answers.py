@@ -143,17 +143,25 @@ class AnswerReader:
         kept = [int(token) for token in kept if token not in self._specials or token in marks]
         return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def opening(self, prompt_ids: Sequence[int]) -> str:
-        """What of an answer a prompt's end has already, such as <think>; "" if nothing."""
+    def opening(self, prompt_ids: Sequence[int], continues: bool = False) -> str:
+        """What of an answer a prompt's end has already, such as <think>; "" if nothing. continues: whether the prompt
+        ends within a message, whose text is no part of the answer."""
         if not self.thinks:
             return ""
-        tail = str(self._tokenizer.decode(list(prompt_ids[-_TAIL:]), skip_special_tokens=False)).rstrip()
+        ids = list(prompt_ids if continues else prompt_ids[-_TAIL:])
+        tail = str(self._tokenizer.decode(ids, skip_special_tokens=False)).rstrip()
         if self._channels:
             _, started, opening = tail.rpartition("<|start|>assistant")
-            return opening if started and "<|end|>" not in opening else ""
+            header, ended, _ = opening.rpartition("<|message|>")
+            return (header + ended or opening) if started and "<|end|>" not in opening else ""
         assert self._thoughts is not None
         opens = self._thoughts.opens
-        return next((text for text in (opens + self._thoughts.title, opens) if tail.endswith(text)), "")
+        openings = (opens + self._thoughts.title, opens)
+        if continues:
+            _, opened, thought = tail.rpartition(opens)
+            open_ends = opened and self._thoughts.closes not in thought
+            return next(text for text in openings if (opened + thought).startswith(text)) if open_ends else ""
+        return next((text for text in openings if tail.endswith(text)), "")
 
     def stream(self, schemas: Schemas | None = None, opening: str = "") -> AnswerStream:
         """Reads an answer piece by piece. schemas: of the tools whose calls are looked for; None: all is text. opening:

@@ -9,6 +9,7 @@ nothing.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -170,6 +171,27 @@ def for_template(messages: Iterable[Message], template: str) -> list[Message]:
         {names.get(key, key): value for key, value in message.items() if key not in ("train", "train_detail")}
         for message in messages
     ]
+
+
+def exclusion(columns: Mapping[Any, object]) -> str:
+    """The mark by which the columns of a row leave it out of training, such as "weight = 0"; "" without one. Values
+    that are neither true nor false are no marks of a row. Raises ConversationError if its marks disagree."""
+    said = row_marks(columns)
+    if len(set(said.values())) > 1:
+        raise ConversationError(f"columns {', '.join(said)} disagree whether the row is trained on: leave one")
+    return next((f"{name} = {columns[name]!r}" for name, trains in said.items() if not trains), "")
+
+
+def row_marks(columns: Mapping[Any, object]) -> dict[str, bool]:
+    """{column: whether it says that the row is trained on} of the columns that mark a row."""
+    marks = {name: mark for name in columns if (mark := _mark(str(name))) is not None}
+    truths = {name: _TRUTH.get(str(columns[name]).strip().lower()) for name in marks}
+    return {name: truth is marks[name] for name, truth in truths.items() if truth is not None}
+
+
+@functools.lru_cache(1024)  # columns are those of all rows
+def _mark(name: str) -> bool | None:
+    return MARKS.get(snake(name))
 
 
 def template_for(templates: object, tools: object) -> str | None:

@@ -15,7 +15,8 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from jaxtune.export.architectures import architecture, hyperparameters
 from jaxtune.export.gguf_programs import Compiling
 from jaxtune.export.gguf_tokenizer import strips_as_phi3, tokenizer_fields
 from jaxtune.export.gguf_types import OUTTYPES, is_short, not_trained, stored_types
+from jaxtune.export.modelfile import MODELFILE, modelfile
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.folders import new_folder, require_new, require_space
@@ -247,7 +249,10 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
                 f"{', '.join(others)}: rounded now, to {', '.join(sorted({kinds[name] for name in others}))}, because "
                 "quantisation-aware training left them as they were; all other matrices are stored as it saw them"
             )
-        return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes, compiling.wait)
+        file = f"model-{outtype}.gguf"
+        text, more = modelfile(model, job.tokenizer, file)
+        texts = {MODELFILE: text}
+        return _write_gguf(job, file, arch.name, fields, sources, outtype, notes + more, compiling.wait, texts)
 
 
 def _name(job: _Job, notes: list[str]) -> str:
@@ -296,10 +301,18 @@ def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
 
 
 def _write_gguf(
-    job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str], ready=lambda _: None
+    job: _Job,
+    file: str,
+    arch: str,
+    fields,
+    sources,
+    outtype: str,
+    notes: list[str],
+    ready=lambda _: None,
+    texts: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Exported:
-    """Writes the folder of an export to GGUF with its one file, which it verifies by reading it back, for `_gguf` and
-    `_gguf_adapter`. Returns what export_model returns.
+    """Writes the folder of an export to GGUF: the file, which it verifies by reading it back, and `texts`, {name:
+    content}.
 
     Args:
       job: the export's arguments, of which it uses `path`.
@@ -321,7 +334,9 @@ def _write_gguf(
     with new_folder(job.path, "export") as folder:
         written = gguf_file.write(folder / file, arch, fields, sources, outtype, ready)
         gguf_file.verify(folder / file, arch, fields, written)
-    return Exported(job.path, (file,), tuple(notes))
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    return Exported(job.path, (file, *texts), tuple(notes))
 
 
 def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:

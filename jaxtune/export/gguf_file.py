@@ -22,6 +22,7 @@ from jaxtune.export.gguf_tensors import Source, Tensor, all_tensors
 from jaxtune.export.gguf_types import stored_types
 from jaxtune.models.files import byte_files
 from jaxtune.system import terminal
+from jaxtune.system.extras import install
 from jaxtune.system.files import writing
 
 _ALIGNMENT = 32  # a tensor begins at a multiple of this, in bytes
@@ -46,7 +47,7 @@ def require_gguf() -> None:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise ValueError("gguf: the gguf package is missing: pip install gguf") from None
+        raise ValueError(f"gguf: the gguf package is missing: {install('gguf')}") from None
 
 
 def size_bytes(tensors: Sequence[Tensor], kinds: Mapping[str, str]) -> int:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxtune.pallas import dispatch, meshes
+from jaxtune.system.extras import install
 
 
 def triton_refusal() -> str | None:
@@ -29,7 +30,7 @@ def triton_refusal() -> str | None:
     if capability < (8, 0):
         return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     if not _has_jax_triton():
-        return "jax-triton is not installed: pip install '.[cuda13]', or '.[cuda12]', in jaxtune's clone brings it"
+        return f"jax-triton is not installed: {install('cuda13')} (or cuda12)"
     return None
 
 

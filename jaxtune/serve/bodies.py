@@ -120,6 +120,8 @@ class _Chat(_Body):
     tools: list[dict[str, object]] | None = None  # in OpenAI's form, as the chat template takes them
     tool_choice: Literal["auto", "none"] | None = None  # "auto", as None: the model may call tools
     chat_template_kwargs: dict[str, object] | None = None  # the template's, as {"enable_thinking": false}
+    add_generation_prompt: bool | None = None  # False: the prompt ends with the last message, and no answer begins
+    continue_final_message: bool | None = None  # True: the last message is continued
 
 
 class _Completion(_Body):
@@ -162,6 +164,8 @@ class Asked:
     """The tools whose calls are looked for in the answers, {name: JSON schema of the parameters}; None: none are."""
     opening: str = ""
     """What of an answer the prompt's end has, such as <think>."""
+    role: str = "assistant"
+    """Whose message a chat's answer is."""
 
 
 def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
@@ -183,14 +187,22 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
         arguments = checked_arguments(checked.chat_template_kwargs, "chat_template_kwargs")
     except ValueError as error:
         raise ApiError(400, str(error), "chat_template_kwargs", "invalid_value") from None
-    prompt = _conversation(checked.messages, tools, served, arguments)
+    continues = bool(checked.continue_final_message)
+    if continues and checked.add_generation_prompt:
+        message = "continue_final_message = True: set add_generation_prompt to false, or leave it out"
+        raise ApiError(400, message, "continue_final_message", "invalid_value")
+    begins = not continues and checked.add_generation_prompt is not False
+    turns = _read(read_messages, checked.messages, "messages")
+    prompt = _conversation(turns, tools, served, arguments, begins, continues)
     most = checked.max_completion_tokens or checked.max_tokens
     logprobs = (checked.top_logprobs or 0) if checked.logprobs else None
     if logprobs is None and checked.top_logprobs:
         raise ApiError(400, f"top_logprobs = {checked.top_logprobs}: set logprobs to true too", "top_logprobs")
     asked, reader = _asked(checked, served, [prompt], most, logprobs, chat=True), served.reader(bool(tools))
     schemas = schemas_of(tools) if tools else None
-    return dataclasses.replace(asked, reader=reader, schemas=schemas, opening=reader.opening(prompt))
+    opening = reader.opening(prompt, continues) if begins or continues else ""
+    role = "assistant" if begins else turns[-1]["role"]
+    return dataclasses.replace(asked, reader=reader, schemas=schemas, opening=opening, role=role)
 
 
 def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
@@ -287,29 +299,31 @@ def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
 
 
 def _conversation(
-    messages: list[dict[str, object]],
+    turns: list[Message],
     tools: list[Message] | None,
     served: Served,
     arguments: Mapping[str, object] | None,
+    begins: bool,
+    continues: bool,
 ) -> list[int]:
-    """The token ids of a chat's prompt in the model's chat template, up to where the assistant's answer begins.
+    """The token ids of a chat's prompt in the model's chat template.
 
     Args:
-      messages: the conversation.
-      tools: descriptions of the tools that the model may call, in OpenAI's form; None or []: there are none.
-      served: the model, which has the tokenizer with the template.
-      arguments: further arguments of the template.
+      begins, continues: whether it ends with the beginning of an answer, or within the last message.
     Raises:
-      ApiError: 400, if the tokenizer has no template, a message has a part that is not text, or the template refuses
-        the messages.
+      ApiError: 400, if the tokenizer has no template, or the template refuses the messages.
     """
     tokenizer = served.tokenizer
     if not tokenizer.chat_template:
         message = f"the tokenizer of {served.name} has no chat template: ask /v1/completions with a text as prompt"
         raise ApiError(400, message, "messages")
-    turns = _read(read_messages, messages, "messages")
+    if continues and not turns[-1]["content"].strip():
+        message = "continue_final_message = True: the last message has no text to continue"
+        raise ApiError(400, message, "continue_final_message", "invalid_value")
     try:
-        return prompt_tokens(tokenizer, turns, tools=tools, arguments=arguments)
+        return prompt_tokens(
+            tokenizer, turns, tools=tools, arguments=arguments, begins_answer=begins, continues=continues
+        )
     except TemplateError as error:
         raise ApiError(
             400, f"the chat template refuses these messages: {error.__cause__ or error}", "messages"

@@ -177,7 +177,7 @@ class Answer:
             form: dict[str, object] = {"index": choice.index, "finish_reason": choice.reason}
             thoughts, text = ("".join(text for kind, text in pieces if kind == of) for of in ("thought", "content"))
             if self._asked.chat:
-                message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
+                message: dict[str, object] = {"role": self._asked.role, "content": text, "refusal": None}
                 if thoughts:
                     message["reasoning_content"] = thoughts
                 if choice.calls:
@@ -193,7 +193,7 @@ class Answer:
         []."""
         if not self._asked.chat:
             return []
-        begin = {"role": "assistant", "content": ""}
+        begin = {"role": self._asked.role, "content": ""}
         return [self._chunk({"index": c.index, "delta": begin, "finish_reason": None}) for c in self._choices]
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, object]]:

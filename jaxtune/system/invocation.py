@@ -47,7 +47,7 @@ def prefix_of(original: list[str]) -> str:
         if flag == "-m" and module in ("jaxtune", "jaxtune.train", "jaxtune.cli"):
             return f"{shlex.quote(original[0])} -m {module.removesuffix('.cli')}"
     # The first of these is the script, and what follows are its own arguments.
-    ways = (each for each in original[1:] if Path(each).name == _SCRIPT or each == "-c" or each.endswith(".py"))
+    ways = (each for each in original[1:] if Path(each).name == _SCRIPT or each in ("-c", "-m") or each.endswith(".py"))
     started = next(ways, "")
     beside = Path(sys.executable).with_name(_SCRIPT)
     by_script = Path(started).name == _SCRIPT

@@ -14,7 +14,7 @@ import functools
 import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +31,16 @@ from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train import host_memory
 from jaxtune.train.config import MeshConfig, TrainConfig
-from jaxtune.train.data.formats import Example, normalize
+from jaxtune.train.data.formats import Example, normalize, refuse_excluded
 from jaxtune.train.data.reading import open_sources, read_rows
-from jaxtune.train.data.row_errors import RowError, attempt
+from jaxtune.train.data.row_errors import Excluded, RowError, attempt
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
 from jaxtune.train.display.metrics import require_packages
 from jaxtune.train.evaluate import exact_match, questions_of
 from jaxtune.train.folder.record import digest, is_digest_of, require_same_settings
 from jaxtune.train.folder.results import holds, require_own, require_replaceable, write_result
-from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS
+from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS, next_name
 from jaxtune.train.folder.run_state import read_state, write_state
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.loading import loading
@@ -67,8 +67,8 @@ def answered(config: TrainConfig, limit: int) -> tuple[list[Example], int]:
     rows, left_out = [], 0
     sources = open_sources(config.data.eval, columns=config.data.columns)
     for row in read_rows(sources, config.data.format):
-        example = RowError(row.error) if row.value is None else attempt(normalize, row.value, row.format)
-        if isinstance(example, RowError) and config.data.on_bad_row == "error":
+        example = RowError(row.error) if row.value is None else attempt(_asked, row.value, row.format)
+        if isinstance(example, RowError) and not isinstance(example, Excluded) and config.data.on_bad_row == "error":
             raise ValueError(f"{printable(row.place)}: {printable(example)}")
         last = example.messages[-1] if isinstance(example, Example) and example.messages else {}
         if isinstance(example, Example) and last.get("role") == "assistant" and last["content"].strip():
@@ -80,6 +80,11 @@ def answered(config: TrainConfig, limit: int) -> tuple[list[Example], int]:
     if not rows:
         raise ValueError(f"data.eval = {config.data.eval!r}: no row is a conversation that ends with an answer")
     return rows, left_out
+
+
+def _asked(value: Mapping[str, Any], format: str) -> Example:
+    refuse_excluded(value)
+    return normalize(value, format)
 
 
 def sampled_by(trainer: Trainer) -> Sampled:
@@ -233,7 +238,7 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     with loading(config) as (weights, tokenizer, model):
         if note := report.cpu_note(model):
             console.print(note, markup=False, highlight=False)
-        trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
+        trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights, checks_folder=True)
         console.print(report.trained_table(trainer.model.given))
         console.print(fitted(trainer.data_summary(), console))
         delivery = _Delivery(trainer, console)
@@ -339,7 +344,7 @@ class _Delivery:
             if led_to and (start == 0 or (start == total and processes.of_first(self._is_measured))):
                 raise RunIsComplete(
                     f"this run is complete: {', '.join(map(str, wanted))} hold what it led to ({total} steps); to "
-                    "train anew, name another output"
+                    f"train anew, name another output, such as output={next_name(self.output)}"
                 )
             for name in there if start < total else ():
                 if name != RESULTS:

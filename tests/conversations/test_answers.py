@@ -313,6 +313,23 @@ def channels_tokenizer():
     return tokenizer
 
 
+def test_a_message_that_is_continued_opens_with_its_thought_alone():
+    tokenizer = channels_tokenizer()
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    gpt_oss, thinks = AnswerReader(tokenizer, GPT_OSS), AnswerReader(tokenizer, "</think>")
+    thought = "<|start|>assistant<|channel|>analysis<|message|>"
+    assert gpt_oss.opening(ids(thought + "It is late"), continues=True) == "<|channel|>analysis<|message|>"
+    assert gpt_oss.read_text(" now", None, "<|channel|>analysis<|message|>").message["reasoning_content"] == "now"
+    said = "<|start|>user<|message|><think><|end|><|start|>assistant<|channel|>final<|message|>It is"
+    assert gpt_oss.opening(ids(said), continues=True) == "<|channel|>final<|message|>"
+    long = "and so on, " * 200
+    for text, opening in (("<think>\n" + long, "<think>"), ("<think>x</think>" + long, ""), ("x", "")):
+        assert thinks.opening(ids("<|im_start|>assistant\n" + text), continues=True) == opening
+
+
 def test_rewards_see_the_answer_and_its_thoughts_apart():
     tokenizer = channels_tokenizer()
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)

@@ -17,6 +17,7 @@ from jaxtune.conversations.messages import (
     NEUTRAL,
     ROLES,
     ConversationError,
+    exclusion,
     for_template,
     read_messages,
     read_tools,
@@ -334,6 +335,7 @@ def test_json_text_is_decoded_in_every_column():
 
 
 SYSTEM = turn("system", "Be brief.")
+EARLIER = [turn("user", "q"), turn("assistant", "x")]
 TOLD = [Q, turn("assistant", "x"), turn("user", "And?")]
 
 
@@ -358,6 +360,9 @@ TOLD = [Q, turn("assistant", "x"), turn("user", "And?")]
             {"chosen": "\n\nHuman: What is it?\n\nAssistant: a", "rejected": "\n\nHuman: What is it?\n\nAssistant: b"},
             [Q],
         ),
+        ({"chosen": "What is it?a", "rejected": "What is it?b", "score_chosen": 3.5, "source": "x"}, [Q]),
+        ({"prompt": "What is it?", "history": [["q", "x"]], "chosen": "a", "rejected": "b"}, [*EARLIER, Q]),
+        ({"prompt": "What is it?", "history": EARLIER, "chosen": [A], "rejected": [B]}, [*EARLIER, Q]),
     ],
 )
 def test_a_preference_asks_its_one_question_once(row, before):
@@ -373,6 +378,9 @@ def test_a_preference_asks_its_one_question_once(row, before):
             r"chosen has no question before it; set data.columns=.*to one of topic",
         ),
         ({"topic": "t", "chosen": "a", "rejected": "b"}, "there is no prompt before it; .*to one of topic"),
+        ({"chosen": "Paris", "rejected": "Pasta"}, "there is no prompt before it; set data.columns"),
+        ({"chosen": "It is hot", "rejected": "It is hot"}, "there is no prompt before it"),
+        ({"topic": "Is it hot?", "chosen": "It is hot", "rejected": "It is cold"}, "there is no prompt .*one of topic"),
         ({"prompt": [SYSTEM], "chosen": A, "rejected": B}, "chosen has no question before it"),
         (
             {"prompt": "Why?", "chosen": [Q, A], "rejected": [Q, B]},
@@ -394,6 +402,70 @@ def test_columns_that_mark_turns_are_followed():
     assert unread(row, "sharegpt") == []
     with pytest.raises(RowError, match="column loss_mask has 1 marks, and conversations 2 turns"):
         normalize(row | {"loss_mask": [0]}, "sharegpt")
+
+
+WORDS = st.lists(st.text("ab3é?:", min_size=1, max_size=4), min_size=2, max_size=5).map(" ".join)
+
+
+@given(WORDS, st.sampled_from([" ", "\n", "?", " [/INST] "]), *[st.text("cd 4", min_size=1, max_size=6)] * 2)
+def test_what_both_answers_begin_with_is_the_question_up_to_a_words_end(asked, between, one, other):
+    answers = [asked + between + one, asked + between + other]
+    try:
+        pair = normalize_pair({"chosen": answers[0], "rejected": answers[1]})
+    except RowError as error:
+        assert "no prompt before it" in str(error) or "empty" in str(error)
+        return
+    sides = [pair.chosen, pair.rejected]
+    assert [side.prompt + side.completion for side in sides] == answers and all(side.implied for side in sides)
+    prompt, [rest, another] = pair.chosen.prompt, [side.completion for side in sides]
+    assert pair.rejected.prompt == prompt == prompt.rstrip(" ") and rest.strip() and another.strip()
+    assert not (prompt[-1].isalnum() and (rest[0].isalnum() or another[0].isalnum()))
+    same = "".join(a for a, *_ in itertools.takewhile(lambda two: two[0] == two[1], zip(rest, another, strict=False)))
+    assert not same.strip() or same.lstrip(" ").isalnum()  # no more than a word that they share the beginning of
+
+
+PAIRS = st.lists(st.tuples(st.text("ab ", min_size=1).filter(str.strip), st.text("cd", min_size=1)), max_size=3)
+ASKED = [
+    ("alpaca", {"instruction": "Say", "input": "it", "output": "a"}, turn("user", "Say\n\nit")),
+    ("alpaca", {"instruction": "What is it?", "output": "a"}, Q),
+    ("prompt_completion", {"prompt": "What is it?", "completion": "a"}, Q),
+    ("prompt_completion", {"question": "What is it?", "answer": "a"}, Q),
+]
+
+
+@given(PAIRS, st.sampled_from(ASKED), st.booleans(), st.sampled_from(["pairs", "turns", "json"]))
+def test_history_is_the_turns_before_the_question(pairs, row, has_system, form):
+    format, columns, asked = row
+    earlier = [turn(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    cell = {"pairs": [list(pair) for pair in pairs], "turns": earlier, "json": json.dumps(pairs)}[form]
+    value = columns | {"history": cell} | ({"system": "Be brief."} if has_system else {})
+    example = normalize(value, format)
+    assert example.messages == [*([SYSTEM] if has_system else []), *earlier, asked, A]
+    assert example.prompt is None and unread(value, format) == []
+    assert normalize(columns | {"history": None}, format) == normalize(columns, format)
+
+
+def test_history_that_cannot_be_read():
+    row = {"instruction": "q", "output": "a"}
+    assert unread(row | {"history": "of France"}, "alpaca") == ["history"]  # a text is another column
+    assert unread({"messages": [Q, A], "history": [["q", "a"]]}, "messages") == ["history"]
+    for cell, words in (([["q"]], r"history\[0\] is neither a pair"), ([["q", " "]], "empty response in history")):
+        with pytest.raises(RowError, match=words):
+            normalize(row | {"history": cell}, "alpaca")
+
+
+@pytest.mark.parametrize("name", sorted(MARKS))
+def test_each_mark_beside_a_conversation_is_followed(name):
+    leaves, trains = (0, 1) if MARKS[name] else (1, 0)
+    for value in (leaves, bool(leaves), float(leaves), str(leaves), str(bool(leaves)).lower()):
+        assert exclusion({"messages": [], name: value}) == f"{name} = {value!r}"
+    for value in (trains, bool(trains), None, 0.5, "heavy", [0, 1]):
+        assert exclusion({"messages": [], name: value}) == ""
+    assert unread({"messages": [Q], name: leaves}, "messages") == []
+    assert unread({"messages": [Q], name: 0.5}, "messages") == [name]
+    other = next(key for key, mark in MARKS.items() if mark is not MARKS[name])
+    with pytest.raises(ConversationError, match="disagree whether the row is trained on"):
+        exclusion({name: 1, other: 1})
 
 
 def test_unknown_keys_are_named():

@@ -328,4 +328,40 @@ def test_a_last_message_is_continued():
     messages = [{"role": "user", "content": "Who"}, {"role": "assistant", "content": "I am"}]
     ids = prompt_tokens(tokenizer, messages, continues=True)
     assert tokenizer.decode(ids).endswith("assistant\nI am")
-    assert tokenizer.decode(prompt_tokens(tokenizer, messages, begins_answer=False)).endswith("I am<|im_end|>\n")
+    whole = prompt_tokens(tokenizer, messages, begins_answer=False)
+    assert tokenizer.decode(whole).endswith("I am<|im_end|>\n")
+    served, body = {"m": Quick("m", None, tokenizer)}, {"model": "m", "messages": messages}  # type: ignore[arg-type]
+    for options, role, prompt in (
+        ({"continue_final_message": True}, "assistant", ids),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "assistant", ids),
+        ({"add_generation_prompt": False}, "assistant", whole),
+        ({"add_generation_prompt": False, "messages": messages[:1]}, "user", None),
+        ({"add_generation_prompt": True, "continue_final_message": False}, "assistant", None),
+    ):
+        asked = read_chat(body | options, served)
+        assert asked.role == role and (prompt is None or asked.rows[0].prompt == prompt)
+    for wrong, words in (
+        ({"continue_final_message": True, "add_generation_prompt": True}, "set add_generation_prompt to false"),
+        ({"continue_final_message": True, "messages": [messages[0], messages[1] | {"content": " "}]}, "has no text"),
+    ):
+        with pytest.raises(ApiError, match=words) as error:
+            read_chat(body | wrong, served)
+        assert error.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_message_is_continued_as_other_programs_do(name, test_data):
+    tokenizer = tokenizer_of(test_data / "tokenizers" / name)
+    continued = 0
+    for template in names_of(tokenizer, name, test_data):
+        own = trained_tokenizer(tokenizer, template)
+        served = {"m": Quick("m", None, own)}  # type: ignore[arg-type]
+        for last in ("It is", "<think>\nLet me"):
+            messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": last}]
+            body = {"model": "m", "messages": messages, "continue_final_message": True}
+            options = dict(continue_final_message=True, tokenize=True, return_dict=False)
+            ids = tokens_or_error(lambda: own.apply_chat_template(messages, **options))  # noqa: B023
+            found = tokens_or_error(lambda: read_chat(copy.deepcopy(body), served).rows[0].prompt)  # noqa: B023
+            assert found == ids or (isinstance(ids, str) and isinstance(found, str))
+            continued += not isinstance(ids, str)
+    assert continued

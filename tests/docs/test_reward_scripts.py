@@ -239,6 +239,40 @@ def test_tools_and_environments_run(workplace):
     assert "roll" in trainer.tokenizer.decode(trainer._prepared.batches.prompts[0].ids)
 
 
+STYLED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{% if enable_thinking is defined and not enable_thinking %}quick {% endif %}"
+    "assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_arguments_of_the_template_are_in_prompts_and_in_the_saved_template(workplace, kind):
+    rows = [{"prompt": [{"role": "user", "content": "Go."}]}] * 4
+    shown = {}
+    for given in (None, {"enable_thinking": False}):
+        args = getattr(compat, f"{kind}Config")(
+            num_generations=2,
+            per_device_train_batch_size=4,
+            max_completion_length=6,
+            max_steps=1,
+            chat_template_kwargs=given,
+            output_dir=f"with_{given}",
+        )
+        model = adapted()
+        model.tokenizer.chat_template = STYLED
+        functions = dict(reward_funcs=lambda completions, **_: [1.0] * len(completions))
+        trainer = getattr(compat, f"{kind}Trainer")(model, args=args, train_dataset=rows, **functions)
+        assert trainer.config().data.template_arguments == given
+        source = trainer._source(trainer.config())
+        shown[bool(given)] = trainer.tokenizer.decode(source.prompts[0].ids)
+    assert "quick assistant:" in shown[True] and "quick" not in shown[False]
+    trainer.train()
+    assert "quick" in trainer._trainer().tokenizer.apply_chat_template(
+        rows[0]["prompt"], add_generation_prompt=True, tokenize=False
+    )
+
+
 def test_a_rollout_function_samples_with_the_trainer(workplace):
     def play(prompts, trainer):
         found = compat.generate_rollout_completions(trainer, prompts)

@@ -87,7 +87,7 @@ def test_rows_of_a_sampler(data, rows):
     assert all(reasons)
     for index, one in enumerate(rows):
         row = alone(one)
-        if DRAWS:
+        if DRAWS and index == 0:  # a pass over 3,000 tokens takes as long as all else
             check_by_forward(one, row)
         if reasons[index] == "cancelled":
             assert cancels[index] is not None and ids[index] == row.ids[: len(ids[index])]

@@ -87,6 +87,22 @@ def test_sampled_answers_are_those_of_generate_by_seed(models, port):
     assert chat(port, max_tokens=12, temperature=2)["choices"] != chat(port, max_tokens=12, temperature=2)["choices"]
 
 
+def test_a_last_message_is_continued(models, port):
+    """What the model says of its own accord is what it says after the first half of it."""
+    greedy = dict(temperature=0, max_tokens=12)
+    words = chat(port, **greedy)["choices"][0]["message"]["content"]
+    half = models["base"].tokenizer.decode(models["base"].tokenizer(words)["input_ids"][:4])
+    messages = [*QUESTION, {"role": "assistant", "content": half.rstrip()}]
+    tokenizer = models["base"].tokenizer
+    prompt = tokenizer.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    [ids] = jaxtune.generate(models["base"].model, [prompt], 12)
+    said = chat(port, messages=messages, continue_final_message=True, add_generation_prompt=False, **greedy)
+    assert said["choices"][0]["message"] == {"role": "assistant", "content": text(models, ids), "refusal": None}
+    assert said["usage"]["prompt_tokens"] == len(prompt)
+    body = {"model": "base", "messages": QUESTION, "add_generation_prompt": False, **greedy}
+    assert events(port, CHAT, body)[0]["choices"][0]["delta"] == {"role": "user", "content": ""}
+
+
 def test_prompts_of_text_and_of_tokens_are_continued(models, port):
     prompts = ["Once upon a time", "The number"]
     ids = [models["base"].tokenizer(prompt)["input_ids"] for prompt in prompts]
@@ -178,6 +194,7 @@ WRONG = [
     (GOOD | {"frequency_penalty": 1}, 400, "frequency_penalty", "set it to 0"),
     (GOOD | {"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
     (GOOD | {"tool_choice": "required"}, 400, "tool_choice", "'auto' or 'none'"),
+    (GOOD | {"continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message", "to false"),
     (GOOD | {"max_tokens": 1000}, 400, None, "need 1015 positions"),
     (GOOD | {"messages": [{"role": "user", "content": "a b c " * 900}]}, 400, None, "shorten"),
 ]

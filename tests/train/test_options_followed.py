@@ -118,7 +118,7 @@ def objective(name: str, **options) -> object:
     return objective_of(config)
 
 
-OF_SOURCE = ("reward_", "tool", "environment", "rollout", "max_tool", "teacher")
+OF_SOURCE = ("reward_", "reset_", "tool", "environment", "rollout", "max_tool", "teacher")
 
 
 @pytest.mark.parametrize("name", ["dpo", "orpo", "kto", "simpo", "reward", "grpo", "rloo", "distill"])
@@ -152,6 +152,7 @@ def test_what_has_no_effect_is_named():
             {"importance_sampling_clip_min"},
         ),
         ("rloo", dict(rollout_func="x.py:f", tool_timeout=3.0), {"tool_timeout"}),
+        ("grpo", dict(tools=("x",), reset_timeout=3.0), {"reset_timeout"}),
         ("distill", dict(teacher="base", on_policy=0.0, top_k=3), {"top_k"}),
         ("grpo", dict(loss_type="sapo", sapo_temperature_pos=2.0, epsilon=0.2, tools=("x",), tool_timeout=1.0), set()),
     ]:

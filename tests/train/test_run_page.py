@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import pytest
 from jaxtune import cli
 from jaxtune.train.app import answers_to_show
 from jaxtune.train.display import watch
+from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.display.run_figures import RunFiles
 from jaxtune.train.folder.run_state import RunState, read_state, recorded_state
 
@@ -93,7 +95,7 @@ def test_the_figures_are_what_the_run_wrote(run):
     assert (page["state"], page["why"], page["step"], page["total"]) == ("failed", "out of memory", 7, 9)
     loss = chart(page, "loss")
     assert loss["line"]["x"] == [1, 2, 4, 5, 6, 7] and loss["dots"] == {"x": [4, 7], "y": [1.5, 1.25]}  # no NaN
-    keys = ["loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_bytes", "rewards/short/mean"]
+    keys = ["loss", "rewards/short/mean", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_bytes"]
     assert [each["key"] for each in page["charts"]] == keys
     assert page["plan"] == ["plan: no <gate>", "  up"]
     assert page["samples"] == [{"question": "2 + 2?", "expected": "4", "before": HOSTILE, "given": "4"}]
@@ -126,6 +128,50 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path):
 def test_a_folder_without_a_run_is_refused(run, tmp_path, capsys):
     assert cli.main(["report", str(run), str(tmp_path)]) == 2
     assert "is not a run's folder: there is no metrics.jsonl in it" in capsys.readouterr().err
+
+
+def test_a_page_of_several_runs_is_none_of_theirs(run, capsys, monkeypatch):
+    runs = run.parent
+    made_run(runs / "deep" / "other")
+    monkeypatch.chdir(runs)
+    assert cli.main(["report", "mine"]) == 0
+    own = (run / "report.html").read_bytes()
+    for _ in range(2):  # a page of ours is replaced
+        assert cli.main(["report", "mine", "deep/other"]) == 0
+    assert (run / "report.html").read_bytes() == own
+    assert capsys.readouterr().out.splitlines()[-1] == "wrote comparison.html"
+    assert "<title>mine, other - jaxtune</title>" in (runs / "comparison.html").read_text()
+    (runs / "comparison.html").write_text("<title>a page of another program</title>")
+    assert cli.main(["report", "mine", "deep/other"]) == 2
+    assert "comparison.html is no page of jaxtune report: --output names another" in capsys.readouterr().err
+
+
+def test_the_numbers_of_runs_as_a_table(run, tmp_path):
+    other = made_run(tmp_path / "runs" / "other", rate=2e-3)
+    file = tmp_path / "numbers.csv"
+    assert cli.main(["report", str(run), str(other), "--csv", str(file)]) == 0
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [row["run"] for row in rows] == ["mine"] * len(lines) + ["other"] * len(lines)
+    for row, line in zip(rows, lines + lines, strict=True):
+        numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
+        rate = 2.0 if row["run"] == "other" else 1.0
+        for key in numbers.keys() & {"learning_rate"}:
+            numbers[key] *= rate
+        read = {key: float(value) for key, value in row.items() if value and key != "run"}
+        assert read.keys() == numbers.keys()
+        assert all(read[key] == pytest.approx(value, nan_ok=True) for key, value in numbers.items())
+
+
+@pytest.mark.parametrize(
+    ("objective", "key"),
+    [(None, "loss"), ({"name": "sft"}, "loss"), ("grpo", "loss/grpo"), ({"name": "dpo"}, "loss/dpo")],
+)
+def test_losses_of_other_objectives_have_charts_of_their_own(run, objective, key):
+    config = json.loads((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(json.dumps(config | ({"objective": objective} if objective else {})))
+    page = RunFiles(run).page()
+    assert [each["key"] for each in page["charts"]][:2] == [key, "rewards/short/mean"]  # before the gradient's norm
 
 
 # ---- in a browser
@@ -179,6 +225,33 @@ def test_a_report_of_two_runs_in_a_browser(run, tmp_path, browser, capsys):
     # A curve that does not move lies in the middle of its chart, between round numbers.
     ticks = re.findall(r'class="ytick">([^<]*)<', found(r'data-key="grad_norm".*?</figure>', dom))
     assert "1" in ticks and all(0.9 <= float(tick) <= 1.1 for tick in ticks)
+
+
+def test_thirteen_runs_look_different_and_their_numbers_are_saved(tmp_path, browser):
+    runs = [made_run(tmp_path / "runs" / f"r{n:02}") for n in range(13)]
+    config = {"model": {"path": "m"}, "objective": {"name": "grpo"}}
+    (runs[12] / "config.yaml").write_text(json.dumps(config))
+    file = tmp_path / "page.html"
+    cli.main(["report", *map(str, runs), "--output", str(file)])
+    # What the button saves is read where it becomes a file.
+    probe = """<script>
+URL.createObjectURL = (blob) => {
+  blob.text().then((text) => { document.querySelector("#note").textContent = text; });
+  return "#";
+};
+document.querySelector("#numbers").click();
+</script>"""
+    file.write_text(file.read_text().replace("</body>", probe + "</body>"))
+    dom = opened(browser, tmp_path, file.as_uri(), "--dump-dom", "--virtual-time-budget=3000")
+    norm = found(r'<figure data-key="grad_norm">.*?</figure>', dom)
+    looks = re.findall(r'class="curve" stroke="([^"]*)" stroke-dasharray="([^"]*)"', norm)
+    assert len(looks) == len(set(looks)) == 13
+    for key, curves in (("loss", 12), ("loss/grpo", 1)):
+        assert found(f'<figure data-key="{key}">.*?</figure>', dom).count('class="curve"') == curves
+    saved = list(csv.DictReader(found(r'(?<=<div id="note">)run,.*?(?=</div>)', dom).splitlines()))
+    losses = [row for row in saved if row["run"] == "r03" and row["metric"] == "loss"]
+    assert [row["value"] for row in losses if row["kind"] == "evaluation"] == ["1.5", "1.25"]
+    assert [int(row["step"]) for row in losses if row["kind"] == "training"] == [1, 2, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("size", ["1280,1600", "390,2600"])

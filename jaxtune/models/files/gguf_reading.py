@@ -32,6 +32,7 @@ from jaxtune.models.files.gguf_names import (
 )
 from jaxtune.models.files.tensor_entries import listed
 from jaxtune.models.registry import family
+from jaxtune.system.extras import install
 
 if TYPE_CHECKING:
     from gguf.gguf_reader import ReaderTensor
@@ -71,7 +72,7 @@ def _parsed(file: Path, size: int, changed: int) -> _Opened:
     try:
         import gguf
     except ImportError:
-        raise ValueError(f"{file}: reading GGUF files needs the gguf package: pip install gguf") from None
+        raise ValueError(f"{file}: reading GGUF files needs the gguf package: {install('gguf')}") from None
     try:
         parsed = gguf.GGUFReader(file)
         fields = {key: field.contents() for key, field in parsed.fields.items()}

@@ -1,4 +1,4 @@
-"""Evaluates models with EleutherAI's lm-eval, an optional package: `pip install 'lm-eval>=0.4.11'`.
+"""Evaluates models with EleutherAI's lm-eval, an optional package (the extra lm-eval).
 
     import lm_eval
     from jaxtune.models.generation.harness import JaxtuneLM
@@ -21,12 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtune.system.extras import install
+
 try:
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as error:
-    raise ImportError("jaxtune.models.generation.harness needs lm-eval: pip install 'lm-eval>=0.4.11'") from error
+    raise ImportError("jaxtune.models.generation.harness needs lm-eval: " + install("lm-eval")) from error
 
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.models.decoder import Decoder

@@ -45,6 +45,7 @@ _REWARDED = (
     "tools",
     "environment_factory",
     "rollout_func",
+    "reset_timeout",
     "tool_timeout",
     "tool_isolation",
     "max_tool_calling_iterations",
@@ -112,6 +113,7 @@ def without_effect(name: str, options: Mapping[str, object]) -> dict[str, str]:
     if name in ("grpo", "rloo"):
         tools = options.get("tools") or options.get("environment_factory")
         idle(not tools, "no tools are called", "tool_timeout", "max_tool_calling_iterations")
+        idle(not options.get("environment_factory"), "there are no environments", "reset_timeout")
         bounds = ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min")
         idle(options.get("importance_sampling_correction") is False, "importance_sampling_correction is false", *bounds)
     if name == "grpo":
@@ -218,6 +220,7 @@ class ObjectiveConfig:
         str | None, "file.py:Class of environments, whose methods are tools; each answer has its own."
     ] = None
     rollout_func: Annotated[str | None, "file.py:function that samples whole answers, in any turns."] = None
+    reset_timeout: Annotated[float | None, "Seconds that reset of an environment may take (no limit)."] = None
     tool_timeout: Annotated[float | None, "Seconds that a call of a tool may take (no limit)."] = None
     tool_isolation: Annotated[
         Literal["process"] | None,
@@ -342,6 +345,7 @@ class ObjectiveConfig:
             "it samples answers itself, with its own tools; leave out objective.tools and environment_factory",
         )
         positive("objective.reward_timeout", self.reward_timeout)
+        positive("objective.reset_timeout", self.reset_timeout)
         positive("objective.tool_timeout", self.tool_timeout)
         for key, functions in (("reward_isolation", self.reward_funcs), ("tool_isolation", self.tools)):
             require(

@@ -71,6 +71,12 @@ class Summary:
     """Rows left out because no token after their first is trained on; of a preference pair, in one of its documents."""
     untrained_first: list[str] = dataclasses.field(default_factory=list)
     """The first rows without a trained token, each as "file:line"."""
+    excluded: int = 0
+    """Rows left out by a mark beside their conversation, such as weight = 0."""
+    excluded_first: list[str] = dataclasses.field(default_factory=list)
+    """The first such rows, each as "file:line: weight = 0"."""
+    implied: int = 0
+    """Pairs without a prompt, whose question is what both answers begin with."""
     special: int = 0
     """Rows whose messages or tools contain, as text that somebody wrote, special tokens or marker strings that only a
     template should write."""
@@ -108,6 +114,9 @@ class Summary:
         self.offenders += [f"{place}: {why}" for place, why in chunk.problems[: OFFENDERS - len(self.offenders)]]
         self.untrained += len(chunk.untrained)
         self.untrained_first += chunk.untrained[: OFFENDERS - len(self.untrained_first)]
+        self.excluded += len(chunk.excluded)
+        self.excluded_first += chunk.excluded[: OFFENDERS - len(self.excluded_first)]
+        self.implied += chunk.implied
         self.special += len(chunk.special)
         self.special_first += [
             f"{place}: {what}" for place, what in chunk.special[: OFFENDERS - len(self.special_first)]
@@ -139,6 +148,10 @@ class Summary:
             found.append(f"{self.bad_rows:,} bad rows left out, first {'; '.join(self.offenders[:3])}")
         if self.untrained:
             found.append(f"{self.untrained:,} rows without a trained token left out, first {self.untrained_first[0]}")
+        if self.excluded:
+            found.append(f"{self.excluded:,} rows left out by their marks, first {self.excluded_first[0]}")
+        if self.implied:
+            found.append(f"{self.implied:,} pairs have no prompt: their question is what both answers begin with")
         if self.unread:
             more = ", ..." * (len(self.unread) == OFFENDERS)
             found.append(f"columns that are not read: {', '.join(self.unread)}{more}")
@@ -440,6 +453,7 @@ def _require_sound(documents: Documents, summary: Summary) -> None:
     for count, first in (
         (summary.bad_rows, summary.offenders),
         (summary.untrained, summary.untrained_first),
+        (summary.excluded, summary.excluded_first),
         (summary.special, summary.special_first),
         (summary.left_out, summary.left_out_first),
     ):

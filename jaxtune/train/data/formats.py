@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtune.conversations.messages import (
     MARKS,
+    NEUTRAL,
     ConversationError,
     Message,
+    exclusion,
     read_messages,
     read_tools,
+    row_marks,
     snake,
     turns_in,
     turns_of,
     unknown_keys,
     with_system,
 )
-from jaxtune.train.data.row_errors import RowError, check_unicode
+from jaxtune.train.data.row_errors import Excluded, RowError, check_unicode
 
 type Columns = Mapping[str, Any]  # of a row, by name
 
@@ -48,6 +52,8 @@ _PROMPT = ("prompt", "question", "messages", "conversations")
 _ASKED = ("conversation", "instruction", "query", "request", "input", "context")
 # The columns that have a whole conversation.
 _WHOLE = ("messages", "conversations", "conversation")
+# The column with the turns before a question that is text, as LLaMA-Factory and ms-swift have it.
+HISTORY = "history"
 # The columns with the schemas of tools.
 TOOLS = ("tools", "functions")
 # The columns that are read in each format, in groups of which a row's first one is read.
@@ -107,8 +113,12 @@ class Example:
     prompt_messages: int = 0
     """How many of the messages, from the first and with a system message, are the prompt; responses among them are not
     trained on."""
+    asked_messages: int = 0
+    """Of a preference, how many of the messages, from the first, come before its answer; 0: all but the last."""
     unknown: tuple[str, ...] = ()
     """Keys of its messages that only a template may read."""
+    implied: bool = False
+    """Whether its prompt is the text with which both answers of a preference begin."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +160,9 @@ def unread(value: Columns, format: str) -> list[str]:
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     if _PROMPT in groups:
         read |= set(_question_columns(value))
+    if _history_cell(value) is not None and _asks_in_text(value, format):
+        read.add(HISTORY)
+    read |= row_marks(value).keys()
     if format in ("messages", "sharegpt", LABELLED):
         read |= set(_marks(value))
     return [name for name, cell in value.items() if name and name not in read and not _is_blank(cell)]
@@ -158,6 +171,16 @@ def unread(value: Columns, format: str) -> list[str]:
 def _is_blank(cell: object) -> bool:
     """Whether a cell is null, or an empty text, list or object."""
     return cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell)
+
+
+def _asks_in_text(value: Columns, format: str) -> bool:
+    """Whether the question of a row is text, before which HISTORY is read."""
+    if format == "alpaca":
+        return True
+    if format == "prompt_completion":
+        return all(_is_text(_column(value, group, False)) for group in COLUMNS[format])
+    names = _question_columns(value) if format in (PREFERENCE, LABELLED) else []
+    return bool(names) and all(_is_text(value[name]) for name in names)
 
 
 def _is_text(cell: object) -> bool:
@@ -217,6 +240,13 @@ def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
 
 
 @_as_row_errors
+def refuse_excluded(value: Columns) -> None:
+    """Raises `Excluded` for a row whose columns leave it out of training, such as `weight: 0`."""
+    if mark := exclusion(value):
+        raise Excluded(mark)
+
+
+@_as_row_errors
 def normalize_pair(value: Columns) -> Pair:
     """The `Pair` of a row with a question and two answers. Raises `RowError` if it cannot be used, or if its answers
     are not to one question."""
@@ -259,6 +289,8 @@ def normalize(value: Columns, format: str) -> Example:
         _not_empty(output, "response")
         asked = f"{instruction}\n\n{context}" if context.strip() else instruction
         system = _text(value, SYSTEM, required=False)
+        if (before := _history(value)) is not None:
+            return Example(messages=_exchange(system, asked, output, before))
         return Example(
             prompt=_after(system, _alpaca_prompt(instruction, context)),
             completion=output,
@@ -271,8 +303,10 @@ def normalize(value: Columns, format: str) -> Example:
         prompt, completion = (_text(value, group) for group in COLUMNS["prompt_completion"])
         _not_empty(completion, "response")
         system = _text(value, SYSTEM, required=False)
-        messages = _exchange(system, prompt, completion)
-        if value.get("prompt") is None:  # a question is not laid out to be continued by its answer without a template
+        before = _history(value)
+        messages = _exchange(system, prompt, completion, before or ())
+        # A question is not laid out to be continued by its answer without a template, nor are turns.
+        if value.get("prompt") is None or before is not None:
             return Example(messages=messages)
         return Example(prompt=_after(system, prompt), completion=completion, messages=messages)
     names = COLUMNS["messages" if format == "messages" else "sharegpt"][0]
@@ -293,14 +327,29 @@ def _answered(value: Columns, answers: Mapping[str, Any]) -> list[Example]:
     if len(texts) == len(answers) and isinstance(asked, str | None):
         if asked is None and all(_SPOKEN.match(text) for text in texts):  # transcripts, as Anthropic's HH has them
             return _in_conversation(value, None, "", {side: _transcript(text) for side, text in answers.items()})
+        implied = asked is None
         if asked is None:
-            raise RowError(f"{next(iter(answers))} is text, and there is no prompt before it; {_other_columns(value)}")
-        check_unicode(asked)
-        _not_empty(asked, names[0])
+            asked = _common_question(value, texts)
+            if not asked:
+                raise RowError(
+                    f"{next(iter(answers))} is text, and there is no prompt before it; {_other_columns(value)}"
+                )
+            texts = [text[len(asked) :] for text in texts]
+        else:
+            check_unicode(asked)
+            _not_empty(asked, names[0])
+            texts = _without_question(asked, texts)
         system = _text(value, SYSTEM, required=False)
+        before = None if implied else _history(value)
+        prompt = _after(system, asked) if before is None else None
         return [
-            Example(prompt=_after(system, asked), completion=text, messages=_exchange(system, asked, text))
-            for text in _without_question(asked, texts)
+            Example(
+                prompt=prompt,
+                completion=None if prompt is None else text,
+                messages=_exchange(system, asked, text, before or ()),
+                implied=implied,
+            )
+            for text in texts
         ]
     return _in_conversation(value, asked, names[0] if names else "", answers)
 
@@ -316,14 +365,68 @@ def _transcript(text: str) -> list[Message]:
     return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
 
 
+def _is_long(asked: str) -> bool:
+    """Whether a text may be a question that answers repeat; a greeting may be answered by the same word."""
+    return len(asked.split()) > 1 or len(asked.strip()) >= 16
+
+
 def _without_question(asked: str, answers: Sequence[str]) -> list[str]:
     """The answers without the question, where all of them repeat it at their beginning."""
-    several = len(asked.split()) > 1 or len(asked.strip()) >= 16  # a greeting may be answered by the same word
-    if not several or not all(text.startswith(asked) and text[len(asked) :].strip() for text in answers):
+    if not _is_long(asked) or not all(text.startswith(asked) and text[len(asked) :].strip() for text in answers):
         return list(answers)
     rests = [text[len(asked) :] for text in answers]
     cut = any(asked[-1].isalnum() and rest[0].isalnum() for rest in rests)  # within a word
     return list(answers) if cut else rests
+
+
+def _common_question(value: Columns, answers: Sequence[str]) -> str:
+    """The text with which the answers of a preference without a column for its question begin, up to a word's end;
+    spaces after it are the answers'. "" if it is too short for a question, if an answer has no more than it, or if
+    another column of text may be the question."""
+    known = (*CHOSEN, *REJECTED, *SYSTEM)
+    if len(answers) < 2 or any(
+        isinstance(cell, str) and cell.strip() and name not in known and snake(name) not in NEUTRAL
+        for name, cell in value.items()
+    ):
+        return ""
+    size = next((at for at, chars in enumerate(zip(*answers, strict=False)) if len(set(chars)) > 1), len(min(answers)))
+    while size and answers[0][size - 1].isalnum() and any(text[size : size + 1].isalnum() for text in answers):
+        size -= 1  # within a word
+    asked = answers[0][:size].rstrip(" ")
+    if not _is_long(asked) or not all(text[len(asked) :].strip() for text in answers):
+        return ""
+    return asked
+
+
+def _history_cell(value: Columns) -> Sequence[Any] | None:
+    """The list in the column HISTORY, also of JSON text; None without one."""
+    cell = value.get(HISTORY)
+    if isinstance(cell, str) and cell.lstrip().startswith("["):
+        try:
+            cell = json.loads(cell)
+        except (ValueError, RecursionError):
+            return None
+    return cell if isinstance(cell, list | tuple) else None
+
+
+def _history(value: Columns) -> list[Message] | None:
+    """The turns before a row's question: pairs of a question and its answer, or turns; None without the column."""
+    cell = _history_cell(value)
+    if cell is None:
+        return None
+    if all(isinstance(turn, Mapping) for turn in cell):
+        turns = read_messages(cell, HISTORY)
+    else:
+        turns = []
+        for index, pair in enumerate(cell):
+            if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise RowError(f"{HISTORY}[{index}] is neither a pair of texts, [question, answer], nor a turn")
+            turns += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
+    for turn in turns:
+        check_unicode(turn["content"])
+        if turn["role"] == "assistant" and not turn.get("tool_calls"):
+            _not_empty(turn["content"], f"response in {HISTORY}")
+    return turns
 
 
 def _in_conversation(value: Columns, asked: Any, column: str, answers: Mapping[str, Any]) -> list[Example]:
@@ -335,11 +438,13 @@ def _in_conversation(value: Columns, asked: Any, column: str, answers: Mapping[s
         if last != "assistant":
             raise RowError(f"{side} does not end with an answer of the assistant, but with {last}")
     tellings = [_begins_with_question(turns) for turns in whole.values()]
+    sizes = {side: len(turns) for side, turns in whole.items()}  # of the answers
     if all(tellings):
         if not any(turn["role"] == "user" for turn in _common(list(whole.values()))):
             raise RowError(f"{' and '.join(whole)} begin with different questions: they must answer one")
         for side, turns in whole.items():
             _check_repeated(question, turns, column, side)
+            sizes[side] = len(turns) - (len(_common(list(whole.values()))) if len(whole) > 1 else len(turns) - 1)
         system = [turn for turn in question[:1] if turn["role"] == "system"]
         whole = {s: [*([] if t[0]["role"] == "system" else system), *t] for s, t in whole.items()}
     elif any(tellings):
@@ -347,8 +452,13 @@ def _in_conversation(value: Columns, asked: Any, column: str, answers: Mapping[s
     else:
         if not any(turn["role"] == "user" for turn in question):
             raise RowError(f"{next(iter(whole))} has no question before it; {_other_columns(value)}")
-        whole = {side: _following(question, turns, side) for side, turns in whole.items()}
-    return [_conversation(value, turns) for turns in whole.values()]
+        before = _history(value) if isinstance(asked, str) else None
+        whole = {side: _following([*(before or ()), *question], turns, side) for side, turns in whole.items()}
+    found = {side: _conversation(value, turns) for side, turns in whole.items()}
+    return [
+        dataclasses.replace(made, asked_messages=max(0, len(made.messages or ()) - sizes[side]))
+        for side, made in found.items()
+    ]
 
 
 def _begins_with_question(turns: Sequence[Message]) -> bool:
@@ -486,11 +596,10 @@ def _after(system: str, prompt: str) -> str:
     return f"{system}\n\n{prompt}" if system.strip() else prompt
 
 
-def _exchange(system: str, user: str, assistant: str) -> list[Message]:
-    """The messages of a conversation of one question (`user`) and its answer (`assistant`), after the system message if
-    `system` is not blank. It is `Example.messages` of a row whose prompt and answer are text."""
-    first = [{"role": "system", "content": system}] if system.strip() else []
-    return [*first, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+def _exchange(system: str, user: str, assistant: str, before: Sequence[Message] = ()) -> list[Message]:
+    """The messages of a question and its answer, after the system message, unless it is blank, and earlier turns."""
+    turns = [*before, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    return with_system(turns, system)
 
 
 def _name(value: Columns, names: tuple[str, ...]) -> str:

@@ -13,6 +13,10 @@ class RowError(ValueError):
     names the row."""
 
 
+class Excluded(RowError):
+    """A row says by a mark beside its conversation that it is not trained on; it is counted, and is no bad row."""
+
+
 class SetupError(ValueError):
     """The tokenizer or the options are wrong, so that no row can be used, whatever it contains. `templates.py` raises
     it; `attempt` does not catch it, so it ends the run instead of making every row a bad one."""

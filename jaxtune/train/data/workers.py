@@ -41,9 +41,10 @@ from jaxtune.train.data.formats import (
     normalize,
     normalize_labelled,
     normalize_pair,
+    refuse_excluded,
     unread,
 )
-from jaxtune.train.data.row_errors import RowError, attempt
+from jaxtune.train.data.row_errors import Excluded, RowError, attempt
 from jaxtune.train.data.row_files import Row
 from jaxtune.train.data.templates import Encoded, RowEncoder
 
@@ -100,6 +101,10 @@ class Chunk:
     """The number of response tokens that are not trained on because the option `mask_spans` excludes them."""
     cut: int = 0
     """The number of documents of which only the beginning was tokenised."""
+    excluded: list[str] = dataclasses.field(default_factory=list)
+    """ "PLACE: weight = 0" of each row that a mark beside its conversation leaves out."""
+    implied: int = 0
+    """The number of pairs whose prompt is what both answers begin with."""
     unread: list[str] = dataclasses.field(default_factory=list)
     """The names, each once, of columns in which any row has a value and which its format does not use, and of keys of
     messages that only a template may read."""
@@ -111,21 +116,27 @@ _NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     """Renders and tokenises rows with `encoder`, a worker's task, and returns their chunk. A row that cannot be used,
-    or has no trained token after its first, gives no document and is listed with its place. One of a preference format
-    gives two, chosen and rejected (empty for the answer that a labelled row lacks). Raises SetupError as `encode`."""
+    has no trained token after its first, or is excluded, gives no document and is listed with its place. One of a
+    preference format gives two, chosen and rejected (empty for the answer that a labelled row lacks). Raises SetupError
+    as `encode`."""
     outcome = [attempt(_examples, row) for row in rows]
     examples = [one for found in outcome if not isinstance(found, RowError) for one in found if one]
     encoded = iter(encoder.encode(examples))
     documents: list[Encoded] = []
-    origins, problems, untrained, special, left_out, masked = [], [], [], [], [], 0
+    origins, problems, untrained, excluded, special, left_out, masked = [], [], [], [], [], [], 0
     for row, found in zip(rows, outcome, strict=True):
         outcomes = [found] if isinstance(found, RowError) else [next(encoded) if one else None for one in found]
         place = printable(row.place)
         results = [result for result in outcomes if isinstance(result, Encoded)]
         if error := next((result for result in outcomes if isinstance(result, RowError)), None):
             reason = printable(error)
+            if isinstance(error, Excluded):
+                excluded.append(f"{place}: {reason}")
+                continue
             problems.append((place, reason[:REASON_CHARACTERS] + " ..." * (len(reason) > REASON_CHARACTERS)))
             continue
+        if row.format == PREFERENCE and encoder.train_on == "completion":
+            results = outcomes = _begun_alike(results)
         masked += sum(result.masked for result in results)
         if whose := next((result.special for result in results if result.special), ""):
             special.append((place, printable(whose)))
@@ -147,14 +158,28 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         origins=origins,
         problems=problems,
         untrained=untrained,
+        excluded=excluded,
         responses=sum(d.responses for d in documents),
         ended=sum(d.ended for d in documents),
         special=special,
         left_out=left_out,
         masked=masked,
         cut=sum(d.cut for d in documents),
+        implied=sum(one.implied for one in examples) // 2,
         unread=list(dict.fromkeys([*columns, *keys])),
     )
+
+
+def _begun_alike(pair: list[Encoded]) -> list[Encoded]:
+    """Both answers of a pair, of which the completion begins where that of either does, as in TRL."""
+    firsts = [int(np.argmax(one.mask)) for one in pair if one.mask.any()]
+    begun = []
+    for one in pair:
+        mask = one.mask.copy()
+        if mask.any():
+            mask[min(firsts) : int(np.argmax(mask))] = True
+        begun.append(dataclasses.replace(one, mask=mask))
+    return begun
 
 
 def _examples(row: Row) -> list[Example] | list[Example | None]:
@@ -163,6 +188,7 @@ def _examples(row: Row) -> list[Example] | list[Example | None]:
     `encode_chunk` tokenises them."""
     if row.value is None:
         raise RowError(row.error)
+    refuse_excluded(row.value)
     if row.format in (PREFERENCE, LABELLED):
         pair = (normalize_pair if row.format == PREFERENCE else normalize_labelled)(row.value)
         return [pair.chosen, pair.rejected]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxtune.system import processes, terminal
+from jaxtune.system.extras import install
 from jaxtune.system.files import atomic_write
 from jaxtune.train.display.rollouts import ROLLOUTS, RolloutsFile
 
@@ -45,6 +46,7 @@ class MetricsLogger:
       folder: the run's folder.
       tensorboard: whether to write event files in `folder`/tensorboard.
       wandb_project, trackio_project: names of projects there; None: not logged there. A resumed run continues its own.
+      run_name: the run's name there; None: the folder's.
       config: JSON-able mapping that Weights & Biases and trackio show as the run's configuration.
       resumed_step: the step from which a resumed run continues; lines of later steps, and an incomplete last line, are
         dropped. None for a new run.
@@ -61,6 +63,7 @@ class MetricsLogger:
         tensorboard: bool = False,
         wandb_project: str | None = None,
         trackio_project: str | None = None,
+        run_name: str | None = None,
         config: Mapping[str, Any] | None = None,
         resumed_step: int | None = None,
         rollouts_mb: float = 0.0,
@@ -86,9 +89,9 @@ class MetricsLogger:
         if tensorboard:
             makers["TensorBoard"] = lambda: _TensorBoardSink(folder / "tensorboard", resumed_step)
         if wandb_project is not None:
-            makers["Weights & Biases"] = lambda: _WandbSink(folder, wandb_project, config, resumed_step)
+            makers["Weights & Biases"] = lambda: _WandbSink(folder, wandb_project, run_name, config, resumed_step)
         if trackio_project is not None:
-            makers["trackio"] = lambda: _TrackioSink(folder, trackio_project, config, resumed_step)
+            makers["trackio"] = lambda: _TrackioSink(folder, trackio_project, run_name, config, resumed_step)
         for name, make in makers.items():
             with self._survived(name):
                 self._sinks[name] = make()
@@ -201,15 +204,24 @@ class _TensorBoardSink(_Sink):
 
 
 class _WandbSink(_Sink):
-    """The logger for Weights & Biases. folder: the run's, in which the id of the run there is stored, so that a resumed
-    run (resumed_step is not None) continues it. project: that of the run there. config: its configuration."""
+    """The logger for Weights & Biases. A resumed run (resumed_step is not None) continues the run whose id `folder`
+    has."""
 
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
+    def __init__(
+        self, folder: Path, project: str, name: str | None, config: Mapping[str, Any] | None, resumed_step: int | None
+    ):
         import wandb
 
         id_file = folder / "wandb_run_id"
         run_id = id_file.read_text().strip() if resumed_step is not None and id_file.exists() else None
-        self._run = wandb.init(project=project, dir=str(folder), config=dict(config or {}), id=run_id, resume="allow")
+        self._run = wandb.init(
+            project=project,
+            name=name or folder.resolve().name,
+            dir=str(folder),
+            config=dict(config or {}),
+            id=run_id,
+            resume="allow",
+        )
         # A separate axis for steps: wandb's own may only grow, so it would drop the steps that a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
         atomic_write(id_file, self._run.id)
@@ -231,16 +243,17 @@ class _WandbSink(_Sink):
 
 
 class _TrackioSink(_Sink):
-    """The logger for trackio, which stores runs by name in its own folder (TRACKIO_DIR). The arguments mean what those
-    of _WandbSink mean. A run's name, stored in the output folder, is that of the folder with a random ending, so that
-    two folders of the same name are two runs."""
+    """The logger for trackio, which knows runs by name in its own folder (TRACKIO_DIR): names get a random ending, so
+    that two folders of one name are two runs."""
 
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
+    def __init__(
+        self, folder: Path, project: str, name: str | None, config: Mapping[str, Any] | None, resumed_step: int | None
+    ):
         import trackio
 
         name_file = folder / "trackio_run_name"
         known = resumed_step is not None and name_file.exists()
-        name = name_file.read_text().strip() if known else f"{folder.resolve().name}-{secrets.token_hex(3)}"
+        name = name_file.read_text().strip() if known else f"{name or folder.resolve().name}-{secrets.token_hex(3)}"
         with contextlib.redirect_stdout(sys.stderr):  # trackio prints lines, and stdout is for results
             self._run = trackio.init(
                 project=project,
@@ -275,19 +288,19 @@ def require_packages(tensorboard: bool, wandb_project: str | None, trackio_proje
     """Imports the loggers' packages: tensorboardX if `tensorboard` is true, wandb and trackio if their project is not
     None. The train command calls it first, and MetricsLogger again. ValueError, with a remedy, if one is missing."""
     if tensorboard:
-        _require_package("tensorboardX", "metrics.tensorboard")
+        _require_package("tensorboardX", "tensorboard", "metrics.tensorboard")
     if wandb_project is not None:
-        _require_package("wandb", "metrics.wandb_project")
+        _require_package("wandb", "wandb", "metrics.wandb_project")
     if trackio_project is not None:
-        _require_package("trackio", "metrics.trackio_project")
+        _require_package("trackio", "trackio", "metrics.trackio_project")
 
 
-def _require_package(package: str, key: str) -> None:
-    """Imports `package`; raises ValueError, with the config key `key` that needs it, if it is missing."""
+def _require_package(package: str, extra: str, key: str) -> None:
+    """Raises ValueError if the package of the config key `key` is missing."""
     try:
         importlib.import_module(package)
     except ImportError as error:
-        raise ValueError(f"{key} needs {package} ({error}): pip install {package}, or leave {key} out") from None
+        raise ValueError(f"{key} needs {package} ({error}): {install(extra)}; or leave {key} out") from None
 
 
 def _plain(value: Any) -> Any:
@@ -531,14 +544,13 @@ class Progress:
 
 
 def loss_plot(folder: Path, unit: str) -> None:
-    """Draws the finite losses in a folder's metrics.jsonl into its loss.png, at a run's end: of logged steps (if 50 or
-    more, with a moving average), and of evaluations. unit: what they are means over (Objective.unit). Raises ValueError
-    if there is none, ImportError without matplotlib."""
+    """Draws a folder's finite losses into its loss.png, where matplotlib is installed. unit: what they are means over
+    (Objective.unit). Raises ValueError if there is no loss."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"it needs matplotlib ({error}): pip install matplotlib, or see jaxtune report") from None
+    except ImportError:
+        return  # an extra; jaxtune report draws the same
     lines = read_metrics(folder / JSONL)
 
     def series(key: str) -> list[tuple[int, float]]:
@@ -574,8 +586,7 @@ def decorate(what: str, make: Callable[[], Any]) -> None:
     try:
         make()
     except Exception as error:
-        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
-        logger.warning("%s was left out: %s%s", what, kind, error)
+        logger.warning("%s was left out: %s: %s", what, type(error).__name__, error)
 
 
 def _moving_average(values: tuple[float, ...], window: int) -> list[float]:

@@ -3,7 +3,8 @@
 // `jaxtune watch` serves them, and this script asks for them again every two seconds.
 
 const SVG = "http://www.w3.org/2000/svg";
-const COLOURS = 6;
+const COLOURS = 12;
+const DASHES = ["none", "7 3", "2 3", "9 3 2 3"]; // of the first twelve runs, of the next, ...
 const HEIGHT = 210, LEFT = 58, RIGHT = 10, TOP = 10, BOTTOM = 24;
 const hidden = new Set(); // folders of the runs that are not drawn
 let runs = [];
@@ -25,6 +26,7 @@ function shape(name, attributes, text) {
 }
 
 const colour = (index) => `var(--run${index % COLOURS})`;
+const dashes = (index) => DASHES[Math.floor(index / COLOURS) % DASHES.length];
 const shownRuns = () => runs.map((run, index) => ({ run, index })).filter(({ run }) => !run.error && !hidden.has(run.folder));
 
 // ---- numbers
@@ -126,7 +128,7 @@ function chart(key) {
     if (line.x.length === 1) svg.append(shape("circle", { cx: X(line.x[0]), cy: Y(line.y[0]), r: 3, fill: stroke }));
     else if (line.x.length) {
       if (weight > 0 && !line.low) svg.append(shape("path", { class: "raw", stroke, d: path(line.x, line.y) }));
-      svg.append(shape("path", { class: "curve", stroke, d: path(line.x, smoothed(line.y, weight)) }));
+      svg.append(shape("path", { class: "curve", stroke, "stroke-dasharray": dashes(index), d: path(line.x, smoothed(line.y, weight)) }));
     }
     // Two evaluations, before and after training, say nothing of what lies between them.
     if (dots.x.length > 2) svg.append(shape("path", { class: "joined", stroke, d: path(dots.x, dots.y) }));
@@ -254,6 +256,20 @@ function rollouts(run) {
   return table("rollouts", head, rows);
 }
 
+// The points of all charts of the shown runs, as a file of comma-separated values.
+function saveNumbers() {
+  const quoted = (value) => (/[",\n\r]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value);
+  const rows = [["run", "metric", "kind", "step", "value"]];
+  for (const { run } of shownRuns())
+    for (const { title, unit, line, dots } of run.charts || [])
+      for (const [series, kind] of [[line, line.low ? "mean" : "training"], [dots, "evaluation"]])
+        series.x.forEach((step, i) => rows.push([run.name, unit ? `${title} (${unit})` : title, kind, step, series.y[i]]));
+  const text = rows.map((row) => row.map(quoted).join(",")).join("\n") + "\n";
+  const address = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+  element("a", { href: address, download: "numbers.csv" }).click();
+  URL.revokeObjectURL(address);
+}
+
 function titled(title, run) {
   return element("h2", {}, runs.filter((each) => !each.error).length > 1 ? `${title} of ${run.name}` : title);
 }
@@ -310,6 +326,7 @@ async function look() {
 document.querySelector("#smoothing").addEventListener("input", drawCharts);
 document.querySelector("#log").addEventListener("change", drawCharts);
 document.querySelector("#share").addEventListener("change", drawCharts);
+document.querySelector("#numbers").addEventListener("click", saveNumbers);
 window.addEventListener("resize", drawCharts);
 const data = document.querySelector("#data");
 if (data) draw(JSON.parse(data.textContent));

@@ -42,6 +42,7 @@ _FIRST = {
     "tokens_per_second": ("speed", "tokens/s", 1.0),
     "peak_memory_bytes": ("peak memory", "GB", 1e-9),
 }
+_BEFORE_REWARDS = ("loss", "reward")  # the rewards of single functions and of pairs come next
 _FROM_ZERO = {"tokens_per_second", "peak_memory_bytes"}
 _EVALUATED = "eval_"
 
@@ -189,9 +190,10 @@ def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
       figures: what its metrics.jsonl contains.
       state: whether the run is running or how it ended, as read_state returns it.
     """
-    results = _json(folder / RESULTS)
+    results, settings = _json(folder / RESULTS), _settings(folder / CONFIG)
+    name = settings.get("metrics.run_name")
     return {
-        "name": folder.resolve().name,
+        "name": str(name or folder.resolve().name),
         "folder": str(folder.resolve()),
         "state": state.name,
         "why": state.why,
@@ -200,10 +202,10 @@ def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
         "left": _seconds_left(figures, state),
         "facts": _facts(figures, results),
         "plan": figures.plan,
-        "charts": _charts(figures),
+        "charts": _charts(figures, str(settings.get("objective.name") or settings.get("objective") or "sft")),
         "samples": _samples(results),
         "rollouts": _rollouts(folder),
-        "settings": _settings(folder / CONFIG),
+        "settings": {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in settings.items()},
         "config": _read(folder / CONFIG),
     }
 
@@ -218,23 +220,31 @@ def _seconds_left(figures: Figures, state: RunState) -> str:
     return _in_words(left) if math.isfinite(left) and left >= 0 else ""
 
 
-def _charts(figures: Figures) -> list[JsonObject]:
-    """The charts of a run's `figures`, in the order of the page, one for each metric that has a finite value. Each is
-    {"key": the metric's name, "title", "unit", "zero": whether its axis begins at 0, "line": the curve of the training
-    steps, "dots": the values of the comparable evaluations (comparable_evaluations) for the same metric}; the last two
-    have the form that `thinned` returns."""
+def _charts(figures: Figures, objective: str) -> list[JsonObject]:
+    """The charts of a run, in the order of the page, one for each metric that has a finite value: {"key": the metric's
+    name, of a loss other than sft's with the objective, as such losses cannot be compared; "title"; "unit"; "zero":
+    whether its axis begins at 0; "line": the training steps; "dots": the comparable evaluations}. The last two are
+    what `thinned` returns."""
     evaluations = figures.comparable_evaluations()
     dotted: dict[str, Curve] = {}
     for step, numbers in evaluations:
         for key, value in numbers.items():
             dotted.setdefault(key, Curve()).add(step, value)
-    own = [key for key in (figures.curves | dotted) if key not in _FIRST]
+    own = sorted((key for key in (figures.curves | dotted) if key not in _FIRST), key=lambda key: "reward" not in key)
     charts = []
-    for key in (*_FIRST, *own):
+    rewards = sum("reward" in key for key in own)
+    for key in (
+        *_BEFORE_REWARDS,
+        *own[:rewards],
+        *(key for key in _FIRST if key not in _BEFORE_REWARDS),
+        *own[rewards:],
+    ):
         title, unit, factor = _FIRST.get(key, (key.replace("_", " "), "", 1.0))
         line, dots = (thinned(found.get(key, Curve()), factor) for found in (figures.curves, dotted))
         if line["x"] or dots["x"]:
             from_zero = key in _FROM_ZERO
+            if key == "loss" and objective != "sft":
+                key, title = f"loss/{objective}", f"loss ({objective})"
             charts.append({"key": key, "title": title, "unit": unit, "zero": from_zero, "line": line, "dots": dots})
     return charts
 
@@ -279,9 +289,9 @@ def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
     content of results.json."""
     facts = [["steps", f"{figures.step:,}"]]
     facts.append(["time", _in_words(figures.seconds) if math.isfinite(figures.seconds) else "-"])
-    losses = figures.curves.get("loss", Curve()).values
+    losses, rewards = (figures.curves.get(key, Curve()).values for key in ("loss", "reward"))
     evaluated = [numbers["loss"] for _, numbers in figures.comparable_evaluations() if "loss" in numbers]
-    for name, values in (("training loss", losses), ("evaluation loss", evaluated)):
+    for name, values in (("training loss", losses), ("evaluation loss", evaluated), ("reward", rewards)):
         if values:
             last = f" to {values[-1]:.4f}" if len(values) > 1 else ""
             facts.append([name, f"{values[0]:.4f}{last}"])
@@ -379,8 +389,8 @@ def _asked(found: Any) -> list[dict[str, str]]:
     return [{key: str(sample[key]) for key in keys} for sample in whole]
 
 
-def _settings(path: Path) -> dict[str, str]:
-    """{dotted key: value as JSON text} of the settings in the config.yaml at `path` that differ from jaxtune's
+def _settings(path: Path) -> dict[str, object]:
+    """{dotted key: value} of the settings in the config.yaml at `path` that differ from jaxtune's
     defaults, or that it does not know; {} if the file is missing or is not a YAML mapping. The page lists them; nothing
     is checked."""
     import yaml
@@ -393,8 +403,7 @@ def _settings(path: Path) -> dict[str, str]:
         return {}
     defaults = _default_settings()
     flat = flat_keys(tree) if isinstance(tree, dict) else {}
-    changed = {str(key): value for key, value in flat.items() if value != defaults.get(key)}
-    return {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in changed.items()}
+    return {str(key): value for key, value in flat.items() if value != defaults.get(key)}
 
 
 @functools.cache

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtune.train.display.run_figures import JsonObject, RunFiles
+
+_ENDING = " - jaxtune</title>"
 
 
 def run_page(folders: Sequence[Path]) -> str:
@@ -24,6 +27,19 @@ def run_page(folders: Sequence[Path]) -> str:
     """
     pages = [RunFiles(folder).page() for folder in folders]
     return page(", ".join(each["name"] for each in pages), pages)
+
+
+def comparison(folders: Sequence[Path]) -> Path:
+    """The page of several runs: comparison.html in the deepest folder that has them all, so that each keeps its own
+    report.html."""
+    parents = [str(folder.resolve().parent) for folder in folders]
+    page = Path(os.path.commonpath(parents)) / "comparison.html"
+    return Path(os.path.relpath(page)) if page.is_relative_to(Path.cwd()) else page
+
+
+def is_ours(page: Path) -> bool:
+    """Whether a file may be replaced: it is missing, or a page that jaxtune wrote."""
+    return not page.exists() or _ENDING in page.read_text(encoding="utf-8", errors="replace")
 
 
 def page(title: str, runs: Sequence[JsonObject] | None) -> str:
@@ -38,7 +54,7 @@ def page(title: str, runs: Sequence[JsonObject] | None) -> str:
         data = f'<script type="application/json" id="data">{text}</script>\n'
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,"><title>{html.escape(title)} - jaxtune</title>
+<link rel="icon" href="data:,"><title>{html.escape(title)}{_ENDING}
 <style>
 {style}</style></head><body><div id="note"></div><main>
 <noscript>This page draws its figures with JavaScript, which is turned off.</noscript>
@@ -48,6 +64,7 @@ def page(title: str, runs: Sequence[JsonObject] | None) -> str:
 <label>smoothing <input id="smoothing" type="range" min="0" max="0.98" step="0.02" value="0"></label>
 <label><input id="log" type="checkbox"> logarithmic values</label>
 <label id="shares"><input id="share" type="checkbox"> steps as a share of the run</label>
+<button id="numbers" type="button">numbers as CSV</button>
 </div>
 <div id="charts" class="grid"></div>
 <div id="below"></div>

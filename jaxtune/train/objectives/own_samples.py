@@ -26,7 +26,7 @@ from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.batches import Batch, BatchSource, Json, Rollout, SampledRows, epoch_order
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.data.formats import detect_format, normalize
+from jaxtune.train.data.formats import detect_format, normalize, refuse_excluded
 from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder
 from jaxtune.train.objectives.distillation import Distill
@@ -397,6 +397,7 @@ class _Reading:
         prompt = prompt_of(row, self._encoder, self._most_tokens, beside).ids
         if not self._answered:
             return Asked(prompt)
+        refuse_excluded(row)
         [encoded] = self._encoder.encode([normalize(row, detect_format(row))])
         if isinstance(encoded, RowError):
             raise encoded

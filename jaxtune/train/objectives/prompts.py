@@ -16,12 +16,13 @@ import numpy as np
 from jaxtune.conversations.answers import AnswerReader, Completions
 from jaxtune.conversations.messages import ConversationError, read_messages, turns_in
 from jaxtune.models.placement import partition
+from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.formats import Example, detect_format, normalize, refuse_media
 from jaxtune.train.data.reading import open_sources
-from jaxtune.train.data.row_errors import RowError, SetupError, check_unicode
+from jaxtune.train.data.row_errors import Excluded, RowError, SetupError, check_unicode
 from jaxtune.train.data.templates import RowEncoder, resolve_template
 from jaxtune.train.objectives.answering import Answering, OneTurn, Sampling, ToolTurns
 from jaxtune.train.objectives.packed_answers import Prompt, Settings, packed_shape
@@ -92,6 +93,7 @@ def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mappi
     """
     found: list[T] = []
     left_out: list[str] = []
+    excluded: list[str] = []
     sources = open_sources(rows, columns=data.columns)
     for source in sources:
         for row in source.read(0):
@@ -101,12 +103,16 @@ def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mappi
                 if row.value is None:
                     raise RowError(str(row.error))
                 found.append(make(row.value))
+            except Excluded as error:
+                excluded.append(f"{row.place}: {error}")
             except RowError as error:
                 if data.on_bad_row == "error":
                     raise ConfigError(f"{row.place}: {error}; data.on_bad_row=skip leaves such rows out") from None
                 left_out.append(f"{row.place}: {error}")
+    if excluded:
+        say(f"{key}: {len(excluded):,} rows left out by their marks, first {excluded[0]}")
     if not found:
-        first = f"; the first: {left_out[0]}" if left_out else ""
+        first = f"; the first: {[*left_out, *excluded][0]}" if left_out or excluded else ""
         where = ", ".join(dict.fromkeys(source.name for source in sources))
         raise ConfigError(f"{key}: {where} has no prompt that could be used{first}")
     return found
@@ -221,7 +227,11 @@ class OwnParts:
         tools = None
         if wanted.tools or wanted.environment_factory:
             tools = Tools.named(
-                wanted.tools or (), wanted.environment_factory, wanted.tool_timeout, wanted.tool_isolation
+                wanted.tools or (),
+                wanted.environment_factory,
+                wanted.tool_timeout,
+                wanted.tool_isolation,
+                wanted.reset_timeout,
             )
         rollout = None
         if wanted.rollout_func is not None:

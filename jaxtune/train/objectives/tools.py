@@ -129,6 +129,7 @@ class Tools:
       timeout_seconds: the longest that one call may take; None is no limit.
       isolation: "process": the functions, but not the environments' methods, run in a process without devices, one for
         the functions of a file, which is killed at timeout_seconds.
+      reset_seconds: the longest that `reset` of an environment may take; None is no limit.
     Raises:
       UserCodeError: another process cannot find a function.
       ConfigError: a tool has no types or docstring, or two tools of one answer have one name; an environment has no
@@ -142,7 +143,9 @@ class Tools:
         environments: Callable | Mapping[str, Callable] | None = None,
         timeout_seconds: float | None = None,
         isolation: Literal["process"] | None = None,
+        reset_seconds: float | None = None,
     ):
+        self._reset_seconds = reset_seconds
         self.functions, self.timeout_seconds = tuple(functions), timeout_seconds
         if isolation is not None:
             self.functions = tuple(Isolated(function, ISOLATION) for function in functions)
@@ -164,6 +167,7 @@ class Tools:
         environment: str | None,
         timeout_seconds: float | None,
         isolation: Literal["process"] | None = None,
+        reset_seconds: float | None = None,
     ) -> Tools:
         """The Tools that a recipe asks for: functions and a factory of environments, each as file.py:name. ConfigError:
         one cannot be loaded, or is refused."""
@@ -172,6 +176,7 @@ class Tools:
             None if environment is None else load_from_file(environment, "objective.environment_factory"),
             timeout_seconds,
             isolation,
+            reset_seconds,
         )
 
     @property
@@ -248,7 +253,7 @@ class Tools:
                 self._pool[name].append(_environment(self._factories[name]))
             environment = self._pool[name][index]
             row = {key: value for key, value in own.items() if not (self._several and key == ENVIRONMENT)}
-            added = _reset(environment, prompt, row)
+            added = _reset(environment, prompt, row, self._reset_seconds)
             if added:
                 last = prompt[-1]
                 assert not isinstance(last, str)
@@ -357,11 +362,13 @@ def _environment(factory: Callable) -> Environment:
     return made
 
 
-def _reset(environment: Environment, prompt: Turns, row: Mapping[str, object]) -> str:
+def _reset(environment: Environment, prompt: Turns, row: Mapping[str, object], seconds: float | None) -> str:
     """The text that an environment's `reset` adds to the prompt."""
     what = f"objective.environment_factory: reset of {type(environment).__name__}"
     given = arguments(environment.reset, own_copy({"prompt": prompt, **row}))
-    outcome = call(environment.reset, given, f"reset of {type(environment).__name__}")
+    outcome = call(environment.reset, given, f"reset of {type(environment).__name__}", seconds)
+    if isinstance(outcome.error, TooLong):
+        raise errors.UserCodeError(f"{what}: {outcome.error} (objective.reset_timeout)")
     if outcome.error is not None:
         shown = str(prompt)[:_SHOWN]
         raise errors.UserCodeError(errors.described(f"{what} failed", outcome.error, f"  prompt: {shown}"))

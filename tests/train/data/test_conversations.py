@@ -185,6 +185,31 @@ def test_no_such_row_vanishes(on_bad_row, write, tmp_path):
     assert found.responses == found.ended == 4
 
 
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_rows_that_a_mark_excludes_are_left_out_and_counted(on_bad_row, write, tmp_path):
+    """Also those that could not be used."""
+    ask, answer = {"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}
+    rows = [{"messages": [ask, answer], "weight": 1}, {"messages": [ask, answer], "weight": 0}, {"messages": 3}]
+    rows[2]["masked"] = True
+    options = dict(length=128, cache_dir=tmp_path, on_bad_row=on_bad_row, template="chatml")
+    tokenizer = make_tokenizer(eos=END)
+    for _ in range(2):  # tokenised, and of the cache
+        found = prepare(write("a.jsonl", rows), tokenizer, **options).summary
+        assert (found.rows, found.documents, found.bad_rows, found.untrained, found.excluded) == (3, 1, 0, 0, 2)
+        assert found.excluded_first[0].endswith("a.jsonl:2: weight = 0") and "2 rows left out by their marks" in str(
+            found
+        )
+    with pytest.raises(ValueError, match="all 2 rows are left out by their marks, first .*:1: weight = 0"):
+        prepare(write("b.jsonl", rows[1:]), tokenizer, **options)
+
+
+def test_pairs_without_a_prompt_are_told(write, tmp_path):
+    rows = [{"chosen": "Q: 1 + 1? A: 2", "rejected": "Q: 1 + 1? A: 3"}] * 2
+    tokenizer = make_tokenizer(eos="<|eos|>")
+    found = prepare(write("a.jsonl", rows), tokenizer, length=64, cache_dir=tmp_path, format="preference", pairs=True)
+    assert "2 pairs have no prompt: their question is what both answers begin with" in str(found.summary)
+
+
 FAMILIES = {
     "gemma": ("<start_of_turn>", "<end_of_turn>", "user", "model"),
     "gemma3": ("<start_of_turn>", "<end_of_turn>", "user", "model"),

@@ -74,7 +74,7 @@ MARKERS = {"instruction_part": "### Instruction:\n", "response_part": "### Respo
         ([CHAT] * 2, MARKERS, r"data.response_part='### Response:\\n' begins no response in them"),
         ([CHAT], {"vocab_size": 300}, r"token id 3\d\d \(.*\) is beyond the model's vocabulary of 300"),
         ([CHAT], {"on_bad_row": "drop"}, "data.on_bad_row must be one of error, skip, got 'drop'"),
-        ([CHAT], {"overflow": "wrap"}, "data.overflow must be one of truncate, split, error, got 'wrap'"),
+        ([CHAT], {"overflow": "wrap"}, "data.overflow must be one of truncate, split, drop, error, got 'wrap'"),
         ([CHAT], {"template": "nope"}, "data.template='nope' is not known"),
         ([CHAT], {"response_part": "x"}, "data.instruction_part is missing"),
         ([{"body": 1}], {}, "rows:1: columns body fit no known form"),

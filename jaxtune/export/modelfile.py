@@ -1,0 +1,206 @@
+"""A Modelfile, of which `ollama create` makes a model: a GGUF file, its chat template and its stop texts.
+
+Ollama reads a chat template as a Go template, and takes a Jinja template of a GGUF file only where it knows it. Here
+the texts around the messages are read off conversations that the Jinja template writes. They become a Go template if
+it writes the same text for every conversation that is drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import shlex
+from collections.abc import Callable, Sequence
+
+from jaxtune.conversations.messages import Message, template_for
+from jaxtune.conversations.templates import TemplateError, render
+from jaxtune.conversations.tokenizing import Tokenizer, beginning
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.ends import ends_of
+
+MODELFILE = "Modelfile"
+_SYSTEM, _USERS, _ANSWER = "\ue000s\ue001", ("\ue000u\ue001", "\ue000v\ue001"), "\ue000a\ue001"
+_DRAWN = 60  # conversations
+_WORDS = ("Hello", "world", "x", "{{ .Content }}", '"quoted"', "it's", "{%", "<b>", "a  b", "\n", "\n\n", "\t", "#") + (
+    "Grüße",
+    "日本語",
+    "🙂",
+    "\\n",
+    "1.",
+    "- item",
+    "```python",
+    "$y$",
+    "&amp;",
+    "user",
+    "assistant",
+    "system:",
+)
+# generation_config.json's key: Ollama's
+_PARAMETERS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+type Pair = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """The texts that a chat template writes around the messages of a conversation, which ends with a question."""
+
+    begin: str  # before the first question, without a system message
+    system: Pair | None  # in its place, around the system message; None: the template refuses one
+    answered: str  # between a question and its answer
+    asked: str  # between an answer and the next question
+    prompt: str  # after the last question
+    late: Pair | None = None  # in place of the last `asked`, around the system message that the template writes there
+
+    def text(self, system: str | None, turns: Sequence[str]) -> str:
+        """A conversation of questions and answers in turn, the last one a question."""
+        late = self.late is not None and len(turns) > 1
+        around = self.system if system is not None and not late else None
+        text = self.begin if around is None else f"{around[0]}{system}{around[1]}"
+        for place, turn in enumerate(turns):
+            if place and place % 2:
+                text += self.answered
+            elif place and place == len(turns) - 1 and self.late is not None and system is not None:
+                text += f"{self.late[0]}{system}{self.late[1]}"
+            elif place:
+                text += self.asked
+            text += turn
+        return text + self.prompt
+
+    def to_go(self) -> str:
+        """The Go template that writes the same from Ollama's .System and .Messages."""
+
+        def around(pair: Pair) -> str:
+            return f"{_literal(pair[0])}{{{{ $.System }}}}{_literal(pair[1])}"
+
+        first, next_ = _literal(self.begin), _literal(self.asked)
+        if self.system is not None and self.late is None:
+            first = f"{{{{ if $.System }}}}{around(self.system)}{{{{ else }}}}{first}{{{{ end }}}}"
+        elif self.system is not None and self.late is not None:
+            first = f"{{{{ if and $last $.System }}}}{around(self.system)}{{{{ else }}}}{first}{{{{ end }}}}"
+            next_ = f"{{{{ if and $last $.System }}}}{around(self.late)}{{{{ else }}}}{next_}{{{{ end }}}}"
+        return (
+            "{{ $first := true }}{{ range $i, $_ := .Messages }}{{ $last := eq (len (slice $.Messages $i)) 1 }}"
+            f'{{{{ if eq .Role "user" }}}}{{{{ if $first }}}}{first}{{{{ else }}}}{next_}{{{{ end }}}}'
+            "{{ $first = false }}{{ .Content }}"
+            f"{{{{ if $last }}}}{_literal(self.prompt)}{{{{ end }}}}"
+            f'{{{{ else if eq .Role "assistant" }}}}{_literal(self.answered)}'
+            "{{ .Content }}{{ end }}{{ end }}"
+        )
+
+
+def modelfile(model: Decoder, tokenizer: Tokenizer, file: str) -> tuple[str, list[str]]:
+    """(the text of the Modelfile for the GGUF file `file` beside it, notes for the user)."""
+    turns, why = turns_of(tokenizer)
+    lines = [f"FROM ./{file}"]
+    notes = []
+    if turns is None:
+        lines.append(f"# No TEMPLATE: {why}. Ollama takes one of those that it knows, if it resembles the GGUF file's.")
+        notes.append(f"{MODELFILE} has no TEMPLATE: {why}; compare what 'ollama show --template' shows")
+    else:
+        if turns.system is None:
+            lines.append("# The chat template has no place for a system message: SYSTEM would not be read.")
+        lines.append(f'TEMPLATE """{turns.to_go()}"""')
+    texts = [str(tokenizer.convert_ids_to_tokens(token)) for token in ends_of(model, tokenizer)]
+    lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in texts]
+    generation = model.source.generation_config if model.source is not None else None
+    settings = json.loads(generation) if generation else {}
+    for key, name in _PARAMETERS.items():
+        if isinstance(value := settings.get(key), int | float):
+            lines.append(f"PARAMETER {name} {value:g}")
+    return "\n".join(lines) + "\n", notes
+
+
+def create_command(folder: str | os.PathLike, name: str) -> str:
+    """The command line that makes an Ollama model of the Modelfile in `folder`, with a name like `name`."""
+    allowed = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
+    return f"ollama create {allowed} -f {shlex.quote(os.path.join(folder, MODELFILE))}"
+
+
+def turns_of(tokenizer: Tokenizer) -> tuple[Turns | None, str]:
+    """(the texts around messages that the tokenizer's chat template writes, ""), or (None, why there are none)."""
+    template = template_for(tokenizer.chat_template, None)
+    if template is None:
+        return None, "the model has no chat template"
+    if "strftime_now" in template:
+        return None, "the chat template writes the day of asking"
+    bos = tokenizer.bos_token if beginning(tokenizer) else None
+
+    def write(messages: Sequence[Message]) -> str:
+        # llama.cpp adds the BOS token that the tokenizer adds.
+        return render(tokenizer, template, messages, add_generation_prompt=True).removeprefix(bos or "")
+
+    try:
+        turns = _read(write)
+        if turns is not None and all(_is_same(turns, write, random.Random(seed)) for seed in range(_DRAWN)):
+            return turns, ""
+    except TemplateError:
+        pass
+    return None, "a Go template cannot write the same as the chat template"
+
+
+def _conversation(system: str | None, turns: Sequence[str]) -> list[Message]:
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    return messages + [
+        {"role": ("user", "assistant")[place % 2], "content": content} for place, content in enumerate(turns)
+    ]
+
+
+def _read(write: Callable[[Sequence[Message]], str]) -> Turns | None:
+    """The texts around the marks of three conversations; None if a mark is missing or in another order."""
+    short, long = _USERS[:1], (_USERS[0], _ANSWER, _USERS[1])
+    alone = _split(write(_conversation(None, short)), short)
+    whole = _split(write(_conversation(None, long)), long)
+    if alone is None or whole is None:
+        return None
+    (begin, prompt), (_, answered, asked, _) = alone, whole
+    try:
+        texts = [write(_conversation(_SYSTEM, turns)) for turns in (short, long)]
+    except TemplateError:  # it refuses a system message
+        return Turns(begin, None, answered, asked, prompt)
+    first = _split(texts[0], (_SYSTEM, *short))
+    if first is None:
+        return None
+    early, late = _split(texts[1], (_SYSTEM, *long)), _split(texts[1], (*long[:2], _SYSTEM, long[2]))
+    if early is None and late is None:
+        return None
+    around = None if late is None else (late[2], late[3])
+    return Turns(begin, (first[0], first[1]), answered, asked, prompt, around)
+
+
+def _split(text: str, marks: Sequence[str]) -> list[str] | None:
+    """The texts between marks that the text has once each, in this order; else None."""
+    parts = []
+    for mark in marks:
+        if text.count(mark) != 1:
+            return None
+        before, _, text = text.partition(mark)
+        parts.append(before)
+    return [*parts, text]
+
+
+def _is_same(turns: Turns, write: Callable[[Sequence[Message]], str], draw: random.Random) -> bool:
+    """Whether a drawn conversation is written alike. Its messages have no white space around them, which many
+    templates remove."""
+
+    def content() -> str:
+        return draw.choice((" ", "\n", "")).join(draw.choices(_WORDS, k=draw.randint(1, 8))).strip() or "Hello"
+
+    system = content() if turns.system is not None and draw.random() < 0.6 else None
+    contents = [content() for _ in range(2 * draw.randint(0, 3) + 1)]
+    return write(_conversation(system, contents)) == turns.text(system, contents)
+
+
+def _literal(text: str) -> str:
+    """A text as a Go template writes it, within the quotes of a Modelfile."""
+    if "{{" in text or '"""' in text or text.endswith("{"):
+        return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}"
+    return text
