@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,17 +164,18 @@ class Beside:
         )
         print(f"{kind} {peer.name}: {figures} ({seconds:.0f} s)", flush=True)
 
-    def budgets(self, kind: str) -> Iterator[tuple[str, float | None]]:
-        """(name, GB) of what jaxtune may take: the whole card, and the peak of every peer's fastest try."""
-        yield _WHOLE, None
+    def budgets(self, kind: str) -> dict[str, float | None]:
+        """{name: GB} of what jaxtune may take: the whole card, and the peak of every peer's fastest try."""
+        found: dict[str, float | None] = {_WHOLE: None}
         for name, case in self.record["cases"][kind].items():
             if not name.startswith("jaxtune") and (best := case.get("fastest")) and best["peak_memory_gb"]:
-                yield name, best["peak_memory_gb"]
+                found[name] = best["peak_memory_gb"]
+        return found
 
     def ours(self, wanted: Sequence[tuple[str, str]]) -> None:
         """jaxtune at (format, budget's name) each, but for those that the whole card's run covers."""
         cases = {
-            (kind, name): Step(_arguments(kind, dict(self.budgets(kind))[name]), self.steps + 3)
+            (kind, name): Step(_arguments(kind, self.budgets(kind)[name]), self.steps + 3)
             for kind, name in wanted
             if not self.covered(kind, name) and "tokens_per_second" not in self.case(kind, f"jaxtune {name}")
         }
@@ -192,14 +193,14 @@ class Beside:
 
     def covered(self, kind: str, name: str) -> bool:
         """Whether the whole card's run fits this budget, so that it is the figure there too."""
-        whole, budgets = self.case(kind, f"jaxtune {_WHOLE}"), dict(self.budgets(kind))
+        whole, budgets = self.case(kind, f"jaxtune {_WHOLE}"), self.budgets(kind)
         budget = budgets.get(name)
         return name in budgets and "peak_memory_gb" in whole and (budget is None or whole["peak_memory_gb"] <= budget)
 
     def ratios(self) -> None:
         """Of every peer's setting: jaxtune's tokens per second within its peak, over its own."""
         for kind, cases in self.record["cases"].items():
-            for name, budget in self.budgets(kind):
+            for name, budget in self.budgets(kind).items():
                 if budget is None:
                     continue
                 within = cases.get(f"jaxtune {name}")
@@ -247,5 +248,5 @@ def run(
         raise SystemExit(f"the checkpoint could not be written: {problem}; see {SCRATCH / 'checkpoint.log'}")
     wanted = [(kind, peer) for peer in PEERS for kind in kinds if peer.name.startswith(tuple(peers))]
     beside.peers([(kind, peer) for kind, peer in wanted if not beside.case(kind, peer.name).get("fastest")], each)
-    beside.ours([(kind, name) for kind in kinds for name, _ in beside.budgets(kind)])
+    beside.ours([(kind, name) for kind in kinds for name in beside.budgets(kind)])
     beside.ratios()
