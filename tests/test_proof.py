@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.peers import sft, table
 from benchmarks.proof import arithmetic, curves, formats, page, work
+from benchmarks.proof.work import ROOT
 
 _WHERE = {"device": "NVIDIA H100", "versions": {"jax": "0.11.2"}, "commit": "abcdef0123"}
 
@@ -26,8 +28,8 @@ def a_record() -> dict:
 
 
 def test_the_page_has_what_the_records_have(tmp_path):
-    records, docs = tmp_path / "proof", tmp_path / "docs"
-    assert page.main(records, docs) == 1
+    records, docs, peers = tmp_path / "proof", tmp_path / "docs", tmp_path / "peers"
+    assert page.main(records, docs, peers) == 1
     records.mkdir()
     (records / "curves.json").write_text(json.dumps(a_record()))
     run = {"held_out": [[0, 1.4], [100, 0.73]], "exit": 0, "losses": [], "products": {"attention": {"cudnn": 4}}}
@@ -39,7 +41,7 @@ def test_the_page_has_what_the_records_have(tmp_path):
     resumed = {"same_bits": True, "killed_after": 7}
     reward = {**_WHERE, "steps": 40, "runs": {"bf16_0": {"series": series}}, "resumed": resumed}
     (records / "rewards.json").write_text(json.dumps(reward))
-    assert page.main(records, docs) == 0
+    assert page.main(records, docs, peers) == 0
     text = (docs / "proof.md").read_text()
     for said in (
         "| fp32 | 30 | 0.0012 |",
@@ -52,7 +54,7 @@ def test_the_page_has_what_the_records_have(tmp_path):
     for image in re.findall(r"\(images/(\S+)\)", text):
         assert (docs / "images" / image).stat().st_size > 1000
     before = (docs / "images/proof_curves.svg").read_bytes()
-    page.main(records, docs)
+    page.main(records, docs, peers)
     assert (docs / "images/proof_curves.svg").read_bytes() == before
 
 
@@ -106,3 +108,59 @@ def test_rows_of_questions(tmp_path):
     train, held_out = work.questions(tmp_path, tmp_path / "out", held_out=4)
     assert [len(work.read_rows(file)) for file in (train, held_out)] == [3, 4]
     assert work.read_rows(train)[1] == {"messages": work.conversation("q1", "a1")}
+
+
+def peers_record(tmp_path, speeds: dict[str, tuple[float, float]], whole: tuple[float, float]) -> dict:
+    """A record of {setting: (tokens/s, GB)}, and of jaxtune, which within any peak has 0.9 of its speed."""
+    beside = sft.Beside(tmp_path, tmp_path / "model", 1.0, 5)
+    for name, (speed, peak) in speeds.items():
+        tried = [
+            {"micro_batch": 8, "failed": "OutOfMemoryError: of 80 GB"},
+            {"micro_batch": 4, "tokens_per_second": speed, "peak_memory_gb": peak},
+            {"micro_batch": 2, "tokens_per_second": 0.9 * speed, "peak_memory_gb": 0.7 * peak},
+        ]
+        output = tmp_path / f"{name}.json"
+        output.write_text(json.dumps({"tried": tried, "versions": {"unsloth": "2026.10.9"}}))
+        beside.add("bf16", next(peer for peer in sft.PEERS if peer.name == name), output, None, 60.0)
+    cases = beside.record["cases"]["bf16"]
+    cases["jaxtune whole card"] = dict(tokens_per_second=whole[0], peak_memory_gb=whole[1], micro_batches=1)
+    for name, budget in beside.budgets("bf16").items():
+        if budget is not None and not beside.covered("bf16", name):
+            cases[f"jaxtune {name}"] = {"tokens_per_second": 0.9 * whole[0], "peak_memory_gb": 0.95 * budget}
+    beside.ratios()
+    return json.loads(beside.call.output.read_text())
+
+
+def test_the_page_and_the_readme_say_both_settings_of_a_peer(tmp_path):
+    speeds = {"unsloth unsloth": (10000.0, 21.0), "unsloth false": (16000.0, 81.0), "unsloth true": (9000.0, 25.0)}
+    record = peers_record(tmp_path / "run", speeds, (20000.0, 68.0))
+    cases = record["cases"]["bf16"]
+    assert cases["unsloth unsloth"]["fastest"]["micro_batch"] == 4
+    assert [cases[name]["beside"]["ratio"] for name in speeds] == pytest.approx([1.8, 1.25, 2.0])
+    assert cases["unsloth false"]["beside"]["peak_memory_gb"] == 68.0  # the whole card's run is within that peak
+    docs, peers = tmp_path / "docs", tmp_path / "peers"
+    peers.mkdir()
+    (peers / "card.json").write_text(json.dumps(record))
+    (tmp_path / "README.md").write_text(f"a {page.BEGIN}old{page.END} b\n")
+    assert page.main(tmp_path / "none", docs, peers) == 0
+    text, readme = (docs / "proof.md").read_text(), (tmp_path / "README.md").read_text()
+    assert (
+        "| 10,000 | 21.0 | 18,000 | 19.9 | **1.80** |" in text
+        and "| 16,000 | 81.0 | 20,000 | 68.0 | **1.25** |" in text
+    )
+    assert "1.80 (16 bits)" in readme and "1.25 (16 bits)" in readme and "old" not in readme and readme.endswith(" b\n")
+    drawn = (docs / "images" / page.PICTURE).read_text()
+    for bar in ("recomputing</text>", "kept activations</text>", "all memory</text>", "16,000", "10,000", "18,000"):
+        assert bar in drawn, bar
+
+
+def test_a_peak_that_is_not_held_gives_no_ratio(tmp_path):
+    record = peers_record(tmp_path, {"unsloth unsloth": (10000.0, 21.0)}, (20000.0, 68.0))
+    record["cases"]["bf16"]["unsloth unsloth"]["beside"]["within"] = False
+    assert table.lines(record)[2].endswith("| 21.0 | - | - | - |") and table.sentences(record) == ""
+
+
+def test_the_readme_shows_the_stored_record_of_peers():
+    found = page._read(page.PEERS)
+    for file, text in (page.of_readme(page._shown(found), page.DOCS) if found else {}).items():
+        assert file.read_text(encoding="utf-8") == text, f"{file.relative_to(ROOT)}: python -m benchmarks.proof page"

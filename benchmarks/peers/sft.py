@@ -1,0 +1,252 @@
+"""SFT of an 8B beside peers: their trainers at their fastest micro-batch, and jaxtune on the whole card and within the
+peak memory of each of them, on one card in one call."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Step
+from benchmarks.peers.trained import RANK, installed
+from benchmarks.processes import ROOT, Call, Side
+from benchmarks.processes import wait as wait_for
+from benchmarks.record import commit_here, write
+from benchmarks.train.memory import pool_of
+
+ROWS, LENGTH = 8, 2048
+SHAPE = "llama-3.1-8b"
+FORMATS = {"bf16": "", "nf4": "--load-in nf4"}
+SCRATCH = Path(tempfile.gettempdir(), "jaxtune_peers")  # logs of the processes
+_WHOLE = "whole card"
+_LEAST, _OURS, _AHEAD = 40, 25, 45  # seconds that a peer takes at least, that a run of jaxtune takes, and compiling
+_SLACK = 1.002  # a peak in memory equals another's to this
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A setting of a peer: its name in the record, and arguments of trained.py."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+PEERS = (
+    Peer("unsloth unsloth", ("--peer", "unsloth", "--recompute", "unsloth")),
+    Peer("unsloth false", ("--peer", "unsloth", "--recompute", "false")),
+    Peer("unsloth true", ("--peer", "unsloth", "--recompute", "true")),
+    Peer("padded unsloth unsloth", ("--peer", "unsloth", "--recompute", "unsloth", "--padded")),
+    Peer("padded unsloth false", ("--peer", "unsloth", "--recompute", "false", "--padded")),
+    Peer("trl true", ("--peer", "trl", "--recompute", "true")),
+    Peer("trl false", ("--peer", "trl", "--recompute", "false")),
+    Peer("trl liger true", ("--peer", "trl", "--recompute", "true", "--liger")),
+    Peer("trl liger false", ("--peer", "trl", "--recompute", "false", "--liger")),
+)
+
+
+def fastest(case: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Of a peer's tries, that of most tokens per second."""
+    done = [one for one in case.get("tried", ()) if "tokens_per_second" in one]
+    return max(done, key=lambda one: one["tokens_per_second"]) if done else None
+
+
+def card_name() -> str:
+    """The first card's, by its driver."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "CPU"
+
+
+def file_name(card: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", card.lower()).strip("_") + ".json"
+
+
+class Beside:
+    """The processes of a call and its record, which is written after every case."""
+
+    def __init__(self, output: Path, model: Path, seconds: float, steps: int):
+        card = card_name()
+        self.call = Call(output / file_name(card), seconds)
+        self.model, self.steps = model, steps
+        self.side = Side("new", ROOT, commit_here(), Path(tempfile.gettempdir(), "jaxtune_benchmarks"))
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.record = self.call.begun(
+            {
+                "benchmark": "peers",
+                "device": card,
+                "commit": self.side.commit,
+                "time": now,
+                "versions": installed() | installed(("jax", "jaxlib", "flax", "nvidia-cudnn-cu13")),
+                "settings": {
+                    "shape": SHAPE,
+                    "weights": "random",
+                    "rows": ROWS,
+                    "length": LENGTH,
+                    "documents": "one a row, of full length",
+                    "adapter": f"LoRA r={RANK} on all linear layers",
+                    "optimizer": "AdamW, 32-bit states",
+                    "timed_steps": steps,
+                },
+                "cases": {name: {} for name in FORMATS},
+            }
+        )
+
+    def save(self) -> None:
+        write(self.call.output, self.record)
+
+    def start(self, kind: str, peer: Peer, go: Path) -> tuple[subprocess.Popen, Path]:
+        """A peer's process, which imports at once and loads when `go` exists."""
+        output = SCRATCH / f"{kind}_{peer.name.replace(' ', '_')}.json"
+        output.unlink(missing_ok=True)
+        words = [*peer.arguments, *FORMATS[kind].split(), "--model", str(self.model), "--steps", str(self.steps)]
+        words += ["--rows", str(ROWS), "--length", str(LENGTH), "--output", str(output), "--go", str(go)]
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        with output.with_suffix(".log").open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.peers.trained", *words],
+                cwd=tempfile.mkdtemp(),  # Unsloth writes the trainers that it makes where it runs
+                env={**os.environ, "PYTHONPATH": paths},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        return process, output
+
+    def peers(self, wanted: Sequence[tuple[str, Peer]], each: float) -> None:
+        """Runs them one after another, until the time that is left is needed for jaxtune within their peaks; the next
+        one imports while one is measured."""
+        reserve = _AHEAD + _OURS * len(wanted)
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, str(number)) for number in range(len(wanted))]
+            running = [self.start(*case, go) for case, go in zip(wanted[:1], files, strict=False)]
+            for number, (kind, peer) in enumerate(wanted):
+                process, output = running[number]
+                begun = time.monotonic()
+                left = self.call.left - reserve
+                if left < _LEAST:
+                    print(f"{kind} {peer.name}: no time was left", flush=True)
+                    break
+                files[number].touch()
+                if number + 1 < len(wanted):
+                    running.append(self.start(*wanted[number + 1], files[number + 1]))
+                problem = wait_for(process, min(each, left))
+                self.add(kind, peer, output, problem, time.monotonic() - begun)
+                reserve -= _OURS * bool(self.covered(kind, peer.name))
+            for process, _ in running:
+                if process.poll() is None:
+                    process.kill()
+
+    def add(self, kind: str, peer: Peer, output: Path, problem: str | None, seconds: float) -> None:
+        """A peer's figures into the record."""
+        case: dict[str, Any] = {"tried": []}
+        if output.is_file():
+            case = json.loads(output.read_text(encoding="utf-8"))
+        if problem:
+            log = output.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            case["failed"] = f"{problem}; {' '.join(log[-2:])}"[:400]
+        case["fastest"], case["seconds"] = fastest(case), round(seconds, 1)
+        self.record["versions"] |= case.pop("versions", {})
+        self.record["cases"][kind][peer.name] = case
+        self.save()
+        best = case["fastest"]
+        figures = (
+            f"{best['tokens_per_second']:,.0f} tokens/s, {best['peak_memory_gb'] or 0:.1f} GB" if best else problem
+        )
+        print(f"{kind} {peer.name}: {figures} ({seconds:.0f} s)", flush=True)
+
+    def budgets(self, kind: str) -> dict[str, float | None]:
+        """{name: GB} of what jaxtune may take: the whole card, and the peak of every peer's fastest try."""
+        found: dict[str, float | None] = {_WHOLE: None}
+        for name, case in self.record["cases"][kind].items():
+            if not name.startswith("jaxtune") and (best := case.get("fastest")) and best["peak_memory_gb"]:
+                found[name] = best["peak_memory_gb"]
+        return found
+
+    def ours(self, wanted: Sequence[tuple[str, str]]) -> None:
+        """jaxtune at (format, budget's name) each, but for those that the whole card's run covers."""
+        cases = {
+            (kind, name): Step(_arguments(kind, self.budgets(kind)[name]), self.steps + 3)
+            for kind, name in wanted
+            if not self.covered(kind, name) and "tokens_per_second" not in self.case(kind, f"jaxtune {name}")
+        }
+        if cases:
+            self.call.ahead([(self.side, list(cases.values()))])
+        for (kind, name), step in cases.items():
+            found = self.call.run(self.side, step, f"{kind} jaxtune, {name}", 20, 120, pool_of(step))
+            if found is None:
+                break
+            self.record["cases"][kind][f"jaxtune {name}"] = found
+            self.save()
+
+    def case(self, kind: str, name: str) -> dict[str, Any]:
+        return self.record["cases"][kind].get(name, {})
+
+    def covered(self, kind: str, name: str) -> bool:
+        """Whether the whole card's run fits this budget, so that it is the figure there too."""
+        whole, budgets = self.case(kind, f"jaxtune {_WHOLE}"), self.budgets(kind)
+        budget = budgets.get(name)
+        return name in budgets and "peak_memory_gb" in whole and (budget is None or whole["peak_memory_gb"] <= budget)
+
+    def ratios(self) -> None:
+        """Of every peer's setting: jaxtune's tokens per second within its peak, over its own."""
+        for kind, cases in self.record["cases"].items():
+            for name, budget in self.budgets(kind).items():
+                if budget is None:
+                    continue
+                within = cases.get(f"jaxtune {name}")
+                if self.covered(kind, name):
+                    within = cases[f"jaxtune {_WHOLE}"]
+                best = cases[name]["fastest"]
+                if within is None or "tokens_per_second" not in within:
+                    continue
+                cases[name]["beside"] = {
+                    "tokens_per_second": within["tokens_per_second"],
+                    "peak_memory_gb": within["peak_memory_gb"],
+                    "within": within["peak_memory_gb"] <= _SLACK * best["peak_memory_gb"],
+                    "ratio": within["tokens_per_second"] / best["tokens_per_second"],
+                }
+        self.save()
+
+
+def _arguments(kind: str, budget: float | None) -> str:
+    within = "" if budget is None else f"--budget-gb {budget:.3f}"
+    return f"--shape {SHAPE} --rows {ROWS} --length {LENGTH} --rank {RANK} --plan auto {FORMATS[kind]} {within}"
+
+
+def prepare(model: Path) -> subprocess.Popen:
+    """A process that writes the checkpoint."""
+    from benchmarks.shapes import SHAPES
+
+    model.parent.mkdir(parents=True, exist_ok=True)
+    config = SCRATCH / "config.json"
+    config.write_text(json.dumps(dict(SHAPES[SHAPE])), encoding="utf-8")
+    command = [sys.executable, "-m", "benchmarks.peers.checkpoint", str(config), str(model)]
+    with (SCRATCH / "checkpoint.log").open("w", encoding="utf-8") as log:
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+
+
+def run(
+    model: Path, output: Path, kinds: Sequence[str], peers: Sequence[str], seconds: float, each: float, steps: int
+) -> None:
+    """Every peer's setting whose name begins with one of `peers`, and jaxtune; what the record has is kept."""
+    for folder in (output, SCRATCH):
+        folder.mkdir(parents=True, exist_ok=True)
+    beside = Beside(output, model, seconds, steps)
+    prepared = prepare(model)
+    beside.ours([(kind, _WHOLE) for kind in kinds])
+    if problem := wait_for(prepared, beside.call.left):
+        raise SystemExit(f"the checkpoint could not be written: {problem}; see {SCRATCH / 'checkpoint.log'}")
+    wanted = [(kind, peer) for peer in PEERS for kind in kinds if peer.name.startswith(tuple(peers))]
+    beside.peers([(kind, peer) for kind, peer in wanted if not beside.case(kind, peer.name).get("fastest")], each)
+    beside.ours([(kind, name) for kind in kinds for name in beside.budgets(kind)])
+    beside.ratios()

@@ -1,0 +1,176 @@
+"""What a record of peers says: the table of docs/proof.md, the README's picture and the sentences under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+Record = Mapping[str, Any]
+_WEIGHTS = {"bf16": "16 bits", "nf4": "NF4"}
+_OURS, _THEIRS = "#2e5e8c", "#b9b9b9"
+_WIDTH, _LEFT, _BAR, _ROW, _TOP = 860, 310, 180, 30, 58
+
+
+def program(name: str, versions: Mapping[str, str]) -> str:
+    """A setting's name in the record, such as "trl liger true", in words."""
+    words = name.split()
+    recompute = {"unsloth": '"unsloth"', "true": "True", "false": "False"}[words[-1]]
+    if "unsloth" in words[:-1]:
+        padded = ", padding_free=False" * ("padded" in words)
+        return f"Unsloth {versions.get('unsloth', '')}, use_gradient_checkpointing={recompute}{padded}"
+    liger = " + Liger" * ("liger" in words)
+    return f"TRL {versions.get('trl', '')} + PEFT{liger}, gradient_checkpointing={recompute}"
+
+
+def settings(record: Record, kind: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(name, case) of the peers' settings."""
+    for name, case in record["cases"][kind].items():
+        if not name.startswith("jaxtune "):
+            yield name, case
+
+
+def lines(record: Record) -> list[str]:
+    """The table: every setting at its fastest micro-batch, and jaxtune within its peak memory."""
+    found = [
+        "| weights | program | rows at once | tokens/s | peak GB | jaxtune in that memory, tokens/s | GB | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kind in record["cases"]:
+        for name, case in settings(record, kind):
+            cells = [_WEIGHTS[kind], program(name, record["versions"])]
+            best, ours = case.get("fastest"), case.get("beside")
+            if best is None:
+                cells += [f"failed: {_problem(case)}", *"-----"]
+            else:
+                cells += [
+                    f"{best['micro_batch']}",
+                    f"{best['tokens_per_second']:,.0f}",
+                    f"{best['peak_memory_gb']:.1f}",
+                ]
+                cells += [*_figures(ours), f"**{ours['ratio']:.2f}**"] if ours and ours["within"] else ["-", "-", "-"]
+            found.append("| " + " | ".join(cells) + " |")
+        whole = record["cases"][kind].get("jaxtune whole card", {})
+        if "tokens_per_second" in whole:
+            cells = [_WEIGHTS[kind], "jaxtune, the whole card", f"{8 // whole['micro_batches']}"]
+            cells += [*_figures(whole), "-", "-", "-"]
+            found.append("| " + " | ".join(cells) + " |")
+    return found
+
+
+def _figures(case: Mapping[str, Any]) -> list[str]:
+    return [f"{case['tokens_per_second']:,.0f}", f"{case['peak_memory_gb']:.1f}"]
+
+
+def _problem(case: Mapping[str, Any]) -> str:
+    tried = [one["failed"] for one in case.get("tried", ()) if "failed" in one]
+    return (case.get("failed") or (tried or ["no figure"])[-1]).replace("|", "/").replace("\n", " ")[:80]
+
+
+def text(record: Record) -> str:
+    """What the table compares, and how it was measured."""
+    said = record["settings"]
+    return (
+        f"{said['adapter']} of an 8B in the shape of Llama-3.1 (random weights), {said['rows']} rows of "
+        f"{said['length']:,} tokens a step, AdamW, in one call on one {record['device']}. Each peer runs in its own "
+        f"trainer, at the fastest of its micro-batches, {said['timed_steps']} steps after two; peaks are those of each "
+        "program's allocator. jaxtune is held to each peak, and its planner chooses what is kept. A ratio is jaxtune's "
+        "tokens/s over the peer's, in no more memory."
+    )
+
+
+def versions(record: Record) -> str:
+    names = ("unsloth", "trl", "peft", "bitsandbytes", "liger-kernel", "transformers", "torch", "triton", "jax")
+    named = ", ".join(f"{name} {record['versions'][name]}" for name in names if name in record["versions"])
+    return f"{record['device']}, {named}, commit {record['commit'][:7]}"
+
+
+def sentences(record: Record) -> str:
+    """Of the README: jaxtune beside Unsloth's default, which recomputes, and beside kept activations."""
+    parts = []
+    for kind, cases in record["cases"].items():
+        ratios = {name: cases.get(f"unsloth {name}", {}).get("beside") for name in ("unsloth", "false")}
+        if all(each and each["within"] for each in ratios.values()):
+            parts.append((kind, ratios["unsloth"]["ratio"], ratios["false"]["ratio"]))
+    if not parts:
+        return ""
+    recomputed = ", ".join(f"{default:.2f} ({_WEIGHTS[kind]})" for kind, default, _ in parts)
+    kept = ", ".join(f"{false:.2f} ({_WEIGHTS[kind]})" for kind, _, false in parts)
+    return (
+        f"On one {record['device']}, in no more memory, an 8B trains at {recomputed} times the speed of Unsloth's\n"
+        f"default, which recomputes every layer in the backward, and at {kept} times that of Unsloth with\nkept "
+        "activations: [the table, with settings and versions](docs/proof.md#beside-unsloth-trl-and-peft)."
+    )
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    tokens_per_second: float
+    memory_gb: float
+    ours: bool
+
+
+def bars(record: Record, kind: str) -> list[Bar]:
+    """Peers, then jaxtune within the peak of Unsloth's default and on the whole card."""
+    cases = record["cases"][kind]
+    found = [
+        Bar(_short(name), best["tokens_per_second"], best["peak_memory_gb"], False)
+        for name, case in settings(record, kind)
+        if (best := case.get("fastest")) and name in _SHORT
+    ]
+    ours = {"in the memory of Unsloth's default": cases.get("unsloth unsloth", {}).get("beside")}
+    ours["all memory"] = cases.get("jaxtune whole card")
+    return found + [
+        Bar(f"jaxtune, {where}", case["tokens_per_second"], case["peak_memory_gb"], True)
+        for where, case in ours.items()
+        if case and "tokens_per_second" in case
+    ]
+
+
+_SHORT = {
+    "trl liger true": "TRL + PEFT + Liger, recomputing",
+    "trl liger false": "TRL + PEFT + Liger, kept activations",
+    "unsloth unsloth": "Unsloth's default, recomputing",
+    "unsloth false": "Unsloth, kept activations",
+}
+
+
+def _short(name: str) -> str:
+    return _SHORT.get(name, name)
+
+
+def svg(record: Record) -> str:
+    """The bars: tokens/s on the left, peak memory on the right."""
+    groups = {kind: bars(record, kind) for kind in record["cases"]}
+    every = [bar for group in groups.values() for bar in group]
+    height = _TOP + _ROW * (len(every) + len(groups)) + 12
+    most = (max(bar.tokens_per_second for bar in every), max(bar.memory_gb for bar in every))
+    said, right = record["settings"], _LEFT + _BAR + 100
+    title = f"LoRA r=16 on an 8B, one {record['device']}, {said['rows']} x {said['length']:,} tokens a step"
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        'font-family="sans-serif" font-size="13">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="12" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
+        f'<text x="{_LEFT}" y="48" fill="#444">tokens/s (more is better)</text>',
+        f'<text x="{right}" y="48" fill="#444">peak memory, GB (less is better)</text>',
+    ]
+    y = _TOP
+    for kind, group in groups.items():
+        y += _ROW
+        words = "16-bit weights" if kind == "bf16" else "four-bit weights (NF4)"
+        drawn.append(f'<text x="12" y="{y - 8}" font-weight="bold" fill="#444">{words}</text>')
+        for bar in group:
+            colour = _OURS if bar.ours else _THEIRS
+            drawn.append(f'<text x="{_LEFT - 10}" y="{y + 15}" text-anchor="end">{escape(bar.name)}</text>')
+            for x, value, largest, label in (
+                (_LEFT, bar.tokens_per_second, most[0], f"{bar.tokens_per_second:,.0f}"),
+                (right, bar.memory_gb, most[1], f"{bar.memory_gb:.1f}"),
+            ):
+                width = round(_BAR * value / largest, 1)
+                drawn.append(f'<rect x="{x}" y="{y}" width="{width}" height="20" fill="{colour}"/>')
+                drawn.append(f'<text x="{x + width + 6}" y="{y + 15}">{label}</text>')
+            y += _ROW
+    return "\n".join([*drawn, "</svg>", ""])
