@@ -1,5 +1,5 @@
 """SFT of an 8B beside peers: their trainers at their fastest micro-batch, and jaxtune on the whole card and within the
-peak memory of each of them, on one card in one call."""
+peak memory of each of them, on one card."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def text(record: Record) -> str:
     said = record["settings"]
     return (
         f"{said['adapter']} of an 8B in the shape of Llama-3.1 (random weights), {said['rows']} rows of "
-        f"{said['length']:,} tokens a step, AdamW, in one call on one {record['device']}. Each peer runs in its own "
+        f"{said['length']:,} tokens a step, AdamW, on one {record['device']}. Each peer runs in its own "
         f"trainer, at the fastest of its micro-batches, {said['timed_steps']} steps after two; peaks are those of each "
         "program's allocator. jaxtune is held to each peak, and its planner chooses what is kept. A ratio is jaxtune's "
         "tokens/s over the peer's, in no more memory."
@@ -98,9 +98,9 @@ def sentences(record: Record) -> str:
     recomputed = ", ".join(f"{default:.2f} ({_WEIGHTS[kind]})" for kind, default, _ in parts)
     kept = ", ".join(f"{false:.2f} ({_WEIGHTS[kind]})" for kind, _, false in parts)
     return (
-        f"On one {record['device']}, in no more memory, an 8B trains at {recomputed} times the speed of Unsloth's\n"
-        f"default, which recomputes every layer in the backward, and at {kept} times that of Unsloth with\nkept "
-        "activations: [the table, with settings and versions](docs/proof.md#beside-unsloth-trl-and-peft)."
+        f"An 8B trains at {recomputed} times the rate of Unsloth's default, which recomputes every layer,\n"
+        f"and at {kept} times that of Unsloth without recomputing, "
+        "[in no more memory](docs/proof.md#beside-unsloth-trl-and-peft)."
     )
 
 
