@@ -22,7 +22,7 @@ from jaxtune.compat.model_methods import ModelMethods
 from jaxtune.compat.saves import MARK, require_free, save, saved_into
 from jaxtune.compat.seeds import begin_at, next_seed
 from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
-from jaxtune.compat.texts import without_torch
+from jaxtune.compat.texts import NumpyTensor, without_torch
 from jaxtune.compat.vllm_names import LoraRequest, RequestOutput, SamplingParams, fast_generate, load_lora
 from jaxtune.conversations.templates import asking_templates
 from jaxtune.conversations.tokenizing import with_beginning
@@ -145,7 +145,7 @@ class CompatModel(ModelMethods):
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
         **others: Any,
-    ) -> np.ndarray:
+    ) -> NumpyTensor:
         """transformers' generate: returns int32[B, T + new]: input_ids, and the new tokens, padded on the right with
         pad_token_id (None: the tokenizer's). input_ids: int[B, T], padded on either side, or a tokenizer's result, a
         mapping. attention_mask: 0 at padding; None: there is none. At most max_new_tokens are generated, up to an
@@ -201,7 +201,7 @@ class CompatModel(ModelMethods):
         pad = next(token for token in pads if token is not None)
         width = max(map(len, new))
         tail = np.array([row + [pad] * (width - len(row)) for row in new], np.int32)
-        return np.concatenate([ids.astype(np.int32), tail], axis=1)
+        return np.concatenate([ids.astype(np.int32), tail], axis=1).view(NumpyTensor)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
         """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer. What a

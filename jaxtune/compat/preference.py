@@ -5,10 +5,12 @@ that of the two trainers with a reference model. PatchDPOTrainer, Unsloth's, doe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from jaxtune.compat.arguments import choose
@@ -27,6 +29,7 @@ from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.objectives.kto import mismatched_in_groups
+from jaxtune.train.trainer import Trainer
 
 
 @dataclasses.dataclass(init=False)
@@ -49,6 +52,7 @@ class DPOConfig(PreferenceConfig):
     loss_type: str | Sequence[str] = "sigmoid"  # "sigmoid", "hinge" or "ipo", or a list with one of them
     # True: the reference's log-probabilities are computed once before the run; False: in every step
     precompute_ref_log_probs: bool = False
+    max_prompt_length: int | None = None  # prompts lose their first tokens over it; None: they are not cut
 
 
 @dataclasses.dataclass(init=False)
@@ -59,6 +63,7 @@ class ORPOConfig(PreferenceConfig):
 
     # the factor of the odds-ratio term, which is added to the cross-entropy of the prompt and the chosen answer
     beta: float = 0.1
+    max_prompt_length: int | None = None  # as DPOConfig's, of texts that are longer than a row
 
 
 @dataclasses.dataclass(init=False)
@@ -76,6 +81,7 @@ class KTOConfig(PreferenceConfig):
     undesirable_weight: float = 1.0  # the factor of the loss of rows with label False
     # True: the reference's log-probabilities are computed once before the run; False: in every step
     precompute_ref_log_probs: bool = False
+    max_prompt_length: int | None = None  # as DPOConfig's, of texts that are longer than a row
 
 
 @dataclasses.dataclass(init=False)
@@ -107,6 +113,22 @@ def trained_before(module: Decoder) -> bool:
     return any(bool(lora.b[...].any()) for lora in loras)
 
 
+def _with_short_prompts(data: PairDataset, most: int, all_prompts: bool) -> PairDataset:
+    """Pairs whose prompts have lost their first tokens, up to `most`; all_prompts: also where the longer text of the
+    pair fits a row."""
+    documents = data.documents
+    begins = np.array(
+        [int(np.argmax(mask)) if mask.any() else 0 for mask in (documents[n].mask for n in range(len(documents)))],
+        np.int64,
+    )
+    over = np.maximum(begins - most, 0)
+    if not all_prompts:
+        longest = np.asarray(documents.lengths).reshape(-1, 2).max(1).repeat(2)
+        over = np.where(longest > data.length, over, 0)
+    cut = dataclasses.replace(documents, starts=documents.starts + over, lengths=documents.lengths - over)
+    return dataclasses.replace(data, documents=cut)
+
+
 class PreferenceTrainer(SFTTrainer):
     """The base class of all trainers but SFTTrainer, also of those that sample answers. It checks the columns of rows,
     trains on responses, and turns the adapter's dropout off unless disable_dropout is False. If the adapter has dropout
@@ -124,6 +146,7 @@ class PreferenceTrainer(SFTTrainer):
     }
     form = PREFERENCE  # the name of the rows' format
     trained = "completion"  # data.train_on
+    cuts_all_prompts = False  # whether max_prompt_length is of all prompts, or of texts longer than a row
     columns: tuple[str, ...] = ("chosen", "rejected")  # the columns that rows must have
 
     def __init__(self, *args: Any, **arguments: Any):
@@ -190,19 +213,37 @@ class PreferenceTrainer(SFTTrainer):
             )
         return dataset, self.form
 
+    @functools.cached_property
+    def _prepared(self) -> Trainer:
+        """SFTTrainer's, with prompts that max_prompt_length cuts."""
+        made, most = SFTTrainer._prepared.func(self), getattr(self.args, "max_prompt_length", None)
+        if most is None or not isinstance(made.train_data, PairDataset):
+            return made
+        before, rows = made.train_data, _with_short_prompts(made.train_data, most, self.cuts_all_prompts)
+        held_out = made.eval_data
+        if isinstance(held_out, PairDataset):
+            held_out = _with_short_prompts(held_out, most, self.cuts_all_prompts)
+        if short := int((rows.documents.lengths < before.documents.lengths).reshape(-1, 2).any(1).sum()):
+            say(f"{type(self).__name__}: max_prompt_length = {most}: {short:,} prompts lose their first tokens")
+        return Trainer(self._to_train(), self.tokenizer, self.config(prepared=False), rows, held_out)
+
     def _train_on(self) -> str:
         """Those of the answers. (ORPO's cross-entropy counts the prompt all the same.)"""
         return self.trained
 
 
 class ReferencedTrainer(PreferenceTrainer):
-    """The base class of DPOTrainer and KTOTrainer, whose loss compares the model with a reference model. The reference
-    here is the model with its adapter off. The arguments are those of PreferenceTrainer. A model without an adapter has
-    no such reference, and train() and evaluate() raise ValueError.
+    """The base class of DPOTrainer and KTOTrainer, whose loss compares the model with a reference: the model with its
+    adapter off, or the model before its first step, if all its weights train.
 
     Raises:
       ValueError: the adapter has been trained before; TRL's reference would then be the model with that adapter.
     """
+
+    @property
+    def _precomputes(self) -> bool:
+        """Whether the reference's log-probabilities are computed once, before the first step."""
+        return self.args.precompute_ref_log_probs or not self.model.has_adapter
 
     def __init__(self, *args: Any, **arguments: Any):
         super().__init__(*args, **arguments)
@@ -227,6 +268,7 @@ class DPOTrainer(ReferencedTrainer):
     raise ValueError."""
 
     config_type = DPOConfig
+    cuts_all_prompts = True
 
     def _objective(self) -> ObjectiveConfig:
         """Returns the section `objective` of the run's config: the DPO loss with the script's beta, loss_type and
@@ -236,9 +278,7 @@ class DPOTrainer(ReferencedTrainer):
         if len(kinds) != 1:
             raise ValueError(f"DPOConfig: loss_type = {kinds!r}: several losses are not supported; give one")
         loss_type: Any = choose("DPOConfig", "loss_type", kinds[0], dict(sigmoid="sigmoid", hinge="hinge", ipo="ipo"))
-        return ObjectiveConfig(
-            "dpo", beta=args.beta, loss_type=loss_type, precompute_ref_log_probs=args.precompute_ref_log_probs
-        )
+        return ObjectiveConfig("dpo", beta=args.beta, loss_type=loss_type, precompute_ref_log_probs=self._precomputes)
 
 
 class ORPOTrainer(PreferenceTrainer):
@@ -277,8 +317,8 @@ class KTOTrainer(ReferencedTrainer):
     def _objective(self) -> ObjectiveConfig:
         """Returns the section `objective` of the run's config: the KTO loss with the script's beta, weights and
         precompute_ref_log_probs."""
-        names = ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs")
-        return ObjectiveConfig("kto", **{name: getattr(self.args, name) for name in names})
+        options = {name: getattr(self.args, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
+        return ObjectiveConfig("kto", **options, precompute_ref_log_probs=self._precomputes)
 
 
 class RewardTrainer(PreferenceTrainer):

@@ -86,8 +86,8 @@ class RewardedConfig(PreferenceConfig):
     learning_rate: float = 1e-6
     disable_dropout: bool = False  # True: the adapter's dropout is turned off; False: it is used
     num_generations: int = 8  # answers that are sampled to each prompt
-    # bounds rows at max_prompt_length + max_completion_length tokens, beside max_length and the model; None: only these
-    # do. A prompt that leaves no room for max_completion_length in a row is not cut, but refused
+    # longer prompts lose their first tokens, also where max_length and the model leave less room beside
+    # max_completion_length; None: a prompt that leaves no room is refused
     max_prompt_length: int | None = None
     max_completion_length: int = 512  # the most tokens of an answer
     generation_batch_size: int | None = None  # answers that are sampled at once; None: steps_per_generation decides
@@ -351,6 +351,7 @@ class RewardedTrainer(PreferenceTrainer):
             None if self._rollout_func is None else self._rollout,
             getattr(self.args, "max_tool_calling_iterations", None),
             chooses_length=True,
+            longest_prompt=self.args.max_prompt_length,
             reference=reference,
         )
 
