@@ -273,9 +273,12 @@ class CompatModel(ModelMethods):
         for outtype in outtypes:
             require_free(Path(save_directory) / outtype, where)
         for outtype in outtypes:
-            options = dict(to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
-            folder = Path(save_directory) / outtype
-            saved_into(folder, where, lambda new, options=options: export_model(self.module, new, **options))
+
+            def write(folder: Path, outtype: str = outtype) -> object:
+                given = tokenizer or self.tokenizer
+                return export_model(self.module, folder, to="gguf", tokenizer=given, outtype=outtype)
+
+            saved_into(Path(save_directory) / outtype, where, write)
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
         """Saves what save_pretrained saves into the hub's `repository` ("owner/name"), which is made if missing,

@@ -246,8 +246,11 @@ class RewardedTrainer(PreferenceTrainer):
         self._kept: nnx.State | None = None  # the trained weights of the reference, unless it is the adapter off
         if self.args.beta:
             which = "its adapter off"
-            if trained_before(self.model.module):
-                which = "a copy of the adapter that was trained before"
+            if not self.model.has_adapter or trained_before(self.model.module):
+                what = (
+                    "the adapter that was trained before" if self.model.has_adapter else "its weights as they are now"
+                )
+                which = f"a copy of {what}"
                 self._kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
             say(f"{name}: the reference of beta = {self.args.beta} is the model with {which}")
 

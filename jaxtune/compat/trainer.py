@@ -426,7 +426,7 @@ class SFTTrainer(Evaluations):
         output = self._output
         resumes, from_step = folders.resumed(resume_from_checkpoint, output)
         folders.require_own(output)
-        if not resumes and folders.begun_anew(output, bool(self.args.overwrite_output_dir)):
+        if not resumes and folders.replace_run(output, bool(self.args.overwrite_output_dir)):
             self._take_this_day()
         left = folders.Checkpoints(output, self.tokenizer, self.state, self.args.save_total_limit)
         events = self._events(
@@ -442,7 +442,7 @@ class SFTTrainer(Evaluations):
             trained = self._handing_back()(trainer.train(from_step=from_step))
         except BaseException as error:
             self.model.module = given  # the weights of an interrupted run were donated
-            self._tell_what_is_held(error, len(trainer.history))
+            self._say_after(error, len(trainer.history))
             raise
         steps = trainer.steps_done
         self.state.global_step, self.state.epoch = steps, steps / per_epoch
@@ -482,13 +482,13 @@ class SFTTrainer(Evaluations):
             self._today = None
             self.__dict__.pop("_prepared", None)
 
-    def _tell_what_is_held(self, error: BaseException, steps: int) -> None:
-        """Says which weights the model has after an exception, and where the run can go on."""
+    def _say_after(self, error: BaseException, steps: int) -> None:
+        """Says which weights the model has after an exception, and whether the run can be continued."""
         saved = saved_steps(self._output / CHECKPOINTS)
-        goes_on = f"; train(resume_from_checkpoint=True) continues from step {saved[-1]}" if saved else ""
+        continues = f"; train(resume_from_checkpoint=True) continues from step {saved[-1]}" if saved else ""
         say(
             f"{type(self).__name__}: {type(error).__name__} ended the run after {steps} logged steps: the model holds "
-            f"the weights from before train(){goes_on}"
+            f"the weights from before train(){continues}"
         )
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:

@@ -146,7 +146,8 @@ class Trainer:
         own_parts.require_nothing_beside(config, optimizer, schedule, objective)
         self.config = config = with_today(recorded_config(config, self.model.prepared), tokenizer)
         self.objective = objective or objective_of(config)
-        self.objective.check(self.model.prepared)
+        if not (isinstance(train_rows, SampledAnswers) and train_rows.own_reference):
+            self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
         ends = ends_of(self.model.given, self.tokenizer) if samples(self.objective) else ()
         data = dataclasses.replace(config.data, template=config.data.trained_template)

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 import transformers
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -69,6 +69,7 @@ def tokenizer_of(data: Path, template: str):
 def prepared(trainer: Any, tokenizer: Any, rows: list[Row_], args: Any, **more: Any):
     """The rows of a trainer of TRL, without a model."""
     itself = types.SimpleNamespace(_tokenizer=tokenizer, chat_template=None, calculate_KL=False, **more)
+    itself.desirable_weight = itself.undesirable_weight = 1.0
     named = (None, "train") if trainer is not SFTTrainer else (False, None, "train")
     if trainer is SFTTrainer:
         if args.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
@@ -179,6 +180,7 @@ def test_texts(name, test_data):
     @given(some(st.tuples(TEXTS, TEXTS, TEXTS, ends, st.booleans())))
     def check(several):
         several = [(p, c + e, r + e, on) for p, c, r, e, on in several if c != r and not c.startswith(p)]
+        assume(several)
         rows = [{"prompt": prompt, "completion": chosen, "label": on} for prompt, chosen, _, on in several]
         plain = [{key: row[key] for key in ("prompt", "completion")} for row in rows]
         same(tokenizer, ours(tokenizer, plain, "prompt_completion", "completion"), of_trl(tokenizer, plain))
@@ -203,6 +205,7 @@ def test_preferences(template, test_data):
     @given(some(st.tuples(chats(st.just(1)), chats(st.integers(1, 2)))), st.booleans())
     def check(several, explicit):
         several = [(one, other) for one, other in several if one[1] != other[1]]
+        assume(several)
         wanted = [{"prompt": one[:1], "chosen": one[1:], "rejected": other[1:]} for one, other in several]
         rows = [
             row if explicit else {side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in wanted

@@ -183,6 +183,7 @@ def sampled_answers(
         score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
         reference=reference,
         penalises=objective.penalises,
+        own_reference=own.reference is not None,
     )
 
 

@@ -111,6 +111,7 @@ class SampledAnswers(BatchSource):
         score: Score | None = None,
         reference: Score | None = None,
         penalises: bool = False,
+        own_reference: bool = False,
         chosen_length: bool = False,
     ):
         group, longest = settings.num_generations, max(len(prompt.ids) for prompt in prompts)
@@ -128,7 +129,7 @@ class SampledAnswers(BatchSource):
         self.prompts, self.rewards, self.settings, self.advantages = prompts, rewards, settings, advantages
         self.answers_per_step, self.seed = answers_per_step, seed
         self._length, self.answering, self._score = length, answering, score
-        self._reference, self._penalises = reference, penalises
+        self._reference, self._penalises, self.own_reference = reference, penalises, own_reference
         full = length // (longest + settings.max_completion_length)
         rows = math.ceil(answers_per_step / full)
         self.rows_per_step = math.ceil(rows / rows_multiple) * rows_multiple
