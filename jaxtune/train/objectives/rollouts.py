@@ -89,6 +89,7 @@ class SampledAnswers(BatchSource):
         given. If it is not None, batches have them in `Batch.extra[REFERENCE_LOGPS]`, unless `penalises`.
       penalises: what `reference` is for. True: `advantages` gets the answers' divergences from the reference, and
         subtracts beta times them from the rewards. False: the loss uses the reference's log-probabilities.
+      own_reference: whether `reference` is not the model with its adapter off.
     Raises:
       ConfigError: answers_per_step is not a multiple of the number of answers to a prompt, or a prompt leaves no room
         for an answer of max_completion_length tokens.
