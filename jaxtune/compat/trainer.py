@@ -18,22 +18,24 @@ from jaxtune.compat import folders
 from jaxtune.compat.adapters import adapted, lora_settings
 from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked, with_trained
+from jaxtune.compat.defaults import version
 from jaxtune.compat.evaluation import Evaluations
 from jaxtune.compat.measures import ComputeMetrics, Preprocess
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.peft_names import with_adapter
-from jaxtune.compat.reports import TrainOutput, rows_report
+from jaxtune.compat.reports import Accelerator, TrainOutput, rows_report
 from jaxtune.compat.rows import Tokenised, rows_and_format
 from jaxtune.compat.settings import (
     SFTConfig,
     TrainingArguments,
-    given_arguments,
     max_steps,
     metrics_config,
     plain_value,
     precision,
+    quantised_by,
     row_length,
     schedule_config,
+    settled,
     steps_between,
     total_steps,
     trained_tokens,
@@ -120,15 +122,17 @@ class SFTTrainer(Evaluations):
         if train_dataset is None:
             raise ValueError("SFTTrainer: train_dataset is missing")
         moved = self.older & others.keys()
-        found = given_arguments(args, self.config_type)
-        if not isinstance(found, self.config_type) and type(found) not in (SFTConfig, TrainingArguments):
+        ours = isinstance(args, SFTConfig)
+        if ours and not isinstance(args, self.config_type) and type(args) not in (SFTConfig, TrainingArguments):
             name, wanted = type(self).__name__, self.config_type.__name__
-            raise ValueError(f"{name}: args is a {type(found).__name__}; use {wanted}")
-        settings = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-        self.args: Any = self.config_type(**(settings | {name: others.pop(name) for name in sorted(moved)}))
+            raise ValueError(f"{name}: args is a {type(args).__name__}; use {wanted}")
+        own = {name: others.pop(name) for name in sorted(moved)}
+        self.args: Any = settled(args, self.config_type, model, own)
+        quantised_by(self.args, others, model)
         if older := sorted(moved - SFTTrainer.older):
             say(f"{type(self).__name__}: {', '.join(older)}: taken as arguments of {self.config_type.__name__}")
-        vars(self.args).update(vars(found) | vars(self.args))  # unused values are kept, because callbacks may read them
+        if ours:  # unused values are kept, because callbacks may read them
+            vars(self.args).update(vars(args) | vars(self.args))
         collator = others.get("data_collator")
         if type(collator).__name__ in PADDING_COLLATORS and not getattr(collator, "mlm", False):
             others.pop("data_collator")
@@ -148,7 +152,7 @@ class SFTTrainer(Evaluations):
                 "SFTTrainer: the model has no adapter: call FastLanguageModel.get_peft_model, or load it with "
                 "full_finetuning=True"
             )
-        self.model = model
+        self.model, self.accelerator = model, Accelerator()
         self.tokenizer = self.processing_class = processing_class or tokenizer or model.tokenizer
         self._rows, self._format, self._formatting = {}, "", formatting_func
         for split, dataset in (("train", train_dataset), ("eval", eval_dataset)):
@@ -417,6 +421,7 @@ class SFTTrainer(Evaluations):
           ValueError: output_dir has the checkpoints of a run and nothing says to continue it; or the path is not a
             checkpoint of that run; or output_dir has a checkpoint-N folder of another program.
         """
+        say(f"{type(self).__name__}: defaults: {version(self.args.library)}'s")
         output = self._output
         resumes, from_step = folders.resumed(resume_from_checkpoint, output)
         folders.require_own(output)
@@ -461,6 +466,15 @@ class SFTTrainer(Evaluations):
             "epoch": self.state.epoch,
         }
         return TrainOutput(steps, loss, metrics)
+
+    def end(self) -> None:
+        """transformers' end of a script: nothing is left open here."""
+
+    def push_to_hub(self, commit_message: str | None = None, **others: Any) -> None:
+        """Uploads what save_model saves to args.hub_model_id, else to a repository with the name of output_dir. The
+        other arguments, which are for a model card, do nothing."""
+        del commit_message, others
+        self.model.push_to_hub(self.args.hub_model_id or self._output.name, private=self.args.hub_private_repo)
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
         """Saves the adapter, or the whole model if it has none, with the tokenizer. output_dir: a new or empty folder,
