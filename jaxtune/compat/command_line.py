@@ -192,12 +192,13 @@ def _options(kinds: Sequence[type]) -> dict[str, _Option]:
     found: dict[str, _Option] = {}
     for kind in kinds:
         hints = typing.get_type_hints(kind)
+        made = kind() if issubclass(kind, SFTConfig) else None
         for field in dataclasses.fields(kind):
             if not field.init:
                 continue
             before = found.get(field.name)
             owners = (*(before.kinds if before else ()), kind)
-            found[field.name] = _Option(owners, hints.get(field.name, Any), _default(kind, field))
+            found[field.name] = _Option(owners, hints.get(field.name, Any), _default(made, field))
     for kind in kinds:
         if issubclass(kind, SFTConfig):
             for name, argument in kind.table.items():
@@ -206,9 +207,9 @@ def _options(kinds: Sequence[type]) -> dict[str, _Option]:
     return found
 
 
-def _default(kind: type, field: dataclasses.Field) -> Any:
-    if issubclass(kind, SFTConfig):
-        return getattr(kind(), field.name)
+def _default(made: SFTConfig | None, field: dataclasses.Field) -> Any:
+    if made is not None:
+        return getattr(made, field.name)
     return None if field.default is dataclasses.MISSING else field.default
 
 
@@ -264,7 +265,7 @@ def _of_text(name: str, text: str, hint: Any, kinds: list[Any]) -> Any:
                 raise ValueError(f"{name} = {text!r}: must be one of {', '.join(map(repr, choices))}")
         elif isinstance(member, type) and issubclass(member, enum.Enum):
             return member(text)
-    if text.lower() in ("none", "null") and (type(None) in kinds or hint is Any):
+    if text.lower() in ("none", "null") and ((type(None) in kinds and str not in kinds) or hint is Any):
         return None
     if text.lower() in _WORDS and (bool in kinds or (hint is Any and text.lower() in ("true", "false"))):
         return _WORDS[text.lower()]

@@ -42,6 +42,7 @@ from jaxtune.compat.settings import (
 )
 from jaxtune.compat.tables import OPTIMIZERS, PADDING_COLLATORS, RESIDUALS, RESPONSES, TRAINER
 from jaxtune.compat.transformers_names import loaded
+from jaxtune.compat.wording import ScriptWords
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
 from jaxtune.system.terminal import say
@@ -67,7 +68,7 @@ from jaxtune.train.trainer import Trainer
 _TRL_WINDOW = 1_000  # the rows of a stream that TRL packs at a time
 
 
-class SFTTrainer(Evaluations):
+class SFTTrainer(ScriptWords, Evaluations):
     """TRL's SFTTrainer on top of jaxtune.train.Trainer; other trainers override its private methods. `train` puts the
     trained module into `self.model` (the given one, unless peft_config makes another), and saves it in
     output_dir/checkpoint-N. An update has as many rows as in TRL, and the same ones; see `config`.
