@@ -68,6 +68,7 @@ class CompatModel(ModelMethods):
       full_finetuning: True: all weights train; False: only an adapter trains.
       random_state: the seed of an adapter from PEFT's get_peft_model; trainers use SFTConfig's seed.
       packing: the value of SFTConfig's packing if a script does not set it.
+      fast: whether a Fast class made it, so that a trainer's defaults are Unsloth's.
       config: the values of config.json as attributes. Setting one raises no error and has no effect.
     """
 
@@ -82,6 +83,7 @@ class CompatModel(ModelMethods):
         full_finetuning: bool = False,
         random_state: int = 3407,
         packing: bool = False,
+        fast: bool = False,
     ):
         self.module = module
         self.tokenizer = tokenizer
@@ -91,6 +93,7 @@ class CompatModel(ModelMethods):
         self.full_finetuning = full_finetuning
         self.random_state = random_state
         self.packing = packing
+        self.fast = fast
         self.config = ModelSettings(**hf_config_of(module, tokenizer))
 
     def __call__(self, tokens, segment_ids=None, positions=None) -> jax.Array:
@@ -128,6 +131,7 @@ class CompatModel(ModelMethods):
             full_finetuning=True,
             random_state=self.random_state,
             packing=self.packing,
+            fast=self.fast,
         )
 
     def generate(
@@ -396,6 +400,7 @@ class FastLanguageModel:
             full_finetuning=full_finetuning,
             random_state=random_state,
             packing=packing,
+            fast=True,
         )
         return model, tokenizer
 
@@ -463,6 +468,7 @@ class FastLanguageModel:
             adapter=adapter,
             random_state=random_state,
             packing=model.packing,
+            fast=model.fast,
         )
 
     @staticmethod

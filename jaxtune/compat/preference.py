@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtune.compat.arguments import choose
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.rows import columns_of
-from jaxtune.compat.settings import SFTConfig, given_arguments
+from jaxtune.compat.settings import SFTConfig, quantised_by, settled
 from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAINER
 from jaxtune.compat.trainer import SFTTrainer
 from jaxtune.compat.transformers_names import loaded
@@ -38,60 +38,64 @@ class PreferenceConfig(SFTConfig):
     more argument, whose default some of them change. An argument that is not a field is accepted if it has no effect
     here, or has a value that changes nothing; any other raises ValueError."""
 
-    disable_dropout: bool = True  # True: the adapter's dropout is turned off; False: it is used
+    disable_dropout: bool  # True: the adapter's dropout is turned off; False: it is used
 
 
 @dataclasses.dataclass(init=False)
 class DPOConfig(PreferenceConfig):
-    """The arguments of a DPOTrainer: TRL's DPOConfig, where the fields of SFTConfig have Unsloth's defaults."""
+    """The arguments of a DPOTrainer: TRL's DPOConfig."""
 
+    section = "dpo"  # of the tables of defaults
     table = DPO  # the arguments that are not fields: without effect here, or refused
 
     # the factor of the log-ratios to the reference model; with "ipo" their difference is to be 1 / (2 beta)
-    beta: float = 0.1
+    beta: float
     loss_type: str | Sequence[str] = "sigmoid"  # "sigmoid", "hinge" or "ipo", or a list with one of them
     # True: the reference's log-probabilities are computed once before the run; False: in every step
-    precompute_ref_log_probs: bool = False
+    precompute_ref_log_probs: bool
     max_prompt_length: int | None = None  # prompts lose their first tokens over it; None: they are not cut
 
 
 @dataclasses.dataclass(init=False)
 class ORPOConfig(PreferenceConfig):
-    """The arguments of an ORPOTrainer: TRL's ORPOConfig, where the fields of SFTConfig have Unsloth's defaults."""
+    """The arguments of an ORPOTrainer: TRL's ORPOConfig."""
 
+    section = "orpo"  # of the tables of defaults
     table = ORPO  # the arguments that are not fields: without effect here, or refused
 
     # the factor of the odds-ratio term, which is added to the cross-entropy of the prompt and the chosen answer
-    beta: float = 0.1
+    beta: float
     max_prompt_length: int | None = None  # as DPOConfig's, of texts that are longer than a row
 
 
 @dataclasses.dataclass(init=False)
 class KTOConfig(PreferenceConfig):
-    """The arguments of a KTOTrainer: TRL's KTOConfig, where the fields of SFTConfig have Unsloth's defaults. Rows are
+    """The arguments of a KTOTrainer: TRL's KTOConfig. Rows are
     trained on in the given order, and train_sampling_strategy must be "sequential", because each row also gets the
     answer of another row of its micro-batch."""
 
+    section = "kto"  # of the tables of defaults
     table = KTO  # the arguments that are not fields: without effect here, or refused
     orders = {"sequential": "given"}  # {value of train_sampling_strategy: TokenDataset's name for that order}
 
-    train_sampling_strategy: str = "sequential"
-    beta: float = 0.1  # the factor of the log-ratios to the reference model
-    desirable_weight: float = 1.0  # the factor of the loss of rows with label True
-    undesirable_weight: float = 1.0  # the factor of the loss of rows with label False
+    train_sampling_strategy: str
+    beta: float  # the factor of the log-ratios to the reference model
+    desirable_weight: float  # the factor of the loss of rows with label True
+    undesirable_weight: float  # the factor of the loss of rows with label False
     # True: the reference's log-probabilities are computed once before the run; False: in every step
-    precompute_ref_log_probs: bool = False
+    precompute_ref_log_probs: bool
     max_prompt_length: int | None = None  # as DPOConfig's, of texts that are longer than a row
 
 
 @dataclasses.dataclass(init=False)
 class RewardConfig(PreferenceConfig):
-    """The arguments of a RewardTrainer: TRL's RewardConfig, where the fields of SFTConfig have Unsloth's defaults."""
+    """The arguments of a RewardTrainer: TRL's RewardConfig."""
 
+    section = "reward"  # of the tables of defaults
     table = REWARD  # the arguments that are not fields: without effect here, or refused
 
     # the factor of the squared sum of a pair's two rewards, which is added to the loss; None: it is not added
-    center_rewards_coefficient: float | None = None
+    center_rewards_coefficient: float | None
 
 
 def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
@@ -337,7 +341,9 @@ class RewardTrainer(PreferenceTrainer):
 
     def __init__(self, model: CompatModel | str | os.PathLike, args: Any = None, *others: Any, **arguments: Any):
         if isinstance(model, str | os.PathLike):
-            model = loaded(os.fspath(model), given_arguments(args, RewardConfig), arguments.get("peft_config") is None)
+            found = settled(args, RewardConfig, model)
+            quantised_by(found, arguments, model)
+            model = loaded(os.fspath(model), found, arguments.get("peft_config") is None)
         if isinstance(model, CompatModel) and model.module.config.head.is_text:
             if model.has_adapter:
                 raise ValueError(
