@@ -29,6 +29,8 @@ from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.objectives.kto import mismatched_in_groups
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.preference import Pairs
 from jaxtune.train.trainer import Trainer
 
 
@@ -115,22 +117,6 @@ def trained_before(module: Decoder) -> bool:
     RLOOTrainer (unless beta is 0) keep a copy of the adapter as the reference."""
     loras = [matrix.lora for _, matrix in matrices(module) if matrix.lora is not None]
     return any(bool(lora.b[...].any()) for lora in loras)
-
-
-def _with_short_prompts(data: PairDataset, most: int, all_prompts: bool) -> PairDataset:
-    """Pairs whose prompts have lost their first tokens, up to `most`; all_prompts: also where the longer text of the
-    pair fits a row."""
-    documents = data.documents
-    begins = np.array(
-        [int(np.argmax(mask)) if mask.any() else 0 for mask in (documents[n].mask for n in range(len(documents)))],
-        np.int64,
-    )
-    over = np.maximum(begins - most, 0)
-    if not all_prompts:
-        longest = np.asarray(documents.lengths).reshape(-1, 2).max(1).repeat(2)
-        over = np.where(longest > data.length, over, 0)
-    cut = dataclasses.replace(documents, starts=documents.starts + over, lengths=documents.lengths - over)
-    return dataclasses.replace(data, documents=cut)
 
 
 class PreferenceTrainer(SFTTrainer):
@@ -220,16 +206,34 @@ class PreferenceTrainer(SFTTrainer):
     @functools.cached_property
     def _prepared(self) -> Trainer:
         """SFTTrainer's, with prompts that max_prompt_length cuts."""
-        made, most = SFTTrainer._prepared.func(self), getattr(self.args, "max_prompt_length", None)
-        if most is None or not isinstance(made.train_data, PairDataset):
-            return made
-        before, rows = made.train_data, _with_short_prompts(made.train_data, most, self.cuts_all_prompts)
-        held_out = made.eval_data
-        if isinstance(held_out, PairDataset):
-            held_out = _with_short_prompts(held_out, most, self.cuts_all_prompts)
-        if short := int((rows.documents.lengths < before.documents.lengths).reshape(-1, 2).any(1).sum()):
+        config, most = self.config(prepared=False), getattr(self.args, "max_prompt_length", None)
+        rows: list[Any] = [self._train_rows(), self._rows.get("eval")]
+        if most is not None:
+            objective, size = objective_of(config), self.model.module.config.vocab_size
+            assert isinstance(objective, Pairs)
+            rows = [
+                data
+                if data is None
+                else self._with_short_prompts(
+                    objective.prepare(data, self.tokenizer, config.data, vocab_size=size, max_rows=None), most
+                )
+                for data in rows
+            ]
+        return Trainer(self._to_train(), self.tokenizer, config, *rows)
+
+    def _with_short_prompts(self, data: PairDataset, most: int) -> PairDataset:
+        """Pairs whose prompts have lost their first tokens, up to `most`."""
+        documents = data.documents
+        begins = np.array([np.argmax(documents[n].mask) for n in range(len(documents)) if len(documents[n].mask)])
+        over = np.zeros(len(documents), np.int64)
+        over[np.asarray(documents.lengths) > 0] = np.maximum(begins - most, 0)
+        if not self.cuts_all_prompts:
+            longest = np.asarray(documents.lengths).reshape(-1, 2).max(1).repeat(2)
+            over = np.where(longest > data.length, over, 0)
+        if short := int((over.reshape(-1, 2) > 0).any(1).sum()):
             say(f"{type(self).__name__}: max_prompt_length = {most}: {short:,} prompts lose their first tokens")
-        return Trainer(self._to_train(), self.tokenizer, self.config(prepared=False), rows, held_out)
+        cut = dataclasses.replace(documents, starts=documents.starts + over, lengths=documents.lengths - over)
+        return dataclasses.replace(data, documents=cut)
 
     def _train_on(self) -> str:
         """Those of the answers. (ORPO's cross-entropy counts the prompt all the same.)"""
