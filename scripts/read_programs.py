@@ -1,7 +1,7 @@
 """Writes jaxtune/convert/schemas/PROGRAM.json: every key of another program's config with its default, read from the
 syntax trees of its wheel, of which nothing is imported or run.
 
-    python scripts/read_programs.py FOLDER   # with axolotl-*.whl, llamafactory-*.whl, trl-*.whl, transformers-*.whl
+    python scripts/read_programs.py FOLDER   # with axolotl-*.whl, llamafactory-*, trl-*, transformers-*, unsloth-*
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 
 # For each program the classes of its config by module, nearest base first; and classes of nested mappings by key.
 AXOLOTL = "axolotl/utils/schemas/"
+TRAINING = ("transformers", "transformers/training_args.py", "TrainingArguments")
+BASE = [("trl", "trl/trainer/base_config.py", "_BaseConfig"), TRAINING]
 PROGRAMS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
     "axolotl": {
         "": [
@@ -51,7 +53,7 @@ PROGRAMS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
             }.items()
             for name in names.split()
         ]
-        + [("transformers", "transformers/training_args.py", "TrainingArguments")],
+        + [TRAINING],
     },
     "trl": {
         "": [
@@ -62,8 +64,7 @@ PROGRAMS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
         **{
             trainer: [
                 ("trl", f"trl/trainer/{trainer}_config.py", name),
-                ("trl", "trl/trainer/base_config.py", "_BaseConfig"),
-                ("transformers", "transformers/training_args.py", "TrainingArguments"),
+                *BASE,
             ]
             for trainer, name in {
                 "sft": "SFTConfig",
@@ -76,7 +77,20 @@ PROGRAMS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
         },
         "datasets": [("trl", "trl/scripts/utils.py", "DatasetConfig")],
     },
+    # Configs of scripts alone.
+    "trl_scripts": {
+        "training_arguments": [TRAINING],
+        "distillation": [("trl", "trl/trainer/distillation_config.py", "DistillationConfig"), *BASE],
+        "cpo": [("trl", "trl/experimental/cpo/cpo_config.py", "CPOConfig"), *BASE],
+        "orpo": [("trl", "trl/experimental/orpo/orpo_config.py", "ORPOConfig"), *BASE],
+        "gkd": [
+            ("trl", "trl/experimental/gkd/gkd_config.py", "GKDConfig"),
+            ("trl", "trl/trainer/sft_config.py", "SFTConfig"),
+            *BASE,
+        ],
+    },
 }
+UNSLOTH = "unsloth/models/rl.py"  # the function that rewrites TRL's configs
 
 
 def fields(source: str, name: str) -> dict[str, object]:
@@ -112,6 +126,35 @@ def _constant(value: ast.expr | None) -> object:
         return None
 
 
+def replaced(source: str) -> dict[str, dict[str, object]]:
+    """{section, "" for all: {argument: the default that Unsloth gives it in TRL's configs}}; None where Unsloth only
+    marks that the script says nothing. Of branches by version that for the newest counts."""
+    found: dict[str, dict[str, object]] = {}
+
+    def of(statements: list[ast.stmt], section: str) -> None:
+        for statement in statements:
+            match statement:
+                case ast.Assign(targets=[ast.Name(id="replacements")], value=ast.Dict(keys=keys, values=values)):
+                    names = [ast.literal_eval(key) for key in keys if key is not None]
+                    found.setdefault(section, {}).update(zip(names, map(_constant, values), strict=True))
+                case ast.Assign(
+                    targets=[ast.Subscript(value=ast.Name(id="replacements"), slice=ast.Constant(value=str(name)))],
+                    value=value,
+                ):
+                    found.setdefault(section, {})[name] = _constant(value)
+                case ast.If(
+                    test=ast.Compare(left=ast.Name(id="trainer_file"), comparators=[ast.Constant(value=str(file))])
+                ):
+                    of(statement.body, file.removesuffix("_trainer"))
+                case ast.If():
+                    of(statement.body, section)
+
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and "replacements" in ast.unparse(node):
+            of(node.body, "")
+    return found
+
+
 def read(wheels: Iterable[Path]) -> dict[str, dict[str, object]]:
     """{program: {"versions": {wheel: version}, "keys": {section: {key: default}}}}."""
     paths = {path.name.split("-")[0]: path for path in wheels}
@@ -127,6 +170,10 @@ def read(wheels: Iterable[Path]) -> dict[str, dict[str, object]]:
                     source = archive.read(module).decode()
                 keys[section] = {**fields(source, name), **keys[section]}
         programs[program] = {"versions": used, "keys": keys}
+    wheel = paths["unsloth"]
+    with zipfile.ZipFile(wheel) as archive:
+        keys = replaced(archive.read(UNSLOTH).decode())
+    programs["unsloth"] = {"versions": {"unsloth": wheel.name.split("-")[1]}, "keys": keys}
     return programs
 
 

@@ -59,9 +59,9 @@ case "$folder" in
     # its client, math-verify for rewards with it.
     pip --constraint constraints.txt torch peft trl bitsandbytes jax-triton wandb trackio lm-eval compressed-tensors openai \
         math-verify
-    # Programs whose configs jaxtune converts: their keys are read from these files, and nothing of them is installed.
+    # Programs whose configs jaxtune reads: their keys and defaults are read from these files, and nothing of them is installed.
     "$folder/bin/python" -m pip --disable-pip-version-check download -qq --retries 10 --no-deps -d "$folder/wheels" \
-        axolotl==0.21.0 llamafactory==0.9.5 trl==1.16.0 transformers==5.24.0
+        axolotl==0.21.0 llamafactory==0.9.5 trl==1.16.0 transformers==5.24.0 unsloth==2026.10.9
     ;;
 *-aot)
     # XLA's GPU compiler without its CUDA libraries: it compiles for a GPU that is not there.

@@ -33,6 +33,7 @@ from jaxtune.compat import (
     measures,
     train_on_responses_only,
 )
+from jaxtune.compat.seeds import begin_at, next_seed
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import stored_in
 from jaxtune.models.lora import linears
@@ -89,7 +90,7 @@ def test_a_script_for_unsloth_runs(folder, tmp_path, monkeypatch):
     from tests import compat_script  # which runs it
 
     names = vars(compat_script)
-    assert names["supervised"] == "I am a bot.<|im_end|>"
+    assert names["supervised"] == "I am a bot.<|im_end|>\n"
     stats, history = names["trainer_stats"], names["trainer"].state.log_history
     assert stats.global_step == 12 and stats.metrics["train_runtime"] > 0
     losses = [line["loss"] for line in history]
@@ -271,10 +272,10 @@ CONVERSED = [
             "messages",
             "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\nI am a bot.<|im_end|>\n",
         ),
-        (rows(1), dict(assistant_only_loss=True), "messages", "I am a bot.<|im_end|>"),
+        (rows(1), dict(assistant_only_loss=True), "messages", "I am a bot.<|im_end|>\n"),
         (PROMPTED, {}, "prompt_completion", " I am a bot.<|im_end|>"),
-        (CONVERSED, {}, "prompt_completion", "I am a bot.<|im_end|>"),
-        (CONVERSED, dict(assistant_only_loss=True), "prompt_completion", "I am a bot.<|im_end|>"),
+        (CONVERSED, {}, "prompt_completion", "I am a bot.<|im_end|>\n"),
+        (CONVERSED, dict(assistant_only_loss=True), "prompt_completion", "I am a bot.<|im_end|>\n"),
         (PROMPTED, dict(completion_only_loss=False), "prompt_completion", "Who are you? I am a bot.<|im_end|>"),
     ],
 )
@@ -289,7 +290,7 @@ def test_what_is_trained_on(folder, tmp_path, dataset, settings, form, supervise
 def test_responses_only_by_markers_of_the_template(folder, tmp_path):
     trainer = train_on_responses_only(trainer_of(folder, tmp_path))
     labels = trainer.train_dataset[1]["labels"]
-    assert trainer.tokenizer.decode([token for token in labels if token != -100]) == "It is blue.<|im_end|>"
+    assert trainer.tokenizer.decode([token for token in labels if token != -100]) == "It is blue.<|im_end|>\n"
     for one, other in (("instruction_part", "response_part"), ("response_part", "instruction_part")):
         with pytest.raises(ValueError, match=f"train_on_responses_only: {other} = None: give both parts, or neither"):
             train_on_responses_only(trainer, **{one: "x"})
@@ -323,8 +324,7 @@ def test_full_finetuning_and_evaluation(folder, tmp_path):
     assert trainer.evaluate()["eval_loss"] < first
     assert model.module is not before and model.module.embedding.weight.get_value().dtype == jnp.float32
     assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == [2]
-    with pytest.raises(ValueError, match="holds the checkpoints of a run: pass resume_from_checkpoint=True"):
-        trainer.train()
+    assert trainer.train().global_step == 3  # once more, from these weights
     model.save_pretrained_merged(tmp_path / "merged", model.tokenizer)
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     model.save_pretrained(tmp_path / "whole")
@@ -377,10 +377,14 @@ def test_generate_takes_what_generation_config_says(folder):
 
     def by(given=None, **said):
         module.source = dataclasses.replace(module.source, generation_config=json.dumps(said))
+        begin_at(5)
         return model.generate([prompt], max_new_tokens=24, eos_token_id=[], **(given or {}))[0, 4:].tolist()
 
+    begin_at(5)
+    seed = next_seed()
+
     def wanted(**settings):
-        return jaxtune.generate(module, [prompt], 24, seed=model.random_state, eos_token_ids=[], **settings)[0]
+        return jaxtune.generate(module, [prompt], 24, seed=seed, eos_token_ids=[], **settings)[0]
 
     greedy, hot = wanted(), dict(do_sample=True, temperature=3.0, top_k=7, min_p=None)
     assert by() == by(dict(do_sample=False), **hot) == by(dict(temperature=0), **hot) == greedy

@@ -2,9 +2,9 @@
 
     from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
 
-Argument names and defaults are those of unsloth 2026.10 and trl 1.16 as Unsloth sets them. An argument is followed; or
-it has no effect here, which is printed as one line; or it is an error that says what to use instead. The page
-"Arguments of other libraries" lists all of them.
+Argument names are those of unsloth 2026.10 and trl 1.16; defaults are Unsloth's where FastLanguageModel made the model,
+else TRL's, and transformers' of TrainingArguments. An argument is followed; or it has no effect here, which is printed
+as one line; or it is an error that says what to use instead. The page "Arguments of other libraries" lists all of them.
 
 jaxtune's modules are values: training returns a new one. These scripts expect `model` itself to change, so their model
 is a `CompatModel`, which refers to the current module. `SFTTrainer.train` puts the trained module into it, so everybody
@@ -14,10 +14,13 @@ UnslothTrainer and UnslothTrainingArguments are other names of SFTTrainer and SF
 not exist here raises ImportError, which says what to use instead.
 """
 
+import difflib
 from typing import Any
 
+from jaxtune.compat import rewards
 from jaxtune.compat.adapters import LoraConfig
 from jaxtune.compat.callbacks import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from jaxtune.compat.command_line import HfArgumentParser, TrlParser
 from jaxtune.compat.distilled import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer
 from jaxtune.compat.measures import EvalPrediction
 from jaxtune.compat.model import CompatModel, FastLanguageModel, FastModel, is_bfloat16_supported
@@ -40,20 +43,40 @@ from jaxtune.compat.preference import (
     RewardTrainer,
 )
 from jaxtune.compat.rewarded import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, generate_rollout_completions
+from jaxtune.compat.scripts import (
+    DatasetConfig,
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    clone_chat_template,
+    get_dataset,
+    get_kbit_device_map,
+    get_peft_config,
+    get_quantization_config,
+)
+from jaxtune.compat.seeds import set_seed
 from jaxtune.compat.settings import SFTConfig, TrainingArguments
 from jaxtune.compat.texts import get_chat_template, setup_chat_format, standardize_data_formats, standardize_sharegpt
 from jaxtune.compat.trainer import SFTTrainer, train_on_responses_only
-from jaxtune.compat.transformers_names import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from jaxtune.compat.transformers_names import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
 from jaxtune.compat.vllm_names import SamplingParams
 
 UnslothTrainer, UnslothTrainingArguments = SFTTrainer, SFTConfig
 
 __all__ = [
     "AutoModelForCausalLM",
+    "AutoModelForSequenceClassification",
     "AutoPeftModelForCausalLM",
     "AutoTokenizer",
     "BitsAndBytesConfig",
     "CompatModel",
+    "DatasetConfig",
+    "DatasetMixtureConfig",
     "DPOConfig",
     "DPOTrainer",
     "DistillationConfig",
@@ -66,9 +89,11 @@ __all__ = [
     "GKDTrainer",
     "GRPOConfig",
     "GRPOTrainer",
+    "HfArgumentParser",
     "KTOConfig",
     "KTOTrainer",
     "LoraConfig",
+    "ModelConfig",
     "ORPOConfig",
     "ORPOTrainer",
     "PatchDPOTrainer",
@@ -77,6 +102,7 @@ __all__ = [
     "RLOOTrainer",
     "RewardConfig",
     "RewardTrainer",
+    "ScriptArguments",
     "SFTConfig",
     "SFTTrainer",
     "SamplingParams",
@@ -85,13 +111,21 @@ __all__ = [
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "TrlParser",
     "UnslothTrainer",
     "UnslothTrainingArguments",
+    "clone_chat_template",
     "generate_rollout_completions",
     "get_chat_template",
+    "get_dataset",
+    "get_kbit_device_map",
+    "get_peft_config",
     "get_peft_model",
+    "get_quantization_config",
     "is_bfloat16_supported",
     "prepare_model_for_kbit_training",
+    "rewards",
+    "set_seed",
     "setup_chat_format",
     "standardize_data_formats",
     "standardize_sharegpt",
@@ -107,23 +141,38 @@ _ELSEWHERE = {
     "PPOTrainer": "use GRPOTrainer or RLOOTrainer, which need no value model",
     "Trainer": "use SFTTrainer, whose rows need not be tokenised before",
     "PeftConfig": "use LoraConfig, or PeftModel.from_pretrained, which reads the adapter's own",
-    "AutoModelForSequenceClassification": "use RewardTrainer with the model's name",
     "AutoModelForSeq2SeqLM": "a causal language model is what can be trained",
-    "HfArgumentParser": "import it from transformers",
-    "TrlParser": "use argparse, or a recipe of jaxtune.train, whose keys are command-line options",
     "TextStreamer": "import it from transformers",
     "DataCollatorForSeq2Seq": "import it from transformers, or leave data_collator out: rows are padded already",
     "DataCollatorForLanguageModeling": "leave data_collator out: rows are packed or padded already",
+    "get_logger": "use logging.getLogger(__name__)",
+    "init_zero_verbose": "leave the call out",
+    "create_reference_model": "leave ref_model out: the reference is the model with its adapter off",
+    "RichProgressCallback": "leave it out: the run shows its progress",
+    "LogCompletionsCallback": "use log_completions of GRPOConfig",
+    "get_training_chat_template": "leave it out: which tokens an answer has is found without marks in the template",
+    "is_conversational": "leave it out: the format of rows is found by their columns",
+    "maybe_apply_chat_template": "leave it out: trainers apply the tokenizer's template",
+    "maybe_extract_prompt": "leave it out: trainers find the prompt that both answers begin with",
+    "maybe_unpair_preference_dataset": "rows of KTOTrainer have completion and label",
+    "unpair_preference_dataset": "rows of KTOTrainer have completion and label",
+    "pack_dataset": "use packing=True of SFTConfig",
+    "CPOConfig": "use jaxtune.train with objective=simpo",
     "DataCollatorForCompletionOnlyLM": "use train_on_responses_only, or completion_only_loss of SFTConfig",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Called by Python for a name that the package does not define, as in `from jaxtune.compat import PPOTrainer`:
-    raises ImportError, which says what to use instead or lists the names that exist. For a name that begins with two
-    underscores it raises AttributeError, as Python expects. hasattr therefore raises ImportError for another missing
-    name instead of returning False."""
+    """Raises ImportError for a name that is not here, which says what to use instead or the nearest names; so hasattr
+    raises too. AttributeError for names with two underscores, as Python expects."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    hint = _ELSEWHERE.get(name, f"there are: {', '.join(__all__)}")
-    raise ImportError(f"jaxtune.compat has no {name}: {hint}")
+    raise ImportError(f"jaxtune.compat has no {name}: {_ELSEWHERE.get(name) or _near(name)}")
+
+
+def _near(name: str) -> str:
+    known = {one.lower(): one for one in __all__}
+    near = [known[one] for one in difflib.get_close_matches(name.lower(), known, 3, 0.7)]
+    if near:
+        return f"the nearest are {', '.join(near)}"
+    return "import it from where the script has it, if it needs no torch model; docs/compat.md lists what is here"

@@ -17,7 +17,7 @@ from jaxtune.compat.arguments import tell
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer
 from jaxtune.compat.rows import columns_of
-from jaxtune.compat.settings import SFTConfig, given_arguments
+from jaxtune.compat.settings import SFTConfig, quantised_by, settled
 from jaxtune.compat.tables import DISTILLATION, DISTILLATION_TRAINER, GKD
 from jaxtune.compat.trainer import SFTTrainer
 from jaxtune.compat.transformers_names import load_plain, loaded
@@ -35,44 +35,44 @@ class DistilledConfig(PreferenceConfig):
     """The base class of DistillationConfig and GKDConfig: the arguments that they share, under TRL's names, beside
     those of SFTConfig and disable_dropout, which is True in GKDConfig and False in DistillationConfig."""
 
-    teacher_model_name_or_path: str | None = None  # the teacher, if the trainer's argument teacher_model is None
+    teacher_model_name_or_path: str | None  # the teacher, if the trainer's argument teacher_model is None
     # transformers' arguments of from_pretrained for a teacher that is given by a name, such as quantization_config
-    teacher_model_init_kwargs: Mapping[str, object] | None = None
-    beta: float = 1.0  # the divergence: 0 forward KL, 1 reverse KL, between them the generalised Jensen-Shannon one
-    temperature: float = 1.0  # divides the logits when answers are sampled; DistillationConfig: in the loss, too
+    teacher_model_init_kwargs: Mapping[str, object] | None
+    beta: float  # the divergence: 0 forward KL, 1 reverse KL, between them the generalised Jensen-Shannon one
+    temperature: float  # divides the logits when answers are sampled; DistillationConfig: in the loss, too
 
 
 @dataclasses.dataclass(init=False)
 class DistillationConfig(DistilledConfig):
-    """The arguments of a DistillationTrainer: TRL's DistillationConfig. The fields that are defined here and in
-    DistilledConfig have TRL's defaults, and those that are inherited from SFTConfig have Unsloth's. An update trains on
+    """The arguments of a DistillationTrainer: TRL's DistillationConfig. An update trains on
     per_device_train_batch_size * gradient_accumulation_steps answers."""
 
+    section = "distillation"  # of the tables of defaults
     table = DISTILLATION  # the arguments that are not fields: without effect here, or refused
 
-    learning_rate: float = 1e-6
-    disable_dropout: bool = False  # True: the adapter's dropout is turned off; False: it is used
-    max_completion_length: int = 512  # the most tokens of a sampled answer
+    learning_rate: float
+    disable_dropout: bool  # True: the adapter's dropout is turned off; False: it is used
+    max_completion_length: int  # the most tokens of a sampled answer
     # How answers are sampled; the defaults change nothing.
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
+    top_p: float
+    top_k: int
+    min_p: float | None
+    repetition_penalty: float
     chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the chat template, data.template_arguments
 
 
 @dataclasses.dataclass(init=False)
 class GKDConfig(DistilledConfig):
-    """The arguments of a GKDTrainer: TRL's GKDConfig. The fields that are defined here and in DistilledConfig have
-    TRL's defaults, and those that are inherited from SFTConfig have Unsloth's. The temperature divides the logits only
+    """The arguments of a GKDTrainer: TRL's GKDConfig. The temperature divides the logits only
     when answers are sampled, and not in the loss, as in TRL."""
 
+    section = "gkd"  # of the tables of defaults
     table = GKD  # the arguments that are not fields: without effect here, or refused
 
-    temperature: float = 0.9  # divides the logits when answers are sampled
-    lmbda: float = 0.5  # the probability that a row's answer is sampled from the student
-    beta: float = 0.5  # the divergence, as in DistilledConfig: here half way between forward and reverse KL
-    max_new_tokens: int = 128  # the most tokens of a sampled answer
+    temperature: float  # divides the logits when answers are sampled
+    lmbda: float  # the probability that a row's answer is sampled from the student
+    beta: float  # the divergence, as in DistilledConfig: here half way between forward and reverse KL
+    max_new_tokens: int  # the most tokens of a sampled answer
 
 
 class DistilledTrainer(PreferenceTrainer):
@@ -107,7 +107,8 @@ class DistilledTrainer(PreferenceTrainer):
         processing_class: object = None,
         **others: object,
     ):
-        name, found = type(self).__name__, given_arguments(args, self.config_type)
+        name, found = type(self).__name__, settled(args, self.config_type, model)
+        quantised_by(found, others, model)
         if isinstance(model, str | os.PathLike):
             roomy = copy.copy(found)
             roomy.max_length = self._room(found)
@@ -197,7 +198,7 @@ class DistillationTrainer(DistilledTrainer):
     def _room(self, args: object) -> int:
         """Returns the tokens of the longest row that a student given by its name is loaded for: 512 for the prompt,
         plus max_completion_length of `args`, the script's config (512 if it has no such field)."""
-        return _USUAL_PROMPT + getattr(args, "max_completion_length", DistillationConfig.max_completion_length)
+        return _USUAL_PROMPT + getattr(args, "max_completion_length", _USUAL_PROMPT)
 
     def _drawing(self) -> dict[str, float | int]:
         """Returns the options of the config's section `objective` about sampling, {name: value}: on_policy is 1,

@@ -75,7 +75,7 @@ def require_own(output: Path) -> None:
             )
 
 
-def begun_anew(output: Path, overwrite: bool) -> bool:
+def replace_run(output: Path, overwrite: bool) -> bool:
     """Removes what an earlier run of a script left in `output`, output_dir, but its checkpoint-N folders, and says so;
     False: there was none. overwrite: also of a run that has not finished and could be continued.
 

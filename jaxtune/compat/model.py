@@ -23,7 +23,7 @@ from jaxtune.compat.model_methods import ModelMethods
 from jaxtune.compat.saves import MARK, require_free, save, saved_into
 from jaxtune.compat.seeds import begin_at, next_seed
 from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
-from jaxtune.compat.texts import without_torch
+from jaxtune.compat.texts import NumpyTensor, without_torch
 from jaxtune.compat.vllm_names import LoraRequest, RequestOutput, SamplingParams, fast_generate, load_lora
 from jaxtune.conversations.templates import asking_templates
 from jaxtune.conversations.tokenizing import with_beginning
@@ -71,6 +71,7 @@ class CompatModel(ModelMethods):
       full_finetuning: True: all weights train; False: only an adapter trains.
       random_state: the seed of an adapter from PEFT's get_peft_model; trainers use SFTConfig's seed.
       packing: the value of SFTConfig's packing if a script does not set it.
+      fast: whether a Fast class made it, so that a trainer's defaults are Unsloth's.
       config: the values of config.json as attributes. Setting one raises no error and has no effect.
     """
 
@@ -85,6 +86,7 @@ class CompatModel(ModelMethods):
         full_finetuning: bool = False,
         random_state: int = 3407,
         packing: bool = False,
+        fast: bool = False,
     ):
         self.module = module
         self.tokenizer = tokenizer
@@ -94,6 +96,7 @@ class CompatModel(ModelMethods):
         self.full_finetuning = full_finetuning
         self.random_state = random_state
         self.packing = packing
+        self.fast = fast
         self.config = ModelSettings(**hf_config_of(module, tokenizer))
 
     def __call__(self, tokens, segment_ids=None, positions=None) -> jax.Array:
@@ -131,6 +134,7 @@ class CompatModel(ModelMethods):
             full_finetuning=True,
             random_state=self.random_state,
             packing=self.packing,
+            fast=self.fast,
         )
 
     def generate(
@@ -148,7 +152,7 @@ class CompatModel(ModelMethods):
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
         **others: Any,
-    ) -> np.ndarray:
+    ) -> NumpyTensor:
         """transformers' generate: returns int32[B, T + new]: input_ids, and the new tokens, padded on the right with
         pad_token_id (None: the tokenizer's). input_ids: int[B, T], padded on either side, or a tokenizer's result, a
         mapping. attention_mask: 0 at padding; None: there is none. At most max_new_tokens are generated, up to an
@@ -204,7 +208,7 @@ class CompatModel(ModelMethods):
         pad = next(token for token in pads if token is not None)
         width = max(map(len, new))
         tail = np.array([row + [pad] * (width - len(row)) for row in new], np.int32)
-        return np.concatenate([ids.astype(np.int32), tail], axis=1)
+        return np.concatenate([ids.astype(np.int32), tail], axis=1).view(NumpyTensor)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
         """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer. What a
@@ -399,6 +403,7 @@ class FastLanguageModel:
             full_finetuning=full_finetuning,
             random_state=random_state,
             packing=packing,
+            fast=True,
         )
         return model, tokenizer
 
@@ -466,6 +471,7 @@ class FastLanguageModel:
             adapter=adapter,
             random_state=random_state,
             packing=model.packing,
+            fast=model.fast,
         )
 
     @staticmethod

@@ -47,6 +47,7 @@ def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) ->
         adapter=adapter,
         random_state=model.random_state,
         packing=model.packing,
+        fast=model.fast,
     )
 
 

@@ -5,16 +5,18 @@ that of the two trainers with a reference model. PatchDPOTrainer, Unsloth's, doe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from jaxtune.compat.arguments import choose
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.rows import columns_of
-from jaxtune.compat.settings import SFTConfig, given_arguments
+from jaxtune.compat.settings import SFTConfig, quantised_by, settled
 from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAINER
 from jaxtune.compat.trainer import SFTTrainer
 from jaxtune.compat.transformers_names import loaded
@@ -27,6 +29,9 @@ from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.objectives.kto import mismatched_in_groups
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.preference import Pairs
+from jaxtune.train.trainer import Trainer
 
 
 @dataclasses.dataclass(init=False)
@@ -35,57 +40,64 @@ class PreferenceConfig(SFTConfig):
     more argument, whose default some of them change. An argument that is not a field is accepted if it has no effect
     here, or has a value that changes nothing; any other raises ValueError."""
 
-    disable_dropout: bool = True  # True: the adapter's dropout is turned off; False: it is used
+    disable_dropout: bool  # True: the adapter's dropout is turned off; False: it is used
 
 
 @dataclasses.dataclass(init=False)
 class DPOConfig(PreferenceConfig):
-    """The arguments of a DPOTrainer: TRL's DPOConfig, where the fields of SFTConfig have Unsloth's defaults."""
+    """The arguments of a DPOTrainer: TRL's DPOConfig."""
 
+    section = "dpo"  # of the tables of defaults
     table = DPO  # the arguments that are not fields: without effect here, or refused
 
     # the factor of the log-ratios to the reference model; with "ipo" their difference is to be 1 / (2 beta)
-    beta: float = 0.1
+    beta: float
     loss_type: str | Sequence[str] = "sigmoid"  # "sigmoid", "hinge" or "ipo", or a list with one of them
     # True: the reference's log-probabilities are computed once before the run; False: in every step
-    precompute_ref_log_probs: bool = False
+    precompute_ref_log_probs: bool
+    max_prompt_length: int | None = None  # prompts lose their first tokens over it; None: they are not cut
 
 
 @dataclasses.dataclass(init=False)
 class ORPOConfig(PreferenceConfig):
-    """The arguments of an ORPOTrainer: TRL's ORPOConfig, where the fields of SFTConfig have Unsloth's defaults."""
+    """The arguments of an ORPOTrainer: TRL's ORPOConfig."""
 
+    section = "orpo"  # of the tables of defaults
     table = ORPO  # the arguments that are not fields: without effect here, or refused
 
     # the factor of the odds-ratio term, which is added to the cross-entropy of the prompt and the chosen answer
-    beta: float = 0.1
+    beta: float
+    max_prompt_length: int | None = None  # as DPOConfig's, of texts that are longer than a row
 
 
 @dataclasses.dataclass(init=False)
 class KTOConfig(PreferenceConfig):
-    """The arguments of a KTOTrainer: TRL's KTOConfig, where the fields of SFTConfig have Unsloth's defaults. Rows are
+    """The arguments of a KTOTrainer: TRL's KTOConfig. Rows are
     trained on in the given order, and train_sampling_strategy must be "sequential", because each row also gets the
     answer of another row of its micro-batch."""
 
+    section = "kto"  # of the tables of defaults
     table = KTO  # the arguments that are not fields: without effect here, or refused
     orders = {"sequential": "given"}  # {value of train_sampling_strategy: TokenDataset's name for that order}
 
-    train_sampling_strategy: str = "sequential"
-    beta: float = 0.1  # the factor of the log-ratios to the reference model
-    desirable_weight: float = 1.0  # the factor of the loss of rows with label True
-    undesirable_weight: float = 1.0  # the factor of the loss of rows with label False
+    train_sampling_strategy: str
+    beta: float  # the factor of the log-ratios to the reference model
+    desirable_weight: float  # the factor of the loss of rows with label True
+    undesirable_weight: float  # the factor of the loss of rows with label False
     # True: the reference's log-probabilities are computed once before the run; False: in every step
-    precompute_ref_log_probs: bool = False
+    precompute_ref_log_probs: bool
+    max_prompt_length: int | None = None  # as DPOConfig's, of texts that are longer than a row
 
 
 @dataclasses.dataclass(init=False)
 class RewardConfig(PreferenceConfig):
-    """The arguments of a RewardTrainer: TRL's RewardConfig, where the fields of SFTConfig have Unsloth's defaults."""
+    """The arguments of a RewardTrainer: TRL's RewardConfig."""
 
+    section = "reward"  # of the tables of defaults
     table = REWARD  # the arguments that are not fields: without effect here, or refused
 
     # the factor of the squared sum of a pair's two rewards, which is added to the loss; None: it is not added
-    center_rewards_coefficient: float | None = None
+    center_rewards_coefficient: float | None
 
 
 def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
@@ -124,6 +136,7 @@ class PreferenceTrainer(SFTTrainer):
     }
     form = PREFERENCE  # the name of the rows' format
     trained = "completion"  # data.train_on
+    cuts_all_prompts = False  # whether max_prompt_length is of all prompts, or of texts longer than a row
     columns: tuple[str, ...] = ("chosen", "rejected")  # the columns that rows must have
 
     def __init__(self, *args: Any, **arguments: Any):
@@ -190,19 +203,55 @@ class PreferenceTrainer(SFTTrainer):
             )
         return dataset, self.form
 
+    @functools.cached_property
+    def _prepared(self) -> Trainer:
+        """SFTTrainer's, with prompts that max_prompt_length cuts."""
+        config, most = self.config(prepared=False), getattr(self.args, "max_prompt_length", None)
+        rows: list[Any] = [self._train_rows(), self._rows.get("eval")]
+        if most is not None:
+            objective, size = objective_of(config), self.model.module.config.vocab_size
+            assert isinstance(objective, Pairs)
+            rows = [
+                data
+                if data is None
+                else self._with_short_prompts(
+                    objective.prepare(data, self.tokenizer, config.data, vocab_size=size, max_rows=None), most
+                )
+                for data in rows
+            ]
+        return Trainer(self._to_train(), self.tokenizer, config, *rows)
+
+    def _with_short_prompts(self, data: PairDataset, most: int) -> PairDataset:
+        """Pairs whose prompts have lost their first tokens, up to `most`."""
+        documents = data.documents
+        begins = np.array([np.argmax(documents[n].mask) for n in range(len(documents)) if len(documents[n].mask)])
+        over = np.zeros(len(documents), np.int64)
+        over[np.asarray(documents.lengths) > 0] = np.maximum(begins - most, 0)
+        if not self.cuts_all_prompts:
+            longest = np.asarray(documents.lengths).reshape(-1, 2).max(1).repeat(2)
+            over = np.where(longest > data.length, over, 0)
+        if short := int((over.reshape(-1, 2) > 0).any(1).sum()):
+            say(f"{type(self).__name__}: max_prompt_length = {most}: {short:,} prompts lose their first tokens")
+        cut = dataclasses.replace(documents, starts=documents.starts + over, lengths=documents.lengths - over)
+        return dataclasses.replace(data, documents=cut)
+
     def _train_on(self) -> str:
         """Those of the answers. (ORPO's cross-entropy counts the prompt all the same.)"""
         return self.trained
 
 
 class ReferencedTrainer(PreferenceTrainer):
-    """The base class of DPOTrainer and KTOTrainer, whose loss compares the model with a reference model. The reference
-    here is the model with its adapter off. The arguments are those of PreferenceTrainer. A model without an adapter has
-    no such reference, and train() and evaluate() raise ValueError.
+    """The base class of DPOTrainer and KTOTrainer, whose loss compares the model with a reference: the model with its
+    adapter off, or the model before its first step, if all its weights train.
 
     Raises:
       ValueError: the adapter has been trained before; TRL's reference would then be the model with that adapter.
     """
+
+    @property
+    def _precomputes(self) -> bool:
+        """Whether the reference's log-probabilities are computed once, before the first step."""
+        return self.args.precompute_ref_log_probs or not self.model.has_adapter
 
     def __init__(self, *args: Any, **arguments: Any):
         super().__init__(*args, **arguments)
@@ -227,6 +276,7 @@ class DPOTrainer(ReferencedTrainer):
     raise ValueError."""
 
     config_type = DPOConfig
+    cuts_all_prompts = True
 
     def _objective(self) -> ObjectiveConfig:
         """Returns the section `objective` of the run's config: the DPO loss with the script's beta, loss_type and
@@ -236,9 +286,7 @@ class DPOTrainer(ReferencedTrainer):
         if len(kinds) != 1:
             raise ValueError(f"DPOConfig: loss_type = {kinds!r}: several losses are not supported; give one")
         loss_type: Any = choose("DPOConfig", "loss_type", kinds[0], dict(sigmoid="sigmoid", hinge="hinge", ipo="ipo"))
-        return ObjectiveConfig(
-            "dpo", beta=args.beta, loss_type=loss_type, precompute_ref_log_probs=args.precompute_ref_log_probs
-        )
+        return ObjectiveConfig("dpo", beta=args.beta, loss_type=loss_type, precompute_ref_log_probs=self._precomputes)
 
 
 class ORPOTrainer(PreferenceTrainer):
@@ -277,8 +325,8 @@ class KTOTrainer(ReferencedTrainer):
     def _objective(self) -> ObjectiveConfig:
         """Returns the section `objective` of the run's config: the KTO loss with the script's beta, weights and
         precompute_ref_log_probs."""
-        names = ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs")
-        return ObjectiveConfig("kto", **{name: getattr(self.args, name) for name in names})
+        options = {name: getattr(self.args, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
+        return ObjectiveConfig("kto", **options, precompute_ref_log_probs=self._precomputes)
 
 
 class RewardTrainer(PreferenceTrainer):
@@ -297,7 +345,9 @@ class RewardTrainer(PreferenceTrainer):
 
     def __init__(self, model: CompatModel | str | os.PathLike, args: Any = None, *others: Any, **arguments: Any):
         if isinstance(model, str | os.PathLike):
-            model = loaded(os.fspath(model), given_arguments(args, RewardConfig), arguments.get("peft_config") is None)
+            found = settled(args, RewardConfig, model)
+            quantised_by(found, arguments, model)
+            model = loaded(os.fspath(model), found, arguments.get("peft_config") is None)
         if isinstance(model, CompatModel) and model.module.config.head.is_text:
             if model.has_adapter:
                 raise ValueError(

@@ -25,6 +25,19 @@ class TrainOutput:
     metrics: dict[str, float]
 
 
+class Accelerator:
+    """What scripts ask of accelerate's object: one process, which is the main one."""
+
+    is_main_process = is_local_main_process = True
+    num_processes, process_index = 1, 0
+
+    def print(self, *words: Any, **options: Any) -> None:
+        say(options.get("sep", " ").join(map(str, words)))
+
+    def wait_for_everyone(self) -> None:
+        """Nobody else is there."""
+
+
 def rows_report(name: str, trainer: Trainer) -> list[str]:
     """Returns lines about a run's rows, which train() prints before the first step: those that `jaxtune train` prints,
     and then further lines about what users of TRL may not expect: with packing=True, how it changes the number of

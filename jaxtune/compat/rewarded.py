@@ -23,7 +23,7 @@ from jaxtune.compat.callbacks import best_name
 from jaxtune.compat.completions import Completions
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
-from jaxtune.compat.settings import given_arguments, plain_value
+from jaxtune.compat.settings import plain_value, quantised_by, settled
 from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
 from jaxtune.compat.transformers_names import loaded
 from jaxtune.models.decoder import Decoder
@@ -81,79 +81,78 @@ _SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "no
 
 @dataclasses.dataclass(init=False)
 class RewardedConfig(PreferenceConfig):
-    """The arguments that GRPOConfig and RLOOConfig share, under TRL's names and with its defaults, beside those of
-    SFTConfig. per_device_train_batch_size counts answers, not prompts, as in TRL. Lengths are in tokens."""
+    """The arguments that GRPOConfig and RLOOConfig share, under TRL's names, beside those of SFTConfig.
+    per_device_train_batch_size counts answers, not prompts, as in TRL. Lengths are in tokens."""
 
-    learning_rate: float = 1e-6
-    disable_dropout: bool = False  # True: the adapter's dropout is turned off; False: it is used
-    num_generations: int = 8  # answers that are sampled to each prompt
-    # bounds rows at max_prompt_length + max_completion_length tokens, beside max_length and the model; None: only these
-    # do. A prompt that leaves no room for max_completion_length in a row is not cut, but refused
+    section = "grpo"  # of the tables of defaults
+    disable_dropout: bool  # True: the adapter's dropout is turned off; False: it is used
+    num_generations: int  # answers that are sampled to each prompt
+    # longer prompts lose their first tokens, also where max_length and the model leave less room beside
+    # max_completion_length; None: a prompt that leaves no room is refused
     max_prompt_length: int | None = None
-    max_completion_length: int = 512  # the most tokens of an answer
-    generation_batch_size: int | None = None  # answers that are sampled at once; None: steps_per_generation decides
-    steps_per_generation: int | None = None  # the same in micro-batches; None: the answers of one update
+    max_completion_length: int  # the most tokens of an answer
+    generation_batch_size: int | None  # answers that are sampled at once; None: steps_per_generation decides
+    steps_per_generation: int | None  # the same in micro-batches; None: the answers of one update
     # How answers are sampled; the defaults change nothing.
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = 0
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
+    temperature: float
+    top_p: float
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float
     chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the chat template, data.template_arguments
-    beta: float = 0.0  # the factor of the KL term; 0: there is none
-    num_iterations: int = 1  # how often each answer is trained on
-    epsilon: float = 0.2  # the ratio of probabilities is clipped below at 1 - epsilon (not with "cispo" and "sapo")
-    epsilon_high: float | None = None  # and above at 1 + epsilon_high ("cispo": at epsilon_high); None: epsilon's value
-    reward_weights: Sequence[float] | None = None  # a factor for each reward function; None: 1 for each
-    mask_truncated_completions: bool = False  # True: answers cut at max_completion_length do not count in the loss
+    beta: float  # the factor of the KL term; 0: there is none
+    num_iterations: int  # how often each answer is trained on
+    epsilon: float  # the ratio of probabilities is clipped below at 1 - epsilon (not with "cispo" and "sapo")
+    epsilon_high: float | None  # and above at 1 + epsilon_high ("cispo": at epsilon_high); None: epsilon's value
+    reward_weights: Sequence[float] | None  # a factor for each reward function; None: 1 for each
+    mask_truncated_completions: bool  # True: answers cut at max_completion_length do not count in the loss
     # True: each logged step prints answers of the latest generation, and sends them to W&B and trackio as tables.
     # rollouts.jsonl in output_dir has them in any case
-    log_completions: bool = False
-    num_completions_to_print: int | None = None  # None: all of the generation
-    log_unique_prompts: bool = False  # True: the tables have one answer to each prompt
+    log_completions: bool
+    num_completions_to_print: int | None  # None: all of the generation
+    log_unique_prompts: bool  # True: the tables have one answer to each prompt
 
 
 @dataclasses.dataclass(init=False)
 class GRPOConfig(RewardedConfig):
-    """The arguments of a GRPOTrainer, named as in TRL's GRPOConfig. Fields that SFTConfig has too have Unsloth's
-    defaults, except learning_rate; it and the others have TRL's. Fields with vllm_ in their name correct for the
+    """The arguments of a GRPOTrainer, named as in TRL's GRPOConfig. Fields with vllm_ in their name correct for the
     difference between the sampler's probabilities and the trainer's. The sampler is jaxtune's own: vLLM is not used."""
 
     table = GRPO  # the arguments that are not fields: without effect here, or refused
 
-    max_tool_calling_iterations: int | None = None  # the most rounds of tool calls in an answer; None: no limit
-    delta: float | None = None  # bounds the ratio from above in answers with negative advantage; None: no bound
-    loss_type: str = "dapo"  # "grpo", "dr_grpo", "dapo", "bnpo", "cispo" or "sapo"
-    importance_sampling_level: str = "token"  # a ratio for each "token", or one for each answer ("sequence")
-    multi_objective_aggregation: str = "sum_then_normalize"  # or "normalize_then_sum": how rewards become one
+    max_tool_calling_iterations: int | None  # the most rounds of tool calls in an answer; None: no limit
+    delta: float | None  # bounds the ratio from above in answers with negative advantage; None: no bound
+    loss_type: str  # "grpo", "dr_grpo", "dapo", "bnpo", "cispo" or "sapo"
+    importance_sampling_level: str  # a ratio for each "token", or one for each answer ("sequence")
+    multi_objective_aggregation: str  # or "normalize_then_sum": how rewards become one
     # advantages are divided by the standard deviation of the rewards: "group" or True: of the answers to a prompt;
     # "batch": of all answers sampled at once; "none" or False: they are not divided. Unused with "normalize_then_sum"
-    scale_rewards: str | bool = "group"
-    top_entropy_quantile: float = 1.0  # the share of tokens, those of largest entropy, that count in the loss
-    entropy_coef: float = 0.0  # the factor of the mean entropy, which is subtracted from the loss
+    scale_rewards: str | bool
+    top_entropy_quantile: float  # the share of tokens, those of largest entropy, that count in the loss
+    entropy_coef: float  # the factor of the mean entropy, which is subtracted from the loss
     # the slope of the sigmoid by which "sapo" clips ratios: for advantages of 0 or less, and for those above 0
-    sapo_temperature_neg: float = 1.05
-    sapo_temperature_pos: float = 1.0
-    use_bias_correction_kl: bool = True  # True: the KL term is multiplied by the ratio; False: it is not
+    sapo_temperature_neg: float
+    sapo_temperature_pos: float
+    use_bias_correction_kl: bool  # True: the KL term is multiplied by the ratio; False: it is not
     # True: the loss corrects for the sampler's probabilities, by the mode and within the bounds below; False: not
-    vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: str = "sequence_mask"  # or "token_mask", "token_truncate", "sequence_truncate"
+    vllm_importance_sampling_correction: bool
+    vllm_importance_sampling_mode: str  # or "token_mask", "token_truncate", "sequence_truncate"
     # bounds of the ratio of the trainer's probabilities to the sampler's; None: no bound
-    vllm_importance_sampling_clip_max: float | None = 3.0
-    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_clip_max: float | None
+    vllm_importance_sampling_clip_min: float | None
 
 
 @dataclasses.dataclass(init=False)
 class RLOOConfig(RewardedConfig):
-    """The arguments of an RLOOTrainer: TRL's RLOOConfig. The fields of SFTConfig, except learning_rate, have Unsloth's
-    defaults; it and the others have TRL's."""
+    """The arguments of an RLOOTrainer: TRL's RLOOConfig."""
 
+    section = "rloo"  # of the tables of defaults
     table = RLOO  # the arguments that are not fields: without effect here, or refused
 
-    num_generations: int = 2  # answers that are sampled to each prompt
-    beta: float = 0.05  # beta times an answer's divergence from the reference is subtracted from its reward
+    num_generations: int  # answers that are sampled to each prompt
+    beta: float  # beta times an answer's divergence from the reference is subtracted from its reward
     # True: advantages get mean 0 and standard deviation 1 over all answers sampled at once; False: they do not
-    normalize_advantages: bool = False
+    normalize_advantages: bool
 
 
 class RewardedTrainer(PreferenceTrainer):
@@ -227,7 +226,8 @@ class RewardedTrainer(PreferenceTrainer):
             raise ValueError(
                 f"{name}: reward_funcs = {reward_funcs!r}: give a function, an environment_factory or a rollout_func"
             )
-        found = given_arguments(args, self.config_type)
+        found: Any = settled(args, self.config_type, model)
+        quantised_by(found, others, model)
         evaluates = plain_value(found.eval_strategy) not in ("no", None) or found.eval_on_start
         if evaluates and (self._tools is not None or rollout_func is not None):
             raise ValueError(
@@ -240,7 +240,7 @@ class RewardedTrainer(PreferenceTrainer):
         if isinstance(model, str | os.PathLike):
             roomy = copy.copy(found)
             prompt = getattr(found, "max_prompt_length", None) or _USUAL_PROMPT
-            roomy.max_length = prompt + getattr(found, "max_completion_length", RewardedConfig.max_completion_length)
+            roomy.max_length = prompt + found.max_completion_length
             model = loaded(os.fspath(model), roomy, full=others.get("peft_config") is None)
         self._weights = getattr(found, "reward_weights", None)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
@@ -248,8 +248,11 @@ class RewardedTrainer(PreferenceTrainer):
         self._kept: nnx.State | None = None  # the trained weights of the reference, unless it is the adapter off
         if self.args.beta:
             which = "its adapter off"
-            if trained_before(self.model.module):
-                which = "a copy of the adapter that was trained before"
+            if not self.model.has_adapter or trained_before(self.model.module):
+                what = (
+                    "the adapter that was trained before" if self.model.has_adapter else "its weights as they are now"
+                )
+                which = f"a copy of {what}"
                 self._kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
             say(f"{name}: the reference of beta = {self.args.beta} is the model with {which}")
 
@@ -353,6 +356,7 @@ class RewardedTrainer(PreferenceTrainer):
             None if self._rollout_func is None else self._rollout,
             getattr(self.args, "max_tool_calling_iterations", None),
             chooses_length=True,
+            longest_prompt=self.args.max_prompt_length,
             reference=reference,
         )
 

@@ -1,8 +1,4 @@
-"""The arguments of a run: SFTConfig and TrainingArguments (transformers' defaults); `given_arguments`, which also
-accepts transformers' and TRL's own objects; and the functions by which the trainers translate them to values and
-sections of a TrainConfig of jaxtune.train: which tokens train (`trained_tokens`), how many a row has (`row_length`),
-how many steps a run has and are between two events (`max_steps`, `total_steps`, `steps_between`), the learning rate's
-schedule (`schedule_config`), the dtype of computation (`precision`) and the loggers (`metrics_config`)."""
+"""The arguments of a run, and the values and sections of a TrainConfig that they mean."""
 
 from __future__ import annotations
 
@@ -10,9 +6,10 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtune.compat.arguments import choose, settle
+from jaxtune.compat.defaults import Library, defaults
 from jaxtune.compat.tables import ORDERS, SFT
 from jaxtune.convert.schedules import schedule_keys
 from jaxtune.convert.tables import table
@@ -22,10 +19,11 @@ from jaxtune.train.config import MetricsConfig, ScheduleConfig
 
 @dataclasses.dataclass(init=False)
 class SFTConfig:
-    """TRL's SFTConfig with Unsloth's defaults: the arguments of a run, which a script makes, with fields by name
-    (output_dir also first), and passes to SFTTrainer. An update is an optimizer step. Intervals below 1 (save_steps and
-    the like) are shares of all updates. An argument that is not a field is accepted if it has no effect here, or has a
-    value that changes nothing, such as its default; any other raises a ValueError.
+    """TRL's SFTConfig: the arguments of a run, by name (output_dir also first). Until a trainer has it, arguments that
+    a script does not give are TRL's defaults; a trainer of a model that FastLanguageModel made takes Unsloth's
+    (defaults.py). An update is an optimizer step. Intervals below 1 (save_steps and the like) are shares of all
+    updates. An argument that is not a field is accepted if it has no effect here, or has a value that changes nothing;
+    any other raises a ValueError.
 
     With load_best_model_at_end a copy of the best trained weights of this call of train() is kept in host memory, and
     the model has these weights when train() returns. metric_for_best_model (then "loss" by default, which is eval_loss)
@@ -34,41 +32,44 @@ class SFTConfig:
 
     table = SFT  # the arguments that are not fields: which have no effect here, and which are refused (Argument)
     orders = ORDERS  # {value of train_sampling_strategy: TokenDataset's name for that order of the rows}
+    section = "sft"  # of the tables of defaults
+    library: ClassVar[Library] = "TRL"  # whose defaults are taken
 
-    output_dir: str = "trainer_output"  # the folder of checkpoints and metrics
+    # Fields without a value have that of the library; a value here is for configs that lack the field there.
+    output_dir: str  # the folder of checkpoints and metrics
     # True: also a run in output_dir that has not finished, and could be continued, is replaced
     overwrite_output_dir: bool = False
     run_name: str | None = None  # of the run at W&B and Trackio, and on its page; None: output_dir's
-    per_device_train_batch_size: int = 4  # rows of a micro-batch
-    gradient_accumulation_steps: int = 2  # micro-batches of an update
-    max_steps: int = -1  # updates of the run; 0 or less: num_train_epochs decides
-    num_train_epochs: float = 3.0  # how often the rows are trained on, if max_steps is 0 or less
-    learning_rate: float = 5e-5  # the peak
+    per_device_train_batch_size: int  # rows of a micro-batch
+    gradient_accumulation_steps: int  # micro-batches of an update
+    max_steps: int  # updates of the run; 0 or less: num_train_epochs decides
+    num_train_epochs: float  # how often the rows are trained on, if max_steps is 0 or less
+    learning_rate: float  # the peak
     embedding_learning_rate: float | None = None  # that of embed_tokens and lm_head; None: learning_rate
-    weight_decay: float = 0.001
-    optim: str = "adamw_8bit"  # as transformers names them: convert/transformers.yaml
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    max_grad_norm: float | None = 1.0  # the gradient's global norm is clipped at it; None or 0: it is not
-    neftune_noise_alpha: float | None = None  # the scale of noise on the embeddings (NEFTune); None: no noise
-    lr_scheduler_type: str = "linear"  # as transformers names them: convert/transformers.yaml
-    lr_scheduler_kwargs: Mapping[str, Any] | None = None  # arguments of the scheduler
-    warmup_steps: float = 0  # updates; below 1: a share of all updates; 0: warmup_ratio decides
-    warmup_ratio: float = 0.1  # a share of all updates
-    logging_steps: float = 1  # updates between two logged lines
-    report_to: str | Sequence[str] | None = "none"  # "tensorboard", "wandb", "trackio", or several of them
-    project: str = "huggingface"  # Trackio's project, unless TRACKIO_PROJECT is set
-    seed: int = 3407  # of the order of rows, of dropout and of the values of a new adapter
-    bf16: bool | None = None  # True: computation in bfloat16, or float16 with fp16; else in the model's dtype
-    fp16: bool | None = None
+    weight_decay: float
+    optim: str  # as transformers names them: convert/transformers.yaml
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    max_grad_norm: float | None  # the gradient's global norm is clipped at it; None or 0: it is not
+    neftune_noise_alpha: float | None  # the scale of noise on the embeddings (NEFTune); None: no noise
+    lr_scheduler_type: str  # as transformers names them: convert/transformers.yaml
+    lr_scheduler_kwargs: Mapping[str, Any] | None  # arguments of the scheduler
+    warmup_steps: float  # updates; below 1: a share of all updates
+    warmup_ratio: float | None = None  # the older name of a share, where warmup_steps is not given
+    logging_steps: float  # updates between two logged lines
+    report_to: str | Sequence[str] | None  # "tensorboard", "wandb", "trackio", or several of them
+    project: str  # Trackio's project, unless TRACKIO_PROJECT is set
+    seed: int  # of the order of rows, of dropout and of the values of a new adapter
+    bf16: bool | None  # True: computation in bfloat16, or float16 with fp16; else in the model's dtype
+    fp16: bool | None
     # True: residuals may be recomputed or offloaded; False: they stay on the device; None: as the model was loaded
-    gradient_checkpointing: bool | str | None = None
-    save_strategy: str = "steps"  # a checkpoint every save_steps updates; or after each "epoch"; or "no"
-    save_steps: float = 500  # updates between two checkpoints, with save_strategy "steps"
-    save_total_limit: int | None = None  # the number of checkpoints that are kept; None or 0: all
-    eval_strategy: str = "no"  # or "steps", an evaluation every eval_steps updates; or after each "epoch"
-    eval_steps: float | None = None  # updates between two evaluations, with eval_strategy "steps"; None: logging_steps
+    gradient_checkpointing: bool | str | None
+    save_strategy: str  # a checkpoint every save_steps updates; or after each "epoch"; or "no"
+    save_steps: float  # updates between two checkpoints, with save_strategy "steps"
+    save_total_limit: int | None  # the number of checkpoints that are kept; None or 0: all
+    eval_strategy: str  # or "steps", an evaluation every eval_steps updates; or after each "epoch"
+    eval_steps: float | None  # updates between two evaluations, with eval_strategy "steps"; None: logging_steps
     # the most tokens of a row: the least of these two and the model's max_seq_length; all None: 1,024 (row_length)
     max_length: int | None = None
     max_seq_length: int | None = None
@@ -83,33 +84,47 @@ class SFTConfig:
     chat_template_path: str | None = None  # a chat template, as data.template takes it; None: the tokenizer's
     model_init_kwargs: Mapping[str, Any] | None = None  # arguments of from_pretrained for a model given by its name
     router_aux_loss_coef: float | None = None  # the factor of the experts' load-balancing loss; None: the model's
-    eval_on_start: bool = False  # True: it is also evaluated before the first update
-    load_best_model_at_end: bool = False
-    metric_for_best_model: str | None = None
-    greater_is_better: bool | None = None  # None: True unless the metric's name ends with "loss"
-    full_determinism: bool = False  # True: repeated runs have equal bits
+    eval_on_start: bool  # True: it is also evaluated before the first update
+    load_best_model_at_end: bool
+    metric_for_best_model: str | None
+    greater_is_better: bool | None  # None: True unless the metric's name ends with "loss"
+    full_determinism: bool  # True: repeated runs have equal bits
 
-    def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
-        own = {field.name: field.default for field in dataclasses.fields(self)}
-        others = {name: value for name, value in arguments.items() if name not in own}
+    def __init__(self, output_dir: str | None = None, **arguments: Any):
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        others = {name: value for name, value in arguments.items() if name not in fields}
         settle("SFTConfig" if type(self) is TrainingArguments else type(self).__name__, others, self.table, type(self))
-        vars(self).update(own | arguments | {"output_dir": output_dir or own["output_dir"]})
+        if output_dir:
+            arguments["output_dir"] = output_dir
+        vars(self)["given"] = frozenset(arguments)
+        vars(self).update(self._defaults(self.library, arguments) | arguments)  # unused ones may be read
         if self.load_best_model_at_end and self.metric_for_best_model is None:
-            self.metric_for_best_model = "loss"
+            vars(self)["metric_for_best_model"] = "loss"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A script may change an argument later: it then counts as given."""
+        vars(self).update({name: value, "given": self.given | {name}})
+
+    def __getattr__(self, name: str) -> Any:
+        """The default of an argument that has no field here."""
+        if not name.startswith("_") and name in (known := defaults(type(self).library, type(self).section)):
+            return known[name]
+        raise AttributeError(f"{type(self).__name__} has no argument {name!r}")
+
+    def _defaults(self, library: Library, given: Mapping[str, Any]) -> dict[str, Any]:
+        known = defaults(library, self.section)
+        own = {
+            field.name: field.default if known.get(field.name) is None else known[field.name]
+            for field in dataclasses.fields(self)
+        }
+        found = {name: None if value is dataclasses.MISSING else value for name, value in own.items()}
+        if given.get("fp16"):  # of both TRL takes the other one only where a script does not say
+            found["bf16"] = False
+        return found
+
+    given: ClassVar[frozenset[str]] = frozenset()  # names of the arguments that the script gave
 
 
-# transformers' defaults where they are not those of SFTConfig.
-_TRANSFORMERS = dict(
-    per_device_train_batch_size=8,
-    gradient_accumulation_steps=1,
-    weight_decay=0.0,
-    optim="adamw_torch",
-    warmup_ratio=0.0,
-    logging_steps=500,
-    seed=42,
-)
-# If an object of transformers' classes leaves these at a default or at False, the model's own settings apply.
-_MODELS = ("packing", "gradient_checkpointing", "max_length")
 # Fields that transformers' classes fill in by themselves; their values have no effect.
 _FILLED = (
     "accelerator_config",
@@ -120,32 +135,53 @@ _FILLED = (
     "hub_strategy",
     "logging_dir",
 )
+# If an object of transformers' classes leaves these at a default or at False, they count as not given.
+_MODELS = ("packing", "gradient_checkpointing", "max_length")
 
 
 class TrainingArguments(SFTConfig):
-    """transformers' TrainingArguments: an SFTConfig whose defaults are those of transformers instead of Unsloth's
-    (except gradient_checkpointing: as the model was loaded). It is for scripts that pass it to a trainer; torch is not
-    needed."""
+    """transformers' TrainingArguments, whose defaults stay in any trainer; fields that transformers lacks have the
+    trainer's. torch is not needed."""
 
-    def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
-        super().__init__(output_dir, **(_TRANSFORMERS | arguments))
+    section = "training_arguments"
+    library: ClassVar[Library] = "transformers"
 
 
-def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
-    """Returns the arguments that a script gave to a trainer as an object of `kind`, if they are transformers' or TRL's.
-    The constructors of the trainers call it with their argument `args`.
+def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, Any] | None = None) -> SFTConfig:
+    """The arguments of a trainer as a `kind`, with the defaults of the library whose script it is: Unsloth's if a Fast
+    class made the model, else TRL's; those of transformers' TrainingArguments stay. Its `library` says which.
 
     Args:
-      args: an object of this package's config classes, which is returned as it is, even if it is not of `kind`; an
-        object of transformers' or TRL's classes, which is translated; or None, for which the defaults of `kind` are
-        returned. A translated object keeps its own defaults, but if its packing, gradient_checkpointing or max_length
-        is at the default or false, the default of `kind` is taken.
+      args: an object of a config class here, of transformers' or of TRL's, or None.
       kind: the class of the trainer's config, such as SFTConfig.
+      model: the trainer's, or its name.
+      more: arguments that were given to the trainer, which come before those of `args`.
     Raises:
       ValueError: args is an object of another class, or has a setting that is not supported.
     """
-    if args is None or isinstance(args, SFTConfig):
-        return args or kind()
+    library: Library = "Unsloth" if getattr(model, "fast", False) else "TRL"
+    found = args or kind()
+    if not isinstance(found, SFTConfig):
+        known = "TRL" if type(found).__module__.startswith("trl.") else "transformers"
+        return _of(kind, library, _foreign(found, kind) | dict(more or {}), known)
+    named: Library = vars(found).get("library", library)  # settled before
+    names = [field.name for field in dataclasses.fields(kind)]
+    values = {name: getattr(found, name) for name in names if name in found.given}
+    if isinstance(found, TrainingArguments):
+        theirs = defaults("transformers", found.section).keys() - _MODELS
+        values |= {name: getattr(found, name) for name in names if name in theirs}
+        return _of(kind, library, values | dict(more or {}), "transformers")
+    return _of(kind, library, values | dict(more or {}), named)
+
+
+def _of(kind: type[SFTConfig], library: Library, values: Mapping[str, Any], named: Library) -> SFTConfig:
+    made = kind(**values)
+    vars(made).update(made._defaults(library, values) | dict(values), library=named)
+    return made
+
+
+def _foreign(args: Any, kind: type[SFTConfig]) -> dict[str, Any]:
+    """The arguments of an object of transformers' or TRL's classes, its own defaults included."""
     kinds = [one.__name__ for one in type(args).__mro__]
     if not dataclasses.is_dataclass(args) or "TrainingArguments" not in kinds:
         raise ValueError(f"SFTTrainer: args is a {type(args).__name__}; use jaxtune.compat.{kind.__name__}")
@@ -160,8 +196,18 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
             taken = name in fields or (name in kind.table and value != default and name not in _FILLED)
         if taken:
             given[name] = value
-    defaults: dict[str, Any] = {name: value for name, value in _TRANSFORMERS.items() if name in fields}
-    return kind(**(defaults | given))
+    return given
+
+
+def quantised_by(args: SFTConfig, others: dict[str, Any], model: object) -> None:
+    """Moves a trainer's argument quantization_config, which TRL takes for a model that is given by its name, to the
+    arguments by which the model is loaded; ValueError for a model that is loaded."""
+    config = others.pop("quantization_config", None)
+    if config is None:
+        return
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError("quantization_config belongs to from_pretrained: the trainer's model is loaded already")
+    args.model_init_kwargs = {**(args.model_init_kwargs or {}), "quantization_config": config}
 
 
 def plain_value(setting: Any) -> Any:
@@ -189,13 +235,12 @@ def trained_tokens(args: SFTConfig, form: str) -> str:
     return "completion" if completions and args.completion_only_loss is not False else "all"
 
 
-DEFAULT_LENGTH = 1024  # TRL's max_length
+DEFAULT_LENGTH = 1024  # TRL's max_length, for configs that have none
 
 
 def row_length(args: SFTConfig, model: Any) -> int:
-    """For SFTTrainer.config: returns the most tokens of a row: the least of max_length and max_seq_length of `args`,
-    the script's config, and the max_seq_length of `model`, a CompatModel, as far as they are not None. If all three are
-    None, it is TRL's default of 1,024, or the model's context length if that is less."""
+    """The most tokens of a row: the least of the config's max_length and max_seq_length and of the model's
+    max_seq_length, as far as they are not None; all None: 1,024, or the model's context length if that is less."""
     wanted = (args.max_length, args.max_seq_length, model.max_seq_length)
     least = min((length for length in wanted if length is not None), default=None)
     return min(DEFAULT_LENGTH, model.module.config.context_length) if least is None else least
@@ -245,10 +290,11 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
         raise ValueError(f"{where}: lr_scheduler_type = {error}") from None
     if kind == "constant":  # as in transformers, "constant" has no warm-up
         return ScheduleConfig(**keys)
-    # The number of steps takes precedence over the ratio; a number below 1 is a ratio.
-    warmup = int(args.warmup_steps)
-    if args.warmup_steps < 1:
-        warmup = math.ceil((args.warmup_steps or args.warmup_ratio) * (steps or 0))
+    # A number below 1 is a share of all steps. Of both names the number of steps counts, unless it is 0.
+    warmup = args.warmup_steps
+    if args.warmup_ratio is not None and not ("warmup_steps" in args.given and warmup):
+        warmup = args.warmup_ratio
+    warmup = math.ceil(warmup * (steps or 0)) if warmup < 1 else int(warmup)
     return ScheduleConfig(**keys, warmup_steps=warmup, zero_start=True)
 
 

@@ -18,30 +18,33 @@ from jaxtune.compat import folders
 from jaxtune.compat.adapters import adapted, lora_settings
 from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked, with_trained
+from jaxtune.compat.defaults import version
 from jaxtune.compat.evaluation import Evaluations
 from jaxtune.compat.measures import ComputeMetrics, Preprocess
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.peft_names import with_adapter
-from jaxtune.compat.reports import TrainOutput, rows_report
+from jaxtune.compat.reports import Accelerator, TrainOutput, rows_report
 from jaxtune.compat.rows import Tokenised, rows_and_format
 from jaxtune.compat.saves import save, saved_into
 from jaxtune.compat.seeds import begin_at
 from jaxtune.compat.settings import (
     SFTConfig,
     TrainingArguments,
-    given_arguments,
     max_steps,
     metrics_config,
     plain_value,
     precision,
+    quantised_by,
     row_length,
     schedule_config,
+    settled,
     steps_between,
     total_steps,
     trained_tokens,
 )
 from jaxtune.compat.tables import OPTIMIZERS, PADDING_COLLATORS, RESIDUALS, RESPONSES, TRAINER
 from jaxtune.compat.transformers_names import loaded
+from jaxtune.compat.wording import ScriptWords
 from jaxtune.conversations import dates
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
@@ -70,7 +73,7 @@ from jaxtune.train.trainer import Trainer
 _TRL_WINDOW = 1_000  # the rows of a stream that TRL packs at a time
 
 
-class SFTTrainer(Evaluations):
+class SFTTrainer(ScriptWords, Evaluations):
     """TRL's SFTTrainer on top of jaxtune.train.Trainer; other trainers override its private methods. `train` puts the
     trained module into `self.model` (the given one, unless peft_config makes another), and saves it in
     output_dir/checkpoint-N. An update has as many rows as in TRL, and the same ones; see `config`.
@@ -125,15 +128,17 @@ class SFTTrainer(Evaluations):
         if train_dataset is None:
             raise ValueError("SFTTrainer: train_dataset is missing")
         moved = self.older & others.keys()
-        found = given_arguments(args, self.config_type)
-        if not isinstance(found, self.config_type) and type(found) not in (SFTConfig, TrainingArguments):
+        ours = isinstance(args, SFTConfig)
+        if ours and not isinstance(args, self.config_type) and type(args) not in (SFTConfig, TrainingArguments):
             name, wanted = type(self).__name__, self.config_type.__name__
-            raise ValueError(f"{name}: args is a {type(found).__name__}; use {wanted}")
-        settings = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-        self.args: Any = self.config_type(**(settings | {name: others.pop(name) for name in sorted(moved)}))
+            raise ValueError(f"{name}: args is a {type(args).__name__}; use {wanted}")
+        own = {name: others.pop(name) for name in sorted(moved)}
+        self.args: Any = settled(args, self.config_type, model, own)
+        quantised_by(self.args, others, model)
         if older := sorted(moved - SFTTrainer.older):
             say(f"{type(self).__name__}: {', '.join(older)}: taken as arguments of {self.config_type.__name__}")
-        vars(self.args).update(vars(found) | vars(self.args))  # unused values are kept, because callbacks may read them
+        if ours:  # unused values are kept, because callbacks may read them
+            vars(self.args).update(vars(args) | vars(self.args))
         collator = others.get("data_collator")
         if type(collator).__name__ in PADDING_COLLATORS and not getattr(collator, "mlm", False):
             others.pop("data_collator")
@@ -154,7 +159,7 @@ class SFTTrainer(Evaluations):
                 "full_finetuning=True"
             )
         begin_at(self.args.seed)
-        self.model = model
+        self.model, self.accelerator = model, Accelerator()
         self.tokenizer = self.processing_class = processing_class or tokenizer or model.tokenizer
         self._rows, self._format, self._formatting = {}, "", formatting_func
         for split, dataset in (("train", train_dataset), ("eval", eval_dataset)):
@@ -423,10 +428,11 @@ class SFTTrainer(Evaluations):
           ValueError: output_dir has a run that could be continued, and nothing says whether to; or the run of another
             program; or the path is not a checkpoint of that run.
         """
+        say(f"{type(self).__name__}: defaults: {version(self.args.library)}'s")
         output = self._output
         resumes, from_step = folders.resumed(resume_from_checkpoint, output)
         folders.require_own(output)
-        if not resumes and folders.begun_anew(output, bool(self.args.overwrite_output_dir)):
+        if not resumes and folders.replace_run(output, bool(self.args.overwrite_output_dir)):
             self._take_this_day()
         left = folders.Checkpoints(output, self.tokenizer, self.state, self.args.save_total_limit)
         events = self._events(
@@ -442,7 +448,7 @@ class SFTTrainer(Evaluations):
             trained = self._handing_back()(trainer.train(from_step=from_step))
         except BaseException as error:
             self.model.module = given  # the weights of an interrupted run were donated
-            self._tell_what_is_held(error, len(trainer.history))
+            self._say_after(error, len(trainer.history))
             raise
         steps = trainer.steps_done
         self.state.global_step, self.state.epoch = steps, steps / per_epoch
@@ -482,14 +488,23 @@ class SFTTrainer(Evaluations):
             self._today = None
             self.__dict__.pop("_prepared", None)
 
-    def _tell_what_is_held(self, error: BaseException, steps: int) -> None:
-        """Says which weights the model has after an exception, and where the run can go on."""
+    def _say_after(self, error: BaseException, steps: int) -> None:
+        """Says which weights the model has after an exception, and whether the run can be continued."""
         saved = saved_steps(self._output / CHECKPOINTS)
-        goes_on = f"; train(resume_from_checkpoint=True) continues from step {saved[-1]}" if saved else ""
+        continues = f"; train(resume_from_checkpoint=True) continues from step {saved[-1]}" if saved else ""
         say(
             f"{type(self).__name__}: {type(error).__name__} ended the run after {steps} logged steps: the model holds "
-            f"the weights from before train(){goes_on}"
+            f"the weights from before train(){continues}"
         )
+
+    def end(self) -> None:
+        """transformers' end of a script: nothing is left open here."""
+
+    def push_to_hub(self, commit_message: str | None = None, **others: Any) -> None:
+        """Uploads what save_model saves to args.hub_model_id, else to a repository with the name of output_dir. The
+        other arguments, which are for a model card, do nothing."""
+        del commit_message, others
+        self.model.push_to_hub(self.args.hub_model_id or self._output.name, private=self.args.hub_private_repo)
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
         """Saves the adapter, or the whole model if it has none, with the tokenizer, into a folder (None: the trainer's

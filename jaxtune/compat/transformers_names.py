@@ -174,6 +174,7 @@ def load_plain(
     model, _ = FastLanguageModel.from_pretrained(
         os.fspath(name), max_length, full_finetuning=full, random_state=random_state, **asked
     )
+    model.fast = False
     return model
 
 
@@ -218,6 +219,22 @@ class AutoModelForCausalLM:
         path = os.fspath(pretrained_model_name_or_path)
         full = not (Path(path).expanduser() / "adapter_config.json").exists()
         return load_plain(where, path, None, 3407, full, arguments)
+
+
+class AutoModelForSequenceClassification:
+    """transformers' class, of which scripts use one function: from_pretrained loads a reward model."""
+
+    @staticmethod
+    def from_pretrained(
+        pretrained_model_name_or_path: str | os.PathLike, num_labels: int = 2, **arguments: object
+    ) -> CompatModel:
+        """AutoModelForCausalLM.from_pretrained with a head that scores texts. ValueError unless num_labels is 1."""
+        if num_labels != 1:
+            raise ValueError(
+                f"AutoModelForSequenceClassification.from_pretrained: num_labels = {num_labels}: what trains here is a "
+                "reward model, num_labels=1"
+            )
+        return AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, num_labels=1, **arguments)
 
 
 class AutoTokenizer:

@@ -125,12 +125,12 @@ def with_lora(module: Decoder, request: LoraRequest | None) -> Decoder:
 def fast_generate(
     module: Decoder,
     tokenizer: Any,
-    prompts: object,
+    prompts: Any,
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     lora_request: LoraRequest | None,
 ) -> list[RequestOutput]:
     """The answers to `prompts`, texts or {"prompt": text} or {"prompt_token_ids": ids}, or one of these."""
-    listed: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)  # type: ignore[call-overload]
+    listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
     if not isinstance(sampling_params, Sequence):
         sampling_params = [sampling_params or SamplingParams()] * len(listed)
     if len(sampling_params) != len(listed):

@@ -155,13 +155,30 @@ def be_silent() -> None:
     _silent = True
 
 
+_rewordings: list[Callable[[str], str]] = []
+
+
+@contextlib.contextmanager
+def rewording(change: Callable[[str], str]) -> Iterator[None]:
+    """Within it `say` and the lines of a run print `change(text)`; of several the innermost counts."""
+    _rewordings.append(change)
+    try:
+        yield
+    finally:
+        _rewordings.pop()
+
+
+def reworded(text: str) -> str:
+    return _rewordings[-1](text) if _rewordings else text
+
+
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
     """Prints text made safe for a terminal (`printable`) and `end`. The arguments are those of Python's print; `file`
     None is stdout, on which a silent process (`be_silent`) prints nothing. flush: True: it is written at once, not
     buffered."""
     if _silent and file is None:
         return
-    print(printable(text), file=file or sys.stdout, end=end, flush=flush)
+    print(printable(reworded(str(text))), file=file or sys.stdout, end=end, flush=flush)
 
 
 def fitted(text: str, console: Console, hang: int = 2) -> str:

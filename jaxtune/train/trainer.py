@@ -146,7 +146,8 @@ class Trainer:
         own_parts.require_nothing_beside(config, optimizer, schedule, objective)
         self.config = config = with_today(recorded_config(config, self.model.prepared), tokenizer)
         self.objective = objective or objective_of(config)
-        self.objective.check(self.model.prepared)
+        if not (isinstance(train_rows, SampledAnswers) and train_rows.own_reference):
+            self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
         ends = ends_of(self.model.given, self.tokenizer) if samples(self.objective) else ()
         data = dataclasses.replace(config.data, template=config.data.trained_template)
@@ -306,7 +307,7 @@ class Trainer:
         trained = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.trainable))
         size = checkpoint_bytes({"state": self.model.state_shapes(self.engine)})
         there = len(saved_steps(self.output / CHECKPOINTS))
-        lines = disk_lines(written_by(config, self.model.prepared, trained, size, there))
+        lines = disk_lines(written_by(config, self.model.prepared, trained, size, there, self.total_steps))
         if not (config.checkpoint.every_steps or config.checkpoint.every_minutes):
             lines.append(
                 "checkpoint.every_steps and checkpoint.every_minutes are null: only a signal or an error saves the "
@@ -352,7 +353,7 @@ class Trainer:
             write_config(self.output, config)
             if due:
                 frozen = self.model.placed_frozen(self.engine)
-                self.fill_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print)
+                self.fill_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print, True)
                 evaluate = self.eval_data and self.engine.compile_evaluate(self.program, resumed.trainable, frozen)
                 run.evaluate(evaluate, resumed, frozen, start)
             return resumed, start
@@ -385,19 +386,24 @@ class Trainer:
             line |= self.engine.connect(progress.print)
             with phase("load" if resumed is None else "resume", "a smaller model, or model.load_in=nf4"):
                 state, sums, frozen = self.model.begin(self.engine, resumed)
-            self.fill_references((self.train_data, self.eval_data), state.trainable, frozen, progress.print)
+            sets = (self.train_data, self.eval_data)
+            self.fill_references(sets, state.trainable, frozen, progress.print, bool(start))
             write_config(self.output, self.config)
         for note in [*self.notes(), *self.memory_notes(), *self.disk_notes()]:
             progress.print(note)
         return programs, state, sums, frozen
 
-    def fill_references(self, sets, trainable, frozen, say=say) -> None:
+    def fill_references(self, sets, trainable, frozen, say=say, stepped: bool = False) -> None:
         """Fills in, in place, the reference's log-probabilities that PairDatasets lack, before a run trains on them or
         evaluates them (references.fill_reference). sets: data sets or None; others are skipped. trainable, frozen: what
-        trains and the rest of the model's state, on the devices. say: called with lines for the user."""
+        trains and the rest of the model's state, on the devices. say: called with lines for the user. stepped: whether
+        what trains has made steps."""
+        trained = stepped and not has_adapter(self.model.given)
         for rows in (data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)):
             base = self.model.given.base_digest
-            references.fill_reference(rows, self.objective, self.engine, self.config, base, trainable, frozen, say)
+            references.fill_reference(
+                rows, self.objective, self.engine, self.config, base, trainable, frozen, say, trained
+            )
 
     # ---- descriptions of the run
 
@@ -476,7 +482,7 @@ class Trainer:
                 return {}
             raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
         self.stored.fill((self.eval_data,), self.engine)
-        self.fill_references((self.eval_data,), trainable, frozen)
+        self.fill_references((self.eval_data,), trainable, frozen, stepped=True)
         compiled = self.engine.compile_evaluate(program, trainable, frozen)
         planner = self.engine.planner
         while isinstance(planner, ForwardPlanner) and planner.smaller(compiled):

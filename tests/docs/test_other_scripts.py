@@ -1,4 +1,5 @@
-"""Scripts as users of Unsloth, TRL and PEFT have them run to their last line as they are, from their folder `scripts`.
+"""Scripts as users of Unsloth, TRL and PEFT have them run to their last line as they are, from their folder `scripts`,
+and once more in the same folder, where they do the same again.
 
 Only import lines, the name of the model and small sizes differ from what people run. Where a script asks for processes,
 there are rows enough to start them.
@@ -35,6 +36,10 @@ def chat(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
+def whole(question: str, answer: str) -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+
+
 def shared(question: str, answer: str) -> list[dict[str, str]]:
     return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
 
@@ -56,6 +61,13 @@ DATA: dict[str, tuple[int, Callable[[str, str], dict]]] = {
     "roneneldan/TinyStories": (24, lambda q, a: {"text": f"{q} {a} " * 3}),
     "philschmid/dolly-15k-oai-style": (24, lambda q, a: {"messages": chat(q, a)}),
     "trl-lib/Capybara": (24, lambda q, a: {"source": "here", "messages": chat(q, a), "num_turns": 1}),
+    "trl-lib/ultrafeedback-prompt": (12, lambda q, a: {"prompt": chat(q, a)[:1]}),
+    "trl-lib/small-kto": (
+        24,
+        lambda q, a: {"prompt": chat(q, a)[:1], "completion": chat(q, a)[1:], "label": len(a) < 12},
+    ),
+    "openai/gsm8k": (12, lambda q, a: {"question": q, "answer": f"{a}\n#### 4"}),
+    "ag_news": (24, lambda q, a: {"text": f"{q} {a}"}),
     "trl-lib/ultrafeedback_binarized": (24, lambda q, a: {"chosen": chat(q, a), "rejected": chat(q, "No.")}),
 }
 
@@ -69,7 +81,7 @@ def model_folder(tmp_path_factory) -> Path:
         intermediate_size=48,
         head_dim=16,
         num_kv_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=2048,
     )
     model = Decoder(tiny_config(vocab_size=len(tokenizer), **sizes), jax.random.key(0), "bfloat16")
     folder = tmp_path_factory.mktemp("hub") / "tiny"
@@ -91,7 +103,7 @@ def place(model_folder, tmp_path, monkeypatch) -> Path:
     work = tmp_path / "work"
     work.mkdir()
 
-    def load_dataset(name, split=None, **_):
+    def load_dataset(name, config=None, split=None, **_):
         count, row = DATA[name]
         made = datasets.Dataset.from_list([row(*PAIRS[index % len(PAIRS)]) for index in range(count)])
         return made if split else datasets.DatasetDict({"train": made, "test": made.select(range(6))})
@@ -117,8 +129,8 @@ def alpaca(made: dict, place: Path, told: str) -> None:
 
 
 def conversations(made: dict, place: Path, told: str) -> None:
-    assert made["shown"] == "It is four.<|im_end|>" and len(made["answers"]) == 1
-    assert made["trainer"].config().data.train_on == "responses"
+    assert made["shown"] == "It is four.<|im_end|>\n" and len(made["answers"]) == 1
+    assert made["trainer"].config().data.train_on == "turns"
     assert "without packing" not in told and "columns that are not read: conversations" in told
     assert re.search(r"^SFTTrainer: [1-4]\d\.\d% of the tokens are trained on$", told, re.M)
 
@@ -212,7 +224,44 @@ def auto(made: dict, place: Path, told: str) -> None:
     assert has(place / "auto_merged", "model.safetensors")
 
 
+def quick(made: dict, place: Path, told: str) -> None:
+    [trainer] = [one for one in made.values() if isinstance(one, SFTTrainer)]
+    steps = trainer.state.global_step
+    assert steps and has(place / trainer.args.output_dir / f"checkpoint-{steps}", "trainer_state.json")
+
+
+def sampled(made: dict, place: Path, told: str) -> None:
+    quick(made, place, told)
+    line = made["trainer"].state.log_history[0]
+    assert math.isfinite(line["reward"]) and "completions/mean_length" in line
+    answers = [json.loads(one) for one in (place / made["trainer"].args.output_dir / "rollouts.jsonl").open()]
+    prompts = {str(one["prompt"]) for one in answers}
+    assert prompts <= {str(chat(q, "")[:1]) for q, _ in PAIRS} | {f"Question: {q}" for q, _ in PAIRS}
+
+
+def gsm8k(made: dict, place: Path, told: str) -> None:
+    objective = made["trainer"].config().objective
+    assert (objective.num_generations, objective.max_completion_length) == (4, 16)
+    assert "prompts have more than 24 tokens: they lose their first ones" in told
+    assert made["base"] != "" and made["tuned"] != "" and has(place / "grpo_saved_lora", "adapter_config.json")
+    assert max(len(prompt.ids) for prompt in made["trainer"]._prepared.batches.prompts) == 24
+
+
+def quicktour(made: dict, place: Path, told: str) -> None:
+    assert "trainable params:" in told and has(place / "tuned", "adapter_config.json", "adapter_model.safetensors")
+    assert made["text"].startswith("Who are you?")
+
+
 CHECKS = {
+    "unsloth_grpo": gsm8k,
+    "trl_quick_sft": quick,
+    "trl_quick_dpo": quick,
+    "trl_quick_grpo": sampled,
+    "trl_quick_rloo": sampled,
+    "trl_quick_kto": quick,
+    "trl_quick_reward": quick,
+    "trl_quick_orpo": quick,
+    "peft_quicktour": quicktour,
     "unsloth_alpaca": alpaca,
     "unsloth_chat": conversations,
     "unsloth_dpo": older_dpo,
@@ -232,11 +281,26 @@ CHECKS = {
 
 
 def test_every_script_has_a_check():
-    assert {path.stem for path in SCRIPTS.glob("*.py")} == CHECKS.keys() and len(CHECKS) == 15
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == CHECKS.keys() and len(CHECKS) == 24
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_script_runs_to_its_last_line(name, place, capsys):
+# {script: (rows of an update, what is trained of a row, or of the chosen answers)}.
+MEANS: dict[str, tuple[int, set[str]]] = {
+    "unsloth_alpaca": (4, {f"### Instruction:\n{q}\n\n### Input:\n\n\n### Response:\n{a}<|im_end|>" for q, a in PAIRS}),
+    "unsloth_chat": (4, {f"{a}<|im_end|>\n" for _, a in PAIRS}),
+    "unsloth_dpo": (4, {f"{a}<|im_end|>\n" for _, a in PAIRS} | {"No.<|im_end|>\n"}),
+    "unsloth_orpo": (4, {a + "<|im_end|>" for _, a in PAIRS} | {"No.<|im_end|>"}),
+    "unsloth_kto": (4, {f"{a}<|im_end|>\n" for _, a in PAIRS}),
+    "trl_quick_sft": (8, {whole(q, a) for q, a in PAIRS}),
+    "trl_quick_dpo": (8, {f"{a}<|im_end|>\n" for _, a in PAIRS} | {"No.<|im_end|>\n"}),
+    "trl_quick_kto": (8, {f"{a}<|im_end|>\n" for _, a in PAIRS}),
+    "trl_quick_reward": (8, {f"{a}<|im_end|>\n" for _, a in PAIRS} | {"No.<|im_end|>\n"}),
+    "trl_quick_orpo": (8, {f"{a}<|im_end|>\n" for _, a in PAIRS} | {"No.<|im_end|>\n"}),
+}
+
+
+def run(name: str, place: Path, capsys) -> tuple[list[float], str]:
+    """Runs a script, and returns all losses, and what it printed."""
     namespace = {"__name__": "__main__"}
     text = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
     exec(compile(text, name, "exec", dont_inherit=True), namespace)
@@ -244,5 +308,22 @@ def test_a_script_runs_to_its_last_line(name, place, capsys):
     CHECKS[name](namespace, place, told)
     assert "tokenised in one process" not in told  # where processes are asked for, they take part
     trainers = [one for one in namespace.values() if isinstance(one, SFTTrainer)]
+    if name in MEANS:
+        [trainer] = trainers
+        size, trained = MEANS[name]
+        shown = [[x for x in row["labels"] if x != -100] for row in list(trainer.train_dataset)[:6]]
+        assert trainer.config().rows_per_step == size
+        assert {trainer.tokenizer.decode(ids) for ids in shown if ids} <= trained
     losses = [line["loss"] for one in trainers for line in one.state.log_history if "loss" in line]
     assert losses and np.isfinite(losses).all()
+    return losses, told
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_script_runs_to_its_last_line_twice(name, place, capsys):
+    """The second time it makes the same steps, from the same weights, and says that it replaces what is there."""
+    first, told = run(name, place, capsys)
+    assert "replaces" not in told or name == "unsloth_resume"
+    second, told = run(name, place, capsys)
+    assert told.count("which this one replaces") >= 1
+    np.testing.assert_allclose(second, first, rtol=1e-3)

@@ -42,10 +42,7 @@ def test_unsloths_notebook(from_the_hub, capsys):
     line = trainer.state.log_history[0]
     assert {"reward", "rewards/correctness_reward_func/mean", "completions/mean_length"} <= set(line)
     assert (from_the_hub / "grpo_saved_lora/adapter_config.json").is_file()
-    with pytest.raises(ValueError, match="fast_generate is not supported.*model.generate"):
-        made["model"].fast_generate(["hello"])
-    with pytest.raises(ImportError, match="no SamplingParams: GRPOConfig has temperature"):
-        from jaxtune.compat import SamplingParams  # noqa: F401
+    assert len(made["model"].fast_generate(["hello"])[0].outputs[0].token_ids) <= 16
 
 
 def test_trls_quick_start(from_the_hub, capsys):

@@ -28,8 +28,20 @@ def text(draw: np.random.Generator, most: int) -> str:
     return " ".join(draw.choice(WORDS, draw.integers(1, most)))
 
 
+# The trainer of each kind of rows: GSM8K-like questions and answers as prompt and completion are SFT's, too.
+TRAINERS = {"completion": "SFT"}
+
+
 def rows_of(kind: str, count: int) -> list[dict[str, Any]]:
     draw = np.random.default_rng(1)
+    if kind == "completion":
+        return [
+            {
+                "prompt": [{"role": "user", "content": text(draw, 6)}],
+                "completion": [{"role": "assistant", "content": text(draw, 30)}],
+            }
+            for _ in range(count)
+        ]
     if kind == "SFT":
         return [
             {
@@ -63,7 +75,7 @@ def documents(tokens: np.ndarray, segments: np.ndarray) -> list[list[int]]:
 
 def theirs(kind: str, base: Path, folder: Path, settings: dict[str, Any], rows: list) -> dict[str, Any]:
     """What TRL does: {"losses", "rates", "updates": [sorted texts of each]}."""
-    trainer_type, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    trainer_type, config = (getattr(trl, TRAINERS.get(kind, kind) + what) for what in ("Trainer", "Config"))
     found: dict[str, Any] = {"rates": [], "updates": [[]]}
 
     class Noting(transformers.TrainerCallback):
@@ -104,8 +116,9 @@ def ours(kind: str, folder: Path, settings: dict[str, Any], rows: list) -> dict[
     model, _ = compat.FastLanguageModel.from_pretrained(
         str(folder / "adapter"), 64, dtype="float32", load_in_4bit=False
     )
-    args = getattr(compat, f"{kind}Config")(**settings | {"output_dir": str(folder / "ours")})
-    trainer = getattr(compat, f"{kind}Trainer")(
+    name = TRAINERS.get(kind, kind)
+    args = getattr(compat, f"{name}Config")(**settings | {"output_dir": str(folder / "ours")})
+    trainer = getattr(compat, f"{name}Trainer")(
         model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=make_tokenizer()
     )
     trainer.train()
@@ -128,7 +141,8 @@ def base(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [("SFT", "random"), ("SFT", "sequential"), ("DPO", "random"), ("KTO", "sequential")]
+    ("kind", "strategy"),
+    [("SFT", "random"), ("SFT", "sequential"), ("completion", "random"), ("DPO", "random"), ("KTO", "sequential")],
 )
 def test_the_same_script_gives_the_same_run(base, tmp_path, monkeypatch, kind, strategy):
     """11 rows, two a micro-batch, three of these an update: an epoch has two updates, of which the last has a row less.
@@ -162,7 +176,7 @@ def test_the_same_script_gives_the_same_run(base, tmp_path, monkeypatch, kind, s
     assert any(len(one) == 24 for update in wanted["updates"] for one in update)  # some are cut
     assert found["updates"] == wanted["updates"]
     texts = [len(update) for update in found["updates"]]  # a pair has two, and so has an answer with a stranger's
-    assert texts == ([6, 5, 6] if kind == "SFT" else [12, 8, 12])
+    assert texts == ([6, 5, 6] if kind in ("SFT", "completion") else [12, 8, 12])
     np.testing.assert_allclose(found["rates"], wanted["rates"], rtol=1e-6)
     assert wanted["rates"][0] == 0.0
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=2e-4)

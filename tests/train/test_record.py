@@ -12,16 +12,20 @@ from jaxtune.models.files.quant import quantize
 from jaxtune.models.lora import get_peft_model
 from jaxtune.train.config import AdapterConfig, ModelConfig, ScheduleConfig
 from jaxtune.train.config.file import config_to_yaml
+from jaxtune.train.config.sections import Unset
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.record import (
     digest,
     record_of,
     recorded_config,
+    require_own_folder,
     require_same_config,
     require_same_run,
     same_run,
+    write_config,
 )
-from tests.train.tiny_runs import make_config
+from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import lora_model, make_config
 
 PATTERNS = dict(rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 4.0})
 
@@ -117,3 +121,28 @@ def test_a_key_that_a_record_lacks_was_at_its_default(tmp_path):
     assert not require_same_config(tmp_path, config)  # no error
     with pytest.raises(ValueError, match="belongs to another run"):
         require_same_config(tmp_path, dataclasses.replace(config, seed=1))
+
+
+def test_a_folder_of_another_run_is_refused_before_rows_are_read(tmp_path):
+    """With the way out named. A run that is made longer, or whose row length is not chosen yet, may be the same one."""
+    output = tmp_path / "runs/quickstart"
+    output.mkdir(parents=True)
+    (tmp_path / "runs/quickstart-2").mkdir()
+    config = make_config(output)
+    require_own_folder(config)  # nothing is there
+    write_config(output, config)
+    require_own_folder(config)
+    unset = dataclasses.replace(config, data=dataclasses.replace(config.data, length=Unset(99)))
+    require_own_folder(unset)
+    other = dataclasses.replace(config, seed=1)
+    with pytest.raises(ValueError, match=r"no checkpoint to continue from: choose another .*=\S+/quickstart-3, or del"):
+        require_own_folder(other)
+    with pytest.raises(ValueError, match="belongs to another run"):  # not that there is no such file
+        Trainer(lora_model(), None, other, "no_such_rows.jsonl", checks_folder=True)
+    (output / "checkpoints/step_00000002").mkdir(parents=True)
+    for same in (config, unset, dataclasses.replace(config, steps=99)):
+        require_own_folder(same)
+    with pytest.raises(CheckpointError, match=r"such as output=\S+quickstart-3:\n  config.seed: saved 0, now 1"):
+        require_own_folder(other)
+    (output / "config.yaml").write_text("steps: 3\n")  # of another version: the checkpoint's record decides
+    require_own_folder(other)

@@ -193,14 +193,13 @@ class Markers:
             shared.append(first)
         return np.array(shared, np.int32)
 
-    def spans(self, tokens: np.ndarray) -> list[tuple[int, int]]:
-        """The (start, end) token ranges of the responses in `tokens` (int32[n]), in order and without empty ones.
-        `RowEncoder` makes the mask of a row from them, where markers decide what is trained on. A response begins after
-        its marker.
+    def spans(self, tokens: np.ndarray, whole: bool = False) -> list[tuple[int, int]]:
+        """The (start, end) token ranges of the responses in `tokens` (int32[n]), in order and without empty ones. A
+        response begins after its marker.
 
-        A response ends at whichever comes first: after an EOS, which belongs to it; before a BOS (that is not EOS), the
-        special tokens with which both markers begin, a response marker or an instruction marker; or at the end of the
-        row.
+        whole: it ends before the next instruction marker, or with the row, as in Unsloth. Otherwise it ends at whichever
+        comes first: after an EOS, which belongs to it; before a BOS (that is not EOS), the special tokens with which
+        both markers begin, a response marker or an instruction marker; or at the end of the row.
         """
         tokens = np.asarray(tokens, np.int32)
         starts = {
@@ -211,8 +210,14 @@ class Markers:
         if not starts:
             return []
         stops = [len(tokens)]
-        for marker in (*self.responses, *self.instructions):
+        for marker in self.instructions if whole else (*self.responses, *self.instructions):
             stops += [self._before(tokens, int(at), marker.lead) for at in marker.find(tokens)]
+        if whole:
+            turns: list[tuple[int, int]] = []
+            for start in sorted(starts):
+                if not turns or start >= turns[-1][1]:
+                    turns.append((start, min(stop for stop in stops if stop >= start)))
+            return [(start, end) for start, end in turns if start < end]
         if len(self.opener):
             stops += _find(tokens, self.opener).tolist()
         if self.tokenizer.bos_token_id is not None and self.tokenizer.bos_token_id != self.tokenizer.eos_token_id:

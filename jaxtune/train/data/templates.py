@@ -474,7 +474,7 @@ class RowEncoder:
         if rendered.ranges is None and self.markers is not None:
             spans = [
                 (first, last if exact or last > len(tokens) else self._end_of_turn(text, tokens, first, last))
-                for first, last in self.markers.spans(ids)
+                for first, last in self.markers.spans(ids, exact)
                 if not rendered.begin or rendered.begin < tokens.ends[last - 1]
             ]
             spans = spans[-1 if self.last_response_only else 0 :]

@@ -136,7 +136,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
             problems.append((place, reason[:REASON_CHARACTERS] + " ..." * (len(reason) > REASON_CHARACTERS)))
             continue
         if row.format == PREFERENCE and encoder.train_on == "completion":
-            results = outcomes = _begun_alike(results)
+            results = outcomes = _from_one_start(results)
         masked += sum(result.masked for result in results)
         if whose := next((result.special for result in results if result.special), ""):
             special.append((place, printable(whose)))
@@ -170,16 +170,16 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     )
 
 
-def _begun_alike(pair: list[Encoded]) -> list[Encoded]:
+def _from_one_start(pair: list[Encoded]) -> list[Encoded]:
     """Both answers of a pair, of which the completion begins where that of either does, as in TRL."""
     firsts = [int(np.argmax(one.mask)) for one in pair if one.mask.any()]
-    begun = []
+    alike = []
     for one in pair:
         mask = one.mask.copy()
         if mask.any():
             mask[min(firsts) : int(np.argmax(mask))] = True
-        begun.append(dataclasses.replace(one, mask=mask))
-    return begun
+        alike.append(dataclasses.replace(one, mask=mask))
+    return alike
 
 
 def _examples(row: Row) -> list[Example] | list[Example | None]:

@@ -528,7 +528,7 @@ class Progress:
     def print(self, text: str) -> None:
         """Prints the line `text`, above the bar on a terminal, which breaks it at spaces only; it is never cut or
         coloured. The notes of a run and of its Monitor are printed by it."""
-        self.console.print(terminal.plain(terminal.fitted(text, self.console)), soft_wrap=True)
+        self.console.print(terminal.plain(terminal.fitted(terminal.reworded(text), self.console)), soft_wrap=True)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         """Estimates the seconds until the last step, when `step` steps are done at the time `now` (time.monotonic()).

@@ -513,8 +513,8 @@ def require_same_config(output: Path, config: TrainConfig) -> None:
 
 
 def require_own_folder(config: TrainConfig) -> None:
-    """What the folder's record and checkpoints will be asked before the first step, as far as it can be told before
-    rows are read: raises ValueError or CheckpointError if the run in config.output is another one."""
+    """Raises ValueError or CheckpointError if the run in config.output is another one, as far as that shows before rows
+    are read."""
     output = Path(config.output)
     if not saved_steps(output / CHECKPOINTS):
         return require_same_config(output, _as_long_as(config, output))

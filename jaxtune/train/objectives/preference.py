@@ -237,7 +237,8 @@ def require_fixed_base(name: str, model: Decoder) -> None:
     if not has_adapter(model):
         raise ValueError(
             f"objective = {name}: the reference is the model with its adapter off, and this one has no adapter: set "
-            "adapter: {}, or take an objective without a reference (orpo, simpo, grpo with beta = 0)"
+            "adapter: {}, or objective.precompute_ref_log_probs=true (dpo, kto: the model before its first step is the "
+            "reference), or take an objective without a reference (orpo, simpo, grpo with beta = 0)"
         )
     trains = nnx.state(model, nnx.Param)
     adapters = sum(len(jax.tree.leaves(nnx.state(m.lora, nnx.Param))) for _, m in matrices(model) if m.lora)
@@ -252,7 +253,8 @@ def require_fixed_base(name: str, model: Decoder) -> None:
 @dataclasses.dataclass(frozen=True)
 class Referenced(Preference):
     """The base class of preference objectives with a reference model, DPO and KTO: the reference is the model with its
-    adapter off. Rewards are beta times log-ratios, log p(answer) - log p_ref(answer).
+    adapter off, or of a model that trains whole, before its first step (precompute_ref_log_probs). Rewards are beta
+    times log-ratios, log p(answer) - log p_ref(answer).
 
     The reference's log-probabilities are taken from the data set (`PairDataset.reference`) if that has them; otherwise
     each loss computes them. `references.first_check` compares model and reference after the first step only for
@@ -292,17 +294,15 @@ class Referenced(Preference):
         return made
 
     def check(self, model: Decoder) -> None:
-        """Raises ValueError if the model with its adapter off cannot be the reference: it has no adapter, or other
-        weights train too whose original is not kept, so that the reference would change during the run
-        (`require_fixed_base`). The Trainer calls it before anything is compiled."""
-        require_fixed_base(self.name, model)
+        """Raises ValueError if there is no reference that stays as it is (`require_fixed_base`)."""
+        if has_adapter(model) or not self.precompute_ref_log_probs:
+            require_fixed_base(self.name, model)
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:
-        """The log-probabilities of the answers of a batch of pairs under the reference, which is `model` with its
-        adapter off: float32[rows, most pairs, 2], chosen answers at index 0, each the sum over the answer's tokens in
-        nats. forward: runs the reference, without gradient. Losses call it, or `references.fill_reference` does so once
-        before training."""
-        base = without_adapter(model)
+        """float32[rows, most pairs, 2], chosen answers at index 0: the log-probabilities of the answers under the
+        reference, each the sum over the answer's tokens in nats: under `model` with its adapter off, or itself without
+        one. forward: runs the reference, without gradient."""
+        base = without_adapter(model) if has_adapter(model) else model
         return sum_log_probs(base, forward.frozen(base, batch), batch, forward).logps
 
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:

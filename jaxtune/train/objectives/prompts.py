@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ def read_prompts(
     key: str = "data.train",
     beside: str = "objective.max_completion_length data.length leaves",
     tools: Tools | None = None,
+    cut: bool = False,
 ) -> list[Prompt]:
     """Reads and tokenises the prompts of data rows.
 
@@ -65,6 +67,7 @@ def read_prompts(
       beside: words for the error about a prompt that is too long, which reads "beside {beside} room for N": what takes
         the other tokens of a row, and which option limits both.
       tools: the tools that the chat template describes in the prompts; None: there are none.
+      cut: whether a longer prompt loses its first tokens, which a line says, instead of being an error.
     Raises:
       ConfigError: no row has a prompt that can be used; or a row cannot be read or its prompt is too long, unless
         data.on_bad_row is "skip", which leaves such rows out. The message names the row's file and line. Also, in any
@@ -72,7 +75,12 @@ def read_prompts(
       ValueError: there is no such file or data set.
     """
     encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
-    return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, beside, tools))
+    if not cut or most_tokens < 1:
+        return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, beside, tools))
+    whole = read_each(rows, data, key, lambda row: prompt_of(row, encoder, sys.maxsize, beside, tools))
+    if longer := sum(len(prompt.ids) > most_tokens for prompt in whole):
+        say(f"{longer:,} of {len(whole):,} prompts have more than {most_tokens:,} tokens: they lose their first ones")
+    return [dataclasses.replace(prompt, ids=prompt.ids[-most_tokens:]) for prompt in whole]
 
 
 def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object]], T]) -> list[T]:
@@ -156,7 +164,10 @@ def sampled_answers(
         reference = functools.partial(reference_log_probs, settings.temperature)
     chooses = own.chooses_length or isinstance(data.length, Unset)
     most = positions if isinstance(data.length, Unset) else min(data.length, positions)
-    prompts = read_prompts(rows, tokenizer, data, most - settings.max_completion_length, tools=own.tools)
+    room = most - settings.max_completion_length
+    cut = own.longest_prompt is not None
+    room = min(room, own.longest_prompt) if own.longest_prompt is not None else room
+    prompts = read_prompts(rows, tokenizer, data, room, tools=own.tools, cut=cut)
     length, multiple = data.length, rows_multiple(config)
     if chooses:
         longest = max(len(prompt.ids) for prompt in prompts) + settings.max_completion_length
@@ -177,6 +188,7 @@ def sampled_answers(
         score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
         reference=reference,
         penalises=objective.penalises,
+        own_reference=own.reference is not None,
     )
 
 
@@ -209,6 +221,8 @@ class OwnParts:
     """The most turns of an answer in which tools are called; None is no limit."""
     chooses_length: bool = False
     """Whether data.length only limits a prompt with its answer, and the length of packed rows is chosen."""
+    longest_prompt: int | None = None
+    """Prompts of more tokens lose their first ones; None: one that leaves no room for an answer is an error."""
     reference: Score | None = None
     """A function that computes log-probabilities under a reference model of the script's (rollouts.Score). None: the
     reference, if one is needed, is the model with its adapter off."""

@@ -44,6 +44,7 @@ def fill_reference(
     trainable: nnx.State,
     frozen: nnx.State,
     say: Callable[[str], None],
+    trained: bool = False,
 ) -> None:
     """Fills `rows.reference`, float32[documents], in place if any value is not computed yet (NaN): from a file beside
     the token cache, or by a pass of the reference over the rows, whose result is then stored in such a file. All values
@@ -62,6 +63,9 @@ def fill_reference(
       trainable, frozen: the two parts of the model's state (nnx.State) as placed on the devices: the tensors that are
         trained, and the others.
       say: a function that shows a line to the user.
+      trained: whether the weights that would be the reference have made steps; then only the file has its values.
+    Raises:
+      ValueError: the file is missing, and the reference has `trained`.
     """
     if rows.reference is None or not np.isnan(rows.reference).any():
         return
@@ -69,6 +73,11 @@ def fill_reference(
     found = None if path is None else _read(path, rows.reference.shape, say)
     if None in processes.all_of(None if found is None else True):  # all processes compute, or none does
         found = None
+    if found is None and trained:
+        raise ValueError(
+            "the log-probabilities of the model before its first step, the reference, are not stored any more, and it "
+            "has trained since: begin the run anew, or evaluate within it (evaluation.every_steps, at_start, at_end)"
+        )
     if found is None:
         say(f"log-probabilities of the reference: one pass over {len(rows):,} rows")
         found = _computed(rows, objective, engine, trainable, frozen)

@@ -89,6 +89,7 @@ class SampledAnswers(BatchSource):
         given. If it is not None, batches have them in `Batch.extra[REFERENCE_LOGPS]`, unless `penalises`.
       penalises: what `reference` is for. True: `advantages` gets the answers' divergences from the reference, and
         subtracts beta times them from the rewards. False: the loss uses the reference's log-probabilities.
+      own_reference: whether `reference` is not the model with its adapter off.
     Raises:
       ConfigError: answers_per_step is not a multiple of the number of answers to a prompt, or a prompt leaves no room
         for an answer of max_completion_length tokens.
@@ -111,6 +112,7 @@ class SampledAnswers(BatchSource):
         score: Score | None = None,
         reference: Score | None = None,
         penalises: bool = False,
+        own_reference: bool = False,
         chosen_length: bool = False,
     ):
         group, longest = settings.num_generations, max(len(prompt.ids) for prompt in prompts)
@@ -128,7 +130,7 @@ class SampledAnswers(BatchSource):
         self.prompts, self.rewards, self.settings, self.advantages = prompts, rewards, settings, advantages
         self.answers_per_step, self.seed = answers_per_step, seed
         self._length, self.answering, self._score = length, answering, score
-        self._reference, self._penalises = reference, penalises
+        self._reference, self._penalises, self.own_reference = reference, penalises, own_reference
         full = length // (longest + settings.max_completion_length)
         rows = math.ceil(answers_per_step / full)
         self.rows_per_step = math.ceil(rows / rows_multiple) * rows_multiple

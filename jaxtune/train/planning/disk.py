@@ -35,7 +35,12 @@ class Written:
 
 
 def written_by(
-    config: TrainConfig, model: Decoder, trained_bytes: float, checkpoint_bytes: float, there: int
+    config: TrainConfig,
+    model: Decoder,
+    trained_bytes: float,
+    checkpoint_bytes: float,
+    there: int,
+    steps: int | None = None,
 ) -> list[Written]:
     """What a run writes to its output folder at most at one time.
 
@@ -45,12 +50,15 @@ def written_by(
       trained_bytes: of the trained weights.
       checkpoint_bytes: of a checkpoint.
       there: the number of checkpoints that it has already.
+      steps: of the run; None: any number.
     """
     output, wanted = Path(config.output), config.checkpoint
     found, adapted = [], has_adapter(model)
     if wanted.every_steps or wanted.every_minutes or wanted.best:
         # A new one is whole before an old one is removed, and the best one is kept beside the newest.
         most = wanted.keep + 1 + (wanted.best is not None)
+        if steps is not None and wanted.every_steps and not wanted.every_minutes:
+            most = min(most, there + -(-steps // wanted.every_steps))
         found.append(Written("checkpoints", output / CHECKPOINTS, checkpoint_bytes, max(most - there, 1)))
     if config.export.adapter and adapted:
         found.append(Written("adapter", output / ADAPTER, trained_bytes))

@@ -1,0 +1,295 @@
+"""transformers' HfArgumentParser and TRL's TrlParser: dataclasses from the command line and from YAML."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import enum
+import json
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from jaxtune.compat.settings import SFTConfig
+from jaxtune.system.terminal import say
+
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """An argument of some of the dataclasses."""
+
+    kinds: tuple[type, ...]
+    hint: Any  # its type; Any: any value
+    default: Any
+
+
+class HfArgumentParser(argparse.ArgumentParser):
+    """An option for each field of the dataclasses, with - or _ between words. What a command line does not give is left
+    to the dataclass, so that a config here knows which arguments a script gives."""
+
+    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **options: Any):
+        super().__init__(**{"formatter_class": argparse.RawTextHelpFormatter, "allow_abbrev": False, **options})
+        kinds = dataclass_types or ()
+        self.dataclass_types = list(kinds) if isinstance(kinds, Iterable) else [kinds]
+        self._options: dict[str, _Option] = {}
+        for name, option in _options(self.dataclass_types).items():
+            self._options[name] = option
+            self._add(name, option)
+
+    def _add(self, name: str, option: _Option) -> None:
+        flags = list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
+        several = _has(option.hint, (list, tuple, set, Sequence)) and not isinstance(option.hint, str)
+        truth = _has(option.hint, (bool,)) or isinstance(option.default, bool)
+        nargs = "+" if several else "?" if truth else None
+        more: dict[str, Any] = {"const": True} if truth else {}
+        self.add_argument(*flags, dest=name, nargs=nargs, default=argparse.SUPPRESS, metavar=name.upper(), **more)
+        if truth:
+            off = list(dict.fromkeys((f"--no_{name}", f"--no-{name.replace('_', '-')}")))
+            self.add_argument(
+                *off, dest=name, action="store_const", const=False, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
+
+    def error(self, message: str) -> NoReturn:
+        """Without the usage, which is a page here."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse_args_into_dataclasses(
+        self,
+        args: Iterable[str] | None = None,
+        return_remaining_strings: bool = False,
+        look_for_args_file: bool = True,
+        args_filename: str | None = None,
+        args_file_flag: str | None = None,
+    ) -> tuple[Any, ...]:
+        """An object of each dataclass, and with return_remaining_strings the words that belong to none, which are an
+        error otherwise. The files of arguments that transformers looks for are not read."""
+        del look_for_args_file
+        if args_filename or args_file_flag:
+            raise ValueError(
+                "HfArgumentParser: files of arguments are not read; parse_yaml_file and parse_json_file are"
+            )
+        made, remaining = self._parsed(args, {})
+        if return_remaining_strings:
+            return (*made, remaining)
+        if remaining:
+            self.error(self._unknown(remaining))
+        return made
+
+    def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        made, unknown = self._of_values(args)
+        if unknown and not allow_extra_keys:
+            raise ValueError(f"keys that no dataclass has: {self._unknown(unknown)}")
+        return made
+
+    def parse_json_file(self, json_file: str | os.PathLike, allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        return self.parse_dict(json.loads(Path(json_file).read_text(encoding="utf-8")), allow_extra_keys)
+
+    def parse_yaml_file(self, yaml_file: str | os.PathLike, allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        return self.parse_dict(_yaml(yaml_file), allow_extra_keys)
+
+    def _parsed(self, args: Iterable[str] | None, defaults: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[str]]:
+        space, remaining = self.parse_known_args(sys.argv[1:] if args is None else list(args))
+        given = vars(space)
+        own = {name: value for name, value in given.items() if name not in self._options}
+        try:
+            made, _ = self._of_values({**defaults, **{n: v for n, v in given.items() if n in self._options}})
+        except ValueError as error:
+            self.error(str(error))
+        return (*made, *([argparse.Namespace(**own)] if own else [])), remaining
+
+    def _of_values(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[str]]:
+        """(an object of each dataclass, the names that none has)"""
+        known = {n: _value(n, v, self._options[n].hint) for n, v in values.items() if n in self._options}
+        made = []
+        for kind in self.dataclass_types:
+            own = {name: value for name, value in known.items() if kind in self._options[name].kinds}
+            if missing := [name for name in _required(kind) if name not in own]:
+                raise ValueError(f"{kind.__name__} needs {', '.join(f'--{name}' for name in missing)}")
+            made.append(kind(**own))
+        return tuple(made), [name for name in values if name not in self._options]
+
+    def _unknown(self, words: Sequence[str]) -> str:
+        """The words that are no option, each with the nearest that is one."""
+        lines = []
+        for word in words:
+            if not word.startswith("-") and word not in words[:1] and any(one.startswith("-") for one in words):
+                continue  # a value
+            name = word.lstrip("-").partition("=")[0].replace("-", "_")
+            near = difflib.get_close_matches(name, self._options, 1)
+            lines.append(word + (f" (did you mean --{near[0]}?)" if near else ""))
+        return ", ".join(lines)
+
+
+class TrlParser(HfArgumentParser):
+    """TRL's parser, which also reads a YAML file, `--config FILE`: the command line's values replace the
+    file's, and these the dataclasses' defaults."""
+
+    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **options: Any):
+        super().__init__(dataclass_types, **options)
+        if "config" in self._options:
+            owner = self._options["config"].kinds[0].__name__
+            raise ValueError(f"TrlParser: {owner} has a field `config`, which is the name of the YAML file's option")
+        self.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help="a YAML file of these options")
+
+    def parse_args_and_config(
+        self,
+        args: Iterable[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+        separate_remaining_strings: bool = False,
+    ) -> tuple[Any, ...]:
+        """An object of each dataclass. The mapping `env` of the YAML file is set in the environment.
+
+        Args:
+          return_remaining_strings: also returns the words that belong to no dataclass, those of the file as "--name",
+            "value"; of both sources apart with separate_remaining_strings.
+          fail_with_unknown_args: False: unknown keys of the file are named in a line, and not read.
+        Raises:
+          ValueError: the file is no mapping, or has unknown keys.
+        """
+        words = sys.argv[1:] if args is None else list(args)
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config")
+        space, words = finder.parse_known_args(words)
+        values = {} if space.config is None else _yaml(space.config)
+        env = values.pop("env", None) or {}
+        if not isinstance(env, Mapping):
+            raise ValueError(f"{space.config}: env = {env!r}: must be a mapping of variables")
+        os.environ.update({str(name): str(value) for name, value in env.items()})
+        unknown = [name for name in values if name not in self._options]
+        made, remaining = self._parsed(words, {name: value for name, value in values.items() if name not in unknown})
+        if return_remaining_strings:
+            of_file = [word for name in unknown for word in (f"--{name}", str(values[name]))]
+            return (*made, of_file, remaining) if separate_remaining_strings else (*made, of_file + remaining)
+        if remaining:
+            self.error(self._unknown(remaining))
+        if unknown and fail_with_unknown_args:
+            raise ValueError(f"{space.config}: keys that no dataclass has: {self._unknown(unknown)}")
+        if unknown:
+            say(f"{space.config}: not read: {self._unknown(unknown)}")
+        return made
+
+
+def _yaml(path: str | os.PathLike) -> dict[str, Any]:
+    values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"{os.fspath(path)}: must be a YAML mapping of options")
+    return values
+
+
+def _options(kinds: Sequence[type]) -> dict[str, _Option]:
+    """The options of the dataclasses. Those that a config here knows and does not follow are options too, unless
+    another dataclass has a field of that name."""
+    found: dict[str, _Option] = {}
+    for kind in kinds:
+        hints = typing.get_type_hints(kind)
+        made = kind() if issubclass(kind, SFTConfig) else None
+        for field in dataclasses.fields(kind):
+            if not field.init:
+                continue
+            before = found.get(field.name)
+            owners = (*(before.kinds if before else ()), kind)
+            found[field.name] = _Option(owners, hints.get(field.name, Any), _default(made, field))
+    for kind in kinds:
+        if issubclass(kind, SFTConfig):
+            for name, argument in kind.table.items():
+                default = argument.free[0] if argument.free else None
+                found.setdefault(name, _Option((kind,), Any, default))
+    return found
+
+
+def _default(made: SFTConfig | None, field: dataclasses.Field) -> Any:
+    if made is not None:
+        return getattr(made, field.name)
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _required(kind: type) -> list[str]:
+    if issubclass(kind, SFTConfig):
+        return []
+    missing = dataclasses.MISSING
+    return [
+        f.name for f in dataclasses.fields(kind) if f.init and f.default is missing and f.default_factory is missing
+    ]
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The members of a union, each without its parameters."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [kind for one in typing.get_args(hint) for kind in _kinds(one)]
+    return [typing.get_origin(hint) or hint]
+
+
+def _has(hint: Any, kinds: tuple[Any, ...]) -> bool:
+    return any(kind in kinds for kind in _kinds(hint))
+
+
+def _value(name: str, value: Any, hint: Any) -> Any:
+    """A value of a command line or of YAML as its type `hint` asks for.
+
+    Raises:
+      ValueError: it is none of that type.
+    """
+    if isinstance(value, list):
+        if not _has(hint, (list, tuple, set, Sequence)):
+            return [_value(name, one, Any) for one in value]
+        element = next((typing.get_args(one)[:1] for one in _members(hint) if _is_list(one)), ())
+        items = [_value(name, one, element[0] if element else Any) for one in value]
+        # One word for an argument that is a list or a text, such as "all-linear".
+        return items[0] if len(items) == 1 and isinstance(items[0], str) and _has(hint, (str,)) else items
+    kinds = _kinds(hint)
+    if isinstance(value, bool) and str in kinds and bool not in kinds:
+        return "yes" if value else "no"  # YAML's words, as in `eval_strategy: no`
+    if not isinstance(value, str):
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) and kinds == [float] else value
+    return _of_text(name, value, hint, kinds)
+
+
+def _of_text(name: str, text: str, hint: Any, kinds: list[Any]) -> Any:
+    for member in _members(hint):
+        if typing.get_origin(member) is typing.Literal:
+            choices = typing.get_args(member)
+            for choice in choices:
+                if str(choice) == text:
+                    return choice
+            if kinds == [typing.Literal]:
+                raise ValueError(f"{name} = {text!r}: must be one of {', '.join(map(repr, choices))}")
+        elif isinstance(member, type) and issubclass(member, enum.Enum):
+            return member(text)
+    if text.lower() in ("none", "null") and ((type(None) in kinds and str not in kinds) or hint is Any):
+        return None
+    if text.lower() in _WORDS and (bool in kinds or (hint is Any and text.lower() in ("true", "false"))):
+        return _WORDS[text.lower()]
+    if text[:1] in "{[" and (hint is Any or _has(hint, (dict, Mapping, list, tuple, Sequence))):
+        return json.loads(text)
+    for number in (int, float):
+        if number in kinds or (float in kinds and number is int) or hint is Any:
+            try:
+                return float(text) if number is int and int not in kinds and hint is not Any else number(text)
+            except ValueError:
+                continue
+    if hint is Any or str in kinds:
+        return text
+    if _has(hint, (list, tuple, set, Sequence)):
+        return [text]
+    words = ", ".join(getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None))
+    raise ValueError(f"{name} = {text!r}: must be {words}")
+
+
+def _members(hint: Any) -> list[Any]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [one for member in typing.get_args(hint) for one in _members(member)]
+    return [hint]
+
+
+def _is_list(hint: Any) -> bool:
+    return (typing.get_origin(hint) or hint) in (list, tuple, set, Sequence)

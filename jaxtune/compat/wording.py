@@ -1,0 +1,131 @@
+"""Messages of jaxtune.train in the words of a script: its arguments in place of a recipe's keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxtune.compat.defaults import defaults
+from jaxtune.compat.settings import SFTConfig
+from jaxtune.convert.tables import table
+from jaxtune.system.terminal import rewording
+from jaxtune.train.config.file import config_keys
+from jaxtune.train.user_code.errors import UserCodeError
+
+# Arguments that TRL's newest configs lack and that are followed here.
+_BESIDE = ("max_prompt_length", "embedding_learning_rate", "max_new_tokens")
+_RECIPES = "a recipe's "
+# Whole phrases: what fits, as the planner proposes it.
+_PHRASES = {
+    "memory.plan=null micro_batches=null (the planner chooses)": "gradient_checkpointing=True (the planner chooses)",
+    "model.load_in=nf4": "from_pretrained's load_in_4bit=True",
+    "model.load_in=int8": "from_pretrained's load_in_8bit=True",
+}
+_RANK = re.compile(r"adapter=\{r: (\d+)\}")
+_VALUES = {"null": "None", "true": "True", "false": "False"}
+# Keys without a dot that are words, too: they are keys where a value follows.
+_WITH_VALUE = r"(?= ?=(?!=))"
+_ENTRIES = ("__init__", "config", "train", "evaluate", "predict", "train_dataset", "_prepared", "_epoch_steps")
+
+
+@functools.cache
+def _candidates() -> dict[str, list[str]]:
+    """{a recipe's key: arguments of scripts that mean it, the last may be words}"""
+    own = yaml.safe_load(Path(__file__).with_name("wording.yaml").read_text(encoding="utf-8"))
+    same = {ours: [theirs] for theirs, ours in table("trl").top.same.items()}
+    return {key.name: [] for key in config_keys()} | same | own
+
+
+@functools.cache
+def arguments_of(kind: type[SFTConfig]) -> frozenset[str]:
+    """The names that a script's config has in the library, as far as they are followed here."""
+    known = defaults("TRL", kind.section)
+    return frozenset(field.name for field in dataclasses.fields(kind) if field.name in known or field.name in _BESIDE)
+
+
+@functools.cache
+def _words(kind: type[SFTConfig]) -> dict[str, str]:
+    """{a recipe's key: what a script with this config calls it}"""
+    has, followed = arguments_of(kind), {field.name for field in dataclasses.fields(kind)}
+    found = {}
+    for key, names in _candidates().items():
+        # A name that no config here has is words, or an argument of a trainer or a function.
+        fits = [name for name in names if name in has or (name not in followed and name not in _anywhere())]
+        found[key] = fits[0] if fits and fits[0] else _RECIPES + key
+    return found
+
+
+@functools.cache
+def _anywhere() -> frozenset[str]:
+    """The names of all fields of the configs here, and of arguments of TRL's."""
+    kinds, names = [SFTConfig], set()
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        names |= {field.name for field in dataclasses.fields(kind)}
+    return frozenset(names)
+
+
+@functools.cache
+def _pattern() -> re.Pattern[str]:
+    keys = sorted(_candidates(), key=len, reverse=True)
+    dotted = "|".join(re.escape(key) for key in keys if "." in key or "_" in key)
+    plain = "|".join(re.escape(key) for key in keys if "." not in key and "_" not in key)
+    before = rf"(?<![\w./'])(?<!{_RECIPES})"
+    return re.compile(rf"{before}(?:({dotted})(?![\w/]|\.\w)|({plain}){_WITH_VALUE})(?:(?<==)|=(null|true|false)\b)?")
+
+
+def in_script_words(text: str, kind: type[SFTConfig], of_user: bool = False) -> str:
+    """A message of jaxtune.train for a script with a config of `kind`: of each recipe's key the argument, or words; a
+    key without a counterpart is called a recipe's. of_user: the text has words of the script's own, in which "seed ="
+    and the like are no keys."""
+    for phrase, words in _PHRASES.items():
+        text = text.replace(phrase, words)
+    text = _RANK.sub(r"an adapter of rank \1", text)
+    words = _words(kind)
+
+    def replaced(match: re.Match[str]) -> str:
+        value = match[3]
+        if of_user and match[2]:
+            return match[0]
+        return words[match[1] or match[2]] + ("" if value is None else f"={_VALUES[value]}")
+
+    return _pattern().sub(replaced, text)
+
+
+class ScriptWords:
+    """A trainer whose errors and lines name the script's arguments. `config_type` is the class of its config."""
+
+    config_type: type[SFTConfig]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in _ENTRIES:
+            own = vars(cls).get(name)
+            if isinstance(own, property) and own.fget is not None:
+                setattr(cls, name, property(_worded(own.fget), doc=own.__doc__))
+            elif isinstance(own, functools.cached_property):
+                own.func = _worded(own.func)
+            elif callable(own):
+                setattr(cls, name, _worded(own))
+
+
+def _worded[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(function)
+    def method(*arguments: P.args, **options: P.kwargs) -> R:
+        kind = getattr(arguments[0], "config_type", SFTConfig)
+        with rewording(lambda text: in_script_words(text, kind)):
+            try:
+                return function(*arguments, **options)
+            except ValueError as error:
+                if error.args and isinstance(error.args[0], str):
+                    of_user = isinstance(error, UserCodeError)
+                    error.args = (in_script_words(error.args[0], kind, of_user), *error.args[1:])
+                raise
+
+    return method
