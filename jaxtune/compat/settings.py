@@ -34,6 +34,7 @@ class SFTConfig:
     orders = ORDERS  # {value of train_sampling_strategy: TokenDataset's name for that order of the rows}
     section = "sft"  # of the tables of defaults
     library: ClassVar[Library] = "TRL"  # whose defaults are taken
+    given: ClassVar[frozenset[str]] = frozenset()  # names of the arguments that the script gave
 
     # Fields without a value have that of the library; a value here is for configs that lack the field there.
     output_dir: str  # the folder of checkpoints and metrics
@@ -97,9 +98,7 @@ class SFTConfig:
         if output_dir:
             arguments["output_dir"] = output_dir
         vars(self)["given"] = frozenset(arguments)
-        vars(self).update(self._defaults(self.library, arguments) | arguments)  # unused ones may be read
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
-            vars(self)["metric_for_best_model"] = "loss"
+        self._fill(self.library, arguments)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A script may change an argument later: it then counts as given."""
@@ -111,7 +110,8 @@ class SFTConfig:
             return known[name]
         raise AttributeError(f"{type(self).__name__} has no argument {name!r}")
 
-    def _defaults(self, library: Library, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _fill(self, library: Library, given: Mapping[str, Any]) -> None:
+        """Sets all arguments; `given` may have some without a field, which callbacks may read."""
         known = defaults(library, self.section)
         own = {
             field.name: field.default if known.get(field.name) is None else known[field.name]
@@ -120,9 +120,9 @@ class SFTConfig:
         found = {name: None if value is dataclasses.MISSING else value for name, value in own.items()}
         if given.get("fp16"):  # of both TRL takes the other one only where a script does not say
             found["bf16"] = False
-        return found
-
-    given: ClassVar[frozenset[str]] = frozenset()  # names of the arguments that the script gave
+        vars(self).update(found | dict(given))
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            vars(self)["metric_for_best_model"] = "loss"
 
 
 # Fields that transformers' classes fill in by themselves; their values have no effect.
@@ -176,7 +176,8 @@ def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, 
 
 def _of(kind: type[SFTConfig], library: Library, values: Mapping[str, Any], named: Library) -> SFTConfig:
     made = kind(**values)
-    vars(made).update(made._defaults(library, values) | dict(values), library=named)
+    made._fill(library, values)
+    vars(made)["library"] = named
     return made
 
 
