@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtune.train.callbacks import Callback
+from jaxtune.train.callbacks import Callback, Callbacks
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.display import metrics as m
@@ -150,6 +150,7 @@ class Monitor:
         """Starts the run's clock, and makes the thread that takes the times of steps. The class describes the
         arguments."""
         self.run, self.logger, self.progress = run, logger, progress
+        self.callbacks = Callbacks(run.callbacks)
         self.waiting: collections.deque[tuple[int, dict, dict, float, Future[float]]] = collections.deque()
         self.bad: list[tuple[int, float, float]] = []
         self.applied = 0  # steps done when the latest update was made
@@ -258,8 +259,7 @@ class Monitor:
         source of the rows says."""
         if rollouts := self.run.batches.rollouts_at(step):
             self.logger.log_rollouts(step + 1, rollouts)
-            for callback in self.run.callbacks:
-                callback.sampled(step + 1, rollouts)
+            self.callbacks.tell("sampled", step + 1, rollouts)
         for text in self.run.batches.news():
             self.progress.print(text)
 
@@ -303,13 +303,17 @@ class Monitor:
         line |= {key: float(value) for key, value in values.get("aux", {}).items()}
         if config.computes_in == "fp16":
             line["loss_scale"] = float(values["loss_scale"])
-        for callback in self.run.callbacks:
-            callback.stepped(done, line)
-        self.run.history.append({"step": done, **line})
-        self._unlogged += work
-        if logs:
-            self.logger.log(done, line | self._unlogged.speeds(self.run.peak_flops))
-            self._unlogged = _Work()
+        self.skipped_in_row = int(values["skipped_in_row"])
+        if not self.skipped_in_row:
+            self.applied = done
+        try:
+            self.callbacks.tell("stepped", done, line)
+        finally:
+            self.run.history.append({"step": done, **line})
+            self._unlogged += work
+            if logs:
+                self.logger.log(done, line | self._unlogged.speeds(self.run.peak_flops))
+                self._unlogged = _Work()
         if len(self.seconds) == 1:  # the first step also loads programs, so the speeds of later lines leave it out
             self._recent.clear()
         self._recent.append(work)
@@ -331,9 +335,6 @@ class Monitor:
                 self.run.planner.forecast, self.run.planner.device, self.seconds[1:], line["peak_memory_bytes"]
             ):
                 self.progress.print(text)
-        self.skipped_in_row = int(values["skipped_in_row"])
-        if not self.skipped_in_row:
-            self.applied = done
         self._guard(step, loss, norm, values)
         if norms is not None and values["finite"] and norm > 0.0:
             self._guard_adapters(done, norms)
