@@ -87,6 +87,13 @@ def fill_reference(
     rows.reference[:] = found
 
 
+def unwritten(sets: Sequence[PackedPairs], config: TrainConfig) -> tuple[Path, int] | None:
+    """(the folder, the bytes) of the files with values that `fill_reference` has yet to compute; None if there are
+    none."""
+    arrays = [rows.reference for rows in sets if rows.reference is not None and np.isnan(rows.reference).any()]
+    return (cache_folder(config.data.cache_dir), sum(array.nbytes for array in arrays)) if arrays else None
+
+
 def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: nnx.State, frozen: nnx.State) -> np.ndarray:
     """Computes the reference's log-probabilities of all rows by one pass over them on the devices. Returns
     float32[documents], a numpy array with the sum over each document's answer, 0 for pairs that are left out.
