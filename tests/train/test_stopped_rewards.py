@@ -105,7 +105,7 @@ class Stop(Since):
         return self
 
     def _send(self) -> None:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 600
         while not self._file.exists() and time.monotonic() < until:
             time.sleep(0.02)
         time.sleep(0.3)
