@@ -23,7 +23,7 @@ from jaxtune.compat.model import CompatModel
 from jaxtune.compat.settings import plain_value
 from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import say
-from jaxtune.train.callbacks import Between, Callback
+from jaxtune.train.callbacks import Between, Callback, users_callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.display.metrics import read_metrics
 
@@ -295,6 +295,8 @@ class Events(Callback):
         them; None otherwise, and before an evaluation.
     """
 
+    is_users = False  # it writes folders; the callbacks that it calls are
+
     def __init__(
         self,
         args: Any,
@@ -329,19 +331,20 @@ class Events(Callback):
             method = getattr(callback, event, None)
             if method is None:
                 continue
-            answer = method(
-                self.args,
-                self.state,
-                self.control,
-                model=self.model,
-                processing_class=self._processing_class,
-                tokenizer=self._processing_class,
-                optimizer=None,
-                lr_scheduler=None,
-                train_dataloader=None,
-                eval_dataloader=None,
-                **more,
-            )
+            with users_callback(callback, event):
+                answer = method(
+                    self.args,
+                    self.state,
+                    self.control,
+                    model=self.model,
+                    processing_class=self._processing_class,
+                    tokenizer=self._processing_class,
+                    optimizer=None,
+                    lr_scheduler=None,
+                    train_dataloader=None,
+                    eval_dataloader=None,
+                    **more,
+                )
             self.control = self.control if answer is None else answer
         if self.control.should_epoch_stop:
             raise ValueError(

@@ -17,6 +17,8 @@ class Completions(Callback):
     """Prints the answers of the latest generation at each logged step. logging_steps: the steps from one to the next.
     most: the answers that are printed, the first ones; None: all."""
 
+    is_users = False
+
     def __init__(self, logging_steps: int, most: int | None):
         self._every, self._most = logging_steps, most
         self._rollouts: Sequence[Rollout] = ()

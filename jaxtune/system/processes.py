@@ -255,6 +255,27 @@ def all_of(value: Any) -> list[Any]:
     return [json.loads(_get(client, f"jaxtune/all/{number}/{other}")) for other in range(count())]
 
 
+def all_within(value: Any, seconds: float) -> list[Any] | None:
+    """`all_of`, for a process that ends: None if not all have called it in time, as they may wait for this one."""
+    client, number = _client(), next(_calls)
+    if client is None:
+        return [value]
+    from jax.errors import JaxRuntimeError
+
+    client.key_value_set(f"jaxtune/all/{number}/{index()}", json.dumps(value))
+    deadline, values = time.monotonic() + seconds, []
+    while len(values) < count():
+        try:
+            key = f"jaxtune/all/{number}/{len(values)}"
+            values.append(json.loads(client.blocking_key_value_get(key, _POLL_MILLISECONDS)))
+        except JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            if time.monotonic() > deadline:
+                return None
+    return values
+
+
 def of_first(value: Callable[[], Any]) -> Any:
     """Returns in all processes what `value()` returns in the first one, sent as JSON; the others do not call `value`.
     So they agree on what they could see or choose differently: a plan, the newest checkpoint, which files exist. If it

@@ -138,6 +138,23 @@ def users_code(name: str) -> Iterator[None]:
         look()  # in place of what the signal raised, or of what the code made of it
 
 
+@contextlib.contextmanager
+def own_work() -> Iterator[None]:
+    """Around work of this package that the user's code asked for, such as a save: no signal raises out of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    codes = list(_codes)
+    del _codes[:]
+    _alarm.clear()
+    try:
+        yield
+    finally:
+        _codes[:] = codes
+        if codes:
+            _alarm.set(_words_of_the_lock(codes[-1].name), SILENT_SECONDS)
+
+
 def interruptible() -> str | None:
     """The name of the user's code that a signal may raise out of now, because what it raises is heard; else None."""
     codes, listeners = _codes, _listeners

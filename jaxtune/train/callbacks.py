@@ -4,11 +4,14 @@ evaluate, save or stop."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.system import waiting
 from jaxtune.train.data.batches import Rollout
 
 
@@ -50,10 +53,13 @@ class Callback:
     after each step was dispatched, and can evaluate, save or stop; `stepped` gets the metrics of a step; `evaluating`
     and `evaluated` are called before and after an evaluation, and `saved` after a checkpoint.
 
-    All methods are called in the thread of the training loop, between steps. During `between` and `stepped` the device
-    usually computes, so that a quick callback costs no time; during the others it is idle. An exception ends the run;
-    TrainingStopped (monitor.py) ends it with a message of one line.
+    All methods are called in the thread of the training loop, between steps, in which a signal interrupts them. During
+    `between` and `stepped` the device usually computes, so that a quick callback costs no time; during the others it is
+    idle. An exception ends the run, after the state is saved; TrainingStopped (monitor.py) ends it with a message of
+    one line.
     """
+
+    is_users = True  # False: a signal does not interrupt it
 
     def between(self, moment: Between) -> None:
         """Called after each step was dispatched to the device, before the evaluations and saves that the config asks
@@ -87,3 +93,48 @@ class Callback:
         """Called when the arrays of a checkpoint of the state after `step` steps were copied to the host. A thread
         writes the files, which may not be complete yet. A callback that reads the files must wait for them itself. In
         this base class it does nothing."""
+
+
+@contextlib.contextmanager
+def users_callback(callback: object, event: str) -> Iterator[None]:
+    """Around a method of a user's callback: it is the user's code, and an exception names it."""
+    name = f"{type(callback).__name__}.{event}"
+    try:
+        with waiting.users_code(name):
+            yield
+    except BaseException as error:
+        if not any(note.startswith("in the callback ") for note in getattr(error, "__notes__", ())):
+            error.add_note(f"in the callback {name}")
+        raise
+
+
+class Callbacks:
+    """The callbacks of a run, which are called in the thread that makes it, and no more after one has failed."""
+
+    def __init__(self, callbacks: Sequence[Callback] = ()):
+        self._callbacks, self._thread = tuple(callbacks), threading.get_ident()
+        self._late: list[tuple[str, tuple]] = []
+        self._ended = False
+        self.hears: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # around their methods
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def end(self) -> None:
+        """Has no more of them called, as the run ends by an error."""
+        self._ended = True
+
+    def tell(self, event: str, *arguments: object) -> None:
+        """Calls a method of each. In another thread, that of a save while the run is in the user's code, they are told
+        later."""
+        self._late.append((event, arguments))
+        if threading.get_ident() != self._thread:
+            return
+        while self._late and not self._ended:
+            event, arguments = self._late.pop(0)
+            for callback in self._callbacks:
+                if getattr(type(callback), event) is getattr(Callback, event):
+                    continue
+                user = users_callback(callback, event) if callback.is_users else contextlib.nullcontext()
+                with self.hears(), user:
+                    getattr(callback, event)(*arguments)

@@ -1,21 +1,20 @@
 """Exact match: the share of held-out questions whose greedy answer equals the expected one. `exact_match` has the model
 answer rows; `questions_of` makes a `Question` of each row, with its prompt, which is tokenised as in training, also to
-check before training that every row can be asked. `_after` drops the thought before an answer, and `_first` finds the
-token that ends a turn."""
+check before training that every row can be asked. `_after` drops the thought before an answer."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.generation.ends import ends_of
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.data.formats import Example, normalize
-from jaxtune.train.data.templates import RowEncoder
+from jaxtune.train.data.templates import RowEncoder, trained_tokenizer
 
 
 def exact_match(
@@ -31,12 +30,10 @@ def exact_match(
     and `jaxtune evaluate` measure exact match by it (evaluation.exact_match_rows). The reward function of the same name
     is another one (objectives/reward_functions.py).
 
-    Prompts are tokenised as in training, up to the begin of the answer. An answer ends at the first special token of
-    the tokenizer (other than BOS and UNK) or end token of the model. White space around it is ignored. So is, in the
-    generated and in the row's own answer, everything up to the last mark that the template writes before an answer
-    (`Question.mark`), such as the end of a thought (</think>) or the name of a channel. If that mark has special
-    tokens, thoughts may have them too; if the template ends a turn with a special token, generation then ends only with
-    that one, or with an end token of the model. The answer after the mark is still cut at its first special token.
+    Prompts are tokenised as in training, up to the begin of the answer, which ends where answers end everywhere
+    (`ends_of`). White space around it is ignored. So is, in the generated and in the row's own answer, everything up to
+    the last mark that the template writes before an answer (`Question.mark`), such as the end of a thought (</think>)
+    or the name of a channel.
 
     Args:
       model: the model.
@@ -60,16 +57,11 @@ def exact_match(
     if batch_size < 1:
         raise ValueError(f"exact_match: batch_size = {batch_size}: must be positive")
     questions = questions_of(tokenizer, rows, max_new_tokens, template, model.config.context_length, today)
-    encoder = RowEncoder(tokenizer)
-    within = {token for mark in {one.mark for one in questions} for token in _tokens(tokenizer, mark)}
-    ends = (encoder.end_ids - within) | set(end_token_ids(model))
-    firsts = (_first(_tokens(tokenizer, text), ends) for text in {one.closing for one in questions})
-    closes = {token for token in firsts if token is not None}
-    turn_ends = closes | set(end_token_ids(model)) if closes and within & encoder.end_ids else ends
+    ends = set(ends_of(model, trained_tokenizer(tokenizer, template)))
     longest = max(len(one.prompt) for one in questions) + max_new_tokens
     sampler = Sampler(model, length=longest, most_slots=min(batch_size, len(rows)))
     answers = []
-    for row in sampler.run([one.prompt for one in questions], max_new_tokens, eos_token_ids=sorted(turn_ends)):
+    for row in sampler.run([one.prompt for one in questions], max_new_tokens, eos_token_ids=sorted(ends)):
         ids = _after(tokenizer, row.ids, questions[row.index].mark)
         ids = list(itertools.takewhile(lambda token: token not in ends, ids))
         answers.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
@@ -92,9 +84,6 @@ class Question(NamedTuple):
     """The last word (between white space) of the text that the template writes behind the generation prompt, directly
     before an answer, such as the end of a thought (</think>); "" if there is none. What the model generates up to its
     last occurrence is ignored."""
-    closing: str
-    """The text that the template writes after an answer, such as the token that ends the assistant's turn; "" if there
-    is none."""
 
 
 def questions_of(
@@ -132,24 +121,12 @@ def questions_of(
                 f"exact_match: the {len(prompt)} tokens of question {index} and max_new_tokens = {max_new_tokens} "
                 f"are more than the model's {positions} positions: shorten one of them"
             )
-        before, after = encoder.around_answer(example)
+        before = encoder.before_answer(example)
         mark = "".join(before.split()[-1:])
         answer = messages[-1]["content"]
         expected = (answer.rpartition(mark)[2] if mark else answer).strip()
-        questions.append(Question(prompt, messages[-2]["content"], expected, mark, after))
+        questions.append(Question(prompt, messages[-2]["content"], expected, mark))
     return questions
-
-
-def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The token ids of `text` by `tokenizer`, without the special tokens that it adds around a text; special tokens in
-    the text stay. `exact_match` gets by it the tokens of what a template writes around an answer."""
-    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-
-def _first(ids: Sequence[int], of: Set[int]) -> int | None:
-    """The first of the token ids `ids` that is in the set `of`; None if none is. `exact_match` finds by it the token
-    that ends a turn in the text that a template writes after an answer."""
-    return next((token for token in ids if token in of), None)
 
 
 def _after(tokenizer: Tokenizer, ids: list[int], mark: str) -> list[int]:

@@ -231,17 +231,24 @@ class Run:
                         sums = engine.accumulate(at(step), sums, state, frozen, parts[: counts["filled"]])
                     state, sums, latest = programs.update(state, sums)
                 done = step + 1
-                monitor.step_dispatched(step, latest, counts)
-                rows.dispatched(step)
-                monitor.news(step)
-                stopped = self._between(done, evaluate, saver, state)
+
+                monitor.callbacks.hears = functools.partial(saver.listening, done, state)
+
+                def between(step: int = step, latest=latest, counts=counts, state=state) -> bool:
+                    monitor.step_dispatched(step, latest, counts)
+                    rows.dispatched(step)
+                    monitor.news(step)
+                    return self._between(step + 1, evaluate, saver, state)
+
+                stopped = saver.together(done, state, between) if monitor.callbacks else between()
+                stopped = processes.of_first(lambda: stopped) if monitor.callbacks else stopped  # noqa: B023
                 if tracing and (done - start == self.profile.start + self.profile.steps or done == self.total_steps):
                     with monitor.pause("profile", done):
                         m.decorate("the profile", trace.close)
                     tracing = False
                 saver.after_step(done, state, last=done == self.total_steps)
                 if done == self.total_steps or stopped:
-                    monitor.flush()
+                    saver.flush(done, state)
                 if self.evaluation.between(done) and done < self.total_steps:
                     evaluate(done)
                 if stopped:
@@ -261,24 +268,19 @@ class Run:
         return state, done
 
     def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
-        """Calls `between` of the callbacks after `done` steps were dispatched, as `steps` does after each one; returns
-        whether one of them asked to end the run (in a run of several processes, whether one did in the first process).
-        They get a `Between`, by which they can evaluate, save and stop.
-
-        evaluate: a function that evaluates after a number of steps and returns the loss. saver: saves checkpoints.
-        state: the state after these steps."""
+        """Whether a callback ends the run after `done` steps. evaluate: returns the held-out loss after a step; state:
+        that after these steps."""
+        own = waiting.own_work()  # a decorator, too
         moment = Between(
             done,
             done == self.total_steps,
-            wait=self.monitor.flush,
-            evaluate=lambda: evaluate(done),
-            save=lambda: saver.save_for_callback(done, state),
-            model=lambda: self.model(state.trainable),
+            wait=own(self.monitor.flush),
+            evaluate=own(lambda: evaluate(done)),
+            save=own(lambda: saver.save_for_callback(done, state)),
+            model=own(lambda: self.model(state.trainable)),
         )
-        callbacks = self.monitor.run.callbacks
-        for callback in callbacks:
-            callback.between(moment)
-        return processes.of_first(lambda: moment.stopped) if callbacks else False
+        self.monitor.callbacks.tell("between", moment)
+        return moment.stopped
 
     def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> bool:
         """Whether the last state has a finite loss, tested on the first of `parts`, the micro-batches of the last step,
@@ -308,18 +310,25 @@ class Run:
             return math.nan
         values: dict[str, Any] = {}
         answered: Answered | None = None
+
+        def tell(event: str, *arguments: object) -> None:
+            if monitor.callbacks:
+                self.saver.together(step, state, lambda: monitor.callbacks.tell(event, step, *arguments))
+
+        def load[T](work: Callable[[], T]) -> T:
+            return self.saver.together(step, state, work)
+
+        self.saver.flush(step, state)
         with monitor.pause("eval", step) as line:
-            for callback in monitor.run.callbacks:
-                callback.evaluating(step, lambda: self.model(state.trainable))
+            tell("evaluating", lambda: self.model(state.trainable))
             if batches is not None:
                 shown = monitor.progress.evaluating
-                values |= self.engine.evaluate(evaluate, state.trainable, frozen, batches, shown, between)
+                values |= self.engine.evaluate(evaluate, state.trainable, frozen, batches, shown, between, load)
             if self.answers is not None:
                 with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.generate=[]"):
                     answered = self.answers(self.model(state.trainable))
                 values |= answered.metrics
-            for callback in monitor.run.callbacks:
-                callback.evaluated(step, values)
+            tell("evaluated", values)
             line |= values | {m.ROWS: rows_identity(None if batches is None else batches.rows.documents, self.answers)}
             if answered is not None:
                 line[SAMPLES] = answered.samples

@@ -64,7 +64,7 @@ from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.rollouts import SampledAnswers
 from jaxtune.train.objectives.stored_teachers import StoredTeacher
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
-from jaxtune.train.planning.disk import disk_lines, written_by
+from jaxtune.train.planning.disk import Written, disk_lines, written_by
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
 from jaxtune.train.planning.planner import Planner
@@ -307,7 +307,15 @@ class Trainer:
         trained = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.trainable))
         size = checkpoint_bytes({"state": self.model.state_shapes(self.engine)})
         there = len(saved_steps(self.output / CHECKPOINTS))
-        lines = disk_lines(written_by(config, self.model.prepared, trained, size, there, self.total_steps))
+        sets = (self.train_data, self.eval_data)
+        pairs = [data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)]
+        caches = {
+            "log-probabilities of the teacher": self.stored.unwritten(sets),
+            "log-probabilities of the reference": references.unwritten(pairs, config),
+        }
+        written = written_by(config, self.model.prepared, trained, size, there, self.total_steps)
+        written += [Written(what, *place) for what, place in caches.items() if place is not None]
+        lines = disk_lines(written)
         if not (config.checkpoint.every_steps or config.checkpoint.every_minutes):
             lines.append(
                 "checkpoint.every_steps and checkpoint.every_minutes are null: only a signal or an error saves the "

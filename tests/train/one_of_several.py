@@ -3,7 +3,8 @@
 Usage: one_of_several.py FAULT STEP ARGUMENT...: of `jaxtune train`. When step number STEP of this process is handed to
 the device, "kill" sends it SIGKILL and "term" SIGTERM; "full" has it see a disk without room from the start, and
 "full cache" only where room is reserved in the token cache; "outlive" has it miss one that is killed sooner. When the
-rows of that step are loaded, "no rows" raises, and "stall" waits for ever and sends it SIGTERM.
+rows of that step are loaded, "no rows" raises, and "stall" waits for ever and sends it SIGTERM. "callback" gives the
+run a callback, "bad callback" one that raises when it gets the metrics of that step; "bad rows" has no held-out rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import threading
 
 from jaxtune import cli
 from jaxtune.system import processes
+from jaxtune.train import trainer
+from jaxtune.train.callbacks import Callback
 from jaxtune.train.folder import checkpoint
 from jaxtune.train.program import programs
 
@@ -59,6 +62,28 @@ def main() -> int:
             return load(*values)
 
         programs.Engine.load_step = load_step
+    if fault in ("callback", "bad callback"):
+        made = trainer.Trainer.__init__
+
+        class Own(Callback):
+            def stepped(self, number, metrics):
+                if fault == "bad callback" and number == int(step):
+                    raise ValueError("this callback fails")
+
+        def init(*values, **options):
+            made(*values, **options | {"callbacks": [Own()]})
+
+        trainer.Trainer.__init__ = init
+    if fault == "bad rows":
+        evaluate = programs.Engine.evaluate
+
+        def fails():
+            raise ValueError("this process has no held-out rows")
+
+        def no_rows(*values):
+            return evaluate(*values[:-1], lambda work: values[-1](fails))
+
+        programs.Engine.evaluate = no_rows
     return cli.console(["train", *arguments])
 
 

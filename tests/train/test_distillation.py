@@ -147,7 +147,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(run, tmp_path):
         cut.train()
     again = trainer_of(tmp_path)
     same_bits(again.train(), run[1])
-    assert of_metric(again, "loss") == of_metric(run[0], "loss")[4:]
+    assert of_metric(again, "loss") == of_metric(run[0], "loss")[6:]  # an error saves
 
 
 def test_another_teacher_is_another_run(tmp_path):

@@ -393,7 +393,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, more):
 
     class Cut(Callback):
         def between(self, moment):
-            if moment.step == 4:
+            if moment.step == 3:
                 raise KeyboardInterrupt
 
     runs["cut"].callbacks = (Cut(),)

@@ -212,6 +212,21 @@ def test_an_error_and_a_signal_while_one_process_waits_for_rows_save_in_both(rec
     same_tensors(output / "merged" / "model.safetensors", whole / "merged" / "model.safetensors")
 
 
+@pytest.mark.further
+def test_an_error_in_a_callback_or_an_evaluation_of_one_process_saves_in_both(recipe, tmp_path):
+    wanted, whole = ["adapter=null", "mesh.fsdp=2", "checkpoint.every_minutes=null", "steps=4"], tmp_path / "whole"
+    assert cli.main(["train", str(recipe), f"output={whole}", *wanted]) == 0
+    output, wanted = tmp_path / "run", [*wanted, "evaluation.every_steps=3"]
+    (first, said), (second, words) = run_all(recipe, output, wanted, [("callback", 0), ("bad callback", 1)])
+    assert first == 2 and second and "this callback fails" in said and "this callback fails" in words, said + words
+    assert saved_steps(output / "checkpoints") == [2]
+    (first, said), (second, words) = run_all(recipe, output, wanted, [("none", 0), ("bad rows", 0)])
+    assert first == 2 and second and "this process has no held-out rows" in said, said + words
+    assert saved_steps(output / "checkpoints") == [2, 3]
+    assert cli.main(["train", str(recipe), f"output={output}", *wanted]) == 0
+    same_tensors(output / "merged" / "model.safetensors", whole / "merged" / "model.safetensors")
+
+
 def test_processes_that_are_started_differently_are_refused(recipe, tmp_path):
     """Each would train its own weights, and nobody would see it."""
     run = ["-m", "jaxtune", "train", str(recipe), f"output={tmp_path}", "mesh.data=2"]

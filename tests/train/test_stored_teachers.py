@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -33,6 +34,7 @@ from jaxtune.train.loading import loading
 from jaxtune.train.objectives import stored_teachers
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.teachers import open_teacher, teacher_shapes, with_teacher
+from jaxtune.train.planning import disk
 from jaxtune.train.planning.sizes import nbytes
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
@@ -111,6 +113,20 @@ def test_an_interrupted_run_continues_to_the_same_bits_from_the_stored_file(run,
     assert again.stored.phases(again.engine)
     shown = "".join(capsys.readouterr())
     assert f"{files[0]} is damaged" in shown.replace("\n", "") and shown.count("one pass over") == 1
+
+
+def test_the_plan_says_what_the_stored_values_take_of_the_disk(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path)
+    folder, size = trainer.stored.unwritten((trainer.train_data, trainer.eval_data))
+    usage = SimpleNamespace(total=10**12, used=0, free=2 * size)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
+    assert folder == tmp_path / "cache"
+    assert any(f"log-probabilities of the teacher {size / 1e9:.2f} GB" in line for line in trainer.disk_notes())
+    trainer.stored.fill((trainer.train_data, trainer.eval_data), trainer.engine)
+    written = [path.stat().st_size for path in folder.glob("teacher_*.npy")]
+    assert len(written) == 2 and size <= sum(written) < size + 400  # with two headers and checksums
+    assert trainer.stored.unwritten((trainer.train_data, trainer.eval_data)) is None
+    assert not any("of the teacher" in line for line in trainer.disk_notes())
 
 
 def test_other_runs_do_not_take_a_file_that_is_being_written_for_a_leftover(tmp_path):

@@ -291,20 +291,16 @@ class RowEncoder:
             raise RowError(str(error)) from None
         return np.array(ids, np.int32)
 
-    def around_answer(self, example: Example) -> tuple[str, str]:
-        """The texts that the template itself adds (before, after) the last answer of the conversation of `example`.
-        Exact match (`evaluate.questions_of`) sees by them where, in what a model generates, the answer begins, and
-        which token ends it. Raises `RowError` if the template fails.
-
-        Before an answer, some templates write an empty thought or the name of a channel after the generation prompt;
-        after it, they write the end of the turn. Both are "" for a plain prompt, or if they cannot be found.
-        """
+    def before_answer(self, example: Example) -> str:
+        """The text that the template writes before the last answer of a conversation and behind the generation prompt,
+        such as an empty thought or a channel's name; "" for a plain prompt, or if it is not found. Raises `RowError` if
+        the template fails."""
         if self._is_raw(example) or not example.messages:
-            return "", ""
+            return ""
         prompt = self._render(example.messages[:-1], example.tools, add_generation_prompt=True)
         text = self._render([*example.messages[:-1], {"role": "assistant", "content": SENTINEL}], example.tools)
-        before, found, after = text.removeprefix(prompt).partition(SENTINEL)
-        return (before, after) if found and text.startswith(prompt) else ("", "")
+        before, found, _ = text.removeprefix(prompt).partition(SENTINEL)
+        return before if found and text.startswith(prompt) else ""
 
     def render(self, example: Example) -> Rendered:
         """The text of an example (text, prompt with completion, or a rendered conversation) and the ranges of its

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtune.train.callbacks import Callback
+from jaxtune.train.callbacks import Callback, Callbacks
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.display import metrics as m
@@ -150,6 +150,7 @@ class Monitor:
         """Starts the run's clock, and makes the thread that takes the times of steps. The class describes the
         arguments."""
         self.run, self.logger, self.progress = run, logger, progress
+        self.callbacks = Callbacks(run.callbacks)
         self.waiting: collections.deque[tuple[int, dict, dict, float, Future[float]]] = collections.deque()
         self.bad: list[tuple[int, float, float]] = []
         self.applied = 0  # steps done when the latest update was made
@@ -165,6 +166,7 @@ class Monitor:
         self._paused = 0.0  # seconds of all pauses
         self._data_wait = 0.0  # seconds that the host waited for the rows of the next step
         self._unlogged = _Work()
+        self._unrecorded: tuple[int, dict[str, Any], _Work, bool] | None = None
         self._generation: dict[str, float] = {}  # the metrics of the latest generation of sampled answers
         self._unlogged_source: dict[str, list[float]] = {}  # those that the source had since the last line
         self._recent: collections.deque[_Work] = collections.deque(maxlen=_SHOWN_STEPS)
@@ -258,8 +260,7 @@ class Monitor:
         source of the rows says."""
         if rollouts := self.run.batches.rollouts_at(step):
             self.logger.log_rollouts(step + 1, rollouts)
-            for callback in self.run.callbacks:
-                callback.sampled(step + 1, rollouts)
+            self.callbacks.tell("sampled", step + 1, rollouts)
         for text in self.run.batches.news():
             self.progress.print(text)
 
@@ -276,6 +277,7 @@ class Monitor:
         and applies the guards, which may raise TrainingStopped. After the third step of this process it prints the
         plan's forecast beside what was measured, except on a CPU. The error of a step that failed on the device is
         raised."""
+        self._record()
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
         values = jax.device_get(latest)
@@ -303,13 +305,14 @@ class Monitor:
         line |= {key: float(value) for key, value in values.get("aux", {}).items()}
         if config.computes_in == "fp16":
             line["loss_scale"] = float(values["loss_scale"])
-        for callback in self.run.callbacks:
-            callback.stepped(done, line)
-        self.run.history.append({"step": done, **line})
-        self._unlogged += work
-        if logs:
-            self.logger.log(done, line | self._unlogged.speeds(self.run.peak_flops))
-            self._unlogged = _Work()
+        self.skipped_in_row = int(values["skipped_in_row"])
+        if not self.skipped_in_row:
+            self.applied = done
+        self._unrecorded = done, line, work, logs
+        try:
+            self.callbacks.tell("stepped", done, line)
+        finally:
+            self._record()
         if len(self.seconds) == 1:  # the first step also loads programs, so the speeds of later lines leave it out
             self._recent.clear()
         self._recent.append(work)
@@ -331,12 +334,20 @@ class Monitor:
                 self.run.planner.forecast, self.run.planner.device, self.seconds[1:], line["peak_memory_bytes"]
             ):
                 self.progress.print(text)
-        self.skipped_in_row = int(values["skipped_in_row"])
-        if not self.skipped_in_row:
-            self.applied = done
         self._guard(step, loss, norm, values)
         if norms is not None and values["finite"] and norm > 0.0:
             self._guard_adapters(done, norms)
+
+    def _record(self) -> None:
+        """Keeps and logs the step whose callbacks are being called, if any is: also when one of them saves."""
+        if self._unrecorded is None:
+            return
+        (done, line, work, logs), self._unrecorded = self._unrecorded, None
+        self.run.history.append({"step": done, **line})
+        self._unlogged += work
+        if logs:
+            self.logger.log(done, line | self._unlogged.speeds(self.run.peak_flops))
+            self._unlogged = _Work()
 
     def _of_source(self, metrics: Mapping[str, float], logs: bool) -> dict[str, float]:
         """The metrics that the source of the rows has of a step; if it `logs`, their means over the steps since the

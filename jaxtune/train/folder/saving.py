@@ -32,6 +32,10 @@ class TrainingInterrupted(RuntimeError):
     saved step, or begins anew if there is none. The train command then exits with code 75."""
 
 
+_WITHOUT_A_SAVE = (TrainingInterrupted, TrainingStopped, CheckpointError)  # saved already, or not to be saved
+_TOGETHER_SECONDS = 60.0  # that a process which fails waits for the others to save with it
+
+
 @dataclasses.dataclass
 class SavePolicy:
     """Decides when a save is due: after a number of steps, after a number of minutes, or after either if both are set.
@@ -112,6 +116,7 @@ class Saver:
         self.failed: CheckpointError | None = None
         self.best = BestCheckpoint(checkpointer, config)
         self._due = self._warned = self._short = False
+        self._ended: int | None = None  # the steps done when an error ended the run
         self._looked = time.monotonic()  # at the disk
 
     def after_step(self, done: int, state: TrainState, last: bool) -> None:
@@ -185,7 +190,7 @@ class Saver:
                 ),
             ):
                 yield
-        except (TrainingInterrupted, TrainingStopped, CheckpointError):
+        except _WITHOUT_A_SAVE:
             raise
         except BaseException:
             if alone and stop.requested:
@@ -233,9 +238,43 @@ class Saver:
             if agreed.ready:
                 return future.result()
 
+    def together[T](self, done: int, state: TrainState, work: Callable[[], T]) -> T:
+        """What `work` returns, which each process does alone after `done` steps, and which may fail in one of them: all
+        then save and raise. Collective."""
+        failed: BaseException | None = None
+        try:
+            value = work()
+        except BaseException as error:
+            failed = error
+        if processes.count() == 1:
+            if failed is None:
+                return value
+            if not isinstance(failed, _WITHOUT_A_SAVE):
+                self._save_at_an_error(done, state)
+            raise failed
+        if failed is None:
+            found: list | None = processes.all_of(None)
+        else:
+            said = [shared_errors.described(failed), not isinstance(failed, _WITHOUT_A_SAVE)]
+            found = processes.all_within(said, _TOGETHER_SECONDS)
+        failures = [one for one in found or () if one is not None]
+        if failures:
+            self.monitor.callbacks.end()
+            if all(saves for _, saves in failures):
+                self._save_at_an_error(done, state)
+        if failed is not None:
+            raise failed
+        if failures:
+            raise shared_errors.made(failures[0][0])
+        return value
+
     def _save_at_an_error(self, done: int, state: TrainState) -> None:
         """Saves the state of the last step before an error ends the run, and completes metrics.jsonl; it raises no
         further error."""
+        if self._ended == done:
+            return
+        self._ended = done
+        self.monitor.callbacks.end()
         try:
             self._save(done, state)
             self.checkpointer.wait()
@@ -288,7 +327,7 @@ class Saver:
 
     def _save(self, done: int, state: TrainState) -> None:
         """`save`, which raises the CheckpointError of this save, or of the one before."""
-        self.monitor.flush()
+        self.flush(done, state)
         if self.saved == done:
             self._due = False
             return
@@ -302,10 +341,17 @@ class Saver:
             self._await_save()
             self._before = self.saved
             self.checkpointer.save(done, {"state": state}, self.meta(done), proven=False)
-        for callback in self.monitor.run.callbacks:
-            callback.saved(done)
         self.policy.saved(time.monotonic())
         self.saved, self._due, self._warned, self.failed = done, False, False, None
+        if callbacks := self.monitor.callbacks:
+            self.together(done, state, lambda: callbacks.tell("saved", done))
+
+    def flush(self, done: int, state: TrainState) -> None:
+        """Monitor.flush after `done` steps. Collective."""
+        if self.monitor.callbacks:
+            self.together(done, state, self.monitor.flush)
+        else:
+            self.monitor.flush()
 
     def _await_save(self) -> None:
         """Waits for the last save. A failure ends a run of several processes, and is reported in one."""

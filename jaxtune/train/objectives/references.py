@@ -14,7 +14,7 @@ import copy
 import hashlib
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,13 @@ def fill_reference(
             note_use(path)
         say(f"log-probabilities of the reference: {path}")
     rows.reference[:] = found
+
+
+def unwritten(sets: Sequence[PackedPairs], config: TrainConfig) -> tuple[Path, int] | None:
+    """(the folder, the bytes) of the files with values that `fill_reference` has yet to compute; None if there are
+    none."""
+    arrays = [rows.reference for rows in sets if rows.reference is not None and np.isnan(rows.reference).any()]
+    return (cache_folder(config.data.cache_dir), sum(array.nbytes for array in arrays)) if arrays else None
 
 
 def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: nnx.State, frozen: nnx.State) -> np.ndarray:

@@ -256,6 +256,17 @@ class StoredTeacher:
                 with _stored(self._path(rows), rows.values) as array:
                     compute(rows, array)
 
+    def unwritten(self, sets: Sequence[TokenDataset | None]) -> tuple[Path, int] | None:
+        """(the folder, the bytes) of the files that `fill` has yet to write for the run's rows; None if there are
+        none."""
+        taught = [data.rows for data in sets if data is not None and data.teacher and data.teacher.stored is None]
+        sizes = {
+            path: rows.values.total * TeacherValues.entry(rows.values.k).itemsize
+            for rows in taught
+            if isinstance(rows, TaughtRows) and (path := self._path(rows)) is not None and not path.exists()
+        }
+        return (next(iter(sizes)).parent, sum(sizes.values())) if sizes else None
+
     def phases(self, engine: Engine) -> list[Phase]:
         """The pass of the teacher, with the memory that it needs, for the table of a run's phases, in which users see
         what will fit; [] if there is none. A pass is listed until `fill` has found that it is not needed, because files

@@ -1,4 +1,4 @@
-"""What a run writes to disks, known before its first step: checkpoints and exports."""
+"""What a run writes to disks, known before its first step: checkpoints, exports, and values of other models."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def disk_lines(wanted: Sequence[Written]) -> list[str]:
         if need > free:
             lines.append(
                 f"warning: the disk of {several[0].folder.parent} will need {need / 1e9:.2f} GB: {about}. Free some "
-                "space, name another output, or set checkpoint.keep=1 or export.merged=false"
+                "space, name another output or data.cache_dir, or set checkpoint.keep=1 or export.merged=false"
             )
         elif need > _SHARE_THAT_MATTERS * free:
             lines.append(f"  on the disk of {several[0].folder.parent}: {about}")

@@ -460,6 +460,7 @@ class Engine:
         batches: Batches,
         shown: Callable[[int, int], None] = lambda done, count: None,
         between: Callable[[], None] = lambda: None,
+        load: Callable[[Callable[[], Batch]], Batch] = lambda work: work(),
     ) -> dict[str, Any]:
         """Metrics of `batches`, on the host, with the prefix "eval_": "loss", a mean; objective.unit, such as
         "targets", the count that it is the mean over; and what the objective computes from its sums.
@@ -470,11 +471,13 @@ class Engine:
           batches: of held-out rows.
           shown: called after each batch with (batches done, batches in all), to show progress.
           between: called after each batch, so that the caller can react to signals.
+          load: called with what loads a batch in one process, and may fail there alone.
         """
         objective = self.program.objective
         totals, count = [], batches.steps_per_epoch
         for index in range(count):
-            totals.append(evaluate(trainable, frozen, self.place(batches.batch_at(index))))
+            batch = load(functools.partial(batches.batch_at, index))
+            totals.append(evaluate(trainable, frozen, self.place(batch)))
             jax.block_until_ready(totals[max(0, index - 1)])  # with a long queue the process would not react to signals
             shown(index + 1, count)
             between()

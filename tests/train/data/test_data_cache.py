@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -228,6 +229,31 @@ def test_files_that_cannot_be_made_name_the_setting(tmp_path, tokenizer, monkeyp
     with pytest.raises(ValueError, match="token cache cannot be written .*No space left.* data.cache_dir="):
         open_or_build(tmp_path / "key", lambda: chunks(tokenizer))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, 13])
+def test_a_disk_that_fills_midway_leaves_nothing_that_a_later_run_takes(tmp_path, tokenizer, monkeypatch, at):
+    rows, writes = ROWS * 60, 0
+    real = cache.writing
+
+    @contextlib.contextmanager
+    def full(*arguments):
+        nonlocal writes
+        writes += 1
+        with real(*arguments):
+            yield
+            if writes == at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "writing", full)
+        with pytest.raises(
+            ValueError, match="token cache cannot be written .*No space left.* free space at data.cache_d"
+        ):
+            open_or_build(tmp_path / "key", lambda: chunks(tokenizer, rows))
+    assert writes == at and not list(tmp_path.iterdir())
+    documents, _, cached = open_or_build(tmp_path / "key", lambda: chunks(tokenizer, rows))
+    assert not cached and len(documents) == len(rows)
 
 
 # --- processes
