@@ -44,6 +44,7 @@ from jaxtune.compat.settings import SFTConfig, TrainingArguments
 from jaxtune.compat.texts import get_chat_template, setup_chat_format, standardize_data_formats, standardize_sharegpt
 from jaxtune.compat.trainer import SFTTrainer, train_on_responses_only
 from jaxtune.compat.transformers_names import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from jaxtune.compat.vllm_names import SamplingParams
 
 UnslothTrainer, UnslothTrainingArguments = SFTTrainer, SFTConfig
 
@@ -78,6 +79,7 @@ __all__ = [
     "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
+    "SamplingParams",
     "TaskType",
     "TrainerCallback",
     "TrainerControl",
@@ -100,7 +102,6 @@ __all__ = [
 _ELSEWHERE = {
     "FastVisionModel": "images are not supported; FastLanguageModel loads the text part of Gemma 3",
     "UnslothVisionDataCollator": "images are not supported",
-    "SamplingParams": "GRPOConfig has temperature, top_p, top_k, min_p and repetition_penalty; model.generate too",
     "PatchFastRL": "nothing has to be patched: leave the call out",
     "CPOTrainer": "use jaxtune.train with objective=simpo",
     "PPOTrainer": "use GRPOTrainer or RLOOTrainer, which need no value model",

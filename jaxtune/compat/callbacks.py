@@ -226,6 +226,18 @@ def is_better(args: Any, value: float, best: float | None) -> bool:
     return not np.isnan(value) and (best is None or (value > best if greater else value < best))
 
 
+# Numbers of a step that transformers does not print; metrics.jsonl has them.
+_UNPRINTED = frozenset(("step", "time", "steps", "skipped", "mfu", "spikes", "loss_scale"))
+
+
+def _in_words(metrics: Mapping[str, Any]) -> str:
+    """Numbers as transformers prints them: {'loss': 0.6931, ..., 'epoch': 0.5}."""
+    names = [name for name, value in metrics.items() if isinstance(value, int | float) and name not in _UNPRINTED]
+    names = [name for name in names if not name.endswith(("_seconds", "_bytes")) and "tokens" not in name]
+    names.sort(key=lambda name: name == "epoch")
+    return str({name: float(f"{metrics[name]:.4g}") for name in names})
+
+
 _WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")  # events that cannot be called
 
 
@@ -427,9 +439,10 @@ class Events(Callback):
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
-        """Called by jaxtune's trainer when the numbers of step `step` (counted from 1) have arrived, with `metrics`,
-        {name: number}: passes them to on_log if the config makes a log due at this step or a callback requested one.
-        They are then waited for between the steps (`_do`); numbers that arrive later are not passed on."""
+        """The numbers of step `step` (from 1) have arrived: they are printed if logging_steps has the step, and passed
+        to on_log if they were waited for (`_do`)."""
+        if (every := self._scheduled.get("log")) and step % every == 0:
+            say(_in_words(metrics))
         if self.control.should_log and step == self.state.global_step:
             self.control.should_log = False
             self.tell("on_log", logs=metrics)
@@ -448,6 +461,7 @@ class Events(Callback):
         number, or compute_metrics returns no numbers."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
+        say(_in_words(metrics))
         self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too
         self.tell("on_evaluate", metrics=metrics)
         if self.args.metric_for_best_model is None:

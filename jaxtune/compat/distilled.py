@@ -93,6 +93,7 @@ class DistilledTrainer(PreferenceTrainer):
     """
 
     config_type: type[DistilledConfig]
+    trained = "responses"
     table = DISTILLATION_TRAINER  # the arguments that are not parameters: without effect here, or refused
 
     def __init__(

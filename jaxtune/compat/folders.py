@@ -1,10 +1,8 @@
-"""checkpoint-N folders in output_dir, as transformers' Trainer writes them: the trained weights, for PEFT and
-transformers. `Checkpoints` writes them in a run and removes old ones, `checkpoints` lists those in a folder, `is_own`
-and `require_own` tell jaxtune's from other programs', and `resumed` says from which a run is continued. `save` writes
-the weights alone, `save_beside` does so into output_dir, and `write_state` writes trainer_state.json.
+"""output_dir and its checkpoint-N folders, for scripts that are run more than once: what a script wrote before is
+replaced, as transformers does; what anybody else wrote never is.
 
-The files that a run resumes from (optimizer states, the position in the data) are in output_dir/checkpoints, in
-jaxtune's own format.
+A run's resume state (optimizer states, the position in the data) is in output_dir/checkpoints, in jaxtune's format; a
+checkpoint-N folder has the weights for PEFT and transformers.
 """
 
 from __future__ import annotations
@@ -19,13 +17,22 @@ from typing import Any
 
 import jaxtune
 from jaxtune.compat.callbacks import TrainerState
+from jaxtune.compat.saves import save
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import has_adapter
 from jaxtune.system.files import temporary_path
 from jaxtune.system.terminal import say
+from jaxtune.train.config import ConfigError
+from jaxtune.train.config.file import load_config
+from jaxtune.train.display.metrics import JSONL
+from jaxtune.train.display.rollouts import ROLLOUTS
 from jaxtune.train.folder.checkpoint import saved_steps
+from jaxtune.train.folder.folder_lock import FolderLock
+from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, RESULTS, next_name
+from jaxtune.train.folder.run_folder import STATE as RUN_STATE
+from jaxtune.train.folder.run_state import read_state
 
 STATE = "trainer_state.json"
+ROWS = "train_dataset"  # data.train of a script's run
 _WRITER = "written_by"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -58,41 +65,63 @@ def checkpoints(output: Path) -> dict[int, Path]:
 
 
 def require_own(output: Path) -> None:
-    """Raises ValueError if `output`, output_dir, has a checkpoint-N folder of another program (not is_own), which a run
-    might replace. SFTTrainer.train calls it before the run."""
+    """Raises ValueError if `output`, output_dir, has a checkpoint-N folder of another program, which a run might
+    replace."""
     for path in checkpoints(output).values():
         if not is_own(path):
             raise ValueError(
                 f"train: output_dir = {str(output)!r} holds {path.name}, which jaxtune did not write: name another "
-                "folder, or move it away"
+                f"folder, such as {str(next_name(output))!r}, or move it away"
             )
+
+
+def begun_anew(output: Path, overwrite: bool) -> bool:
+    """Removes what an earlier run of a script left in `output`, output_dir, but its checkpoint-N folders, and says so;
+    False: there was none. overwrite: also of a run that has not finished and could be continued.
+
+    Raises:
+      ValueError: the run is no script's, is running, or could be continued and `overwrite` is False.
+    """
+    steps = saved_steps(output / CHECKPOINTS)
+    if not steps and not any((output / name).exists() for name in (CONFIG, JSONL)):
+        return False
+    instead = f"output_dir={str(next_name(output))!r}"
+    try:
+        scripts = load_config(str(output / CONFIG)).data.train == ROWS
+    except (OSError, ConfigError):
+        scripts = False
+    if not scripts:
+        raise ValueError(f"train: output_dir = {str(output)!r} holds a run that no script made: name {instead}")
+    lock = FolderLock(output / CHECKPOINTS)
+    try:
+        # Whose lock could be taken does not run any more.
+        state = {"running": "killed"}.get(name := read_state(output).name, name)
+        if steps and state != "finished" and not overwrite:
+            raise ValueError(
+                f"train: output_dir = {str(output)!r} holds a run that was {state} after step {steps[-1]}: "
+                "train(resume_from_checkpoint=True) continues it, overwrite_output_dir=True begins anew, and "
+                f"{instead} leaves it alone"
+            )
+        for folder in (output / CHECKPOINTS).iterdir():
+            if folder.is_dir():
+                shutil.rmtree(folder)
+        for name in (CONFIG, JSONL, ROLLOUTS, RESULTS, RUN_STATE):
+            (output / name).unlink(missing_ok=True)
+        shutil.rmtree(output / "tensorboard", ignore_errors=True)
+    finally:
+        lock.release()
+    say(f"train: output_dir = {str(output)!r} holds an earlier run, which this one replaces; {instead} would keep it")
+    return True
 
 
 def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool, int | None]:
-    """Decides from the argument of train() whether it continues a run. It reads only names: what a run continues from
-    is in output_dir/checkpoints, and a checkpoint-N folder only names the step.
-
-    Args:
-      given: resume_from_checkpoint: None or False starts a new run, True continues from the last checkpoint (or starts
-        a new run if there is none), and the path of a checkpoint-N folder continues from step N, if output_dir/
-        checkpoints still has that step. The folder itself need not exist.
-      output: output_dir.
-    Returns:
-      (True if `given` is True or a path, else False; the step N of the path to continue from, or None for the last one)
-    Raises:
-      ValueError: a path that is not a checkpoint of the run in output_dir; or output_dir/checkpoints has checkpoints,
-        and `given` is None or False.
-    """
-    steps = saved_steps(output / "checkpoints")
+    """What resume_from_checkpoint asks for: (whether a run is continued, from which step; None: the last). ValueError
+    for a path that names no step in output_dir/checkpoints, where the state of a run is."""
     if given in (None, False):
-        if steps:
-            raise ValueError(
-                f"train: output_dir = {str(output)!r} holds the checkpoints of a run: pass "
-                "resume_from_checkpoint=True to continue from them, or name another folder"
-            )
         return False, None
+    steps = saved_steps(output / CHECKPOINTS)
     if given is True:
-        return True, None
+        return bool(steps), None
     folder = Path(given).expanduser()
     found = _NAME.fullmatch(folder.name)
     if found is not None and folder.parent.resolve() == output.resolve() and int(found[1]) in steps:
@@ -105,33 +134,14 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
     )
 
 
-def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-    """Saves what a script trained, as a checkpoint-N folder or for save_model: a module's adapter as a PEFT folder, or
-    the whole model as a folder for transformers if it has no adapter. The folder must not exist, or must be empty, else
-    ValueError is raised. tokenizer: is saved with it; None: no tokenizer is saved."""
-    (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)
-
-
-def save_beside(module: Decoder, folder: Path, tokenizer: Any = None) -> None:
-    """Saves the adapter of `module`, or the whole model if it has none, into a folder that may have other files, as
-    output_dir has checkpoint-N folders. SFTTrainer.save_model calls it for output_dir. Files with the names of the new
-    ones are replaced, and others stay. tokenizer: is saved too; None: none is."""
-    whole = temporary_path(folder / "model")
-    save(module, whole, tokenizer)
-    for file in sorted(whole.iterdir()):
-        os.replace(file, folder / file.name)
-    whole.rmdir()
-
-
 class Checkpoints:
     """Writes the checkpoint-N folders of one call of train(), and removes old ones over a limit.
 
     Args:
       output: output_dir.
-      tokenizer: is saved in each folder.
-      state: the TrainerState, which is written to each folder as trainer_state.json.
-      limit: how many folders that jaxtune wrote are kept (SFTConfig's save_total_limit), the last one and that of the
-        best evaluation among them, even if these are more than the limit; None or 0: all.
+      tokenizer, state: are saved in each folder.
+      limit: how many folders that jaxtune wrote are kept (save_total_limit), the last one and that of the best
+        evaluation among them, even if these are more; None or 0: all.
     Attributes:
       written: the steps N whose folders this call of train() has written.
     """
@@ -139,6 +149,7 @@ class Checkpoints:
     def __init__(self, output: Path, tokenizer: Any, state: TrainerState, limit: int | None):
         self._output, self._tokenizer, self._state, self._limit = output, tokenizer, state, limit
         self.written: set[int] = set()
+        self._earlier = set(checkpoints(output))  # of earlier calls, which go first
 
     def folder(self, step: int) -> Path:
         """The path of a step's folder, output_dir/checkpoint-STEP, which may not exist. `write` writes it, and the
@@ -173,13 +184,13 @@ class Checkpoints:
         return True
 
     def _rotate(self, latest: int) -> None:
-        """Removes the oldest folders that jaxtune wrote until no more than the limit are left; without a limit (None or
-        0) nothing is removed. The folder of step `latest` and that of the best evaluation are never removed, as in
-        transformers. `write` calls it after each new folder."""
+        """Removes the oldest folders that jaxtune wrote over the limit, those of earlier runs first, but never that of
+        step `latest` and that of the best evaluation."""
         if not self._limit:
             return
         kept = {latest, self._state.best_global_step}
-        old = [path for step, path in checkpoints(self._output).items() if step not in kept and is_own(path)]
+        old = [(step, path) for step, path in checkpoints(self._output).items() if step not in kept and is_own(path)]
+        old.sort(key=lambda item: item[0] in self.written or item[0] not in self._earlier)
         spared = len({step for step in kept if step is not None and self.folder(step).exists()})
-        for path in old[: max(0, len(old) + spared - max(self._limit, spared))]:
+        for _, path in old[: max(0, len(old) + spared - max(self._limit, spared))]:
             shutil.rmtree(path, ignore_errors=True)

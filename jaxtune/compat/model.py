@@ -19,8 +19,11 @@ import jaxtune
 from jaxtune.compat.adapters import ALL_LINEAR, adapted, last_layers
 from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.model_methods import ModelMethods
+from jaxtune.compat.saves import MARK, require_free, save, saved_into
+from jaxtune.compat.seeds import begin_at, next_seed
 from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
 from jaxtune.compat.texts import without_torch
+from jaxtune.compat.vllm_names import LoraRequest, RequestOutput, SamplingParams, fast_generate, load_lora
 from jaxtune.conversations.templates import asking_templates
 from jaxtune.conversations.tokenizing import with_beginning
 from jaxtune.export.api import export_model
@@ -63,7 +66,7 @@ class CompatModel(ModelMethods):
       residuals: of the backward pass: "keep" keeps all on the device; None: the planner keeps, recomputes or offloads.
       adapter: the AdapterConfig that made the adapter, or None without one.
       full_finetuning: True: all weights train; False: only an adapter trains.
-      random_state: the seed of `generate` and of an adapter from PEFT's get_peft_model; trainers use SFTConfig's seed.
+      random_state: the seed of an adapter from PEFT's get_peft_model; trainers use SFTConfig's seed.
       packing: the value of SFTConfig's packing if a script does not set it.
       config: the values of config.json as attributes. Setting one raises no error and has no effect.
     """
@@ -148,10 +151,10 @@ class CompatModel(ModelMethods):
         mapping. attention_mask: 0 at padding; None: there is none. At most max_new_tokens are generated, up to an
         eos_token_id (None: the model's). Sampling options that are not given are those of generation_config.json, else
         transformers' (a top_k of 50 when sampling). It also samples if only a temperature, top_k, top_p or min_p is
-        given; do_sample=False or a temperature of 0 takes the likeliest token. The model's random_state seeds the
-        draws. streamer: its `put` gets the prompt and each new token; `end` is called last. others: those without
-        effect are printed. Raises ValueError for what is not supported or contradicts greedy decoding, and for a
-        streamer with several rows."""
+        given; do_sample=False or a temperature of 0 takes the likeliest token. Each call draws anew, as torch does
+        after set_seed. streamer: its `put` gets the prompt and each new token; `end` is called last. others: those
+        without effect are printed. ValueError: what is not supported or contradicts greedy decoding; a streamer with
+        several rows."""
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
             attention_mask, input_ids = input_ids.get("attention_mask", attention_mask), input_ids["input_ids"]
@@ -186,7 +189,7 @@ class CompatModel(ModelMethods):
             self.module,
             prompts,
             max_new_tokens,
-            seed=self.random_state,
+            seed=next_seed(),
             eos_token_ids=eos_token_id,
             repetition_penalty=penalty,
             streamer=None if streamer is None else lambda _, t: streamer.put(np.array(t)),
@@ -201,29 +204,31 @@ class CompatModel(ModelMethods):
         return np.concatenate([ids.astype(np.int32), tail], axis=1)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
-        """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer. The
-        folder, save_directory, must be new or empty. others: have no effect, which is printed, or raise ValueError."""
+        """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer. What a
+        script saved in save_directory before is replaced; a folder with another model is a ValueError. others: have no
+        effect, which is printed, or raise ValueError."""
         settle("save_pretrained", others, SAVE)
-        (jaxtune.save_adapter if self.has_adapter else jaxtune.save_pretrained)(self.module, save_directory)
+        saved_into(save_directory, "save_pretrained", lambda folder: save(self.module, folder))
 
     def save_lora(self, save_directory: str | os.PathLike) -> None:
-        """Saves the adapter as a PEFT folder in save_directory (new or empty); without an adapter, the whole model."""
+        """Saves as save_pretrained does."""
         self.save_pretrained(save_directory)
 
-    def load_lora(self, *_: object, **__: object) -> None:
-        """Raises ValueError, whatever the arguments: it is Unsloth's request to vLLM, which is not started."""
-        raise ValueError(
-            "load_lora is not supported: it is a request to vLLM, which is not started. Instead: model.generate, which "
-            "uses the adapter; of a saved one, FastLanguageModel.from_pretrained(FOLDER)"
-        )
+    def load_lora(self, path: str | os.PathLike, *_: object, **__: object) -> LoraRequest:
+        """Unsloth's: the adapter of a folder, for fast_generate's lora_request. ValueError: there is none."""
+        return load_lora(path)
 
-    def fast_generate(self, *_: object, **__: object) -> None:
-        """Raises ValueError, which names `generate`: it is Unsloth's generation by vLLM, which is not started."""
-        raise ValueError(
-            "fast_generate is not supported: it is vLLM's, which is not started. Instead: model.generate("
-            "**tokenizer(texts, return_tensors='pt', padding=True), max_new_tokens=..., temperature=...), or "
-            "jaxtune.Sampler(model.module) for many prompts"
-        )
+    def fast_generate(
+        self,
+        prompts: object,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoraRequest | None = None,
+        **_: object,
+    ) -> list[RequestOutput]:
+        """Unsloth's generation by vLLM, here by jaxtune's sampler: for each prompt (a text, or {"prompt_token_ids":
+        ids}) its answers, `.outputs[0].text`. As there, the model answers without its adapter, unless lora_request
+        (load_lora) names one. sampling_params: for all prompts, or one for each; None: SamplingParams()."""
+        return fast_generate(self.module, self.tokenizer, prompts, sampling_params, lora_request)
 
     def save_pretrained_merged(
         self, save_directory: str | os.PathLike, tokenizer: Any = None, save_method: str = "merged_16bit", **others: Any
@@ -235,13 +240,13 @@ class CompatModel(ModelMethods):
         settle(where, others, SAVE)
         load_in = choose(where, "save_method", save_method, _MERGED)
         if save_method == "lora":
-            self.save_pretrained(save_directory)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(save_directory)
+            saved_into(save_directory, where, lambda folder: save(self.module, folder, tokenizer))
             return
+        require_free(save_directory, where)
         merged = merged_weights(self.module) if self.has_adapter else Weights(self.module).dequantized()
         merged.model.dtype = "bfloat16" if merged.model.dtype == "float32" else merged.model.dtype
-        save_weights(merged if load_in is None else merged.quantized(load_in), save_directory, tokenizer)
+        stored = merged if load_in is None else merged.quantized(load_in)
+        saved_into(save_directory, where, lambda folder: save_weights(stored, folder, tokenizer))
 
     def save_pretrained_gguf(
         self,
@@ -252,8 +257,8 @@ class CompatModel(ModelMethods):
     ) -> None:
         """Saves a GGUF file for llama.cpp for each method in quantization_method (f32, f16, bf16, q8_0, q6_k, q4_k_m or
         q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m, "not_quantized" f16), in a folder below save_directory with
-        the type's name, such as q8_0. An adapter is merged. tokenizer: is in the file; None: the model's. others: as in
-        save_pretrained. Another method is a ValueError."""
+        the type's name, such as q8_0. An adapter is merged. tokenizer: is in the file; None: the model's. others, and
+        the folders: as in save_pretrained. Another method is a ValueError."""
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
@@ -264,9 +269,13 @@ class CompatModel(ModelMethods):
                     f"quantization_method='f16', then llama-quantize {Path(save_directory) / 'f16'}/*.gguf OUT.gguf "
                     f"{method.upper()}; 'q8_0', 'q6_k', 'q4_k_m' and 'q4_0' are written here"
                 )
-        for outtype in dict.fromkeys(choose(where, "quantization_method", method, GGUF) for method in methods):
+        outtypes = dict.fromkeys(choose(where, "quantization_method", method, GGUF) for method in methods)
+        for outtype in outtypes:
+            require_free(Path(save_directory) / outtype, where)
+        for outtype in outtypes:
+            options = dict(to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
             folder = Path(save_directory) / outtype
-            export_model(self.module, folder, to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
+            saved_into(folder, where, lambda new, options=options: export_model(self.module, new, **options))
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
         """Saves what save_pretrained saves into the hub's `repository` ("owner/name"), which is made if missing,
@@ -312,6 +321,8 @@ class CompatModel(ModelMethods):
 
         with TemporaryDirectory() as folder:
             write(folder)
+            for mark in Path(folder).rglob(MARK):
+                mark.unlink()
             push(Path(folder), repository, private=bool(private), api=HfApi(token=token))
 
 
@@ -372,6 +383,7 @@ class FastLanguageModel:
         if tokenizer is None:
             raise ValueError(f"{where}: {model_name} has no tokenizer files: copy them into the model's folder")
         tokenizer.chat_template = asking_templates(tokenizer)
+        begin_at(random_state)
         model = CompatModel(
             module,
             without_torch(tokenizer),
@@ -420,6 +432,7 @@ class FastLanguageModel:
         if max_seq_length not in (None, model.max_seq_length):
             raise ValueError(f"{where}: max_seq_length = {max_seq_length} belongs to from_pretrained; set it there")
         residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
+        begin_at(random_state)
         module, adapter = adapted(
             model.module,
             where,

@@ -123,6 +123,7 @@ class PreferenceTrainer(SFTTrainer):
         *("desirable_weight", "undesirable_weight", "reference_free"),
     }
     form = PREFERENCE  # the name of the rows' format
+    trained = "completion"  # data.train_on
     columns: tuple[str, ...] = ("chosen", "rejected")  # the columns that rows must have
 
     def __init__(self, *args: Any, **arguments: Any):
@@ -190,9 +191,8 @@ class PreferenceTrainer(SFTTrainer):
         return dataset, self.form
 
     def _train_on(self) -> str:
-        """Returns which tokens are trained on, as a value of data.train_on: "responses", those of the answers. (ORPO's
-        cross-entropy counts the prompt all the same.) The constructor calls it, and `config` reads the result."""
-        return "responses"
+        """Those of the answers. (ORPO's cross-entropy counts the prompt all the same.)"""
+        return self.trained
 
 
 class ReferencedTrainer(PreferenceTrainer):

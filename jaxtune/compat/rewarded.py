@@ -186,6 +186,7 @@ class RewardedTrainer(PreferenceTrainer):
     config_type: type[RewardedConfig]
     table = REWARDED_TRAINER
     columns = ("prompt",)
+    trained = "responses"
 
     def __init__(
         self,

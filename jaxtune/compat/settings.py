@@ -34,6 +34,9 @@ class SFTConfig:
     orders = ORDERS  # {value of train_sampling_strategy: TokenDataset's name for that order of the rows}
 
     output_dir: str = "trainer_output"  # the folder of checkpoints and metrics
+    # True: also a run in output_dir that has not finished, and could be continued, is replaced
+    overwrite_output_dir: bool = False
+    run_name: str | None = None  # of the run at W&B and Trackio, and on its page; None: output_dir's
     per_device_train_batch_size: int = 4  # rows of a micro-batch
     gradient_accumulation_steps: int = 2  # micro-batches of an update
     max_steps: int = -1  # updates of the run; 0 or less: num_train_epochs decides
@@ -167,17 +170,8 @@ def plain_value(setting: Any) -> Any:
 
 
 def trained_tokens(args: SFTConfig, form: str) -> str:
-    """For SFTTrainer: returns which tokens TRL trains on, as a value of data.train_on: "responses" (only those of the
-    answers) or "all". By default this is "responses" for rows of prompt and completion (and of the format "alpaca"),
-    and "all" for texts and messages; assistant_only_loss and completion_only_loss change that.
-
-    Args:
-      args: the script's config.
-      form: the format of the rows, such as "messages".
-    Raises:
-      ValueError: the arguments need rows of another format, or assistant_only_loss is True and completion_only_loss
-        False for rows of prompt and completion.
-    """
+    """Which tokens TRL trains on, as a value of data.train_on, in rows of a format such as "messages". ValueError if
+    the arguments need rows of another format, or contradict each other."""
     if args.assistant_only_loss:
         if form not in ("messages", "sharegpt", "prompt_completion"):
             raise ValueError(f"SFTConfig: assistant_only_loss = True needs conversations; the rows are {form}")
@@ -186,11 +180,11 @@ def trained_tokens(args: SFTConfig, form: str) -> str:
                 "SFTConfig: assistant_only_loss = True with completion_only_loss = False would train on responses in "
                 "prompts. Instead: rows of one list `messages`"
             )
-        return "responses"
-    if args.completion_only_loss and form not in ("prompt_completion", "alpaca"):
-        raise ValueError(f"SFTConfig: completion_only_loss = True needs prompt and completion; the rows are {form}")
+        return "turns"
     completions = form in ("prompt_completion", "alpaca")
-    return "responses" if completions and args.completion_only_loss is not False else "all"
+    if args.completion_only_loss and not completions:
+        raise ValueError(f"SFTConfig: completion_only_loss = True needs prompt and completion; the rows are {form}")
+    return "completion" if completions and args.completion_only_loss is not False else "all"
 
 
 DEFAULT_LENGTH = 1024  # TRL's max_length
@@ -302,5 +296,6 @@ def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
         tensorboard="tensorboard" in loggers,
         wandb_project=os.environ.get("WANDB_PROJECT", "huggingface") if "wandb" in loggers else None,
         trackio_project=os.environ.get("TRACKIO_PROJECT", args.project) if "trackio" in loggers else None,
+        run_name=args.run_name,
         log_every=log_every,
     )

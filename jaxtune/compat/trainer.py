@@ -24,6 +24,8 @@ from jaxtune.compat.model import CompatModel
 from jaxtune.compat.peft_names import with_adapter
 from jaxtune.compat.reports import TrainOutput, rows_report
 from jaxtune.compat.rows import Tokenised, rows_and_format
+from jaxtune.compat.saves import save, saved_into
+from jaxtune.compat.seeds import begin_at
 from jaxtune.compat.settings import (
     SFTConfig,
     TrainingArguments,
@@ -40,6 +42,7 @@ from jaxtune.compat.settings import (
 )
 from jaxtune.compat.tables import OPTIMIZERS, PADDING_COLLATORS, RESIDUALS, RESPONSES, TRAINER
 from jaxtune.compat.transformers_names import loaded
+from jaxtune.conversations import dates
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
 from jaxtune.system.terminal import say
@@ -57,7 +60,9 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.templates import derive_markers
 from jaxtune.train.display.metrics import JSONL
+from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import with_today
+from jaxtune.train.folder.run_folder import CHECKPOINTS
 from jaxtune.train.folder.run_rows import InOrder, is_stream
 from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer
@@ -148,6 +153,7 @@ class SFTTrainer(Evaluations):
                 "SFTTrainer: the model has no adapter: call FastLanguageModel.get_peft_model, or load it with "
                 "full_finetuning=True"
             )
+        begin_at(self.args.seed)
         self.model = model
         self.tokenizer = self.processing_class = processing_class or tokenizer or model.tokenizer
         self._rows, self._format, self._formatting = {}, "", formatting_func
@@ -174,8 +180,7 @@ class SFTTrainer(Evaluations):
         return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
 
     def _train_on(self) -> str:
-        """Which tokens are trained on, as a value of data.train_on: "all" or "responses". The constructor calls it, and
-        `config` reads the result, unless train_on_responses_only has replaced it."""
+        """Which tokens are trained on, as a value of data.train_on, unless train_on_responses_only says otherwise."""
         return trained_tokens(self.args, self._format)
 
     def _objective(self) -> ObjectiveConfig:
@@ -279,7 +284,7 @@ class SFTTrainer(Evaluations):
                 compute="fp8" if computes_in_fp8(self.model.module) else None,
             ),
             data=DataConfig(
-                train="train_dataset",
+                train=folders.ROWS,
                 eval="eval_dataset" if "eval" in self._rows else None,
                 format=self._format,
                 length=row_length(args, self.model),
@@ -407,19 +412,22 @@ class SFTTrainer(Evaluations):
         """Trains the model and returns the run's TrainOutput. When it returns, the model has the trained weights (the
         best ones with load_best_model_at_end), and output_dir/checkpoint-N, where N is their step, has them on disk,
         whatever save_strategy is (if it cannot be written, a line says so). If an exception ends the run, the model
-        keeps the weights that it had.
+        keeps the weights that it had, and a line says so.
 
         Args:
-          resume_from_checkpoint: None or False starts a new run. True continues from the last checkpoint in output_dir,
-            if there is one. The path of one of its checkpoint-N folders continues from that one; the run then replaces
-            the checkpoints of later steps. A run that is continued may have more steps than before.
+          resume_from_checkpoint: None or False starts a new run, which replaces a finished one in output_dir. True
+            continues from the last checkpoint in output_dir, if there is one. The path of one of its checkpoint-N
+            folders continues from that one; the run then replaces the checkpoints of later steps. A run that is
+            continued may have more steps than before.
         Raises:
-          ValueError: output_dir has the checkpoints of a run and nothing says to continue it; or the path is not a
-            checkpoint of that run; or output_dir has a checkpoint-N folder of another program.
+          ValueError: output_dir has a run that could be continued, and nothing says whether to; or the run of another
+            program; or the path is not a checkpoint of that run.
         """
         output = self._output
         resumes, from_step = folders.resumed(resume_from_checkpoint, output)
         folders.require_own(output)
+        if not resumes and folders.begun_anew(output, bool(self.args.overwrite_output_dir)):
+            self._take_this_day()
         left = folders.Checkpoints(output, self.tokenizer, self.state, self.args.save_total_limit)
         events = self._events(
             lambda step: left.write(self.model.module, step), lambda: self._measure(trainer.eval_data)
@@ -432,8 +440,9 @@ class SFTTrainer(Evaluations):
             per_epoch = trainer.batches.steps_per_epoch or trainer.total_steps  # of a stream, as in transformers
             events.begin(trainer.config, trainer.total_steps, per_epoch)
             trained = self._handing_back()(trainer.train(from_step=from_step))
-        except BaseException:
+        except BaseException as error:
             self.model.module = given  # the weights of an interrupted run were donated
+            self._tell_what_is_held(error, len(trainer.history))
             raise
         steps = trainer.steps_done
         self.state.global_step, self.state.epoch = steps, steps / per_epoch
@@ -451,23 +460,42 @@ class SFTTrainer(Evaluations):
             events.note_better(output / JSONL, steps)
         events.tell("on_train_end")
         losses = [line["loss"] for line in trainer.history if "loss" in line]
-        loss = sum(losses) / len(losses) if losses else math.nan
-        seconds = time.monotonic() - started
-        metrics = {
+        return TrainOutput(
+            steps,
+            sum(losses) / len(losses) if losses else math.nan,
+            self._measured(losses, trainer.config.rows_per_step, time.monotonic() - started),
+        )
+
+    def _measured(self, losses: Sequence[float], rows: int, seconds: float) -> dict[str, float]:
+        """The metrics of a TrainOutput of steps with these losses and rows each."""
+        return {
             "train_runtime": seconds,
-            "train_samples_per_second": len(losses) * trainer.config.rows_per_step / seconds,
+            "train_samples_per_second": len(losses) * rows / seconds,
             "train_steps_per_second": len(losses) / seconds,
-            "train_loss": loss,
+            "train_loss": sum(losses) / len(losses) if losses else math.nan,
             "epoch": self.state.epoch,
         }
-        return TrainOutput(steps, loss, metrics)
+
+    def _take_this_day(self) -> None:
+        """Of a run that begins anew, rows have the current day where the template writes it."""
+        if self._today not in (None, dates.today()):
+            self._today = None
+            self.__dict__.pop("_prepared", None)
+
+    def _tell_what_is_held(self, error: BaseException, steps: int) -> None:
+        """Says which weights the model has after an exception, and where the run can go on."""
+        saved = saved_steps(self._output / CHECKPOINTS)
+        goes_on = f"; train(resume_from_checkpoint=True) continues from step {saved[-1]}" if saved else ""
+        say(
+            f"{type(self).__name__}: {type(error).__name__} ended the run after {steps} logged steps: the model holds "
+            f"the weights from before train(){goes_on}"
+        )
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
-        """Saves the adapter, or the whole model if it has none, with the tokenizer. output_dir: a new or empty folder,
-        else ValueError; None or the trainer's own: there other files stay, and those of the same names are replaced."""
-        folder = self._output if output_dir is None else Path(output_dir).expanduser()
-        beside = folder.exists() and folder.resolve() == self._output.resolve()
-        (folders.save_beside if beside else folders.save)(self.model.module, folder, self.tokenizer)
+        """Saves the adapter, or the whole model if it has none, with the tokenizer, into a folder (None: the trainer's
+        own), as save_pretrained of the model does."""
+        folder = self._output if output_dir is None else Path(output_dir)
+        saved_into(folder, "save_model", lambda new: save(self.model.module, new, self.tokenizer))
 
 
 def _with_adapter(model: CompatModel, where: str, peft_config: object, seed: int) -> CompatModel:
@@ -507,7 +535,7 @@ def train_on_responses_only(
         parts = dict(zip(parts, derive_markers(tokenizer or trainer.tokenizer), strict=True))
     elif missing:
         raise ValueError(f"train_on_responses_only: {missing[0]} = None: give both parts, or neither to derive them")
-    trainer._masking = {"train_on": "responses", **parts, "last_response_only": last_response_only}
+    trainer._masking = {"train_on": "turns", **parts, "last_response_only": last_response_only}
     trainer.__dict__.pop("_prepared", None)
     trainer.config(prepared=False)
     return trainer

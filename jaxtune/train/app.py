@@ -40,7 +40,7 @@ from jaxtune.train.display.metrics import require_packages
 from jaxtune.train.evaluate import exact_match, questions_of
 from jaxtune.train.folder.record import digest, is_digest_of, require_same_settings
 from jaxtune.train.folder.results import holds, require_own, require_replaceable, write_result
-from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS
+from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS, next_name
 from jaxtune.train.folder.run_state import read_state, write_state
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.loading import loading
@@ -233,7 +233,7 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     with loading(config) as (weights, tokenizer, model):
         if note := report.cpu_note(model):
             console.print(note, markup=False, highlight=False)
-        trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
+        trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights, checks_folder=True)
         console.print(report.trained_table(trainer.model.given))
         console.print(fitted(trainer.data_summary(), console))
         delivery = _Delivery(trainer, console)
@@ -339,7 +339,7 @@ class _Delivery:
             if led_to and (start == 0 or (start == total and processes.of_first(self._is_measured))):
                 raise RunIsComplete(
                     f"this run is complete: {', '.join(map(str, wanted))} hold what it led to ({total} steps); to "
-                    "train anew, name another output"
+                    f"train anew, name another output, such as output={next_name(self.output)}"
                 )
             for name in there if start < total else ():
                 if name != RESULTS:

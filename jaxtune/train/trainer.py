@@ -45,6 +45,7 @@ from jaxtune.train.folder.record import (
     is_longer,
     record_of,
     recorded_config,
+    require_own_folder,
     require_same_code,
     require_same_config,
     require_same_run,
@@ -53,7 +54,7 @@ from jaxtune.train.folder.record import (
     write_config,
 )
 from jaxtune.train.folder.results import Delivery
-from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG
+from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
 from jaxtune.train.folder.run_rows import Reader, run_rows, samples, source_of
 from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
@@ -101,6 +102,7 @@ class Trainer:
         `optimizer`, which has its own, it is only shown in metrics.
       callbacks: called between steps; see Callback.
       trains: False for a trainer that only evaluates or shows rows: it plans a forward pass, and train() is refused.
+      checks_folder: whether an output folder of another run is refused before rows are read, not only by train().
 
     Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
     by), `batches` (the BatchSource of its steps), `train_data` (TokenDataset; None where not all rows are known
@@ -126,6 +128,7 @@ class Trainer:
         schedule: optax.Schedule | None = None,
         callbacks: Sequence[Callback] = (),
         trains: bool = True,
+        checks_folder: bool = False,
     ):
         self.config, self.trains = config, trains
         self.tokenizer = trained_tokenizer(tokenizer, config.data.template, config.data.template_arguments)
@@ -152,6 +155,8 @@ class Trainer:
         asked = config.data.eval if eval_rows is None else eval_rows
         rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
         self.answers = answer_metrics(rows_config, asked, self.tokenizer, self.model.given, rewards)
+        if checks_folder:
+            require_own_folder(in_first_words(config))
         rows, held_out = self.stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))
         self.train_data = rows if isinstance(rows, TokenDataset) else None
         self.config = config = in_first_words(config)
@@ -242,6 +247,7 @@ class Trainer:
                 tensorboard=config.metrics.tensorboard,
                 wandb_project=config.metrics.wandb_project,
                 trackio_project=config.metrics.trackio_project,
+                run_name=config.metrics.run_name,
                 config=config_to_dict(config),
                 resumed_step=resumed_step,
                 rollouts_mb=config.metrics.rollouts_mb,
@@ -526,7 +532,7 @@ class Trainer:
         if self.config.checkpoint.resume == "never":
             raise ValueError(
                 f"output = {str(self.output)!r} holds checkpoints and checkpoint.resume is never: name another folder, "
-                "or set checkpoint.resume: auto to continue from them"
+                f"such as output={next_name(self.output)}, or set checkpoint.resume: auto to continue from them"
             )
         changes = []
         step, state = self._restore(checkpointer, changes.extend, from_step=from_step)

@@ -266,7 +266,8 @@ def test_a_torn_config_is_recognised(tmp_path):
     trainer.train()
     assert (tmp_path / "config.yaml").read_text() == whole
     (tmp_path / "config.yaml").write_text(whole.replace("seed: 0", "seed: 1"))
-    with pytest.raises(ValueError, match=r"belongs to another run .*choose another folder, or delete that config.yaml"):
+    refused = r"belongs to another run .*choose another folder, such as output=.*-2, or delete that config.yaml"
+    with pytest.raises(ValueError, match=refused):
         require_same_config(tmp_path, config)
 
 

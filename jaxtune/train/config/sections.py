@@ -86,7 +86,11 @@ class DataConfig:
         dict[str, bool | int | float | str | None] | None,
         "Variables of the chat template, e.g. {enable_thinking: false}; the saved template has them as defaults.",
     ] = None
-    train_on: Annotated[Literal["responses", "all"], "Tokens that count in the loss."] = "responses"
+    train_on: Annotated[
+        Literal["responses", "turns", "completion", "all"],
+        "Tokens that count in the loss; turns: also what the template writes behind the token that ends a response; "
+        "completion: all behind the prompt (both as TRL).",
+    ] = "responses"
     instruction_part: Annotated[str | None, "Text that opens a user turn: masks by markers, not by the template."] = (
         None
     )
@@ -153,9 +157,8 @@ class DataConfig:
             if getattr(self, key) is not None:
                 require(getattr(self, other) is not None, f"data.{other}", None, f"data.{key} needs it: set both")
                 require(getattr(self, key) != "", f"data.{key}", "", "must not be empty")
-                require(
-                    self.train_on == "responses", f"data.{key}", getattr(self, key), "needs data.train_on=responses"
-                )
+                trains = self.train_on in ("responses", "turns")
+                require(trains, f"data.{key}", getattr(self, key), "needs data.train_on=responses or turns")
         for pair in self.mask_spans or ():
             require(
                 all(part.strip() for part in pair),
@@ -164,7 +167,8 @@ class DataConfig:
                 "an opening and a closing must not be empty, as in [[<think>, </think>]]",
             )
         if self.last_response_only:
-            require(self.train_on == "responses", "data.last_response_only", True, "needs data.train_on=responses")
+            trains = self.train_on in ("responses", "turns")
+            require(trains, "data.last_response_only", True, "needs data.train_on=responses or turns")
 
     @property
     def mixed(self) -> tuple[tuple[str, float], ...]:
@@ -509,6 +513,7 @@ class MetricsConfig:
     tensorboard: Annotated[bool, "Write TensorBoard files (pip install tensorboardX)."] = False
     wandb_project: Annotated[str | None, "Log to this Weights & Biases project (pip install wandb)."] = None
     trackio_project: Annotated[str | None, "Log to this trackio project (pip install trackio)."] = None
+    run_name: Annotated[str | None, "The run's name there and on its page; default: its folder's."] = None
     log_every: Annotated[int, "Steps between two lines of metrics."] = 1
     rollouts_mb: Annotated[
         float, "The largest size of rollouts.jsonl, the sampled answers with their rewards; 0: none are kept."

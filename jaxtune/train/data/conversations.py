@@ -55,10 +55,18 @@ class Conversations:
             `_start` recognises a part of the generation prompt; None: only a whole one is recognised.
         end_ids: the ids of the tokens that may end a turn, to find the end of a response that the template renders
             differently once later turns follow.
+        whole: whether such a response also has the white space behind that token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str, special_texts: re.Pattern[str] | None, end_ids: Set[int]):
-        self.tokenizer, self.template = tokenizer, template
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        special_texts: re.Pattern[str] | None,
+        end_ids: Set[int],
+        whole: bool = False,
+    ):
+        self.tokenizer, self.template, self._whole = tokenizer, template, whole
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
@@ -241,7 +249,8 @@ class Conversations:
         if not following:
             raise RowError(f"the chat template ends response {index} with no special token")
         at, special = min(following)
-        return at + len(special)
+        end = at + len(special)
+        return end + len(text[end:]) - len(text[end:].lstrip()) if self._whole else end
 
     def _text_of(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> TextRange:
         """The range of `text` that is the own text of message `index`; `text` is the whole conversation (messages,

@@ -22,7 +22,7 @@ from jaxtune.train.data.packaged import packaged_that_fit
 from jaxtune.train.data.packing import OVERFLOW_POLICIES, NothingUsable, Overflow, PackedRows, PackingReport
 from jaxtune.train.data.reading import Source, open_sources, read_rows
 from jaxtune.train.data.teacher_values import TaughtRows, TeacherValues
-from jaxtune.train.data.templates import resolve_template, writes_today
+from jaxtune.train.data.templates import TrainOn, resolve_template, writes_today
 from jaxtune.train.data.workers import Chunk, encode_rows
 
 # The values of data.packing: True packs several documents into a row, False gives each a row of its own, and "step"
@@ -192,7 +192,7 @@ def prepare(
     columns: Mapping[str, str] | None = None,
     template: str | None = None,
     today: str | None = None,
-    train_on: Literal["responses", "all"] = "responses",
+    train_on: TrainOn = "responses",
     instruction_part: str | None = None,
     response_part: str | None = None,
     last_response_only: bool = False,
@@ -219,7 +219,7 @@ def prepare(
         template: as `resolve_template` takes it. With None, Alpaca rows get Alpaca's prompt, and a prompt that is plain
             text is followed directly by its completion; with any other value both become a conversation.
         today: the day that the template writes, such as 2026-11-28; None: the current one. Tokens are cached by it.
-        train_on: "responses" trains on responses only, "all" on all tokens.
+        train_on: as RowEncoder takes it.
         instruction_part, response_part: markers, the texts that begin a user's turn and a response, both or neither.
             They find the responses instead of the template, except in rows whose own text has one or a special token.
         last_response_only: train only on the last response of a conversation (True) or on all of them (False).

@@ -107,6 +107,8 @@ class Example:
     prompt_messages: int = 0
     """How many of the messages, from the first and with a system message, are the prompt; responses among them are not
     trained on."""
+    asked_messages: int = 0
+    """Of a preference, how many of the messages, from the first, come before its answer; 0: all but the last."""
     unknown: tuple[str, ...] = ()
     """Keys of its messages that only a template may read."""
 
@@ -335,11 +337,13 @@ def _in_conversation(value: Columns, asked: Any, column: str, answers: Mapping[s
         if last != "assistant":
             raise RowError(f"{side} does not end with an answer of the assistant, but with {last}")
     tellings = [_begins_with_question(turns) for turns in whole.values()]
+    sizes = {side: len(turns) for side, turns in whole.items()}  # of the answers
     if all(tellings):
         if not any(turn["role"] == "user" for turn in _common(list(whole.values()))):
             raise RowError(f"{' and '.join(whole)} begin with different questions: they must answer one")
         for side, turns in whole.items():
             _check_repeated(question, turns, column, side)
+            sizes[side] = len(turns) - (len(_common(list(whole.values()))) if len(whole) > 1 else len(turns) - 1)
         system = [turn for turn in question[:1] if turn["role"] == "system"]
         whole = {s: [*([] if t[0]["role"] == "system" else system), *t] for s, t in whole.items()}
     elif any(tellings):
@@ -348,7 +352,11 @@ def _in_conversation(value: Columns, asked: Any, column: str, answers: Mapping[s
         if not any(turn["role"] == "user" for turn in question):
             raise RowError(f"{next(iter(whole))} has no question before it; {_other_columns(value)}")
         whole = {side: _following(question, turns, side) for side, turns in whole.items()}
-    return [_conversation(value, turns) for turns in whole.values()]
+    found = {side: _conversation(value, turns) for side, turns in whole.items()}
+    return [
+        dataclasses.replace(made, asked_messages=max(0, len(made.messages or ()) - sizes[side]))
+        for side, made in found.items()
+    ]
 
 
 def _begins_with_question(turns: Sequence[Message]) -> bool:

@@ -6,7 +6,8 @@ come from rendering the conversation up to each response; or marker strings (`ma
 of a template). `resolve_template` reads templates, and `trained_tokenizer` puts one into a tokenizer to be stored.
 
 The trained tokens of a response are its text and the token that ends the turn; nothing after it, and no span of
-`mask_spans`. If a conversation's own text contains special tokens or markers, its responses are found by the template
+`mask_spans`. Of train_on="turns" and "completion" they are those of TRL and Unsloth, with all that the template writes
+for the turn. If a conversation's own text contains special tokens or markers, its responses are found by the template
 even if markers are given, because text that a user typed must not open a response.
 """
 
@@ -55,7 +56,14 @@ from jaxtune.train.data.spans import (
     within,
 )
 
-TRAIN_ON = ("responses", "all")  # the values of data.train_on
+TRAIN_ON = ("responses", "turns", "completion", "all")  # the values of data.train_on
+TrainOn = Literal["responses", "turns", "completion", "all"]
+# (a part of a template's text, what it writes before a response, the beginning of that behind which the response begins
+# in TRL's marked version of the template)
+_TRL_OPENINGS = (
+    ("You are Qwen, created by Alibaba Cloud", "<|im_start|>assistant\n", "<|im_start|>assistant"),
+    ("<|start|>assistant", "<|start|>assistant", ""),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +108,8 @@ class Rendered:
     """The (start, end) character ranges of answers, or parts of them, that the row's marks exclude."""
     cuts: tuple[int, ...] = ()
     """Places within special tokens' texts that tools returned: no token extends over them."""
+    prompt: str | None = None
+    """The text before a completion, as it is tokenised alone, if that decides where the completion begins."""
 
 
 def resolve_template(tokenizer: Tokenizer, template: str | None, tools: object = None) -> str:
@@ -188,7 +198,9 @@ class RowEncoder:
         template: a chat template, in any form that `resolve_template` takes; None is the tokenizer's own. With None,
             prompts and completions are plain text and are not rendered; otherwise they become a conversation.
         today: the day that the template writes, as data.today; None: the day of asking.
-        train_on: "responses" trains on responses only, "all" on all tokens.
+        train_on: "responses" trains on responses, up to the token that ends the turn; "turns" on the assistant's turns
+            with all that the template writes for them, as TRL's assistant_only_loss and Unsloth's markers; "completion"
+            on all that follows the prompt, as TRL; "all" on all tokens.
         instruction_part, response_part: marker strings, both or neither. If they are given, `markers.Markers` finds the
             responses, otherwise the template does. They are ignored with train_on="all".
         last_response_only: train only on the last response of a conversation (True) or on all of them (False).
@@ -207,7 +219,7 @@ class RowEncoder:
         *,
         template: str | None = None,
         today: str | None = None,
-        train_on: Literal["responses", "all"] = "responses",
+        train_on: TrainOn = "responses",
         instruction_part: str | None = None,
         response_part: str | None = None,
         last_response_only: bool = False,
@@ -232,7 +244,7 @@ class RowEncoder:
             raise ValueError(f"data.mask_spans={mask_spans!r}: give pairs of texts, such as [[<think>, </think>]]")
         self.max_tokens = max_tokens
         self.markers = None
-        if train_on == "responses" and (instruction_part is not None or response_part is not None):
+        if train_on in ("responses", "turns") and (instruction_part is not None or response_part is not None):
             self.markers = Markers(tokenizer, instruction_part, response_part)
         self._special_texts = special_texts(tokenizer, (instruction_part, response_part) if self.markers else ())
         self._special_tokens = special_pattern(tokenizer)
@@ -248,14 +260,17 @@ class RowEncoder:
         its data. Raises `SetupError` if one needs a template or an EOS, and there is no usable one."""
         rendered: list[Rendered | RowError] = [attempt(self.render, example) for example in examples]
         texts = [item.text for item in rendered if isinstance(item, Rendered)]
+        texts += [item.prompt for item in rendered if isinstance(item, Rendered) and item.prompt is not None]
         try:
             tokenized = iter(self._tokenize(texts))
         except Exception:  # a text that the tokenizer refuses must affect its own row only, so each is tried separately
             tokenized = iter([attempt(lambda text: self._tokenize([text])[0], text) for text in texts])
+        whole = [item if isinstance(item, RowError) else next(tokenized) for item in rendered]
         results: list[Encoded | RowError] = []
-        for example, item in zip(examples, rendered, strict=True):
-            tokens = item if isinstance(item, RowError) else next(tokenized)
-            results.append(tokens if isinstance(tokens, RowError) else attempt(self._finish, example, item, tokens))
+        for example, item, tokens in zip(examples, rendered, whole, strict=True):
+            prompt = next(tokenized) if isinstance(item, Rendered) and item.prompt is not None else None
+            wrong = next((one for one in (tokens, prompt) if isinstance(one, RowError)), None)
+            results.append(wrong or attempt(self._finish, example, item, tokens, prompt))
         return results
 
     def encode_prompt(self, example: Example) -> np.ndarray:
@@ -296,6 +311,7 @@ class RowEncoder:
         responses: the first part of `encode`, which alone calls it. Raises `RowError` if it cannot be rendered,
         its responses are not found or may not be trained on, or its text is too long or not Unicode."""
         cuts: list[int] = []
+        asked: str | None = None
         if example.text is not None:
             text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
             excluded = []
@@ -303,6 +319,7 @@ class RowEncoder:
             text, special, left_out, begin = (example.prompt or "") + (example.completion or ""), "", "", 0
             excluded = []
             ranges = [(len(example.prompt or ""), len(text))]
+            asked = example.prompt or ""
         else:
             special = self._special_in(example)
             messages, mark = guarded(example.messages or [], self._special_tokens)
@@ -310,6 +327,8 @@ class RowEncoder:
             text, ranges, excluded = self._render_conversation(example, special)
             begin = self._end_of_prompt(example, text)
             ranges = [(low, high) for low, high in ranges if high > begin]
+            if self.train_on == "completion" or (self.train_on == "turns" and example.prompt_messages):
+                asked = self._render(messages[: _asked(example)], example.tools, add_generation_prompt=True)
             left_out = self._conversations(example.tools).left_out(messages, example.tools, text)
             if mark:  # positions are counted without the marks
                 begin = begin - text.count(mark, 0, begin)
@@ -318,6 +337,7 @@ class RowEncoder:
                     for some in (ranges, excluded)
                 )
                 text, cuts = unguarded(text, mark)
+                asked = None if asked is None else unguarded(asked, mark)[0]
         check_unicode(text)
         if len(text) > 2 * MAX_ROW_SIZE:
             raise RowError(
@@ -325,7 +345,8 @@ class RowEncoder:
             )
         by_markers = self.markers is not None and not special and not is_marked(self._trained(example))
         shown = None if by_markers else ranges
-        return Rendered(text, shown, special, left_out, begin, tuple(excluded), tuple(cuts))
+        asked = None if example.text is not None or self.train_on in ("responses", "all") else asked
+        return Rendered(text, shown, special, left_out, begin, tuple(excluded), tuple(cuts), asked)
 
     def _special_in(self, example: Example) -> str:
         """The first special token, or marker string that opens turns, in the messages and tools of the conversation
@@ -343,9 +364,11 @@ class RowEncoder:
         markers will find the responses. Raises `RowError` if the template fails, or does not show the responses."""
         messages = example.messages or []
         marked = is_marked(self._trained(example))
+        if self.train_on == "completion" and marked:
+            raise RowError("its turns are marked, and data.train_on=completion trains on all of a completion")
         if self.train_on == "all":
             refuse_marked_questions(messages)
-        if not marked and (self.train_on == "all" or (self.markers is not None and not special)):
+        if not marked and (self.train_on in ("all", "completion") or (self.markers is not None and not special)):
             return self._render(messages, example.tools), [], []
         responses = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
         first = max(example.prompt_messages, 1)
@@ -359,6 +382,9 @@ class RowEncoder:
                 text, by_message = conversations.marked_by_message(messages, example.tools)
             else:
                 text, ranges = conversations.render_prefixes(messages, example.tools, first)
+                if self.train_on == "turns":
+                    template = self._template_text(example.tools)
+                    ranges = [(low - _before_response(template, text, low), high) for low, high in ranges]
                 if not marked:
                     return text, ranges, []
                 by_message = {i: [one] for i, one in zip([i for i in responses if i >= first], ranges, strict=True)}
@@ -400,7 +426,7 @@ class RowEncoder:
         """The index in `text`, the rendered conversation of `example`, of the first character after the turns of its
         prompt (`Example.prompt_messages`), in which nothing is trained on; 0 if there are none, or if everything is
         trained on. Raises `RowError` if the template does not show it."""
-        if not example.prompt_messages or self.train_on == "all":
+        if not example.prompt_messages or self.train_on in ("all", "completion"):
             return 0
         asked = (example.messages or [])[: example.prompt_messages]
         for asking in (False, True):  # some templates write an end after the last turn without a generation prompt
@@ -416,14 +442,17 @@ class RowEncoder:
         """Whether an example is a prompt (and completion, if any) that stays plain text, as no template was given."""
         return example.prompt is not None and self.template is None
 
-    def _finish(self, example: Example, rendered: Rendered, tokens: Tokens) -> Encoded | RowError:
+    def _finish(
+        self, example: Example, rendered: Rendered, tokens: Tokens, prompt: Tokens | None
+    ) -> Encoded | RowError:
         """The tokens of a rendered example with their mask, with at most one BOS at the beginning, and an EOS for
-        plain text. If a token extends over the begin of a response, the text is tokenised again, in pieces that begin
-        there. Where markers find the responses, they do it here. Returns a `RowError` if there is no token. `encode`
-        calls it last. rendered: the example's text, and the ranges of its responses. tokens: those of that text."""
+        plain text; a `RowError` if there is none.
+
+        rendered: the example's text, and the ranges of its responses. tokens, prompt: those of its texts."""
         text, ranges = rendered.text, rendered.ranges or []
         is_raw = example.text is not None or self._is_raw(example)
-        cuts = {low for low, _ in ranges if np.any((tokens.starts < low) & (low < tokens.ends))}
+        exact = self.train_on in ("turns", "completion")
+        cuts = set() if exact else {low for low, _ in ranges if np.any((tokens.starts < low) & (low < tokens.ends))}
         cuts.update(rendered.cuts)
         if cuts:
             # A token has the end of a prompt and the begin of its response. At inference the prompt is tokenised
@@ -433,7 +462,9 @@ class RowEncoder:
         spans = []
         for low, high in ranges[-1:] if self.last_response_only else ranges:
             first, last = (int(index) for index in np.searchsorted(tokens.starts, (low, high)))
-            if not is_raw:
+            if exact:  # the tokens that have its first and its last character
+                first, last = (int(i) for i in np.searchsorted(tokens.ends, (low, high - 1), side="right") + (0, 1))
+            elif not is_raw:
                 last = self._end_of_turn(text, tokens, first, last, high)
             spans.append((first, last))
         if is_raw:
@@ -442,22 +473,16 @@ class RowEncoder:
             return RowError("no token")
         if rendered.ranges is None and self.markers is not None:
             spans = [
-                (first, last if last > len(tokens) else self._end_of_turn(text, tokens, first, last))
+                (first, last if exact or last > len(tokens) else self._end_of_turn(text, tokens, first, last))
                 for first, last in self.markers.spans(ids)
                 if not rendered.begin or rendered.begin < tokens.ends[last - 1]
             ]
             spans = spans[-1 if self.last_response_only else 0 :]
-        mask = np.zeros(len(ids), bool)
-        if self.train_on == "all":
-            mask[:] = True
-            spans = [(0, len(ids))]
-            responses, ended = 1, int(tokens.cut or any(int(token) in self.end_ids for token in ids[1:]))
-        else:
-            spans = [(first, last) for first, last in spans if first < last]
-            for first, last in spans:
-                mask[first:last] = True
-            ends = (int(ids[last - 1]) in self.end_ids or (tokens.cut and last == len(ids)) for _, last in spans)
-            responses, ended = len(spans), sum(ends)
+        if prompt is not None:
+            after = _common_tokens(prompt.ids, ids)
+            turns = [(max(first, after), last) for first, last in spans]
+            spans = turns if self.train_on == "turns" else [(after, len(ids))]
+        mask, spans, responses, ended = self._mask(ids, spans, tokens)
         masked = masked_spans(text, tokens, spans, self.mask_spans)
         mask[masked] = False
         mask[: len(tokens)] &= ~within(tokens, rendered.excluded)
@@ -465,6 +490,24 @@ class RowEncoder:
         added = len(with_bos) - len(ids)  # 1 if a BOS was prepended, -k if k repeated ones were removed, else 0
         mask = np.concatenate([np.zeros(added, bool), mask]) if added > 0 else mask[-added:]
         return Encoded(with_bos, mask, responses, ended, len(masked), rendered.special, rendered.left_out, tokens.cut)
+
+    def _mask(
+        self, ids: np.ndarray, spans: list[tuple[int, int]], tokens: Tokens
+    ) -> tuple[np.ndarray, list[tuple[int, int]], int, int]:
+        """(The mask of a row's tokens `ids`, its spans that are not empty, `responses` and `ended` of Encoded)."""
+        mask = np.zeros(len(ids), bool)
+        if self.train_on == "all":
+            mask[:] = True
+            ended = int(tokens.cut or any(int(token) in self.end_ids for token in ids[1:]))
+            return mask, [(0, len(ids))], 1, ended
+        spans = [(first, last) for first, last in spans if first < last]
+        ended = 0
+        for first, last in spans:
+            mask[first:last] = True
+            # White space may follow the token that ends the turn.
+            trained = ids[max(first, last - 2) : last] if self.train_on != "responses" else ids[last - 1 : last]
+            ended += bool(any(int(token) in self.end_ids for token in trained) or (tokens.cut and last == len(ids)))
+        return mask, spans, len(spans), ended
 
     def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int | None = None) -> int:
         """The index after the last token of a response that is trained on, without white space that the template writes
@@ -496,6 +539,8 @@ class RowEncoder:
             spans: the (start, end) token ranges of its responses.
         """
         eos = self.tokenizer.eos_token
+        if eos is not None and self.train_on == "completion" and not text.endswith(eos):
+            return np.append(tokens.ids, np.int32(self.tokenizer.eos_token_id)), spans
         if eos is None:
             raise SetupError("the tokenizer has no EOS token, so no row can end; set tokenizer.eos_token")
         end = self._end_of_turn(text, tokens, 0, len(tokens), len(text))
@@ -519,13 +564,32 @@ class RowEncoder:
 
     def _conversations(self, tools: object) -> Conversations:
         """Renders conversations with these tools by the template, and finds their responses."""
-        return Conversations(self.tokenizer, self._template_text(tools), self._special_texts, self.end_ids)
+        whole = self.train_on == "turns"
+        return Conversations(self.tokenizer, self._template_text(tools), self._special_texts, self.end_ids, whole)
 
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation (messages, and tools or None) by this encoder's template, for prompts and for rows
         whose responses the template need not find. add_generation_prompt: whether the text ends with what the template
         writes before a response. Raises `RowError` if the template fails on it, `SetupError` if there is none."""
         return self._conversations(tools).render(messages, tools, add_generation_prompt)
+
+
+def _asked(example: Example) -> int:
+    """How many messages of a conversation are the prompt of its completion: all but the last, if it does not say."""
+    return example.prompt_messages or example.asked_messages or len(example.messages or ()) - 1
+
+
+def _before_response(template: str, text: str, low: int) -> int:
+    """How many characters before a response, at `low`, TRL trains on too."""
+    written = (one for one in _TRL_OPENINGS if one[0] in template and text.endswith(one[1], 0, low))
+    return next((len(opening) - len(kept) for _, opening, kept in written), 0)
+
+
+def _common_tokens(prompt: np.ndarray, ids: np.ndarray) -> int:
+    """How many tokens both begin with."""
+    shorter = min(len(prompt), len(ids))
+    differs = np.flatnonzero(prompt[:shorter] != ids[:shorter])
+    return int(differs[0]) if len(differs) else shorter
 
 
 def derive_markers(tokenizer: Tokenizer, template: str | None = None) -> tuple[str, str]:

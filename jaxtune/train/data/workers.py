@@ -126,6 +126,8 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
             reason = printable(error)
             problems.append((place, reason[:REASON_CHARACTERS] + " ..." * (len(reason) > REASON_CHARACTERS)))
             continue
+        if row.format == PREFERENCE and encoder.train_on == "completion":
+            results = outcomes = _begun_alike(results)
         masked += sum(result.masked for result in results)
         if whose := next((result.special for result in results if result.special), ""):
             special.append((place, printable(whose)))
@@ -155,6 +157,18 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         cut=sum(d.cut for d in documents),
         unread=list(dict.fromkeys([*columns, *keys])),
     )
+
+
+def _begun_alike(pair: list[Encoded]) -> list[Encoded]:
+    """Both answers of a pair, of which the completion begins where that of either does, as in TRL."""
+    firsts = [int(np.argmax(one.mask)) for one in pair if one.mask.any()]
+    begun = []
+    for one in pair:
+        mask = one.mask.copy()
+        if mask.any():
+            mask[min(firsts) : int(np.argmax(mask))] = True
+        begun.append(dataclasses.replace(one, mask=mask))
+    return begun
 
 
 def _examples(row: Row) -> list[Example] | list[Example | None]:

@@ -45,6 +45,7 @@ class MetricsLogger:
       folder: the run's folder.
       tensorboard: whether to write event files in `folder`/tensorboard.
       wandb_project, trackio_project: names of projects there; None: not logged there. A resumed run continues its own.
+      run_name: the run's name there; None: the folder's.
       config: JSON-able mapping that Weights & Biases and trackio show as the run's configuration.
       resumed_step: the step from which a resumed run continues; lines of later steps, and an incomplete last line, are
         dropped. None for a new run.
@@ -61,6 +62,7 @@ class MetricsLogger:
         tensorboard: bool = False,
         wandb_project: str | None = None,
         trackio_project: str | None = None,
+        run_name: str | None = None,
         config: Mapping[str, Any] | None = None,
         resumed_step: int | None = None,
         rollouts_mb: float = 0.0,
@@ -86,9 +88,9 @@ class MetricsLogger:
         if tensorboard:
             makers["TensorBoard"] = lambda: _TensorBoardSink(folder / "tensorboard", resumed_step)
         if wandb_project is not None:
-            makers["Weights & Biases"] = lambda: _WandbSink(folder, wandb_project, config, resumed_step)
+            makers["Weights & Biases"] = lambda: _WandbSink(folder, wandb_project, run_name, config, resumed_step)
         if trackio_project is not None:
-            makers["trackio"] = lambda: _TrackioSink(folder, trackio_project, config, resumed_step)
+            makers["trackio"] = lambda: _TrackioSink(folder, trackio_project, run_name, config, resumed_step)
         for name, make in makers.items():
             with self._survived(name):
                 self._sinks[name] = make()
@@ -202,14 +204,29 @@ class _TensorBoardSink(_Sink):
 
 class _WandbSink(_Sink):
     """The logger for Weights & Biases. folder: the run's, in which the id of the run there is stored, so that a resumed
-    run (resumed_step is not None) continues it. project: that of the run there. config: its configuration."""
+    run (resumed_step is not None) continues it. project, name: those of the run there; None: the folder's name. config:
+    its configuration."""
 
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
+    def __init__(
+        self,
+        folder: Path,
+        project: str,
+        name: str | None,
+        config: Mapping[str, Any] | None,
+        resumed_step: int | None,
+    ):
         import wandb
 
         id_file = folder / "wandb_run_id"
         run_id = id_file.read_text().strip() if resumed_step is not None and id_file.exists() else None
-        self._run = wandb.init(project=project, dir=str(folder), config=dict(config or {}), id=run_id, resume="allow")
+        self._run = wandb.init(
+            project=project,
+            name=name or folder.resolve().name,
+            dir=str(folder),
+            config=dict(config or {}),
+            id=run_id,
+            resume="allow",
+        )
         # A separate axis for steps: wandb's own may only grow, so it would drop the steps that a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
         atomic_write(id_file, self._run.id)
@@ -232,15 +249,22 @@ class _WandbSink(_Sink):
 
 class _TrackioSink(_Sink):
     """The logger for trackio, which stores runs by name in its own folder (TRACKIO_DIR). The arguments mean what those
-    of _WandbSink mean. A run's name, stored in the output folder, is that of the folder with a random ending, so that
-    two folders of the same name are two runs."""
+    of _WandbSink mean. A run's name, stored in the output folder, gets a random ending, so that two runs of one name
+    are two."""
 
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
+    def __init__(
+        self,
+        folder: Path,
+        project: str,
+        name: str | None,
+        config: Mapping[str, Any] | None,
+        resumed_step: int | None,
+    ):
         import trackio
 
         name_file = folder / "trackio_run_name"
         known = resumed_step is not None and name_file.exists()
-        name = name_file.read_text().strip() if known else f"{folder.resolve().name}-{secrets.token_hex(3)}"
+        name = name_file.read_text().strip() if known else f"{name or folder.resolve().name}-{secrets.token_hex(3)}"
         with contextlib.redirect_stdout(sys.stderr):  # trackio prints lines, and stdout is for results
             self._run = trackio.init(
                 project=project,

@@ -189,9 +189,10 @@ def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
       figures: what its metrics.jsonl contains.
       state: whether the run is running or how it ended, as read_state returns it.
     """
-    results = _json(folder / RESULTS)
+    results, settings = _json(folder / RESULTS), _settings(folder / CONFIG)
+    name = json.loads(settings.get("metrics.run_name", "null"))
     return {
-        "name": folder.resolve().name,
+        "name": str(name or folder.resolve().name),
         "folder": str(folder.resolve()),
         "state": state.name,
         "why": state.why,
@@ -203,7 +204,7 @@ def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
         "charts": _charts(figures),
         "samples": _samples(results),
         "rollouts": _rollouts(folder),
-        "settings": _settings(folder / CONFIG),
+        "settings": settings,
         "config": _read(folder / CONFIG),
     }
 

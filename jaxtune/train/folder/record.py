@@ -34,11 +34,12 @@ from jaxtune.system.files import atomic_write, fingerprints
 from jaxtune.system.version import __version__
 from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, ConfigError, OptimConfig, ScheduleConfig, TrainConfig
 from jaxtune.train.config.file import config_keys, config_to_dict, config_to_yaml, flat_keys, load_config
+from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.templates import writes_today
-from jaxtune.train.folder.checkpoint import CheckpointError
-from jaxtune.train.folder.run_folder import CONFIG
+from jaxtune.train.folder.checkpoint import CheckpointError, saved_steps
+from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
 
 # The key of a checkpoint's meta that says where its rows continue (BatchSource.position), beside the record.
 POSITION = "position"
@@ -158,16 +159,18 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
     adapted = current["config"]["adapter"] is not None
     # In a recipe that sets an adapter's options, adapter.path replaces the whole section.
     result = f"'adapter={{path: {output / 'adapter'}}}'" if adapted else f"'model.path={output / 'merged'}'"
+    elsewhere = f"output={next_name(output)}"
     shorter = (
         "A run can be made longer, not shorter, unless its learning rate is constant (schedule.name = constant, no "
         "schedule.warmup_ratio); the schedule of this one depends on the number of steps. To continue training with "
-        f"another schedule, start a new run from its result, with {result} and another output"
+        f"another schedule, start a new run from its result, with {result} and {elsewhere}"
     )
     lanes = (
         "An older version gave each device shards of its own, so that files weighed by the number of devices; the rows "
-        f"of such a run cannot be continued. Start a new run from its result, with {result} and another output"
+        f"of such a run cannot be continued. Start a new run from its result, with {result} and {elsewhere}"
     )
-    harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, shorter) | {"data.lanes": lanes})
+    hints = dict.fromkeys(_LENGTH, shorter) | {"data.lanes": lanes}
+    harmless = require_compatible(saved, current, keys, hints, output)
     return [
         f"changed: the code of {name}: the steps so far had the old one" for name in changed_code(saved, current)
     ] + [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless if not d.is_code]
@@ -417,15 +420,16 @@ def require_compatible(
     current: Mapping[str, Any],
     incompatible: Iterable[str],
     hints: Mapping[str, str] = types.MappingProxyType({}),
+    output: Path | None = None,
 ) -> list[Difference]:
     """Compares the records of a checkpoint and of this run by `compare_meta`, and returns their harmless differences.
-    `require_same_run` calls it; results of a run are compared elsewhere (results.require_own).
 
     Args:
       saved, current: the record of the checkpoint, and that of this run.
       incompatible: dotted keys whose difference forbids a resume, with those below them.
       hints: {dotted key: what else can be done}; if only such keys forbid a resume, the error's message ends with the
         hint of the one that is first by name.
+      output: the run's folder, beside which the message names a new one.
     Raises:
       CheckpointError: some differences are not harmless; the message lists them.
     """
@@ -435,8 +439,9 @@ def require_compatible(
         hint = "\n" + hints[min(keys)] if keys <= hints.keys() else ""
         more = f"\n  and {len(refused) - 8} more" if len(refused) > 8 else ""
         lines = "\n".join(f"  {difference}" for difference in refused[:8]) + more
+        new = "" if output is None else f", such as output={next_name(output)}"
         raise CheckpointError(
-            f"this run cannot continue that checkpoint; set these back or start a new run:\n{lines}{hint}"
+            f"this run cannot continue that checkpoint; set these back or start a new run{new}:\n{lines}{hint}"
         )
     return harmless
 
@@ -492,28 +497,44 @@ def write_config(output: Path, config: TrainConfig) -> None:
         atomic_write(output / CONFIG, config_to_yaml(config))
 
 
-def require_same_config(output: Path, config: TrainConfig) -> bool:
-    """Checks that the folder `output`, which has no checkpoint, belongs to no other run. True: its config.yaml is
-    exactly that of this run's `config`. False: it has yet to be written, because the file is missing, incomplete, or
-    was written by an older version but means the same. The Trainer calls it before a run starts from step 0, for the
-    error alone: it writes the config in any case.
-
-    A file that is empty, or a beginning of this run's file, was left by a full disk or a power failure and counts as
-    incomplete.
-
-    Raises:
-      ValueError: the folder belongs to another run.
-    """
+def require_same_config(output: Path, config: TrainConfig) -> None:
+    """Raises ValueError if the folder `output`, which has no checkpoint, belongs to another run: its config.yaml is
+    neither that of `config`, nor a beginning of it (a full disk, a power failure), nor an older version's."""
     try:
         found, ours = (output / CONFIG).read_bytes(), config_to_yaml(config).encode()
     except FileNotFoundError:
-        return False
+        return
     if found != ours and not ours.startswith(found.rstrip(b"\0")) and not _reads_as(output / CONFIG, config):
         raise ValueError(
-            f"output = {str(output)!r} belongs to another run (its config.yaml differs): choose another folder, or "
-            "delete that config.yaml if you do not need that run"
+            f"output = {str(output)!r} belongs to another run (its config.yaml differs), which has no checkpoint to "
+            f"continue from: choose another folder, such as output={next_name(output)}, or delete that config.yaml if "
+            "you do not need that run"
         )
-    return found == ours
+
+
+def require_own_folder(config: TrainConfig) -> None:
+    """What the folder's record and checkpoints will be asked before the first step, as far as it can be told before
+    rows are read: raises ValueError or CheckpointError if the run in config.output is another one."""
+    output = Path(config.output)
+    if not saved_steps(output / CHECKPOINTS):
+        return require_same_config(output, _as_long_as(config, output))
+    try:
+        found = load_config(str(output / CONFIG))
+    except (OSError, ConfigError):  # the checkpoint's own record is compared later
+        return None
+    old, new = ({"config": config_to_dict(one)} for one in (found, _as_long_as(config, output)))
+    require_compatible(old, new, _INCOMPATIBLE, output=output)
+
+
+def _as_long_as(config: TrainConfig, output: Path) -> TrainConfig:
+    """`config` with the row length that the folder's record has, if it is chosen only when rows are read."""
+    if not isinstance(config.data.length, Unset):
+        return config
+    try:
+        length = load_config(str(output / CONFIG)).data.length
+    except (OSError, ConfigError):
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, length=length))
 
 
 def _reads_as(path: Path, config: TrainConfig) -> bool:

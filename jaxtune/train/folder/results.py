@@ -25,6 +25,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.folders import new_folder
 from jaxtune.system.files import atomic_write, fingerprints, sync, temporary_path
 from jaxtune.train.folder.record import LENGTHENED, compare_meta, require_same_code
+from jaxtune.train.folder.run_folder import next_name
 
 PROOF = RUN_RECORD
 _FORMAT = 1
@@ -121,7 +122,7 @@ def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
       ValueError: the folder is missing or damaged, or was written by another run or by no run; the message says what
         differs and what to do.
     """
-    fix = "move it away, or choose another output"
+    fix = f"move it away, or choose another output, such as output={next_name(folder.parent)}"
     try:
         result = read_result(folder)
     except ValueError as error:

@@ -1,0 +1,98 @@
+"""Folders of saved models: what a script saved before is replaced, as transformers does, and what anybody else saved
+never is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jaxtune
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import has_adapter
+from jaxtune.system.files import atomic_write, temporary_path
+from jaxtune.system.terminal import say
+from jaxtune.train.folder.run_folder import next_name
+
+MARK = ".jaxtune_saved.json"  # in a folder of a saved model: its weights, as a script's save wrote them
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx")
+_MODEL = ("config.json", "adapter_config.json")
+
+
+def require_free(folder: str | os.PathLike, where: str) -> Path:
+    """The resolved `folder`, if a save may write there: it is new, or has no model but one that a script saved there.
+
+    where: the function that saves, for messages. Raises ValueError for any other folder, a file and a mount point.
+    """
+    path = Path(folder).expanduser().resolve()
+    if path.is_mount():
+        raise ValueError(f"{where}: {path} is where a disk is mounted, which is no folder of a model; name one in it")
+    new = f"name another folder, such as {str(next_name(path))!r}, or move it away"
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{where}: {path} is a file; {new}")
+    for file in _model_files(path):
+        if _stamp(file) not in _mark(path).get(file.name, ()):
+            raise ValueError(f"{where}: {path} has {file.name}, which no script saved there; {new}")
+    return path
+
+
+def saved_into(folder: str | os.PathLike, where: str, write: Callable[[Path], object]) -> None:
+    """Has `write` fill a folder that does not exist, and moves its files to `folder`, as require_free allows: a model
+    that a script saved there is replaced, and a line says so; other files stay, unless they have the new ones' names.
+    """
+    path = require_free(folder, where)
+    before = _mark(path)
+    whole = temporary_path(path)
+    try:
+        write(whole)
+        new = {file.name: _stamp(file) for file in _model_files(whole)}
+        atomic_write(whole / MARK, json.dumps({name: [stamp] for name, stamp in new.items()}))
+        if not path.exists() or not any(path.iterdir()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(whole, path)
+            return
+        # Killed in between, the folder is still known as a script's.
+        both = {name: [*before.get(name, ()), *([new[name]] if name in new else ())] for name in before.keys() | new}
+        atomic_write(path / MARK, json.dumps(both))
+        for name in before.keys() - new.keys():
+            (path / name).unlink(missing_ok=True)
+        for file in sorted(whole.iterdir(), key=lambda file: (file.name == MARK, file.name)):
+            if file.is_dir() and (path / file.name).is_dir():
+                shutil.rmtree(path / file.name)
+            os.replace(file, path / file.name)
+        whole.rmdir()
+    except BaseException:
+        shutil.rmtree(whole, ignore_errors=True)
+        raise
+    if before:
+        say(f"{where}: {folder}: the model that was saved there before is replaced")
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """The files in `folder` by which it is a model's: weights and configs; [] without such a folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(file for file in folder.iterdir() if file.name.endswith(_WEIGHTS) or file.name in _MODEL)
+
+
+def _stamp(file: Path) -> list[int]:
+    """[size in bytes, seconds of its last change]."""
+    found = file.stat()
+    return [found.st_size, int(found.st_mtime)]
+
+
+def _mark(folder: Path) -> dict[str, list[list[int]]]:
+    """{name of a model's file that a script saved in `folder`: its stamps}; {} if no script did."""
+    try:
+        return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
+    """Saves an adapter for PEFT, or without one the whole model for transformers, with a tokenizer if it is given, into
+    a folder that does not exist or is empty, else ValueError."""
+    (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)
