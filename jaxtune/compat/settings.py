@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtune.compat.arguments import choose, settle
-from jaxtune.compat.tables import ORDERS, SCHEDULES, SFT
+from jaxtune.compat.tables import ORDERS, SFT
+from jaxtune.convert.schedules import schedule_keys
+from jaxtune.convert.tables import table
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import MetricsConfig, ScheduleConfig
 
@@ -44,14 +46,14 @@ class SFTConfig:
     learning_rate: float = 5e-5  # the peak
     embedding_learning_rate: float | None = None  # that of embed_tokens and lm_head; None: learning_rate
     weight_decay: float = 0.001
-    optim: str = "adamw_8bit"  # a key of OPTIMIZERS in tables.py
+    optim: str = "adamw_8bit"  # as transformers names them: convert/transformers.yaml
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     max_grad_norm: float | None = 1.0  # the gradient's global norm is clipped at it; None or 0: it is not
     neftune_noise_alpha: float | None = None  # the scale of noise on the embeddings (NEFTune); None: no noise
-    lr_scheduler_type: str = "linear"  # a key of SCHEDULES in tables.py
-    lr_scheduler_kwargs: Mapping[str, Any] | None = None  # may have num_cycles of "cosine_with_restarts"
+    lr_scheduler_type: str = "linear"  # as transformers names them: convert/transformers.yaml
+    lr_scheduler_kwargs: Mapping[str, Any] | None = None  # arguments of the scheduler
     warmup_steps: float = 0  # updates; below 1: a share of all updates; 0: warmup_ratio decides
     warmup_ratio: float = 0.1  # a share of all updates
     logging_steps: float = 1  # updates between two logged lines
@@ -236,22 +238,18 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
     Raises:
       ValueError: the scheduler, or an entry of lr_scheduler_kwargs, is not supported.
     """
-    kind = plain_value(args.lr_scheduler_type)
-    name: Any = choose("SFTConfig", "lr_scheduler_type", kind, SCHEDULES)
-    given = dict(args.lr_scheduler_kwargs or {})
-    cycles = given.pop("num_cycles", 1) if name == "cosine_with_restarts" else 1
-    if given:
-        raise ValueError(
-            f"SFTConfig: lr_scheduler_kwargs = {args.lr_scheduler_kwargs!r} is not supported with lr_scheduler_type = "
-            f"{kind!r}. Instead: num_cycles with 'cosine_with_restarts', or jaxtune.train.Trainer(schedule=...)"
-        )
+    kind, where = str(plain_value(args.lr_scheduler_type)), type(args).__name__
+    try:
+        keys = schedule_keys(table("trl"), kind, args.lr_scheduler_kwargs or {}, args.learning_rate)
+    except ValueError as error:
+        raise ValueError(f"{where}: lr_scheduler_type = {error}") from None
     if kind == "constant":  # as in transformers, "constant" has no warm-up
-        return ScheduleConfig(name=name)
+        return ScheduleConfig(**keys)
     # The number of steps takes precedence over the ratio; a number below 1 is a ratio.
     warmup = int(args.warmup_steps)
     if args.warmup_steps < 1:
         warmup = math.ceil((args.warmup_steps or args.warmup_ratio) * (steps or 0))
-    return ScheduleConfig(name=name, warmup_steps=warmup, zero_start=True, cycles=cycles)
+    return ScheduleConfig(**keys, warmup_steps=warmup, zero_start=True)
 
 
 def precision(args: SFTConfig, module: Decoder) -> Any:

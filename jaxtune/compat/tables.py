@@ -1,7 +1,7 @@
 """Tables of the arguments of Unsloth, TRL and transformers that are not followed, and of values with another name here.
 
 The arguments are listed in arguments.yaml, with the reason why each has no effect, or what to use instead. LOAD, SFT
-and the like are {argument: Argument} for one function or class, which `settle` applies; OPTIMIZERS, SCHEDULES and the
+and the like are {argument: Argument} for one function or class, which `settle` applies; OPTIMIZERS and the
 like are {supported value: what it means here}, which `choose` translates. DTYPES has the supported dtypes. LLAMA_CPPS
 matches GGUF types that are refused with a hint, and PADDING_COLLATORS names data collators that are accepted.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from jaxtune.compat.arguments import Argument
+from jaxtune.convert.tables import table
 
 
 def _tables() -> dict[str, dict[str, Argument]]:
@@ -58,24 +59,8 @@ REWARD = SFT | {"pad_to_multiple_of": _TABLES["preference"]["pad_to_multiple_of"
 DTYPES = ("bfloat16", "float16", "float32")
 # With gradient checkpointing the planner recomputes or offloads only what does not fit.
 RESIDUALS = {True: None, "unsloth": None, "true": None, False: "keep", "false": "keep"}
-OPTIMIZERS = {
-    "adamw_8bit": "adamw_8bit",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "paged_adamw_32bit": "adamw",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-}
-SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_restarts": "cosine_with_restarts",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
+_NAMES = table("trl")
+OPTIMIZERS = _NAMES.optimizers
 # The order of an epoch's rows by train_sampling_strategy; see jaxtune.train.data.batches.
 ORDERS = {"random": "torch", "sequential": "given"}
 # Unsloth's names of GGUF types. Its further quantised types (q5_k_m, ...) have to be made by llama.cpp.

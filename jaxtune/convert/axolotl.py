@@ -36,7 +36,7 @@ def translate(made: Translation, folder: Path) -> None:
     if made.get("schedule.warmup_ratio") == 0.03 and not made.says("warmup_ratio"):
         made.notes.append("schedule.warmup_ratio: axolotl's 3 % has at most 100 steps")
     made.choose(("optimizer",), "optim.name", made.table.optimizers)
-    made.choose(("lr_scheduler",), "schedule.name", made.table.schedules)
+    common.schedule(made, "lr_scheduler")
     bf16, fp16 = made.first("bf16", "bfloat16"), made.first("fp16", "float16")
     common.precision(made, bf16 in (True, "auto", "full") and not made["float32"], bool(fp16), "bf16", "fp16")
     common.held_out(made, "val_set_size")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxtune.convert.schedules import schedule_keys
 from jaxtune.convert.translation import Translation
+from jaxtune.train.config import OptimConfig
 
 
 def batch(made: Translation, rows_key: str, documents: str) -> None:
@@ -24,6 +26,21 @@ def length_of_run(made: Translation, epochs_key: str) -> None:
         made.set("steps", steps)
     else:
         made.set("epochs", float(made[epochs_key]), epochs_key)
+
+
+def schedule(made: Translation, name_key: str) -> None:
+    """The section `schedule` but its warm-up."""
+    name, arguments = made[name_key], made["lr_scheduler_kwargs"] or {}
+    if name is None:
+        return
+    peak = float(made["learning_rate"] or OptimConfig().learning_rate)
+    try:
+        keys = schedule_keys(made.table, str(name), arguments, peak)
+    except ValueError as error:
+        made.lack(name_key, name, str(error))
+        return
+    for key, value in keys.items():
+        made.set(f"schedule.{key}", value, *((name_key,) if key == "name" else ()))
 
 
 def warmup(made: Translation, implied_ratio: float | None = None) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 from jaxtune.convert import common
 from jaxtune.convert.translation import Translation
 from jaxtune.train.config import ConfigError
+from jaxtune.train.config.sections import OPTIMIZERS
 
 _STAGES = {"sft": "sft", "pt": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
 _LOSSES = {"sigmoid": "dpo", "ipo": "dpo", "hinge": "dpo", "orpo": "orpo", "simpo": "simpo"}
-_OTHER_OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_muon", "use_adam_mini")
+_OTHER_OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini")
 _ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")  # rows that no reader reaches
 # Its templates whose turns ours write; all others are written by the tokenizer's own.
 _TEMPLATES = {
@@ -54,9 +55,11 @@ def translate(made: Translation, folder: Path) -> None:
     common.warmup(made)
     for key in _OTHER_OPTIMIZERS:
         if made[key]:
-            made.lack(key, True, "optim.name: adamw, adamw_8bit, adafactor, sgd")
+            made.lack(key, True, f"optim.name: {', '.join(OPTIMIZERS)}")
     made.choose(("optim",), "optim.name", made.table.optimizers)
-    made.choose(("lr_scheduler_type",), "schedule.name", made.table.schedules)
+    if made["use_muon"]:
+        made.set("optim.name", "muon")
+    common.schedule(made, "lr_scheduler_type")
     common.precision(made, bool(made["bf16"] or made["pure_bf16"]), bool(made["fp16"]), "bf16", "fp16", "pure_bf16")
     if made["pure_bf16"] and made.get("adapter") is None:
         made.set("optim.weights", "bf16")

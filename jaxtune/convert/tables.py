@@ -48,6 +48,10 @@ class Table:
     sections: Mapping[str, Section]
     optimizers: Mapping[str, str]
     schedules: Mapping[str, str]
+    schedule_arguments: Mapping[str, Mapping[str, str]]
+    """{scheduler: {an argument of it: the key of the section `schedule`}}."""
+    refused_schedules: Mapping[str, str]
+    """{scheduler: what to use instead}."""
     templates: Mapping[str, str]
 
 
@@ -77,7 +81,8 @@ def table(program: str) -> Table:
     """The tables of axolotl, llama_factory or trl."""
     values = _yaml(program)
     schema = json.loads((_FOLDER / "schemas" / f"{program}.json").read_text(encoding="utf-8"))
-    shared = {} if program == "axolotl" else _yaml("transformers")
+    names = _yaml("transformers")  # of optimizers and schedules, which all programs have
+    shared = {} if program == "axolotl" else names
     keys: dict[str, dict[str, Any]] = schema["keys"]
     nested = values.get("sections") or {}
     return Table(
@@ -89,7 +94,9 @@ def table(program: str) -> Table:
             for name, own in keys.items()
             if name
         },
-        optimizers={**(shared.get("optimizers") or {}), **(values.get("optimizers") or {})},
-        schedules={**(shared.get("schedules") or {}), **(values.get("schedules") or {})},
+        optimizers={**names["optimizers"], **(values.get("optimizers") or {})},
+        schedules=names["schedules"],
+        schedule_arguments=names["schedule_arguments"],
+        refused_schedules={**names["refused_schedules"], **(values.get("refused_schedules") or {})},
         templates=values.get("templates") or {},
     )

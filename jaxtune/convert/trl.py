@@ -36,7 +36,7 @@ def translate(made: Translation, trainer: str | None) -> None:
     common.length_of_run(made, "num_train_epochs")
     common.warmup(made)
     made.choose(("optim",), "optim.name", made.table.optimizers)
-    made.choose(("lr_scheduler_type",), "schedule.name", made.table.schedules)
+    common.schedule(made, "lr_scheduler_type")
     fp16 = bool(made["fp16"])
     common.precision(made, (not fp16) if made["bf16"] is None else bool(made["bf16"]), fp16, "bf16", "fp16")
     common.held_out(made, "test_split_size")

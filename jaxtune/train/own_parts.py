@@ -36,7 +36,7 @@ def require_own_optimizer(config: TrainConfig) -> None:
     if config.optim.offload:
         raise ValueError(
             "optim.offload = True: the states of an optimizer given to Trainer stay on the device, because the size of "
-            "its updates is not bounded in advance; unset it, or use optim.name=adamw or adamw_8bit"
+            "its updates is not bounded in advance; unset it, or use an optim.name that has it"
         )
     _require_defaults("optim", config.optim, OptimConfig(), "optimizer", _KEPT)
 

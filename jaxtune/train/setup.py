@@ -55,8 +55,7 @@ class UpdateRule:
     bound: UpdateBound | None
     """A limit to how far one update can move a weight. A step decides by it, before the update, whether all new weights
     will be finite; without a limit the step first computes the whole update for this decision. None if no limit is
-    known: for an optimizer that was given to the Trainer, without clipping (max_grad_norm), and for other optimizers
-    than adamw and adamw_8bit."""
+    known (optim.update_bound), and for an optimizer that was given to the Trainer."""
 
 
 def update_rule(

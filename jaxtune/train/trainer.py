@@ -432,7 +432,7 @@ class Trainer:
     def storage(self) -> dict[str, str]:
         """How a checkpoint stores the trained weights and the optimizer's states, for the notes and the record:
         {"weights": "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""
-        own = "8 bits" if self.config.optim.name == "adamw_8bit" else "fp32"
+        own = "8 bits" if self.config.optim.name.endswith("_8bit") else "fp32"
         optimizer = "as it was given" if "optimizer" in self.own else own
         return {"weights": self.program.weights, "optimizer": optimizer}
 

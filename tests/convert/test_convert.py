@@ -156,7 +156,7 @@ def test_axolotls_own_format_and_preferences(tmp_path, capsys):
     assert recipe["data"]["columns"] == {"prompt": "question", "chosen": "answer"}
     assert recipe["objective"] == {"name": "dpo", "beta": 0.2} and recipe["adapter"] is None
     assert recipe["schedule"] == {"warmup_steps": 5, "zero_start": True, "name": "constant"} and recipe["steps"] == 10
-    assert 'optimizer: "lion_8bit"' in comments and "prompt_format of rows.jsonl" in comments
+    assert recipe["optim"]["name"] == "lion_8bit" and "prompt_format of rows.jsonl" in comments
 
 
 def test_llama_factorys_lora(tmp_path, capsys):
@@ -390,7 +390,7 @@ def test_nothing_that_changes_the_training_is_dropped_in_silence(tmp_path, capsy
         "eot_tokens": ["<|end|>"],
         "a_new_key": 0.5,
         "lr_scheduler": "rex",
-        "optimizer": "lion_8bit",
+        "optimizer": "adopt_adamw",
     }
     entry = {
         "path": "a.jsonl",

@@ -157,7 +157,7 @@ def test_yaml_faults_name_file_and_line(recipe):
         ("output: 2026", "output = 2026 (FILE:3): expected string; put it in quotes to make it a string"),
         (
             "optim: {name: adamv}",
-            'optim.name = "adamv" (FILE:3): expected adamw | adamw_8bit | adafactor | sgd; nearest: adamw',
+            'optim.name = "adamv" (FILE:3): expected adamw | adamw_8bit | lion | lion_8bit | muon | adafactor | sgd; nearest: adamw',
         ),
         ("optim: null", "optim = null (FILE:3): expected section of keys"),
         ("optim: 3", "optim = 3 (FILE:3): expected section of keys"),

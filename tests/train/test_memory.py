@@ -192,7 +192,7 @@ def test_gradients_of_experts_weights_take_the_time_of_whoever_computes_them():
 
 
 def test_what_is_always_there_is_what_the_trainer_holds(tmp_path):
-    for optimizer in ("adamw", "adamw_8bit", "adafactor"):
+    for optimizer in ("adamw", "adamw_8bit", "lion_8bit", "muon", "adafactor"):
         config = make_config(tmp_path / optimizer, optim=OptimConfig(name=optimizer))
         trainer = Trainer(lora_model(), None, config, dataset(documents(20)))
         state, sums, frozen = trainer.model.first_state(trainer.engine)

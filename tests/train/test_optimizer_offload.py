@@ -80,7 +80,14 @@ def stepped(trainer: Trainer):
     return state, found
 
 
-@pytest.mark.parametrize(("name", "weights", "devices"), [("adamw_8bit", "fp32", 1), ("adamw", "bf16", 2)])
+@pytest.mark.parametrize(
+    ("name", "weights", "devices"),
+    [
+        ("adamw_8bit", "fp32", 1),
+        ("adamw", "bf16", 2),
+        pytest.param("lion_8bit", "fp32", 1, marks=pytest.mark.further),
+    ],
+)
 def test_losses_weights_and_states_are_those_of_a_run_without(small, tmp_path, name, weights, devices):
     (state, losses), (want, want_losses) = (
         stepped(trainer_of(tmp_path / str(offload), name, offload, weights, mesh=MeshConfig(data=devices)))
@@ -89,9 +96,10 @@ def test_losses_weights_and_states_are_those_of_a_run_without(small, tmp_path, n
     assert losses == want_losses and losses[0] != losses[1]
     same(state, want)
     large = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.nbytes >= LARGE]
-    assert len(large) == 2 * (1 + 1 + 7)  # two moments; embedding, head, a layer's matrices
+    # Moments of embedding, head and a layer's matrices; in one byte the smallest of them are small.
+    assert len(large) == (1 + 1 + 7) * (1 if name == "lion_8bit" else 2)
     assert {leaf.sharding.memory_kind for leaf in large} == {"pinned_host"}
-    assert (jnp.dtype("uint8") in {leaf.dtype for leaf in large}) == (name == "adamw_8bit")
+    assert (jnp.dtype("uint8") in {leaf.dtype for leaf in large}) == name.endswith("8bit")
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.trainable)} == {"device"}
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(want.opt_state)} == {"device"}
 
@@ -184,18 +192,6 @@ def test_what_could_overflow_is_known_before_it_moves(by_tensor, rate, gradient,
         same((new.trainable, new.opt_state), (state.trainable, state.opt_state))
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
-def test_the_bound_holds(name):
-    """Gradients that push as hard as they can: one element has all of the norm, after steps without any."""
-    config = OptimConfig(name=name, eps=1e-3, beta1=0.5, beta2=0.99, weight_decay=0.25)
-    optimizer, bound = make_optimizer(config, optax.constant_schedule(1.0)), update_bound(config, 2.0)
-    weights = {"a": jnp.full((64, 64), 3.0)}
-    state = optimizer.init(weights)
-    for size in (0.0, 1e-6, 2.0, 2.0, 0.0):
-        updates, state = optimizer.update({"a": jnp.zeros((64, 64)).at[0, 0].set(size)}, state, weights)
-        assert float(jnp.abs(updates["a"]).max()) <= bound.direction + bound.decay * 3.0
-
-
 def test_without_clipping_or_adam_there_is_no_bound():
     assert update_bound(OptimConfig(), None) is None
     assert update_bound(OptimConfig(name="adafactor"), 1.0) is None
@@ -214,7 +210,7 @@ def test_refusals(changes, message):
 
 
 def test_refusals_of_the_optimizer():
-    with pytest.raises(ConfigError, match="optim.offload = True: optim.name = sgd has no states worth it"):
+    with pytest.raises(ConfigError, match="optim.offload = True: optim.name = sgd keeps its states on the device"):
         OptimConfig(name="sgd", offload=True)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import datetime
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import ConfigDict
 
@@ -205,36 +205,49 @@ class DataConfig:
         )
 
 
+_Optimizer = Literal["adamw", "adamw_8bit", "lion", "lion_8bit", "muon", "adafactor", "sgd"]
+_Schedule = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay", "constant"
+]
+OPTIMIZERS, SCHEDULES = get_args(_Optimizer), get_args(_Schedule)
+# Optimizers whose states may be in host memory: an update is bounded before it is computed.
+HOSTED_OPTIMIZERS = ("adamw", "adamw_8bit", "lion", "lion_8bit")
+_MOMENTUM = {"muon": 0.95}  # by optim.name; 0.9 of all others
+
+
 @dataclass(frozen=True)
 class OptimConfig:
-    """The section `optim` of a configuration: the optimizer and its numbers, and how trained weights and its states are
-    stored. If `weights` is null, trained matrices are bf16 if the run computes in bf16 and trains over 2 billion
-    parameters, else fp32. Values out of range, and `offload` with adafactor or sgd, raise ConfigError."""
+    """The section `optim`: the optimizer and its numbers, and how trained weights and its states are stored. If
+    `weights` is null, trained matrices are bf16 if the run computes in bf16 and trains over 2 billion parameters, else
+    fp32. ConfigError for values out of range, and for `offload` with an optimizer that lacks it."""
 
     __pydantic_config__ = _STRICT
 
     name: Annotated[
-        Literal["adamw", "adamw_8bit", "adafactor", "sgd"],
-        "Optimizer; adamw_8bit stores its state in 2 bytes a parameter.",
+        _Optimizer,
+        "Optimizer; adamw_8bit stores its state in 2 bytes a parameter, lion_8bit in 1; muon: of matrices, AdamW of "
+        "embeddings, output head and the others.",
     ] = "adamw"
     learning_rate: Annotated[float, "Peak learning rate."] = 2e-4
     embedding_learning_rate: Annotated[
         float | None, "Peak learning rate of embed_tokens and lm_head where they train; null: learning_rate."
     ] = None
     weight_decay: Annotated[float, "Decoupled weight decay; never on norms and biases."] = 0.0
-    beta1: Annotated[float, "Decay of the first moment (adamw, adamw_8bit)."] = 0.9
-    beta2: Annotated[float, "Decay of the second moment (adamw, adamw_8bit)."] = 0.999
-    eps: Annotated[float, "Added to the root of the second moment (adamw, adamw_8bit)."] = 1e-8
-    momentum: Annotated[float, "Momentum (sgd)."] = 0.9
+    beta1: Annotated[float, "Decay of the first moment (adamw, muon's AdamW); weight of the momentum (lion)."] = 0.9
+    beta2: Annotated[float, "Decay of the second moment (adamw, muon's AdamW) or of the momentum (lion)."] = 0.999
+    eps: Annotated[float, "Added to the root of the second moment (adamw, muon's AdamW)."] = 1e-8
+    momentum: Annotated[float | None, "Momentum of sgd (null: 0.9) and muon (null: 0.95)."] = None
     weights: Annotated[
         Literal["fp32", "bf16"] | None,
         "How trained weights are kept; bf16: matrices, rounded stochastically; null: that above 2B of them in bf16.",
     ] = None
-    offload: Annotated[bool, "Keep the optimizer's states in host memory (adamw, adamw_8bit; full fine-tuning)."] = (
-        False
-    )
+    offload: Annotated[
+        bool, "Keep the optimizer's states in host memory (adamw, lion, in 8 bits too; full fine-tuning)."
+    ] = False
 
     def __post_init__(self) -> None:
+        if self.momentum is None:
+            object.__setattr__(self, "momentum", _MOMENTUM.get(self.name, 0.9))
         positive("optim.learning_rate", self.learning_rate)
         positive("optim.embedding_learning_rate", self.embedding_learning_rate)
         not_negative("optim.weight_decay", self.weight_decay)
@@ -243,48 +256,89 @@ class OptimConfig:
         positive("optim.eps", self.eps)
         fraction("optim.momentum", self.momentum, below_one=True)
         require(
-            not self.offload or self.name in ("adamw", "adamw_8bit"),
+            not self.offload or self.name in HOSTED_OPTIMIZERS,
             "optim.offload",
             True,
-            f"optim.name = {self.name} has no states worth it; use adamw or adamw_8bit, or unset it",
+            f"optim.name = {self.name} keeps its states on the device; use {', '.join(HOSTED_OPTIMIZERS)}, or unset it",
         )
+
+
+_DECAYS = Literal["linear", "cosine", "1-sqrt"]
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The section `schedule` of a configuration: the learning rate over the steps of the run, as a share of its peak
-    (optim.learning_rate). First comes a linear warm-up of n steps, whose first step has 1 / n of the peak (0 with
-    zero_start). Then the rate falls to min_ratio of the peak at the end, unless it is "constant". warmup_ratio replaces
-    warmup_steps; both at once, cycles without cosine_with_restarts, and values out of range raise ConfigError."""
+    """The section `schedule`: the learning rate over the steps of the run, as a share of its peak
+    (optim.learning_rate). First comes a warm-up of n steps, whose first step has 1 / n of the peak (0 with zero_start).
+    Then the rate falls to min_ratio of the peak at the end, unless it is "constant" or "inverse_sqrt". warmup_ratio
+    replaces warmup_steps, and decay_ratio decay_steps. ConfigError for both at once, for a key that `name` does not
+    read, and for values out of range."""
 
     __pydantic_config__ = _STRICT
 
-    name: Annotated[Literal["linear", "cosine", "cosine_with_restarts", "constant"], "Shape after the warm-up."] = (
-        "linear"
-    )
-    warmup_steps: Annotated[int, "Steps of linear warm-up."] = 0
+    name: Annotated[_Schedule, "Shape after the warm-up."] = "linear"
+    warmup_steps: Annotated[int, "Steps of warm-up."] = 0
     warmup_ratio: Annotated[float | None, "The same as a share of all steps."] = None
     zero_start: Annotated[
         bool, "The first step of a warm-up has a rate of 0, as in transformers; else the peak / its steps."
     ] = False
-    min_ratio: Annotated[float, "Lowest learning rate as a share of the peak (not of constant)."] = 0.0
+    min_ratio: Annotated[
+        float,
+        "Lowest learning rate as a share of the peak (not of constant, inverse_sqrt); a warm-up of warmup_stable_decay "
+        "begins at it too.",
+    ] = 0.0
     cycles: Annotated[int, "Number of cosine decays from the peak (cosine_with_restarts)."] = 1
+    waves: Annotated[float, "Waves of a cosine (cosine, warmup_stable_decay): 0.5 falls once, 1 rises again."] = 0.5
+    power: Annotated[float, "Exponent of the share of steps that remains (polynomial)."] = 1.0
+    timescale: Annotated[
+        int | None, "Steps in which the rate falls by the root of 2 (inverse_sqrt); null: the warm-up's, or 10,000."
+    ] = None
+    decay_steps: Annotated[int | None, "Last steps, in which the rate falls (warmup_stable_decay)."] = None
+    decay_ratio: Annotated[float | None, "The same as a share of all steps."] = None
+    stable_steps: Annotated[
+        int | None, "Steps at the peak (warmup_stable_decay); null: all between warm-up and decay."
+    ] = None
+    decay: Annotated[_DECAYS, "Shape of the fall (warmup_stable_decay)."] = "cosine"
+    warmup: Annotated[_DECAYS, "Shape of the warm-up (warmup_stable_decay)."] = "linear"
 
     def __post_init__(self) -> None:
         not_negative("schedule.warmup_steps", self.warmup_steps)
         fraction("schedule.warmup_ratio", self.warmup_ratio, below_one=True)
         fraction("schedule.min_ratio", self.min_ratio)
-        positive("schedule.cycles", self.cycles)
-        require(
-            self.cycles == 1 or self.name == "cosine_with_restarts",
-            "schedule.cycles",
-            self.cycles,
-            "needs schedule.name = cosine_with_restarts",
-        )
+        fraction("schedule.decay_ratio", self.decay_ratio)
+        for key in ("cycles", "waves", "power", "timescale", "decay_steps"):
+            positive(f"schedule.{key}", getattr(self, key))
+        not_negative("schedule.stable_steps", self.stable_steps)
+        for key, names in _READ_BY.items():
+            value, default = getattr(self, key), type(self).__dataclass_fields__[key].default
+            require(
+                value == default or self.name in names,
+                f"schedule.{key}",
+                value,
+                f"needs schedule.name = {' or '.join(names)}",
+            )
         if self.warmup_ratio is not None:
             require(
                 self.warmup_steps == 0, "schedule.warmup_steps", self.warmup_steps, "unset it or schedule.warmup_ratio"
             )
+        if self.name == "warmup_stable_decay":
+            require(
+                (self.decay_steps is None) != (self.decay_ratio is None),
+                "schedule.decay_steps",
+                self.decay_steps,
+                "set it or schedule.decay_ratio, one of them: warmup_stable_decay falls in these last steps",
+            )
+
+
+# {key: the schedules that read it}
+_WSD = ("warmup_stable_decay",)
+_READ_BY = {
+    "cycles": ("cosine_with_restarts",),
+    "waves": ("cosine", *_WSD),
+    "power": ("polynomial",),
+    "timescale": ("inverse_sqrt",),
+    **dict.fromkeys(("decay_steps", "decay_ratio", "stable_steps", "decay", "warmup"), _WSD),
+}
 
 
 @dataclass(frozen=True)

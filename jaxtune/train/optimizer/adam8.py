@@ -37,6 +37,21 @@ class Adam8State(NamedTuple):
     v_absmax: Any  # the scales of `v`, as `m_absmax`
 
 
+def first_moments(params, zero_code: int) -> tuple[Any, Any]:
+    """(moments of zeros for the tensors `params`, their blocks' scales): uint8[blocks, 256] and float32[blocks], or
+    float32 of the tensor's shape and float32[0] below 4096 elements. zero_code: the byte that means 0."""
+
+    def codes(p):
+        if p.size < MIN_SIZE:
+            return jnp.zeros(p.shape, jnp.float32)
+        return jnp.full((-(-p.size // BLOCK), BLOCK), zero_code, jnp.uint8)
+
+    def scales(p):
+        return jnp.zeros(0 if p.size < MIN_SIZE else -(-p.size // BLOCK), jnp.float32)
+
+    return jax.tree.map(codes, params), jax.tree.map(scales, params)
+
+
 def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.GradientTransformationExtraArgs:
     """Adam's direction m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) with 8-bit states; the counterpart of
     optax.scale_by_adam. `make_optimizer` adds weight decay and the learning rate to make adamw_8bit of it.
@@ -54,28 +69,8 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
     """
 
     def init(params):
-        """The first state for the tensors `params`: an Adam8State whose moments are all zero, in 8 bits or float32 by
-        the size of each tensor."""
-
-        def moment(p, zero_code):
-            """A moment of zeros for the tensor `p`: uint8[blocks, 256], or float32 of its shape if it has less than
-            4096 elements. zero_code: the byte that encodes 0."""
-            if p.size < MIN_SIZE:
-                return jnp.zeros(p.shape, jnp.float32)
-            return jnp.full((-(-p.size // BLOCK), BLOCK), zero_code, jnp.uint8)
-
-        def absmax(p):
-            """The scales of a moment of zeros for the tensor `p`: float32[blocks], zeros; float32[0] if `p` has less
-            than 4096 elements."""
-            return jnp.zeros(0 if p.size < MIN_SIZE else -(-p.size // BLOCK), jnp.float32)
-
-        return Adam8State(
-            count=jnp.zeros((), jnp.int32),
-            m=jax.tree.map(lambda p: moment(p, SIGNED_ZERO), params),
-            m_absmax=jax.tree.map(absmax, params),
-            v=jax.tree.map(lambda p: moment(p, 0), params),
-            v_absmax=jax.tree.map(absmax, params),
-        )
+        signed, unsigned = (first_moments(params, zero) for zero in (SIGNED_ZERO, 0))
+        return Adam8State(jnp.zeros((), jnp.int32), *signed, *unsigned)
 
     def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **others):
         """(directions, new Adam8State) for the gradients `updates` and the Adam8State `state`. The directions are a

@@ -1,8 +1,4 @@
-"""The optimizers, all of them optax transformations, which `make_optimizer` makes; what a step asks of them
-(`StepOptimizer`); which tensors weight decay and an own learning rate apply to (`decayed_tensors`, `embedding_tensors`;
-`_add_decay` and `_scale_embeddings` apply them); the dtypes in which trained weights are stored (`weight_storage`); and
-a bound on what one update can change (`update_bound`, an `UpdateBound`). `step_optimizer` gives any optax
-transformation the interface of a StepOptimizer."""
+"""The optimizers, all of them optax transformations, and what a step asks of them."""
 
 from __future__ import annotations
 
@@ -14,7 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxtune.train.config import OptimConfig
+from jaxtune.train.config.sections import OPTIMIZERS
 from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
+from jaxtune.train.optimizer.lion8 import scale_by_lion_8bit
+from jaxtune.train.optimizer.muon import LARGEST_DIRECTION, scale_by_muon
 
 BF16_WEIGHTS_ABOVE = 2_000_000_000  # with more trained parameters than this, weights are stored in bf16 by default
 
@@ -40,26 +39,29 @@ def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, param
 @dataclasses.dataclass(frozen=True)
 class UpdateBound:
     """A bound on one update of weights: no element w changes by more than rate * (direction + decay * |w|), where rate
-    is the learning rate. It follows from the config alone, without the gradients (`update_bound`), and exists for adamw
-    and adamw_8bit with clipping. Before the update a step decides by it, from the weights and the rate, whether all new
-    weights will be finite; without a bound the step first computes the whole update for that."""
+    is the learning rate. A step decides by it, before the update, whether all new weights will be finite."""
 
     direction: float
-    """max_grad_norm / eps, which the optimizer's direction for an element never exceeds, times the embeddings' learning
-    rate over `rate` if that ratio is above 1."""
+    """The largest element of the optimizer's direction, times the embeddings' learning rate over `rate` if that ratio
+    is above 1."""
     decay: float
     """The factor of weight decay, times the same ratio if that is above 1."""
 
 
 def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBound | None:
-    """The bound on one update of the optimizer in `config` (that of the tensor with the highest learning rate), if
-    gradients are clipped to the norm `max_grad_norm`; None if they are not clipped (None) and for optimizers other than
-    adamw and adamw_8bit. It holds because the bias-corrected mean of the gradients is at most that norm, and Adam
-    divides it by at least eps. A run gives it to its steps, unless an optimizer was given to the Trainer."""
-    if max_grad_norm is None or config.name not in ("adamw", "adamw_8bit"):
+    """The bound on one update of the optimizer in `config`: with gradients clipped to max_grad_norm (None: they are
+    not) of Adam, whose bias-corrected mean of gradients is at most that norm and is divided by at least eps, and of
+    Muon; of Lion always, as its direction is a sign. None: the step computes the whole update to know."""
+    if config.name in ("lion", "lion_8bit"):
+        direction = 1.0
+    elif max_grad_norm is None or config.name not in ("adamw", "adamw_8bit", "muon"):
         return None
+    else:
+        direction = max_grad_norm / config.eps
+        if config.name == "muon":
+            direction = max(direction, LARGEST_DIRECTION)
     faster = max(1.0, _embedding_share(config))
-    return UpdateBound(faster * max_grad_norm / config.eps, faster * config.weight_decay)
+    return UpdateBound(faster * direction, faster * config.weight_decay)
 
 
 def _embedding_share(config: OptimConfig) -> float:
@@ -88,6 +90,17 @@ def embedding_tensors(parameters) -> list[bool]:
         [getattr(key, "key", None) for key in path[:2]] for path, _ in jax.tree_util.tree_leaves_with_path(parameters)
     ]
     return [name in (["embedding", "weight"], ["head", "weight"]) for name in names]
+
+
+def orthogonal_tensors(
+    parameters, decayed: list[bool] | None = None, embeddings: list[bool] | None = None
+) -> list[bool]:
+    """Whether Muon updates each tensor: matrices (an expert's are one each, an adapter's too) but not those of the
+    embeddings and the output head. decayed, embeddings: as decayed_tensors and embedding_tensors find them by name,
+    where `parameters` is a list."""
+    decayed = decayed_tensors(parameters) if decayed is None else decayed
+    embeddings = embedding_tensors(parameters) if embeddings is None else embeddings
+    return [matrix and not vocabulary for matrix, vocabulary in zip(decayed, embeddings, strict=True)]
 
 
 def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
@@ -175,48 +188,52 @@ def _where(finite, new, old):
 
 
 def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimizer:
-    """Makes the optimizer that `config` names, "adamw", "adamw_8bit", "adafactor" or "sgd" (with config.momentum, if
-    that is not 0), for float32 parameters. It does not clip: the factor `scale` of its update may clip gradients. Its
-    states are float32, except int32 counts, and moments of adamw_8bit in 8 bits (adam8.py). If tensors are updated one
-    by one, its update must also be given `decayed` and, with embedding_learning_rate, `embeddings`: lists of a bool for
-    each tensor, from decayed_tensors and embedding_tensors.
+    """The optimizer that `config` names, for float32 parameters, with the learning rate of `schedule` by the number of
+    updates made. Its states are float32, except counts (int32) and moments in 8 bits. It does not clip: the factor
+    `scale` of its update may. If tensors are updated one by one, its update must also be given `decayed` and
+    `embeddings`: lists of a bool for each tensor, from decayed_tensors and embedding_tensors.
 
-    Each optimizer's update is minus the learning rate times (a direction plus weight_decay times the parameter), so
-    that decay has the same meaning in all; norms, biases and DoRA magnitudes do not decay. If embedding_learning_rate
-    is set, the updates of embeddings and output head, decay included, are then multiplied by embedding_learning_rate /
-    learning_rate. Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and does not scale the
+    Each update is minus the learning rate times (a direction plus weight_decay times the parameter), so that decay has
+    the same meaning in all; norms, biases and DoRA magnitudes do not decay. With embedding_learning_rate the updates of
+    embeddings and output head, decay included, are multiplied by embedding_learning_rate / learning_rate. Lion: arXiv
+    2302.06675. Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and does not scale the
     learning rate by the size of the parameters.
 
-    Args:
-      config: the section `optim` of the run's config.
-      schedule: the learning rate by the number of updates made.
     Raises:
       ValueError: the name is unknown.
     """
-    if config.name == "adamw":
-        direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
-    elif config.name == "adamw_8bit":
-        direction = scale_by_adam_8bit(config.beta1, config.beta2, config.eps)
-    elif config.name == "adafactor":
-        direction = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
-    elif config.name == "sgd":
-        direction = optax.trace(config.momentum) if config.momentum else optax.identity()
-    else:
-        raise ValueError(f"optim.name = {config.name!r}: must be adamw, adamw_8bit, adafactor or sgd")
-    parts = [direction, _add_decay(config.weight_decay), optax.scale_by_learning_rate(schedule)]
+    parts = [_direction(config), _add_decay(config.weight_decay), optax.scale_by_learning_rate(schedule)]
     if config.embedding_learning_rate is not None:
         parts.append(_scale_embeddings(_embedding_share(config)))
     optimizer = optax.chain(*parts)
-    if config.name != "adamw_8bit":
+    if not config.name.endswith("_8bit"):
         return step_optimizer(optimizer)
 
     def update(updates, state: Any, params=None, *, scale=1.0, finite=True, divided=None, **own):
-        """The update of the chain, for the gradients `updates`, the parameters `params` and the arguments of a
-        StepOptimizer (scale, finite, divided, and others in `own`): (updates, new states, the old ones if not
-        `finite`). The first entry of `state`, the moments, is selected where it is computed, as a later selection would
-        keep the old moments in memory."""
+        """The first entry of `state`, the moments, is selected where it is computed, as a later selection would keep
+        the old moments in memory."""
         new: Any
         updates, new = optimizer.update(updates, state, params, scale=scale, finite=finite, divided=divided, **own)
         return updates, (new[0], *_where(finite, new[1:], state[1:]))
 
     return StepOptimizer(optimizer.init, update)
+
+
+def _direction(config: OptimConfig) -> optax.GradientTransformation:
+    betas = config.beta1, config.beta2
+    if config.name == "adamw":
+        return optax.scale_by_adam(*betas, config.eps)
+    if config.name == "adamw_8bit":
+        return scale_by_adam_8bit(*betas, config.eps)
+    if config.name == "lion":
+        return optax.scale_by_lion(*betas)
+    if config.name == "lion_8bit":
+        return scale_by_lion_8bit(*betas)
+    if config.name == "muon":
+        assert config.momentum is not None
+        return scale_by_muon(config.momentum, *betas, config.eps, orthogonal_tensors)
+    if config.name == "adafactor":
+        return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    if config.name == "sgd":
+        return optax.trace(config.momentum) if config.momentum else optax.identity()
+    raise ValueError(f"optim.name = {config.name!r}: must be {', '.join(OPTIMIZERS)}")

@@ -1,14 +1,15 @@
-"""The number of steps of a run (`total_steps`), and the learning rate at each step (`learning_rate_schedule`).
-
-A warm-up rises linearly. After it the rate falls linearly or by a cosine, with or without restarts (`_restarts`), or
-stays constant."""
+"""The number of steps of a run, and the learning rate at each step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 import optax
 
 from jaxtune.train.config import ScheduleConfig, TrainConfig
+from jaxtune.train.config.sections import SCHEDULES
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
@@ -35,48 +36,93 @@ def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
 
 
 def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
-    """A function from the number of updates made before (the step, int or int array, from 0; steps that were skipped
-    are not counted) to the learning rate, by the section `schedule` of a config, with `peak` as the highest rate, for a
-    run of total_steps steps. The optimizer, and the metrics of a step, take the rate from it, unless a schedule was
-    given to Trainer. Raises ValueError for an unknown config.name.
+    """A function from the number of updates made (skipped steps are not counted) to the learning rate: the section
+    `schedule` of a config, with `peak` as the highest rate, for a run of total_steps steps.
 
     The first update already has a rate: in a warm-up of n steps, step 0 has peak / n and step n - 1 the peak. With
-    config.zero_start step 0 has 0 and step n the peak. The warm-up has the share config.warmup_ratio of all steps,
-    rounded, or, if that is None, config.warmup_steps steps. Linear and cosine schedules end at peak * config.min_ratio
-    after total_steps; a constant one stays at the peak. cosine_with_restarts has config.cycles cosines, each from the
-    peak to peak * config.min_ratio, as in transformers."""
-    warmup = config.warmup_steps
-    if config.warmup_ratio is not None:
-        warmup = round(config.warmup_ratio * total_steps)
-    rest = max(1, total_steps - warmup)
-    if config.name == "constant":
-        after = optax.constant_schedule(peak)
-    elif config.name == "linear":
-        after = optax.linear_schedule(peak, peak * config.min_ratio, rest)
-    elif config.name == "cosine":
-        after = optax.cosine_decay_schedule(peak, rest, alpha=config.min_ratio)
-    elif config.name == "cosine_with_restarts":
-        after = _restarts(peak, rest, config.cycles, config.min_ratio)
-    else:
-        raise ValueError(f"schedule.name = {config.name!r}: must be linear, cosine, cosine_with_restarts or constant")
+    zero_start step 0 has 0 and step n the peak. warmup_ratio and decay_ratio are shares of all steps, rounded. The
+    shapes are those of transformers.get_scheduler.
+
+    Raises:
+      ValueError: an unknown config.name.
+    """
+    warmup = _steps(config.warmup_ratio, config.warmup_steps, total_steps)
+    after = _after_warmup(config, peak, max(1, total_steps - warmup), warmup, total_steps)
     if warmup == 0:
         return after
-    if config.zero_start:
+    if config.name == "warmup_stable_decay":
+        rise = _shaped_rise(config, peak, warmup)
+    elif config.zero_start:
         rise = optax.linear_schedule(0.0, peak, warmup)
     else:
         rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
     return optax.join_schedules([rise, after], [warmup])
 
 
-def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.Schedule:
-    """The schedule of `cycles` equal cosines over `steps` steps, each from `peak` to peak * min_ratio, at which the
-    rate stays after the last one. steps: those after the warm-up, from which the schedule counts.
-    `learning_rate_schedule` calls it only for the name cosine_with_restarts."""
+def _shaped_rise(config: ScheduleConfig, peak: float, warmup: int) -> optax.Schedule:
+    late = 0 if config.zero_start else 1
 
     def rate(step):
-        """The learning rate at `step`, an int or int array, counted from the begin of the first cosine."""
+        share = jnp.minimum(jnp.asarray(step) + late, warmup) / warmup
+        return peak * (config.min_ratio + (1 - config.min_ratio) * _fall(config.warmup, 1 - share))
+
+    return rate
+
+
+def _steps(ratio: float | None, steps: int | None, total_steps: int) -> int:
+    return round(ratio * total_steps) if ratio is not None else steps or 0
+
+
+def _after_warmup(config: ScheduleConfig, peak: float, steps: int, warmup: int, total_steps: int) -> optax.Schedule:
+    """The rates from the end of the warm-up on, of a run that has `steps` more."""
+    if config.name == "constant":
+        return optax.constant_schedule(peak)
+    if config.name == "linear":
+        return optax.linear_schedule(peak, peak * config.min_ratio, steps)
+    if config.name == "polynomial":
+        return optax.polynomial_schedule(peak, peak * config.min_ratio, config.power, steps)
+    if config.name == "cosine":
+        return _shaped(lambda share: _cosine(share, config.waves), peak, config.min_ratio, steps)
+    if config.name == "cosine_with_restarts":
+        return _restarts(peak, steps, config.cycles, config.min_ratio)
+    if config.name == "inverse_sqrt":
+        timescale = config.timescale or warmup or 10_000
+        return lambda step: peak / jnp.sqrt((jnp.asarray(step) + timescale) / timescale)
+    if config.name == "warmup_stable_decay":
+        decay = _steps(config.decay_ratio, config.decay_steps, total_steps)
+        stable = total_steps - warmup - decay if config.stable_steps is None else config.stable_steps
+        fall = _shaped(
+            lambda share: jnp.where(share < 1, _fall(config.decay, share, config.waves), 0.0),
+            peak,
+            config.min_ratio,
+            max(1, decay),
+        )
+        return optax.join_schedules([optax.constant_schedule(peak), fall], [stable])
+    raise ValueError(f"schedule.name = {config.name!r}: must be {', '.join(SCHEDULES)}")
+
+
+def _shaped(shape: Callable[[jax.Array], jax.Array], peak: float, floor: float, steps: int) -> optax.Schedule:
+    """peak * (floor + (1 - floor) * shape(share of `steps` that has passed))."""
+    return lambda step: peak * (floor + (1 - floor) * shape(jnp.minimum(jnp.asarray(step), steps) / steps))
+
+
+def _cosine(share: jax.Array, waves: float) -> jax.Array:
+    return 0.5 * (1.0 + jnp.cos(2 * jnp.pi * waves * share))
+
+
+def _fall(shape: str, share: jax.Array, waves: float = 0.5) -> jax.Array:
+    """From 1 at a share of 0 to 0 at 1."""
+    if shape == "linear":
+        return 1.0 - share
+    return _cosine(share, waves) if shape == "cosine" else 1.0 - jnp.sqrt(share)
+
+
+def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.Schedule:
+    """`cycles` equal cosines over `steps` steps, each from `peak` to peak * min_ratio, where the rate then stays."""
+
+    def rate(step):
         done = cycles * jnp.minimum(jnp.asarray(step), steps)
         share = jnp.where(done >= cycles * steps, 1.0, done % steps / steps)  # the share of a cosine that has passed
-        return peak * (min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + jnp.cos(jnp.pi * share)))
+        return peak * (min_ratio + (1.0 - min_ratio) * _cosine(share, 0.5))
 
     return rate

@@ -84,7 +84,7 @@ def choose(
     if device.link and parts.hosted_bytes > device.host_bytes:
         raise ValueError(
             f"optim.offload: the states of {config.optim.name} take {parts.hosted_bytes / 1e9:.1f} GB of host memory "
-            f"for each device, which may pin {device.host_bytes / 1e9:.1f} GB; use optim.name=adamw_8bit, or unset it"
+            f"for each device, which may pin {device.host_bytes / 1e9:.1f} GB; use an optimizer in 8 bits, or unset it"
         )
     budget = math.inf if budget_bytes is None else budget_bytes
     found: list[Forecast] = []

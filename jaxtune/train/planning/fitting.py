@@ -12,6 +12,7 @@ import optax
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.train.config import AdapterConfig, TrainConfig
+from jaxtune.train.config.sections import HOSTED_OPTIMIZERS
 from jaxtune.train.planning.choice import (
     CHUNK_LOGITS,
     PlanError,
@@ -65,10 +66,11 @@ def fitting_settings(
     if config.micro_batches is not None or config.memory.plan is not None:
         free = dataclasses.replace(changed("memory", plan=None), micro_batches=None)
         options.append(("memory.plan=null micro_batches=null (the planner chooses)", free))
-    if config.optim.name == "adamw" and optimizer is None:
-        options.append(("optim.name=adamw_8bit", changed("optim", name="adamw_8bit")))
-    adam = config.optim.name in ("adamw", "adamw_8bit") and optimizer is None
-    if adam and config.adapter is None and not config.optim.offload and config.max_grad_norm is not None:
+    if config.optim.name in ("adamw", "lion") and optimizer is None:
+        name = f"{config.optim.name}_8bit"
+        options.append((f"optim.name={name}", changed("optim", name=name)))
+    hosted = config.optim.name in HOSTED_OPTIMIZERS and optimizer is None
+    if hosted and config.max_grad_norm is not None and config.adapter is None and not config.optim.offload:
         options.append(("optim.offload=true", changed("optim", offload=True)))
     if config.adapter is not None and config.model.load_in is None:
         options.append(("model.load_in=nf4", changed("model", load_in="nf4")))

@@ -13,10 +13,13 @@ import dataclasses
 import jax
 
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.config.sections import HOSTED_OPTIMIZERS
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import update_bound
 
-_ADAM8_STATES = 2 + 8 / 256  # bytes for an element
+_BLOCKED_STATES = {"adamw_8bit": 2 + 8 / 256, "lion_8bit": 1 + 4 / 256}  # bytes for an element
+# For an element: the direction, the momentum with Nesterov's, an iteration's sum in float32, and two bfloat16 copies.
+_MUON_BYTES = 3 * 4.0 + 2 * 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +36,10 @@ NO_STATES = States()  # of a run whose states are where its config says
 
 def states_of(states, config: TrainConfig) -> States:
     """The planner's facts about the optimizer's `states`, which may be abstract, in a run of `config` on one device,
-    with the optimizer that the config names. Those of an adapter may be on the host if the optimizer's update has a
-    bound (`update_bound`), without which it would be computed twice. step_cost calls it; where the states then are, the
-    choice of a plan decides."""
-    if config.adapter is None or update_bound(config.optim, config.max_grad_norm) is None:
+    with the optimizer that the config names. Those of an adapter may be on the host if the update has a bound
+    (`update_bound`), without which it would be computed twice."""
+    hosted_optimizer = config.optim.name in HOSTED_OPTIMIZERS
+    if config.adapter is None or not hosted_optimizer or update_bound(config.optim, config.max_grad_norm) is None:
         return NO_STATES
     hosted = [leaf for leaf in jax.tree.leaves(states) if optimizer_offload.is_hosted(leaf)]
     return States(float(optimizer_offload.hosted_bytes(hosted)), len(hosted))
@@ -44,16 +47,19 @@ def states_of(states, config: TrainConfig) -> States:
 
 def update_bytes(masters, config: TrainConfig) -> float:
     """Device bytes that the update takes in addition to weights, states and gradients, on one device if nothing is
-    divided. It is done tensor by tensor (optimizer_offload.py), so they are those of the largest tensor. 0 with an
-    adapter, where they are negligible, and if the states are on the device, unless the optimizer is adamw_8bit.
-    masters: the trained weights' float32 shapes. config: has the optimizer. step_cost takes a device's share."""
+    divided: those of the largest tensor, as it is done tensor by tensor (optimizer_offload.py); 0 with an adapter,
+    where they are negligible. masters: the trained weights' float32 shapes."""
     if config.adapter is not None:
         return 0.0
-    size = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0)
-    if config.optim.name == "adamw_8bit":
-        # The update direction and, if the update is computed twice (step.py), first moments. With states on the host:
-        # one tensor's states, and one moment of the next tensor.
-        beside = 1.5 if config.optim.offload else 1.0 if config.max_grad_norm is None else 0.0
-        return size * (4.0 + beside * _ADAM8_STATES)
+    size, name = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0), config.optim.name
+    if name in _BLOCKED_STATES:
+        # The direction, for Lion the momentum before it is encoded, and if the update is computed twice (step.py), the
+        # first states. With states on the host: one tensor's states, and half of the next one's.
+        direction = 4.0 if name == "adamw_8bit" else 8.0
+        twice = config.max_grad_norm is None and name == "adamw_8bit"
+        beside = 1.5 if config.optim.offload else 1.0 if twice else 0.0
+        return size * (direction + beside * _BLOCKED_STATES[name])
+    if name == "muon":
+        return size * _MUON_BYTES
     # Moments before and after the update, with the gaps that the compiler leaves between large buffers.
-    return size * 24.0 if config.optim.offload else 0.0
+    return size * (24.0 if name == "adamw" else 12.0) if config.optim.offload else 0.0

@@ -1,0 +1,40 @@
+"""The schedules of transformers as keys of the section `schedule`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtune.convert.tables import Table
+
+# transformers' arguments that are rates and not shares of the peak.
+_RATES = ("min_lr", "lr_end")
+_LOWEST = 1e-7  # transformers' lr_end of "polynomial"
+
+
+def schedule_keys(table: Table, name: str, arguments: Mapping[str, Any], peak: float) -> dict[str, Any]:
+    """{key of the section `schedule`: value} of what transformers' scheduler `name` does after its warm-up.
+
+    Args:
+      arguments: lr_scheduler_kwargs.
+      peak: the highest learning rate, of which min_lr and lr_end become shares.
+    Raises:
+      ValueError: the scheduler, or one of its arguments, is not here; the message says what is.
+    """
+    if name not in table.schedules:
+        hint = table.refused_schedules.get(name) or f"one of {', '.join(table.schedules)}"
+        raise ValueError(f"{name!r} is not supported. Instead: {hint}")
+    known = table.schedule_arguments.get(name, {})
+    if unknown := [key for key in arguments if key not in known]:
+        given = {key: arguments[key] for key in unknown}
+        raise ValueError(f"{name!r} with {given!r} is not supported; it takes {', '.join(known) or 'no arguments'}")
+    given = {key: value for key, value in arguments.items() if value is not None}
+    if name == "polynomial":
+        given = {"lr_end": _LOWEST, **given}
+    lowest = [key for key in given if known[key] == "min_ratio"]
+    if name == "cosine_with_min_lr" and len(lowest) != 1:
+        raise ValueError(f"{name!r} needs min_lr or min_lr_rate, one of them")
+    if name == "warmup_stable_decay" and "num_decay_steps" not in given:
+        raise ValueError(f"{name!r} needs num_decay_steps")
+    keys = {known[key]: float(value) / peak if key in _RATES else value for key, value in given.items()}
+    return {"name": table.schedules[name], **keys}
