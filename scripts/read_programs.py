@@ -177,12 +177,52 @@ def read(wheels: Iterable[Path]) -> dict[str, dict[str, object]]:
     return programs
 
 
+def templates(wheels: Iterable[Path]) -> dict[str, dict[str, object]]:
+    """{name: what LLaMA-Factory's template of that name writes}: of each part its pieces, a text with {{content}}, or
+    the name of a special token as {"special": name}, or another token as {"token": text}; and its other options."""
+    path = next(path for path in wheels if path.name.startswith("llamafactory-"))
+    with zipfile.ZipFile(path) as archive:
+        tree = ast.parse(archive.read("llamafactory/data/template.py").decode())
+    known: dict[str, dict[str, object]] = {}
+    for statement in tree.body:
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "register_template":
+            options = {keyword.arg: _option(keyword.value) for keyword in call.keywords if keyword.arg in _OPTIONS}
+            known[str(options.pop("name"))] = options
+    return known
+
+
+_OPTIONS = (
+    *("name", "format_user", "format_assistant", "format_system", "format_prefix", "default_system"),
+    *("thought_words", "efficient_eos", "stop_words", "replace_eos", "template_class"),
+)
+
+
+def _option(value: ast.expr) -> object:
+    if isinstance(value, ast.Name):
+        return value.id
+    if isinstance(value, ast.Call):
+        slots = next(keyword.value for keyword in value.keywords if keyword.arg == "slots")
+        return [_piece(ast.literal_eval(slot)) for slot in slots.elts]  # type: ignore[attr-defined]
+    return ast.literal_eval(value)
+
+
+def _piece(slot: str | set[str] | dict[str, str]) -> object:
+    return {"special": next(iter(slot))} if isinstance(slot, set) else slot
+
+
+def _write(name: str, values: object) -> None:
+    path = Path(__file__).parent.parent / "jaxtune" / "convert" / "schemas" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(values, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def main(folder: str) -> None:
-    for program, schema in read(sorted(Path(folder).glob("*.whl"))).items():
-        path = Path(__file__).parent.parent / "jaxtune" / "convert" / "schemas" / f"{program}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(schema, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        print(path.name, schema["versions"])
+    wheels = sorted(Path(folder).glob("*.whl"))
+    for program, schema in read(wheels).items():
+        _write(program, schema)
+        print(program, schema["versions"])
+    _write("llama_factory_templates", templates(wheels))
 
 
 if __name__ == "__main__":

@@ -29,25 +29,25 @@ def run(arguments: Sequence[str]) -> int:
 
     values = read_values(path)
     try:
-        made = recipe_of(values, path.parent, options.trainer)
+        recipe = recipe_of(values, path.parent, options.trainer)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    if made.get("data.train") is None:
-        made.set("data.train", "rows.jsonl")
-        made.lack("data.train", None, "the config names no rows: put a file or data set there")
-    config_from_dict(made.values)  # a recipe that is printed can be run
-    say(f"# What {path} means, which is a config of {made.program}.\n#\n#   {spelled('train RECIPE.yaml')}")
+    if recipe.get("data.train") is None:
+        recipe.set("data.train", "rows.jsonl")
+        recipe.lack("data.train", None, "the config names no rows: put a file or data set there")
+    config_from_dict(recipe.values)  # a recipe that is printed can be run
+    say(f"# What {path} means, which is a config of {recipe.program}.\n#\n#   {spelled('train RECIPE.yaml')}")
     titles = {
-        "It differs in": made.notes,
-        f"The config does not say, and {made.program} has": made.implied,
-        "It has no counterpart for": made.lacking,
+        "It differs in": recipe.notes,
+        f"The config does not say, and {recipe.program} has": recipe.implied,
+        "It has no counterpart for": recipe.lacking,
     }
     for title, lines in titles.items():
         if lines:
             say(f"#\n# {title}:")
         for line in lines:
             say(textwrap.fill(line, 116, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False))
-    say(config_to_yaml(made.values).rstrip())
-    for line in made.lacking:
+    say(config_to_yaml(recipe.values).rstrip())
+    for line in recipe.lacking:
         say(f"no counterpart for {line}", file=sys.stderr)
-    return _EXIT_LACKING if made.lacking else 0
+    return _EXIT_LACKING if recipe.lacking else 0

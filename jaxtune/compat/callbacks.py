@@ -26,6 +26,7 @@ from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Between, Callback, users_callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.display.metrics import read_metrics
+from jaxtune.train.early_stop import is_better, waited
 
 
 @dataclasses.dataclass
@@ -182,13 +183,15 @@ class EarlyStoppingCallback(TrainerCallback):
         if (name := best_name(args)) not in metrics:
             return say(f"EarlyStoppingCallback: an evaluation without {name} (metric_for_best_model) does not count")
         value = best_value(args, metrics)
-        if is_better(args, value, state.best_metric) and (
-            state.best_metric is None or abs(value - state.best_metric) > self.early_stopping_threshold
-        ):
-            self.early_stopping_patience_counter = 0
-        else:
-            self.early_stopping_patience_counter += 1
-            control.should_training_stop |= self.early_stopping_patience_counter >= self.early_stopping_patience
+        count = waited(
+            self.early_stopping_patience_counter,
+            value,
+            state.best_metric,
+            _greatest(args),
+            self.early_stopping_threshold,
+        )
+        self.early_stopping_patience_counter = count
+        control.should_training_stop |= 0 < count >= self.early_stopping_patience
 
 
 def best_name(args: Any) -> str:
@@ -215,27 +218,10 @@ def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
     return float(metrics[name])
 
 
-def is_better(args: Any, value: float, best: float | None) -> bool:
-    """Whether a value of metric_for_best_model, which must not be None, is better than the best so far (None: there is
-    none); an equal one is not. It decides which weights load_best_model_at_end keeps, and when EarlyStoppingCallback
-    stops. Greater is better if `args`, the SFTConfig, says so by greater_is_better, or, if that is None, if the
-    metric's name does not end with "loss". NaN is never better."""
+def _greatest(args: Any) -> bool:
+    """Whether greater values of metric_for_best_model, which must not be None, are better."""
     greater = args.greater_is_better
-    if greater is None:
-        greater = not args.metric_for_best_model.endswith("loss")
-    return not np.isnan(value) and (best is None or (value > best if greater else value < best))
-
-
-# Numbers of a step that transformers does not print; metrics.jsonl has them.
-_UNPRINTED = frozenset(("step", "time", "steps", "skipped", "mfu", "spikes", "loss_scale"))
-
-
-def _in_words(metrics: Mapping[str, Any]) -> str:
-    """Numbers as transformers prints them: {'loss': 0.6931, ..., 'epoch': 0.5}."""
-    names = [name for name, value in metrics.items() if isinstance(value, int | float) and name not in _UNPRINTED]
-    names = [name for name in names if not name.endswith(("_seconds", "_bytes")) and "tokens" not in name]
-    names.sort(key=lambda name: name == "epoch")
-    return str({name: float(f"{metrics[name]:.4g}") for name in names})
+    return not args.metric_for_best_model.endswith("loss") if greater is None else bool(greater)
 
 
 _WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")  # events that cannot be called
@@ -470,7 +456,7 @@ class Events(Callback):
         if self.args.metric_for_best_model is None:
             return
         value = best_value(self.args, metrics)
-        if is_better(self.args, value, self.state.best_metric):
+        if is_better(value, self.state.best_metric, _greatest(self.args)):
             self.state.best_metric, self.state.best_global_step = value, step
             if self.args.load_best_model_at_end:
                 # A copy, because the next step donates the arrays.
@@ -501,7 +487,7 @@ class Events(Callback):
         found = {line["step"]: line[name] for line in read_metrics(metrics) if not np.isnan(line.get(name, np.nan))}
         best = kept
         for step, value in found.items():
-            best = step if is_better(self.args, value, found.get(best)) else best
+            best = step if is_better(value, found.get(best), _greatest(self.args)) else best
         if best != kept:
             say(
                 f"SFTTrainer: load_best_model_at_end: the evaluation after step {best} was the best, but its weights "

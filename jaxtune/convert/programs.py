@@ -33,14 +33,14 @@ def recipe_of(values: Mapping[str, Any], folder: Path, trainer: str | None = Non
             "program that convert knows; for torchtune, docs/moving.md has a table"
         )
     room, name = _ROOMS[program]
-    made = Translation(program, table(name), values)
-    mark = made.table.marks[0]
-    if not isinstance(made[mark], str):
+    recipe = Translation(program, table(name), values)
+    mark = recipe.table.marks[0]
+    if not isinstance(recipe[mark], str):
         raise ConfigError(f"{mark} = null: the config names no model; set it to a model's folder or hub name")
     if program == TRL:
-        trl.translate(made, trainer)
+        trl.translate(recipe, trainer)
     elif trainer is not None:
         raise ConfigError(f"--trainer {trainer}: the config is of {program}, and names its method itself")
     else:
-        room.translate(made, folder)
-    return made
+        room.translate(recipe, folder)
+    return recipe

@@ -1,4 +1,4 @@
-"""A recipe while it is made of another program's config, and what of that config it cannot say."""
+"""A recipe as it is read from another program's config, and what of that config it cannot say."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ class _Delivery:
         "after". The metrics of evaluation.generate are not looked for. `begin` asks it about a finished run that is
         started again, if its checkpoints exist: evaluations that are missing are then made. Without checkpoints the run
         would have to train anew, so they are not made."""
-        wanted, last = self.config.evaluation, self.trainer.total_steps
+        wanted, last = self.trainer.evaluation, self.trainer.total_steps
         due = wanted.after_last(last) and self.rows
         answers = wanted.at_end and wanted.exact_match_rows
         measured = not due or last in m.evaluations(self.output / m.JSONL, self.rows)

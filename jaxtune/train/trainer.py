@@ -30,7 +30,7 @@ from jaxtune.train.answer_metrics import answer_metrics
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
-from jaxtune.train.config.sections import Unset
+from jaxtune.train.config.sections import Unset, in_steps
 from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.data.templates import trained_tokenizer, writes_today
@@ -38,6 +38,7 @@ from jaxtune.train.digests import code_of
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
 from jaxtune.train.display.monitor import Monitor, Watched
+from jaxtune.train.early_stop import EarlyStop
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom, checkpoint_bytes, saved_steps
 from jaxtune.train.folder.record import (
     POSITION,
@@ -162,6 +163,10 @@ class Trainer:
         self.train_data = rows if isinstance(rows, TokenDataset) else None
         self.config = config = in_first_words(config)
         self.batches, self.eval_data, self.total_steps = source_of(rows, held_out, config)
+        counts = self.total_steps, self.batches.steps_per_epoch
+        self.evaluation, self.saves = in_steps(config.evaluation, *counts), in_steps(config.checkpoint, *counts)
+        if config.guards.patience is not None:
+            self.callbacks += (EarlyStop(config.guards, self.evaluation, self.output),)
         if isinstance(self.batches, SampledAnswers) and isinstance(config.data.length, Unset):
             chosen = dataclasses.replace(config.data, length=self.batches.length)
             self.config = config = dataclasses.replace(config, data=chosen)
@@ -257,7 +262,7 @@ class Trainer:
             shown = m.Progress(self.total_steps, start)
             with logger, shown as progress, Monitor(self._watched(), logger, progress) as monitor:
                 monitor.applied = start
-                saver = Saver(checkpointer, config.checkpoint, start, self._meta, monitor, stop)
+                saver = Saver(checkpointer, self.saves, start, self._meta, monitor, stop)
                 state, self.steps_done = self._run(resumed, start, saver, monitor, stop)
             self.unsaved = None if saver.failed is None else str(saver.failed)
             del resumed
@@ -288,7 +293,7 @@ class Trainer:
     def _require_room(self, checkpointer: Checkpointer) -> None:
         """Raises NoRoom if not even the first checkpoint fits on the disk, before anything is computed."""
         wanted = self.config.checkpoint
-        saves = bool(wanted.every_steps or wanted.every_minutes)
+        saves = wanted.saves
         shapes = {"state": self.model.state_shapes(self.engine)}
 
         def lacking() -> str | None:
@@ -316,7 +321,7 @@ class Trainer:
         written = written_by(config, self.model.prepared, trained, size, there, self.total_steps)
         written += [Written(what, *place) for what, place in caches.items() if place is not None]
         lines = disk_lines(written)
-        if not (config.checkpoint.every_steps or config.checkpoint.every_minutes):
+        if not config.checkpoint.saves:
             lines.append(
                 "checkpoint.every_steps and checkpoint.every_minutes are null: only a signal or an error saves the "
                 "state; a kill or a power failure loses the whole run"
@@ -352,9 +357,9 @@ class Trainer:
         facts = functools.partial(setup.profile_facts, config, self.batches, self.planner)
         profile = Profile(self.profile_folder, traced, config.profile.start, facts)
         rows = rows_identity(self.eval_data and self.eval_data.documents, self.answers)
-        due = is_evaluation_due(config.evaluation, start, self.total_steps, self.output, rows)
+        due = is_evaluation_due(self.evaluation, start, self.total_steps, self.output, rows)
         saver.best.resume(self.output, start, rows)
-        of_run = (self.engine, monitor, saver, self.total_steps, config.evaluation, due)
+        of_run = (self.engine, monitor, saver, self.total_steps, self.evaluation, due)
         run = Run(*of_run, lambda: self.eval_batches, profile, self.model.finished, self.answers)
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")

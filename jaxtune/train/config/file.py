@@ -148,6 +148,7 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
         command = spelled(f"convert {shlex.quote(recipe)}")
         raise ConfigError(f"{path} is a config of {program}: '{command}' prints the recipe that it means")
     values = _substitute(values, "{package}", str(Path(__file__).parents[2]))
+    _unset_replaced(values, overrides)
     for override in overrides:
         _apply_override(values, override, origins)
     if not rows_needed and isinstance(values.setdefault("data", {}), dict):
@@ -312,6 +313,29 @@ def _substitute(value: Any, name: str, text: str) -> Any:
     if isinstance(value, list):
         return [_substitute(item, name, text) for item in value]
     return value.replace(name, text) if isinstance(value, str) else value
+
+
+# Keys of which one replaces the other: `steps=6` of the command unsets a recipe's `epochs`.
+_REPLACING = (
+    ("steps", "epochs"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+    ("schedule.decay_steps", "schedule.decay_ratio"),
+    ("evaluation.every_steps", "evaluation.every_epochs"),
+    ("checkpoint.every_steps", "checkpoint.every_epochs"),
+)
+
+
+def _unset_replaced(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Unsets the recipe's keys whose counterpart is overridden; two overrides of a pair contradict each other."""
+    parts = [override.partition("=") for override in overrides]
+    keys = [key.strip() for key, _, text in parts if _scalar(text.strip()) is not None]
+    named = [key.strip() for key, _, _ in parts]
+    for pair in _REPLACING:
+        for key, other in (pair, pair[::-1]):
+            *sections, last = other.split(".")
+            inner = values.get(sections[0]) if sections else values
+            if key in keys and other not in named and isinstance(inner, dict):
+                inner.pop(last, None)
 
 
 def _apply_override(values: dict[str, Any], override: str, origins: dict[str, str]) -> None:

@@ -5,8 +5,9 @@ and writes them. What types cannot express is checked in `__post_init__`, for co
 from __future__ import annotations
 
 import datetime
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, get_args
 
 from pydantic import ConfigDict
@@ -446,15 +447,42 @@ class MeshConfig:
         return None if self.fsdp == 1 else f"mesh.fsdp = {self.fsdp}"
 
 
+def _check_every(section: str, steps: float | None, epochs: float | None) -> None:
+    positive(f"{section}.every_steps", steps)
+    positive(f"{section}.every_epochs", epochs)
+    whole = steps is None or steps < 1 or steps == int(steps)
+    require(whole, f"{section}.every_steps", steps, "must be a number of steps, or a share of all steps below 1")
+    both = steps is not None and epochs is not None
+    require(not both, f"{section}.every_epochs", epochs, f"{section}.every_steps is set too: keep one")
+
+
+def in_steps[T: (CheckpointConfig, EvaluationConfig)](section: T, total_steps: int, steps_per_epoch: int | None) -> T:
+    """The section with every_steps as a number of steps, rounded up; steps_per_epoch: None if the rows have no end."""
+    every = section.every_steps
+    if section.every_epochs is not None:
+        name = "checkpoint" if isinstance(section, CheckpointConfig) else "evaluation"
+        require(
+            steps_per_epoch is not None,
+            f"{name}.every_epochs",
+            section.every_epochs,
+            f"these rows have no end, so that epochs cannot be counted; set {name}.every_steps, below 1 a share of all",
+        )
+        every = math.ceil(round(section.every_epochs * (steps_per_epoch or 1), 6))
+    elif every is not None:
+        every = math.ceil(round(every * total_steps, 6)) if every < 1 else int(every)
+    return replace(section, every_steps=every, every_epochs=None)
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """The section `checkpoint` of a configuration: when checkpoints are saved, which are kept, whether a run resumes
-    ("never": it refuses a folder with checkpoints), and whether its result is the best of them. Without every_steps and
-    every_minutes it saves only after a signal, for `best`, or for a callback. Bad values raise ConfigError."""
+    ("never": it refuses a folder with checkpoints), and whether its result is the best of them. Without every_steps,
+    every_epochs and every_minutes it saves only after a signal, for `best`, or for a callback. Bad values raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
-    every_steps: Annotated[int | None, "Save every this many steps."] = None
+    every_steps: Annotated[int | float | None, "Save every this many steps; below 1: this share of all."] = None
+    every_epochs: Annotated[float | None, "Save each time this share of an epoch is done, e.g. 0.5."] = None
     every_minutes: Annotated[float | None, "Save when this much time has passed since the last one."] = 30.0
     keep: Annotated[int, "Checkpoints kept; older ones are deleted."] = 2
     resume: Annotated[Literal["auto", "never"], "Continue from the last checkpoint in the output folder, if any."] = (
@@ -471,7 +499,7 @@ class CheckpointConfig:
     ] = None
 
     def __post_init__(self) -> None:
-        positive("checkpoint.every_steps", self.every_steps)
+        _check_every("checkpoint", self.every_steps, self.every_epochs)
         positive("checkpoint.every_minutes", self.every_minutes)
         positive("checkpoint.keep", self.keep)
         require(
@@ -488,6 +516,11 @@ class CheckpointConfig:
         )
 
     @property
+    def saves(self) -> bool:
+        """Whether the run saves by steps, epochs or minutes."""
+        return bool(self.every_steps or self.every_epochs or self.every_minutes)
+
+    @property
     def best_is_greatest(self) -> bool:
         """Whether the best checkpoint is that of the greatest value of the metric `best` (True) or of the least
         (False): as best_is says or, if that is None, the least for a name that ends in "loss", else the greatest."""
@@ -501,7 +534,8 @@ class EvaluationConfig:
 
     __pydantic_config__ = _STRICT
 
-    every_steps: Annotated[int | None, "Evaluate every this many steps."] = None
+    every_steps: Annotated[int | float | None, "Evaluate every this many steps; below 1: this share of all."] = None
+    every_epochs: Annotated[float | None, "Evaluate each time this share of an epoch is done, e.g. 0.25."] = None
     at_start: Annotated[bool, "Evaluate before the first step."] = False
     at_end: Annotated[bool, "Evaluate after the last step."] = True
     exact_match_rows: Annotated[int, "Rows answered by greedy generation and compared word for word; 0: none."] = 0
@@ -516,7 +550,7 @@ class EvaluationConfig:
     temperature: Annotated[float, "Of the answers of evaluation.generate; 0: the likeliest tokens."] = 0.0
 
     def __post_init__(self) -> None:
-        positive("evaluation.every_steps", self.every_steps)
+        _check_every("evaluation", self.every_steps, self.every_epochs)
         positive("evaluation.generate_rows", self.generate_rows)
         not_negative("evaluation.temperature", self.temperature)
         not_negative("evaluation.exact_match_rows", self.exact_match_rows)
@@ -536,14 +570,15 @@ class EvaluationConfig:
         return self.at_end or self.between(step)
 
     def between(self, step: int) -> bool:
-        """Whether `every_steps` asks for an evaluation after step `step` (from 1); held-out rows are not looked for."""
+        """Whether `every_steps` asks for an evaluation after step `step` (from 1); held-out rows are not looked for.
+        Shares must have been counted (in_steps)."""
         return self.every_steps is not None and step % self.every_steps == 0
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """The section `guards` of a configuration: when a run stops by itself, because it diverges or trains nothing. A
-    max_nonfinite_in_row below 1 raises ConfigError."""
+    """The section `guards` of a configuration: when a run stops by itself, because it diverges, trains nothing, or no
+    longer becomes better. Values out of range raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -554,8 +589,21 @@ class GuardConfig:
         bool, "Continue if an adapter's gradient is exactly zero in the first steps; otherwise the run stops."
     ] = False
 
+    patience: Annotated[
+        int | None, "Stop after this many evaluations in a row in which guards.metric did not become better."
+    ] = None
+    metric: Annotated[str, "What guards.patience watches: eval_loss, or another metric of evaluations."] = "eval_loss"
+    metric_is: Annotated[
+        Literal["greatest", "least"] | None,
+        "Which value of guards.metric is best; default: the least of a name that ends in loss, else the greatest.",
+    ] = None
+    min_change: Annotated[float, "A value is better only if it differs from the best by more than this."] = 0.0
+
     def __post_init__(self) -> None:
         positive("guards.max_nonfinite_in_row", self.max_nonfinite_in_row)
+        positive("guards.patience", self.patience)
+        not_negative("guards.min_change", self.min_change)
+        require(self.metric.startswith("eval_"), "guards.metric", self.metric, "name a metric of evaluations: eval_loss")
 
 
 @dataclass(frozen=True)

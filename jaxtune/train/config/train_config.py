@@ -361,13 +361,21 @@ class TrainConfig:
         checkpoint.best names a metric that evaluations will not have. `__post_init__` calls it; whether the rows can be
         read is checked later."""
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
-        for key in ("every_steps", "at_start"):
+        for key in ("every_steps", "every_epochs", "at_start"):
             value = getattr(self.evaluation, key)
             require(has_eval or not value, f"evaluation.{key}", value, "needs rows: set data.eval or data.eval_rows")
         for key, value in self.evaluation.asking:
             require(
                 self.data.eval is not None, key, value, "needs held-out rows to ask: set data.eval to a file of them"
             )
+        guards = self.guards
+        often = self.evaluation.every_steps or self.evaluation.every_epochs
+        require(
+            guards.patience is None or bool(often and has_eval),
+            "guards.patience",
+            guards.patience,
+            "needs evaluations during the run: set evaluation.every_steps or every_epochs, and data.eval or eval_rows",
+        )
         self._check_rewards()
         self._check_best(has_eval)
 
@@ -403,9 +411,9 @@ class TrainConfig:
         best, asked = self.checkpoint.best, self.evaluation.generate
         if best is None:
             return
-        wanted = self.evaluation.every_steps is not None or self.evaluation.at_end
+        wanted = self.evaluation.every_steps or self.evaluation.every_epochs or self.evaluation.at_end
         require(
-            has_eval and wanted, "checkpoint.best", best, "needs evaluations: set data.eval, evaluation.every_steps"
+            bool(has_eval and wanted), "checkpoint.best", best, "needs evaluations: set data.eval, evaluation.every_steps"
         )
         of_answers = best.startswith(("eval_answer", "eval_reward"))
         require(

@@ -321,19 +321,29 @@ def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
     """A copy of `source` with the columns of its rows renamed to the names that the row formats use (data.columns);
     other columns stay, unless one has such a name already: then it is replaced. The renaming is part of its identity.
 
-    columns: {name of a format's column: its name in these rows}. A row that lacks one of them is a bad row.
+    columns: {name of a format's column: its name in these rows, or a text with such names in braces}. A row that lacks
+      one of them is a bad row; of several in one text, only one that lacks the first.
     """
+    texts = {ours: _BRACES.split(name) for ours, name in columns.items() if _BRACES.search(name)}
+    plain = {ours: name for ours, name in columns.items() if ours not in texts}
+    needed = [*plain.values(), *(parts[1] for parts in texts.values())]
+    read = {*plain.values(), *(name for parts in texts.values() for name in parts[1::2])}
 
     def renamed(row: Row) -> Row:
         """`row` with renamed columns; a bad row, with the reason, if it lacks one; unchanged if it is bad already."""
         if row.value is None:
             return row
-        if missing := [name for name in columns.values() if name not in row.value]:
+        if missing := [name for name in needed if name not in row.value]:
             there = ", ".join(map(str, row.value))
             error = f"it has no column {missing[0]!r}, which data.columns names, but {there}"
             return dataclasses.replace(row, value=None, error=error)
-        others = {name: cell for name, cell in row.value.items() if name not in columns.values()}
-        return dataclasses.replace(row, value=others | {ours: row.value[name] for ours, name in columns.items()})
+        cells = {name: row.value.get(name) for parts in texts.values() for name in parts[1::2]}
+        if wrong := [name for name, cell in cells.items() if not isinstance(cell, str | None)]:
+            error = f"column {wrong[0]} is no text, and data.columns puts it into one"
+            return dataclasses.replace(row, value=None, error=error)
+        others = {name: cell for name, cell in row.value.items() if name not in read}
+        joined = {ours: _filled(parts, cells) for ours, parts in texts.items()}
+        return dataclasses.replace(row, value=others | {o: row.value[name] for o, name in plain.items()} | joined)
 
     own = sorted(columns.items())
     return dataclasses.replace(
@@ -341,6 +351,20 @@ def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
         read=lambda after: map(renamed, source.read(after)),
         identity=None if source.identity is None else lambda: f"{source.identity and source.identity()} columns {own}",
     )
+
+
+_BRACES = re.compile(r"\{([^{}]+)\}")  # the name of a column in a text of data.columns
+
+
+def _filled(parts: Sequence[str], cells: Mapping[str, Any]) -> str:
+    """A text of several columns. What stands between two of them is left out unless both have text.
+
+    parts: texts and names of columns in turn."""
+    written: list[str] = []
+    for before, name in zip(["", *parts[2:-1:2]], parts[1::2], strict=True):
+        if cell := cells[name]:
+            written += [before if written else "", cell]
+    return "".join([parts[0], *written, parts[-1]])
 
 
 def _nearest(path: Path) -> str:

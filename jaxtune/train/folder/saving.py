@@ -109,7 +109,7 @@ class Saver:
     ):
         """Starts the count of minutes to the first save. The class describes the arguments."""
         self.checkpointer, self.meta, self.monitor, self.stop = checkpointer, meta, monitor, stop
-        self.enabled = bool(config.every_steps or config.every_minutes)
+        self.enabled = config.saves
         self.policy = SavePolicy(config.every_steps, config.every_minutes)
         self.policy.should_save(start, time.monotonic())
         self.saved = self._before = start

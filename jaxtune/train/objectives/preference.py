@@ -133,7 +133,7 @@ class Pairs:
                     f"data.format = {data.format!r}: {self.name} takes {self.row_format} rows; leave it out"
                 )
             options |= {"format": self.row_format, "last_response_only": True}
-            if data.train_on not in ("responses", "completion"):
+            if data.train_on == "all":
                 raise ConfigError(f"data.train_on = {data.train_on!r}: preferences compare responses; leave it out")
             if data.overflow == "split":
                 raise ConfigError(

@@ -54,7 +54,7 @@ def written_by(
     """
     output, wanted = Path(config.output), config.checkpoint
     found, adapted = [], has_adapter(model)
-    if wanted.every_steps or wanted.every_minutes or wanted.best:
+    if wanted.saves or wanted.best:
         # A new one is whole before an old one is removed, and the best one is kept beside the newest.
         most = wanted.keep + 1 + (wanted.best is not None)
         if steps is not None and wanted.every_steps and not wanted.every_minutes:

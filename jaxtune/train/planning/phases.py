@@ -205,7 +205,7 @@ def phases_of(
     for name, own in slots.items():
         sampling = between + own.bytes + own.converted_bytes + prefill_bytes(parts, device)
         found.append(Phase(name, sampling, 0.0, _SHORTER[name]))
-    if config.checkpoint.every_steps or config.checkpoint.every_minutes:
+    if config.checkpoint.saves:
         # What the step pinned stays pinned while a copy of the state is written.
         found.append(Phase("save", between, pinned + saved, _LESS_SAVED))
     if sampled is not None:

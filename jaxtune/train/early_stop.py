@@ -1,0 +1,76 @@
+"""The end of a run whose evaluations no longer become better (guards.patience)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from jaxtune.system import processes
+from jaxtune.system.terminal import say
+from jaxtune.train.callbacks import Between, Callback
+from jaxtune.train.config import ConfigError
+from jaxtune.train.config.sections import EvaluationConfig, GuardConfig
+from jaxtune.train.display.metrics import JSONL, read_metrics
+
+
+def is_better(value: float, best: float | None, greatest: bool) -> bool:
+    """Whether a value is better than the best so far (None: there is none); NaN and an equal one are not."""
+    return not math.isnan(value) and (best is None or (value > best if greatest else value < best))
+
+
+def waited(count: int, value: float, best: float | None, greatest: bool, min_change: float) -> int:
+    """How many evaluations in a row were not better by more than `min_change`, with this one; `count`: before it."""
+    better = is_better(value, best, greatest) and (best is None or abs(value - best) > min_change)
+    return 0 if better else count + 1
+
+
+class EarlyStop(Callback):
+    """Ends a run after guards.patience evaluations in a row without improvement; a resumed one goes on counting.
+
+    Args:
+      guards: with a patience.
+      evaluation: with every_steps as a number of steps.
+      output: the run's folder, whose metrics.jsonl has the evaluations of earlier processes.
+    """
+
+    def __init__(self, guards: GuardConfig, evaluation: EvaluationConfig, output: Path):
+        self._guards, self._evaluation, self._output = guards, evaluation, output
+        default = not guards.metric.endswith("loss")
+        self._greatest = default if guards.metric_is is None else guards.metric_is == "greatest"
+        self._best: float | None = None
+        self._count = 0
+        self._knows = False
+
+    def between(self, moment: Between) -> None:
+        if moment.last or not self._evaluation.between(moment.step):
+            return
+        moment.evaluate()
+        if self._count >= (self._guards.patience or math.inf):
+            say(
+                f"step {moment.step}: {self._guards.metric} did not become better in {self._count} evaluations "
+                "(guards.patience)"
+            )
+            moment.stop()
+
+    def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
+        name = self._guards.metric
+        if name not in metrics:
+            known = ", ".join(key for key in metrics if key.startswith("eval_"))
+            raise ConfigError(f"guards.metric = {name!r}: the evaluation has no such metric; it has {known}")
+        if not self._knows:
+            for value in processes.of_first(lambda: self._before(step)):
+                self._hear(value)
+            self._knows = True
+        self._hear(float(metrics[name]))
+
+    def _before(self, step: int) -> list[float]:
+        """The values of evaluations before a step."""
+        path, name = self._output / JSONL, self._guards.metric
+        lines = read_metrics(path) if path.exists() else []
+        return [float(line[name]) for line in lines if name in line and line["step"] < step]
+
+    def _hear(self, value: float) -> None:
+        self._count = waited(self._count, value, self._best, self._greatest, self._guards.min_change)
+        if is_better(value, self._best, self._greatest):
+            self._best = value
