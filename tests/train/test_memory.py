@@ -518,7 +518,7 @@ def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
         best = choose(parts, config_8b(), device, 7e9)
         assert best.host_bytes > 10e9
         console = terminal.console(file=io.StringIO(), width=80, soft_wrap=True)
-        report.plan_elsewhere(best, parts, device, 7e9, 1024, console)
+        report.plan_elsewhere(best, parts, device, 7e9, 1024, 1024, console)
         return console.file.getvalue()
 
     card = find_device("RTX 4070", host_gb=256)
