@@ -23,8 +23,8 @@ def main() -> None:
         }
         recipe_plans.costs.cache_clear()
         print(recipe, flush=True)
-    lines = (f" {json.dumps(recipe)}: {json.dumps(plans)}" for recipe, plans in found.items())
-    recipe_plans.FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        lines = (f" {json.dumps(name)}: {json.dumps(plans)}" for name, plans in found.items())
+        recipe_plans.FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

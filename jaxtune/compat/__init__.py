@@ -98,7 +98,8 @@ __all__ = [
 
 # Other names that scripts import, and what to do about them.
 _ELSEWHERE = {
-    "FastVisionModel": "images are not supported; FastLanguageModel loads the text part of Gemma 3",
+    "FastVisionModel": "images are not supported; FastLanguageModel loads the text part of Gemma 3, Gemma 4, Qwen3.5, "
+    "Mistral Small 3.1 and 3.2, and Ministral 3",
     "UnslothVisionDataCollator": "images are not supported",
     "SamplingParams": "GRPOConfig has temperature, top_p, top_k, min_p and repetition_penalty; model.generate too",
     "PatchFastRL": "nothing has to be patched: leave the call out",

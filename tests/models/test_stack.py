@@ -337,7 +337,7 @@ def test_gradients_are_added_to_sums(plan, target):
     def gradients(trainable, begun):
         def loss(trainable, begun):
             model = nnx.merge(graph, trainable, frozen)
-            return model.hidden_states(jnp.asarray(SEGMENTS), plan=PLANS[plan], gradient_sums=begun).sum()
+            return model.run(jnp.asarray(SEGMENTS), plan=PLANS[plan], gradient_sums=begun)[0].sum()
 
         return jax.grad(loss, (0, 1))(trainable, begun)
 

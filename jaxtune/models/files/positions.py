@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from jaxtune.models.config import RopeConfig
+from jaxtune.models.families.common.key import Config, Fields
 from jaxtune.models.families.common.rope import FULL, ORIGINAL_POSITIONS, check_parameters, rope_to_hf
 from jaxtune.models.registry import config_from_hf, text_config
 
@@ -18,7 +18,7 @@ _SCALING = frozenset(
 )
 
 
-def stretched(hf: Mapping[str, Any], scaling: Mapping[str, Any] | None, positions: int | None) -> dict[str, Any]:
+def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
     """A config.json with `scaling` (rope_scaling as transformers has it, such as {"rope_type": "yarn", "factor": 4.0})
     in place of its own, for `positions`; without them, for `factor` times the original context.
 
@@ -37,7 +37,7 @@ def stretched(hf: Mapping[str, Any], scaling: Mapping[str, Any] | None, position
     return changed
 
 
-def _text(hf: Mapping[str, Any], scaling: Mapping[str, Any] | None, positions: int | None) -> dict[str, Any]:
+def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
     """The same of a text model's config.json."""
     config, found = config_from_hf(dict(hf)), dict(hf)
     nested = _by_type(found.get("rope_parameters"))
@@ -68,7 +68,7 @@ def _by_type(parameters: object) -> bool:
     return isinstance(parameters, Mapping) and any(isinstance(value, Mapping) for value in parameters.values())
 
 
-def _scaled(hf: dict[str, Any], scaling: dict[str, Any], original: int, nested: bool) -> dict[str, Any]:
+def _scaled(hf: Fields, scaling: Fields, original: int, nested: bool) -> Fields:
     """The config with the scaling under the key that it has its own under."""
     if scaling["rope_type"] in _BY_ORIGINAL:
         scaling.setdefault(ORIGINAL_POSITIONS, original)
@@ -83,7 +83,7 @@ def _scaled(hf: dict[str, Any], scaling: dict[str, Any], original: int, nested: 
     return hf | {"rope_parameters": {**parameters, FULL: scaling} if nested else scaling}
 
 
-def _pinned(hf: dict[str, Any], rope: RopeConfig, positions: int, nested: bool) -> dict[str, Any]:
+def _pinned(hf: Fields, rope: RopeConfig, positions: int, nested: bool) -> Fields:
     """The config with what its scaling derives from the number of positions written out."""
     scaling = rope_to_hf(rope)
     if scaling is None or rope.kind not in _BY_ORIGINAL:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,19 @@ from jaxtune.train.planning import devices, search
 from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 
+FAST = 1_000  # tokens/s from which a recipe is proposed
 FILE = Path(__file__).with_name("recipe_plans.json")
 CARDS = (
-    ("RTX 4060", "RTX 3080", "RTX 3060", "RTX 4070", "RTX 4060 Ti 16GB", "RTX 4080", "RTX 5080", "RTX A4000")
-    + ("RTX A4500", "L4", "A10G", "RTX 3090", "RTX 4090", "RTX 5090", "A100-SXM4-40GB", "A40", "L40S")
-    + ("RTX 6000 Ada", "A100", "H100", "RTX PRO 6000 Blackwell", "GB10", "H200", "B200")
-)
+    "RTX 4060",
+    "RTX 3080",
+    "RTX 3060",
+    "RTX 4070",
+    "RTX 4060 Ti 16GB",
+    "RTX 4080",
+    "L4",
+    "RTX 3090",
+    "RTX 4090",
+) + ("RTX 5090", "A40", "A100", "H100", "RTX PRO 6000 Blackwell", "H200")
 
 
 @functools.cache
@@ -68,18 +76,53 @@ def forecast(recipe: str, card: str) -> dict[str, float] | None:
     return {"gb": round(found.peak_bytes / 1e9, 2), "tokens_per_second": float(f"{found.tokens_per_second:.3g}")}
 
 
+@dataclasses.dataclass(frozen=True)
+class RecipePlan:
+    """A recipe on a card where it fits."""
+
+    recipe: str
+    model: str
+    trains: str  # "adapter" or "all" parameters
+    parameters: int
+    gb: float  # peak of device memory
+    tokens_per_second: float
+    best: bool = False  # the fastest recipe of its model that trains the same
+
+
 @functools.cache
 def stored() -> dict[str, dict[str, Any]]:
     """{recipe: {"model", "trains": "adapter" or "all", "parameters", "cards": {card: as `forecast` returns it}}}."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
+def on_card(card: str) -> tuple[list[RecipePlan], list[str]]:
+    """(the recipes that fit one of CARDS, by size of the model, the names of the others)."""
+    fitting, others = [], []
+    for recipe, facts in stored().items():
+        plan = facts["cards"][card]
+        if plan is None:
+            others.append(recipe)
+        else:
+            fitting.append(RecipePlan(recipe, facts["model"], facts["trains"], facts["parameters"], **plan))
+    fastest = {
+        (plan.model, plan.trains): plan.recipe for plan in sorted(fitting, key=lambda plan: plan.tokens_per_second)
+    }
+    marked = [dataclasses.replace(plan, best=fastest[plan.model, plan.trains] == plan.recipe) for plan in fitting]
+    return sorted(marked, key=lambda plan: (-plan.parameters, plan.model, -plan.tokens_per_second)), others
+
+
+def choice(fitting: Sequence[RecipePlan]) -> RecipePlan:
+    """The recipe to take: of adapters' the largest model at FAST tokens/s or more, else the fastest of all."""
+    fast = [plan for plan in fitting if plan.tokens_per_second >= FAST and plan.trains == "adapter"]
+    if fast:
+        return max(fast, key=lambda plan: (plan.parameters, plan.tokens_per_second))
+    return max(fitting, key=lambda plan: plan.tokens_per_second)
+
+
 def nearest(card: str) -> str:
     """The card with stored plans that is most like `card`: of those with no more memory the largest, and of these the
     nearest in speed. Raises ValueError for a card that is not known, or smaller than all."""
     devices.find_device(card)
-    if card in CARDS:
-        return card
     sheet = data_sheet(card)
     assert sheet is not None
     sheets = [(name, found) for name in CARDS if (found := data_sheet(name)) is not None]
