@@ -31,16 +31,9 @@ from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 FAST = 1_000  # tokens/s from which a recipe is proposed
 FILE = Path(__file__).with_name("recipe_plans.json")
 CARDS = (
-    "RTX 4060",
-    "RTX 3080",
-    "RTX 3060",
-    "RTX 4070",
-    "RTX 4060 Ti 16GB",
-    "RTX 4080",
-    "L4",
-    "RTX 3090",
-    "RTX 4090",
-) + ("RTX 5090", "A40", "A100", "H100", "RTX PRO 6000 Blackwell", "H200")
+    *("RTX 4060", "RTX 3060", "RTX 4060 Ti 16GB", "RTX 4080", "L4", "RTX 3090", "RTX 4090", "RTX 5090", "A40"),
+    *("A100", "H100", "RTX PRO 6000 Blackwell", "H200"),
+)
 
 
 @functools.cache
