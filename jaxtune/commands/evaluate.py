@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 
 from jaxtune.commands import common
+from jaxtune.commands.options import parse
 from jaxtune.system import processes
 from jaxtune.system.terminal import say
 
@@ -30,7 +31,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.path=FOLDER adapter=null")
     common.add_load_in(parser, otherwise="as the recipe says")
     common.add_processes(parser)
-    options = parser.parse_intermixed_args(arguments)
+    options = parse(parser, arguments)
 
     from jaxtune.train.config.file import load_to_evaluate
 

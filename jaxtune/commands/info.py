@@ -11,16 +11,19 @@ from jaxtune.commands import common
 from jaxtune.system.terminal import say
 
 
-# arguments: the words after `jaxtune info`: none, or --kernels for the kernels in place of all else. Everything is
-# printed on stdout: versions and recipes in two columns, a line for each device, and for each kernel's call a line for
-# each implementation, with the reason if it is refused.
 def run(arguments: Sequence[str]) -> None:
-    """Show versions, devices and packaged recipes, or which kernels would run here."""
+    """Show versions, devices and packaged recipes, which recipes fit a card, or which kernels would run here."""
     parser = common.parser("info", run.__doc__)
     parser.add_argument(
         "--kernels", action="store_true", help="which implementation of each op is chosen here, and why"
     )
+    parser.add_argument(
+        "--device", metavar="CARD", help="the recipes that fit a card, such as 'RTX 4090', with their memory and speed"
+    )
     options = parser.parse_args(arguments)
+    if options.device is not None:
+        _print_card(options.device)
+        return
     if options.kernels:
         from jaxtune.pallas.report import kernel_choices
 
@@ -48,3 +51,35 @@ def run(arguments: Sequence[str]) -> None:
         say(f"  {device.device_kind}" + (f", {memory_bytes / 1e9:.1f} GB" if memory_bytes else ""))
     say("\nrecipes")
     common.print_columns([(name, recipe_summary(path)) for name, path in packaged_recipes().items()])
+
+
+def _print_card(card: str) -> None:
+    """Prints the stored plans of the packaged recipes for a card, the largest model first, and which one to take."""
+    from jaxtune.system.invocation import spelled
+    from jaxtune.train.planning import recipe_plans
+
+    like = recipe_plans.nearest(card)
+    fitting, others = recipe_plans.on_card(like)
+    say(f"recipes on {card}" + ("" if like == card else f", as planned for {like}, which is like it") + ":")
+    rows = [
+        (
+            ("* " if plan.best else "  ") + plan.recipe,
+            f"{plan.gb:6.1f} GB  {plan.tokens_per_second:>9,.0f} tokens/s  {plan.model}"
+            + (", all parameters" if plan.trains == "all" else ""),
+        )
+        for plan in fitting
+    ]
+    common.print_columns(rows or [("none", "not even the smallest recipe fits")])
+    if others:
+        say(f"too large: {', '.join(others)}")
+    if fitting:
+        say(
+            "* the fastest recipe of a model. Forecasts, for the recipe's rows; what was measured was on H200 and H100."
+        )
+        taken = recipe_plans.choice(fitting)
+        say(
+            f"take {taken.recipe}: the largest model at {recipe_plans.FAST:,} tokens/s or more"
+            if taken.tokens_per_second >= recipe_plans.FAST
+            else f"take {taken.recipe}, the fastest"
+        )
+        say(f"for rows of another length: {spelled(f'train {taken.recipe} --plan plan.device={card!r}')} data.length=N")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxtune.commands import common
+from jaxtune.commands.options import parse
 from jaxtune.pallas.format_names import LOADED
 from jaxtune.system.terminal import counted, say
 
@@ -33,7 +34,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--format", choices=LOADED, default="nf4", help="the format to measure (default: nf4)")
     parser.add_argument("--memory-gb", type=float, metavar="N", help="GB (1e9 bytes) that the model's weights may take")
     parser.add_argument("--rows", type=int, default=32, metavar="N", help="packed rows to measure on (default: 32)")
-    options = parser.parse_intermixed_args(arguments)
+    options = parse(parser, arguments)
     if options.rows < 1:
         parser.error(f"--rows {options.rows}: must be 1 or more")
     import yaml

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 
 from jaxtune.commands import common
+from jaxtune.commands.options import parse
 from jaxtune.system import processes
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
@@ -42,7 +43,7 @@ def run(arguments: Sequence[str]) -> int | None:
     parser.add_argument("--processes", type=int)
     parser.add_argument("--process", type=int)
     parser.add_argument("-h", "--help", action="store_true")
-    options = parser.parse_intermixed_args(arguments)
+    options = parse(parser, arguments)
     if options.help:
         _print_help()
         return 0

@@ -134,7 +134,8 @@ __all__ = [
 
 # Other names that scripts import, and what to do about them.
 _ELSEWHERE = {
-    "FastVisionModel": "images are not supported; FastLanguageModel loads the text part of Gemma 3",
+    "FastVisionModel": "images are not supported; FastLanguageModel loads the text part of Gemma 3, Gemma 4, Qwen3.5, "
+    "Mistral Small 3.1 and 3.2, and Ministral 3",
     "UnslothVisionDataCollator": "images are not supported",
     "PatchFastRL": "nothing has to be patched: leave the call out",
     "CPOTrainer": "use jaxtune.train with objective=simpo",

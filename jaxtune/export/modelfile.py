@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from jaxtune.conversations.messages import Message, template_for
 from jaxtune.conversations.templates import TemplateError, render
-from jaxtune.conversations.tokenizing import Tokenizer, beginning
+from jaxtune.conversations.tokenizing import Tokenizer, beginning, special_ids
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import ends_of
 
@@ -109,7 +109,9 @@ def modelfile(model: Decoder, tokenizer: Tokenizer, file: str) -> tuple[str, lis
         if turns.system is None:
             lines.append("# The chat template has no place for a system message: SYSTEM would not be read.")
         lines.append(f'TEMPLATE """{turns.to_go()}"""')
-    texts = [str(tokenizer.convert_ids_to_tokens(token)) for token in ends_of(model, tokenizer)]
+    # A text that is no special token would also end answers that only contain it.
+    ends = sorted(special_ids(tokenizer) & {*ends_of(model, tokenizer)})
+    texts = [str(tokenizer.convert_ids_to_tokens(token)) for token in ends]
     lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in texts]
     generation = model.source.generation_config if model.source is not None else None
     settings = json.loads(generation) if generation else {}

@@ -403,6 +403,8 @@ class Source:
     passthrough: Passthrough | None = None  # the parts of the checkpoint that are not loaded; None: there are none
     # whether the text model is `model.language_model` in the class that transformers builds for the folder
     nested: bool = False
+    # JSON of rope_scaling and max_position_embeddings, where `config` has others than the file; None: it has the file's
+    positions: str | None = None
 
     @property
     def companions(self) -> tuple[tuple[str, bytes], ...]:

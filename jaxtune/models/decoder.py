@@ -339,6 +339,11 @@ class Decoder(nnx.Module):
           ValueError: a plan that does not fit the layers or the rows, or a name in `aux` that no layer has (run_stack);
             a table on the host of which table_rows has no rows.
         """
+        if len(self.layers) != len(self.config.layers):
+            raise ValueError(
+                f"the model has {len(self.layers)} layers, and its config {len(self.config.layers)}: with a layer more "
+                "or less, set model.config = dataclasses.replace(model.config, layers=...), one entry for each layer"
+            )
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)
         table_rows = table_rows or {}
@@ -353,15 +358,21 @@ class Decoder(nnx.Module):
         with jax.named_scope("final_norm"):
             return self.norm(x), values
 
-    def hidden_states(self, *arguments: Any, **options: Any) -> jax.Array:
-        """The hidden states [B, T, hidden] after the final norm, in the compute dtype. What runs a model over whole
-        texts without a training step calls it, such as scoring by lm-eval, training_logprobs and the check of a merge.
-        Training steps and their losses call `run` itself.
-
-        It takes the arguments of `run` (tokens int32[B, T], then segment_ids, positions and its options), and leaves
-        out the auxiliary values that `run` returns.
-        """
-        return self.run(*arguments, **options)[0]
+    def hidden_states(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        max_documents: int | None = None,
+        plan: ResidualPlan | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """The hidden states [B, T, hidden] after the final norm, in the compute dtype. The arguments are those of
+        `run`."""
+        return self.run(
+            tokens, segment_ids, positions, max_documents=max_documents, plan=plan, dropout_key=dropout_key
+        )[0]
 
     @_on_any_mesh
     def logits(self, hidden: jax.Array, rows: jax.Array | None = None) -> jax.Array:

@@ -47,6 +47,7 @@ from jaxtune.models.files.model_folder import (
     weight_entries,
     write_json,
 )
+from jaxtune.models.files.positions import stretched
 from jaxtune.models.files.reading import read_tensors
 from jaxtune.models.files.stored_weights import StoredEntry
 from jaxtune.models.files.tensor_entries import dtype_name, is_kept_packed, listed, match, weight_name
@@ -80,6 +81,7 @@ class Pretrained:
         checked.
       precision: a precision map (models/precision.py), {pattern of module names: dtype or format}, of modules that are
         stored and computed in another way than `dtype` and `load_in` say; it cannot name weights that are `packed`.
+      positions: {"rope_scaling", "max_position_embeddings"} in place of those of the files (files/positions.py).
 
     Attributes:
       config: the DecoderConfig. folder: the local folder.
@@ -96,19 +98,24 @@ class Pretrained:
         load_in: str | None = None,
         max_length: int | None = None,
         precision: Mapping[str, str] = types.MappingProxyType({}),
+        positions: Mapping[str, Any] = types.MappingProxyType({}),
     ):
         quant.check_load_in(load_in)
         self._dtype = dtype_name(dtype)
         self.folder = folder = resolve_folder(path)
-        whole = read_config(folder)
+        whole, stretch = read_config(folder), {key: value for key, value in positions.items() if value is not None}
         try:
+            whole = stretched(whole, stretch.get("rope_scaling"), stretch.get("max_position_embeddings"))
             hf = text_config(whole)
             self.config = config = config_from_hf(hf)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
-        positions = config.context_length
-        if max_length is not None and not 0 < max_length <= positions:
-            raise ValueError(f"max_length {max_length} does not fit {folder}, which was made for {positions} positions")
+        most = config.context_length
+        if max_length is not None and not 0 < max_length <= most:
+            raise ValueError(
+                f"max_length {max_length} does not fit {folder}, which was made for {most} positions: rope_scaling, "
+                "such as {'rope_type': 'yarn', 'factor': 2.0}, or max_position_embeddings gives it more"
+            )
         entries = {} if is_gguf(folder) else weight_entries(folder)
         if entries and config.num_layers > len(entries):
             raise ValueError(
@@ -127,7 +134,8 @@ class Pretrained:
             entries = gguf_entries(folder, config, wanted)
         entries, beside = passthrough.divide(entries, config, hf, whole)
         generation = read_generation_config(folder)
-        self._source = Source(os.fspath(path), json.dumps(hf), generation, beside, is_nested(whole))
+        said = json.dumps(stretch) if stretch else None
+        self._source = Source(os.fspath(path), json.dumps(hf), generation, beside, is_nested(whole), said)
         if hf is not whole:
             renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
@@ -216,6 +224,8 @@ def from_pretrained(
     load_in: str | None = None,
     max_length: int | None = None,
     precision: Mapping[str, str] | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+    max_position_embeddings: int | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads a causal language model in Hugging Face's format, or one that scores texts, or an adapter with the base
     that it names.
@@ -239,6 +249,9 @@ def from_pretrained(
       precision: modules that are stored and computed in another way than dtype and load_in say: {pattern of names:
         dtype or format}, such as {"lm_head": "fp32", "layers.0.*": "bf16"}; see models/precision.py. None: the map that
         an adapter was trained over if its folder records one, else none.
+      rope_scaling, max_position_embeddings: in place of those of config.json, for documents longer than the model's
+        positions, as in transformers: {"rope_type": "yarn", "factor": 4.0}. None: those of an adapter's training, or
+        the files'.
     Returns:
       (model, tokenizer). The tokenizer is None where there are no tokenizer files (for an adapter: neither in its
         folder nor in its base's). The model is on the default device. Of a model with an adapter only the adapter is
@@ -247,9 +260,10 @@ def from_pretrained(
       ValueError: an unsupported model; missing, extra or misshaped tensors; a damaged file; pickles; too little memory.
     """
     if base_of(path) is not None:
-        model, tokenizer = load_base(path, dtype, load_in, max_length, precision)
+        model, tokenizer = load_base(path, dtype, load_in, max_length, precision, rope_scaling, max_position_embeddings)
         return load_adapter(model, path), tokenizer
-    pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length, precision or {})
+    positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
+    pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length, precision or {}, positions)
     return _loaded(pretrained, (pretrained.folder,))
 
 
@@ -259,6 +273,8 @@ def load_base(
     load_in: str | None = None,
     max_length: int | None = None,
     precision: Mapping[str, str] | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+    max_position_embeddings: int | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads the base model of an adapter, without the adapter, as it was in training if the adapter's folder records
     that: in the same dtype and format, unless dtype or load_in say another. If FP8 weights were multiplied in FP8 in
@@ -284,7 +300,10 @@ def load_base(
     wanted = over.load_in if load_in is None else _format(load_in)
     dtype = dtype_name(dtype or over.dtype or _DTYPE)
     words = over.words(dtype, wanted) if precision is None else precision
-    pretrained = Pretrained(base, dtype, wanted, max_length, words)
+    positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
+    if rope_scaling is None and max_position_embeddings is None:
+        positions = over.positions
+    pretrained = Pretrained(base, dtype, wanted, max_length, words, positions)
     model, tokenizer = _loaded(pretrained, (folder, pretrained.folder))
     if over.compute == "fp8" and wanted == over.load_in:
         model = quant.compute_in_fp8(model)

@@ -72,7 +72,9 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
         yield None, tokenizer(None), with_teacher(made, load_teacher(teacher))
         return
     assert wanted.path is not None
-    pretrained = Pretrained(wanted.path, config.dtype, wanted.load_in, precision=config.components)
+    pretrained = Pretrained(
+        wanted.path, config.dtype, wanted.load_in, precision=config.components, positions=wanted.positions
+    )
     stored = replace(config, model=replace(wanted, load_in=wanted.load_in or pretrained.stored_in))
     runs = objective_of(config).reference_runs
     chosen, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored), reference_runs=runs)

@@ -105,7 +105,14 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
     if result.folder.name == ADAPTER:
         config = replace(config, adapter=AdapterConfig(path=str(result.folder)))
         return Scored(f"{text} on {config.model.path}", config, result=result)
-    model = replace(config.model, path=str(result.folder), from_config=None, load_in=None, compute=None)
+    plain = {
+        "from_config": None,
+        "load_in": None,
+        "compute": None,
+        "rope_scaling": None,
+        "max_position_embeddings": None,
+    }
+    model = replace(config.model, path=str(result.folder), **plain)
     # The Trainer needs an optimizer, which is not used; this one has no states.
     optim = OptimConfig(name="sgd", momentum=0.0)
     words = {pattern: word for pattern, word in config.components.items() if word in DTYPES}  # merged weights are plain

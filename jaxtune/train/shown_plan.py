@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.files.positions import stretched
 from jaxtune.models.files.quant import require_stated
 from jaxtune.models.generation.slot_plan import slots_for
 from jaxtune.models.placement import partition
@@ -71,6 +72,7 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
     another machine for which the plan is; None: a device of this machine, of a mesh that is chosen here if the config
     names none. Raises what `show_plan` does, except for errors that the config alone shows."""
     hf = find_config(config.model.from_config or config.model.path or "")
+    hf = stretched(hf, config.model.rope_scaling, config.model.max_position_embeddings)
     shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
     require_stated(f"model.path = {config.model.path!r}", hf, config.model.load_in)
     config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))
@@ -100,7 +102,7 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
         fixes = fitting.fitting_settings(shape, config, device, budget_bytes, reference_runs=runs)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
     longest = fitting.longest_row(parts, config, device, budget_bytes)
-    report.plan_elsewhere(forecast, parts, device, budget_bytes, longest, console)
+    report.plan_elsewhere(forecast, parts, device, budget_bytes, longest, shape.context_length, console)
     if isinstance(objective, GRPO):  # rows are not read here, so that prompts are taken to be as long as there is room
         room = budget_bytes - parts.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(parts, device)
         most = min(objective.settings.slots, answers * objective.settings.steps_per_generation)

@@ -24,6 +24,8 @@ QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 HUB_NAMES = (
     "meta-llama/Llama-3.1-8B-Instruct",
     "meta-llama/Llama-3.2-1B-Instruct",
+    "unsloth/Llama-3.1-8B-Instruct",
+    "unsloth/Llama-3.2-1B-Instruct",
     QWEN,
     "unsloth/gemma-3-4B-it",
     "unsloth/Phi-3.5-mini-instruct",

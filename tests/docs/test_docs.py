@@ -13,7 +13,7 @@ import yaml
 
 from jaxtune import cli
 from jaxtune.models.files.model_folder import find_config
-from jaxtune.models.registry import config_from_hf
+from jaxtune.models.registry import config_from_hf, text_parts
 from jaxtune.train.config.file import config_keys, load_config, packaged_recipes, recipe_summary
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
@@ -30,7 +30,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Commands of other programs: shown, not run.
 OTHERS = ("pip", "make", "docker", "git", "cd", "export", "vllm", "ollama")
 # Blocks that cannot run here. Each one more must be added by hand: nothing hides among them.
-NOT_RUN = {"a GPU": 1, "two GPUs": 2, "the network": 4}
+NOT_RUN = {"a GPU": 1, "two GPUs": 2, "the network": 6}
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if any(b.language in RUN for b in blocks(p))], ids=lambda p: p.stem)
@@ -195,6 +195,30 @@ def test_the_plans_of_qwen35_are_what_the_planner_says(row):
 
 
 # ---- docs/: functions and tables of names
+
+
+def test_the_examples_have_an_index_of_all_of_them():
+    folder = ROOT / "examples"
+    named = re.findall(r"^\| \[[^\]]+\]\(([^)]+)\) \|", (folder / "README.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(named) == sorted(path.name for path in folder.iterdir() if path.name != "README.md")
+
+
+def test_the_refusal_of_pictures_names_every_family_whose_text_part_loads():
+    names = {
+        "gemma3": "Gemma 3",
+        "gemma4": "Gemma 4",
+        "gemma4_unified": "Gemma 4",
+        "qwen3_5": "Qwen3.5",
+        "qwen3_5_moe": "Qwen3.5",
+        "mistral3": "Mistral Small 3.1 and 3.2, and Ministral 3",
+    }
+    assert names.keys() == text_parts().keys()
+    with pytest.raises(ImportError) as refused:
+        exec("from jaxtune.compat import FastVisionModel")
+    page = " ".join((DOCS / "notebooks.md").read_text(encoding="utf-8").split())
+    for name in names.values():
+        assert name in str(refused.value)
+    assert "Gemma 3 and 4, Qwen3.5, Mistral Small 3.1 and 3.2, and Ministral 3" in page
 
 
 def test_functions_that_errors_tell_users_to_call_are_in_the_reference():

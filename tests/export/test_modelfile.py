@@ -7,13 +7,18 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import CONFIGS
 
+import jaxtune
+from jaxtune import cli
 from jaxtune.conversations.templates import render
 from jaxtune.export.modelfile import Turns, create_command, modelfile
 from jaxtune.models.files.model_folder import load_tokenizer
+from jaxtune.models.hf import model_from_config
 
 PACKAGED = Path(__file__).resolve().parents[2] / "jaxtune/train/data/chat_templates"
 TOKENIZERS = {"llama": "llama-3.2", "mistral": "mistral-7b-v0.3", "gpt": "gpt-oss", "phi": "phi-4"}
@@ -238,3 +243,16 @@ def test_parameters_are_those_of_the_models_files(test_data):
 @pytest.mark.parametrize(("name", "made"), [("My Model_gguf", "my-model_gguf"), ("..", "model"), ("Ünï", "n")])
 def test_names_are_those_that_ollama_takes(name, made):
     assert create_command("a folder", name) == f"ollama create {made} -f 'a folder/Modelfile'"
+
+
+def test_the_export_writes_it_beside_the_file_and_says_what_is_next(tmp_path, tokenizer, capsys):
+    base, out = tmp_path / "base", tmp_path / "My Model"
+    config = CONFIGS["llama"] | {"vocab_size": 128, "tie_word_embeddings": False}
+    jaxtune.save_pretrained(model_from_config(config, jax.random.key(0)), base, tokenizer)
+    assert cli.main(["export", str(base), str(out), "--to", "gguf", "--outtype", "f16"]) == 0
+    said = capsys.readouterr().out
+    assert f"next: ollama create my-model -f '{out}/Modelfile'" in said
+    name, template, parameters = read((out / "Modelfile").read_text())
+    assert (out / name).is_file() and parameters["stop"] == ["<|end|>"]
+    messages, data = asked("S", ["Q"])
+    assert Go(template).render(data) == render(tokenizer, tokenizer.chat_template, messages, add_generation_prompt=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -337,7 +338,7 @@ def test_gradients_are_added_to_sums(plan, target):
     def gradients(trainable, begun):
         def loss(trainable, begun):
             model = nnx.merge(graph, trainable, frozen)
-            return model.hidden_states(jnp.asarray(SEGMENTS), plan=PLANS[plan], gradient_sums=begun).sum()
+            return model.run(jnp.asarray(SEGMENTS), plan=PLANS[plan], gradient_sums=begun)[0].sum()
 
         return jax.grad(loss, (0, 1))(trainable, begun)
 
@@ -389,3 +390,18 @@ def test_pieces_make_the_whole(monkeypatch, shape):
     (pieces,) = schedule.cut([array], [1.0])
     assert len(pieces.arrays) > 1 or max(shape[:2]) == 1
     np.testing.assert_array_equal(schedule.join(pieces), array)
+
+
+def test_a_layer_more_needs_an_entry_more_in_the_config():
+    model, tokens = make_model(), jnp.ones((1, 4), jnp.int32)
+    model.layers = nnx.List([*model.layers, nnx.clone(model.layers[-1])])
+    with pytest.raises(
+        ValueError, match=r"has 3 layers, and its config 2: .* dataclasses.replace\(model.config, layers="
+    ):
+        model(tokens)
+    model.config = dataclasses.replace(model.config, layers=(*model.config.layers, model.config.layers[-1]))
+    whole, first = model(tokens), make_model()
+    assert whole.shape == first(tokens).shape and not np.allclose(whole, first(tokens))
+    del model.layers[-1]
+    with pytest.raises(ValueError, match="has 2 layers, and its config 3"):
+        model.hidden_states(tokens)

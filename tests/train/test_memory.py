@@ -518,7 +518,7 @@ def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
         best = choose(parts, config_8b(), device, 7e9)
         assert best.host_bytes > 10e9
         console = terminal.console(file=io.StringIO(), width=80, soft_wrap=True)
-        report.plan_elsewhere(best, parts, device, 7e9, 1024, console)
+        report.plan_elsewhere(best, parts, device, 7e9, 1024, 1024, console)
         return console.file.getvalue()
 
     card = find_device("RTX 4070", host_gb=256)
@@ -532,7 +532,8 @@ def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
 def test_a_plan_for_a_device_that_is_not_here(capsys):
     assert cli.main(["train", "qlora-8b", "--plan", "plan.device=RTX 4090", "plan.dollars_per_hour=36"]) == 0
     text = capsys.readouterr().out
-    for words in ("plan: ", "predicted peak", "tokens/s", "not measured", "longest single row that fits: "):
+    longest = "longest single row that fits: "
+    for words in ("plan: ", "predicted peak", "tokens/s", "not measured", longest, "131,072 positions (model.rope"):
         assert words in text, words
     speed = float(re.search(r"([\d,]+) tokens/s", text)[1].replace(",", ""))
     price = float(re.search(r"a million tokens take [\d:]+, for ([\d.]+) dollars, evaluations", text)[1])

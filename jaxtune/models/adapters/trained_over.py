@@ -51,13 +51,16 @@ class TrainedOver:
     dtype: str | None = None  # of the model's weights; None: not recorded
     qat: FakeQuant | None = None  # the grid to which merged weights were rounded in quantisation-aware training
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a text, with those that training added
+    # rope_scaling and max_position_embeddings in place of those of the base's files; {}: those of the files
+    positions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_text(self) -> str:
         """The record as JSON text, for the metadata of the adapter's safetensors file; `read` reads it. An empty
         `precision` is left out, because older versions do not know that key."""
         record = dataclasses.asdict(self) | {"qat": None if self.qat is None else self.qat.record()}
-        if not self.precision:  # older versions do not know the key
-            del record["precision"]
+        for key in ("precision", "positions"):  # which older versions do not know
+            if not record[key]:
+                del record[key]
         return json.dumps(record, sort_keys=True)
 
     def words(self, dtype: str, load_in: str | None) -> dict[str, str]:
@@ -86,6 +89,7 @@ def of_model(model: Decoder) -> TrainedOver:
         dtype=model.dtype,
         qat=None if (spec := qat_spec(model)) is None else recorded(model, spec),
         eos_token_ids=tuple(end_token_ids(model)),
+        positions=json.loads((model.source and model.source.positions) or "{}"),
     )
 
 
@@ -148,7 +152,9 @@ def _from_record(where: str, record: Any) -> TrainedOver:
     ends = tuple(found.get("eos_token_ids", ()))
     names: dict[str, Any] = {key: found.get(key) for key in ("load_in", "compute", "dtype")}
     qat = FakeQuant.of_record(f"{where}: qat", found["qat"]) if "qat" in found else None
-    return TrainedOver(qat=qat, precision=words, eos_token_ids=ends, **names)
+    positions = found.get("positions", {})
+    values.mapping(f"{where}: positions", positions)
+    return TrainedOver(qat=qat, precision=words, eos_token_ids=ends, positions=positions, **names)
 
 
 def of_run(folder: Path) -> TrainedOver | None:
@@ -197,6 +203,9 @@ def difference(over: TrainedOver, base: Decoder) -> str | None:
 
     over: the adapter's record. base: the model to which the adapter is added.
     """
+    if over.positions and over.positions != json.loads((base.source and base.source.positions) or "{}"):
+        said = ", ".join(f"{key} = {value}" for key, value in over.positions.items())
+        return f"it was trained with {said}, and this base has other positions"
     found = common_format(base)
     same = over.load_in is None or (over.load_in in KEPT and found is None)  # decoded from the same codes
     if found != over.load_in and not (same and _stored_so(base)):

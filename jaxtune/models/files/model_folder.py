@@ -175,7 +175,8 @@ def resolve_folder(path: str | os.PathLike) -> Path:
         if whole is None:
             status = getattr(error.response, "status_code", "nothing")
             raise ValueError(
-                f"{name}: the hub answered {status}; check the name, and for a gated model log in (hf auth login)"
+                f"{name}: the hub answered {status}; check the name; of a gated model, accept "
+                "the licence on its page and log in (hf auth login)"
             ) from None
     except (HTTPError, XetDownloadError, ConnectionError, TimeoutError) as error:
         if whole is None:

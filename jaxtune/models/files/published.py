@@ -221,6 +221,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_8B,
     "meta-llama/Llama-3.2-3B-Instruct": _LLAMA_3B,
     "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_1B,
+    # Copies that need no login.
+    "unsloth/Llama-3.1-8B-Instruct": _LLAMA_8B,
+    "unsloth/Llama-3.2-1B-Instruct": _LLAMA_1B,
     "Qwen/Qwen2.5-0.5B-Instruct": _QWEN25_05B,
     "Qwen/Qwen3-14B": _QWEN3_14B,
     "Qwen/Qwen3-32B": _QWEN3_32B,

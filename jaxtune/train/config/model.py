@@ -44,9 +44,32 @@ class ModelConfig:
         "fp8: weights in FP8 multiply as they are stored; null: in the precision of the run.",
     ] = None
 
+    rope_scaling: Annotated[
+        dict[str, int | float | str | bool | list[float]] | None,
+        "In place of config.json's, for documents longer than the model's positions: {rope_type: yarn, factor: 4.0}; "
+        "saved with the model.",
+    ] = None
+    max_position_embeddings: Annotated[
+        int | None, "Positions in place of config.json's; null: what rope_scaling makes of them."
+    ] = None
+
+    @property
+    def positions(self) -> dict[str, Any]:
+        """The keys that replace config.json's, where they are set."""
+        found = {"rope_scaling": self.rope_scaling, "max_position_embeddings": self.max_position_embeddings}
+        return {key: value for key, value in found.items() if value is not None}
+
     def __post_init__(self) -> None:
         """Raises ConfigError unless exactly one of `path` and `from_config` is set, or if `from_config` is set without
         `tokenizer` or with `load_in`."""
+        require(
+            self.from_config is None or not self.positions,
+            "model.rope_scaling",
+            self.rope_scaling,
+            "with model.from_config, write it and max_position_embeddings into that config.json",
+        )
+        if self.max_position_embeddings is not None:
+            positive("model.max_position_embeddings", self.max_position_embeddings)
         if self.path is not None and self.from_config is not None:
             raise ConfigError("model.path and model.from_config are both set: keep one")
         if self.path is None and self.from_config is None:

@@ -372,7 +372,10 @@ class PlanConfig:
 
     __pydantic_config__ = _STRICT
 
-    device: Annotated[str | None, "A device that is not here, such as RTX 4090; default: this machine's."] = None
+    device: Annotated[
+        str | None,
+        "A device that is not here, such as RTX 4090; default: this machine's. memory.budget_gb: a part of its memory.",
+    ] = None
     host_gb: Annotated[
         float | None, "Memory of that device's machine, in GB, for each device; default: what is usual beside it."
     ] = None

@@ -453,22 +453,17 @@ def _parts_table(forecast: Forecast) -> Table:
 
 
 def plan_elsewhere(
-    forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float, longest: int, console: Console
+    forecast: Forecast,
+    parts: StepCost,
+    device: Device,
+    budget_bytes: float,
+    longest: int,
+    positions: int,
+    console: Console,
 ) -> None:
-    """Prints on `console` the report of a --plan that is computed from the model's shapes alone, without rows and
-    without compiling: for plan.device, a device of another machine, or for this machine's device if data.train is
-    empty. It has the plan in words, the memory at the peak of the step by what uses it, and the longest row that fits;
-    with a warning if the plan pins more host memory than machines with the planned device usually let be pinned (no
-    warning for this machine's device).
-
-    Args:
-      forecast: the plan, with what is predicted for it.
-      parts: the sizes of the step's work and memory, as for plan_lines.
-      device: the device that is planned for.
-      budget_bytes: the bytes of the device's memory that a step may take.
-      longest: the number of tokens of the longest single row that fits; 0: not even one of 1,024 tokens fits.
-      console: where it is printed.
-    """
+    """Prints the report of a --plan that is computed from shapes alone: the plan in words, the memory at the step's
+    peak by what uses it, and the longest row that fits (`longest` tokens; 0: not even 1,024), beside the model's
+    positions. It warns of more pinned host memory than machines with the device usually let be pinned."""
     lines = plan_lines(forecast, parts, device, budget_bytes)
     if device.usual_host_bytes is not None and forecast.host_bytes > device.usual_host_bytes:
         lines.append(
@@ -476,8 +471,10 @@ def plan_elsewhere(
             f"usually let {device.usual_host_bytes / 1e9:.1f} GB be pinned"
         )
     row = f"longest single row that fits: {longest:,} tokens" if longest else "no single row of 1,024 tokens fits"
+    if longest > positions:
+        row += f"; no document of it may be longer than the model's {positions:,} positions (model.rope_scaling)"
     summary = Text(fitted("\n".join(lines), console))
-    console.print(Group(summary, Text(), _parts_table(forecast), Text(row)))
+    console.print(Group(summary, Text(), _parts_table(forecast), Text(fitted(row, console))))
 
 
 def new_rates(

@@ -59,6 +59,8 @@ _INCOMPATIBLE = (
             "model.from_config",
             "model.load_in",
             "model.compute",
+            "model.rope_scaling",
+            "model.max_position_embeddings",
             "adapter",
             "rows_per_step",
             "precision",

@@ -130,7 +130,8 @@ class Reader:
         if longest > self.model.context_length:  # a longer row is fine: positions restart with each document
             raise ValueError(
                 f"data.length = {data.length}: the longest document has {longest} tokens, and the model was made "
-                f"for at most {self.model.context_length} positions; lower data.length"
+                f"for at most {self.model.context_length} positions: lower data.length, or give it more by "
+                "model.rope_scaling='{rope_type: yarn, factor: F}' or model.max_position_embeddings=N"
             )
         return prepared
 

@@ -1,0 +1,101 @@
+"""More positions than a checkpoint was made for: its config.json with another rotary scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxtune.models.config import RopeConfig
+from jaxtune.models.families.common.key import Config, Fields
+from jaxtune.models.families.common.rope import FULL, ORIGINAL_POSITIONS, check_parameters, rope_to_hf
+from jaxtune.models.registry import config_from_hf, text_config
+
+_BY_ORIGINAL = ("yarn", "llama3", "longrope")  # kinds whose angles depend on the original context
+_POSITIONS = "max_position_embeddings"
+# Of a scaling alone; the other rotary parameters stay.
+_SCALING = frozenset(
+    ("rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow")
+    + ("mscale", "mscale_all_dim", "truncate", ORIGINAL_POSITIONS, _POSITIONS)
+)
+
+
+def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
+    """A config.json with `scaling` (rope_scaling as transformers has it, such as {"rope_type": "yarn", "factor": 4.0})
+    in place of its own, for `positions`; without them, for `factor` times the original context.
+
+    Where types of layers have rotary bases of their own, that of full attention changes. Raises ValueError for a
+    scaling that cannot be read, or fewer positions than the model has.
+    """
+    if scaling is None and positions is None:
+        return dict(hf)
+    text = text_config(dict(hf))
+    changed = _text(text, scaling, positions)
+    whole = dict(hf)
+    if isinstance(hf.get("text_config"), Mapping) and text is not hf:
+        keys = (_POSITIONS, "rope_scaling", "rope_parameters", ORIGINAL_POSITIONS)
+        inner = {key: value for key, value in hf["text_config"].items() if key not in keys}
+        return whole | {"text_config": inner | {key: changed[key] for key in keys if key in changed}}
+    return changed
+
+
+def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
+    """The same of a text model's config.json."""
+    config, found = config_from_hf(dict(hf)), dict(hf)
+    nested = _by_type(found.get("rope_parameters"))
+    first = config.rotary[0]
+    if scaling is None:
+        found = _pinned(found, first, config.max_position_embeddings, nested)
+    else:
+        check_parameters("model.rope_scaling", scaling)
+        kind = scaling.get("rope_type") or scaling.get("type")
+        if kind not in ("default", "linear", *_BY_ORIGINAL):
+            names = ", ".join(("linear", *_BY_ORIGINAL, "default"))
+            raise ValueError(f"model.rope_scaling: rope_type = {kind!r} is not supported; it can be {names}")
+        if first.kind in ("proportional", "longrope"):
+            raise ValueError(f"model.rope_scaling: this model's rotary base is {first.kind}, which cannot be replaced")
+        found = _scaled(found, dict(scaling) | {"rope_type": kind}, config.max_position_embeddings, nested)
+    own = config.context_length
+    if positions is not None and positions < own:
+        raise ValueError(f"model.{_POSITIONS} = {positions}: the model has {own} already; data.length cuts documents")
+    factor = float((scaling or {}).get("factor") or 1.0)
+    original = int((scaling or {}).get(ORIGINAL_POSITIONS) or config.max_position_embeddings)
+    found[_POSITIONS] = positions or max(config.max_position_embeddings, int(factor * original))
+    config_from_hf(found)  # raises for what is missing in the scaling
+    return found
+
+
+def _by_type(parameters: object) -> bool:
+    """Whether rope_parameters has an object for each type of layer."""
+    return isinstance(parameters, Mapping) and any(isinstance(value, Mapping) for value in parameters.values())
+
+
+def _scaled(hf: Fields, scaling: Fields, original: int, nested: bool) -> Fields:
+    """The config with the scaling under the key that it has its own under."""
+    if scaling["rope_type"] in _BY_ORIGINAL:
+        scaling.setdefault(ORIGINAL_POSITIONS, original)
+        if hf.get(ORIGINAL_POSITIONS) is not None:  # which takes precedence
+            hf[ORIGINAL_POSITIONS] = scaling[ORIGINAL_POSITIONS]
+    parameters = hf.get("rope_parameters")
+    if not parameters:
+        return hf | {"rope_scaling": scaling}
+    before = parameters.get(FULL, {}) if nested else parameters
+    hf.pop("rope_scaling", None)
+    scaling = {key: value for key, value in before.items() if key not in _SCALING} | scaling
+    return hf | {"rope_parameters": {**parameters, FULL: scaling} if nested else scaling}
+
+
+def _pinned(hf: Fields, rope: RopeConfig, positions: int, nested: bool) -> Fields:
+    """The config with what its scaling derives from the number of positions written out."""
+    scaling = rope_to_hf(rope)
+    if scaling is None or rope.kind not in _BY_ORIGINAL:
+        return hf
+    scaling[ORIGINAL_POSITIONS] = rope.original_max_position_embeddings or positions
+    if rope.kind == "longrope" and "attention_factor" not in scaling:
+        from jaxtune.models.rope import rotary_frequencies
+
+        dims = 2 * len(rope.short_factor)
+        scaling["attention_factor"] = rotary_frequencies(rope, int(dims / rope.partial_rotary_factor), positions).scale
+    if nested:
+        return _scaled(hf, scaling, positions, nested)
+    # Keys that this form lacks, such as mscale, stay.
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    return hf | {key: {**(hf.get(key) or {}), **scaling}}

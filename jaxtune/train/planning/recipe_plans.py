@@ -1,0 +1,125 @@
+"""Stored plans of the packaged recipes on usual cards, which `jaxtune info --device` shows: to make them takes minutes.
+
+`python -m scripts.recipe_plans` writes the file anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtune.models.config import DecoderConfig
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.files.quant import parameters
+from jaxtune.models.registry import config_from_hf, weights_stored_in
+from jaxtune.pallas.fitted import planned_for
+from jaxtune.profile.data_sheets import data_sheet
+from jaxtune.train.config.file import load_config
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.planning import devices, search
+from jaxtune.train.planning.choice import PlanError
+from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
+
+FAST = 1_000  # tokens/s from which a recipe is proposed
+FILE = Path(__file__).with_name("recipe_plans.json")
+CARDS = (
+    *("RTX 4060", "RTX 3060", "RTX 4060 Ti 16GB", "RTX 4080", "L4", "RTX 3090", "RTX 4090", "RTX 5090", "A40"),
+    *("A100", "H100", "RTX PRO 6000 Blackwell", "H200"),
+)
+
+
+@functools.cache
+def costs(recipe: str, like: str) -> tuple[Any, StepCost, Any]:
+    """(config, costs of a step, the model's config) of a recipe; `like`: a card whose fitted numbers count."""
+    config = load_config(recipe, [], rows_needed=False)
+    with planned_for(like):
+        hf = find_config(config.model.path or "")
+        shape = config_from_hf(hf)
+        model = dataclasses.replace(config.model, load_in=config.model.load_in or weights_stored_in(hf))
+        config = dataclasses.replace(config, model=model)
+        runs = objective_of(config).reference_runs
+        return config, step_cost(abstract_model(shape, config), config, reference_runs=runs), shape
+
+
+def parameters_of(shape: DecoderConfig) -> int:
+    """The number of parameters of a model."""
+    return parameters(nnx.state(nnx.eval_shape(lambda: Decoder(shape, jax.random.key(0), "bfloat16"))))
+
+
+def forecast(recipe: str, card: str) -> dict[str, float] | None:
+    """{"gb": peak memory, "tokens_per_second"} of a recipe on a card, by its best plan; None: it does not fit."""
+    # Costs have fitted numbers of the cards that were measured, and of the first one for all others.
+    config, parts, _ = costs(recipe, card if card in ("H100", "H200") else "")
+    device = devices.find_device(card)
+    budget = devices.budget(config, device)
+    assert budget is not None
+    with planned_for(card):
+        try:
+            found, _ = search.next_plan(parts, config, device, search.Room(budget, devices.limit(config, device)))
+        except PlanError:
+            return None
+    return {"gb": round(found.peak_bytes / 1e9, 2), "tokens_per_second": float(f"{found.tokens_per_second:.3g}")}
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipePlan:
+    """A recipe on a card where it fits."""
+
+    recipe: str
+    model: str
+    trains: str  # "adapter" or "all" parameters
+    parameters: int
+    gb: float  # peak of device memory
+    tokens_per_second: float
+    best: bool = False  # the fastest recipe of its model that trains the same
+
+
+@functools.cache
+def stored() -> dict[str, dict[str, Any]]:
+    """{recipe: {"model", "trains": "adapter" or "all", "parameters", "cards": {card: as `forecast` returns it}}}."""
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def on_card(card: str) -> tuple[list[RecipePlan], list[str]]:
+    """(the recipes that fit one of CARDS, by size of the model, the names of the others)."""
+    fitting, others = [], []
+    for recipe, facts in stored().items():
+        plan = facts["cards"][card]
+        if plan is None:
+            others.append(recipe)
+        else:
+            fitting.append(RecipePlan(recipe, facts["model"], facts["trains"], facts["parameters"], **plan))
+    fastest = {
+        (plan.model, plan.trains): plan.recipe for plan in sorted(fitting, key=lambda plan: plan.tokens_per_second)
+    }
+    marked = [dataclasses.replace(plan, best=fastest[plan.model, plan.trains] == plan.recipe) for plan in fitting]
+    return sorted(marked, key=lambda plan: (-plan.parameters, plan.model, -plan.tokens_per_second)), others
+
+
+def choice(fitting: Sequence[RecipePlan]) -> RecipePlan:
+    """The recipe to take: of adapters' the largest model at FAST tokens/s or more, else the fastest of all."""
+    fast = [plan for plan in fitting if plan.tokens_per_second >= FAST and plan.trains == "adapter"]
+    if fast:
+        return max(fast, key=lambda plan: (plan.parameters, plan.tokens_per_second))
+    return max(fitting, key=lambda plan: plan.tokens_per_second)
+
+
+def nearest(card: str) -> str:
+    """The card with stored plans that is most like `card`: of those with no more memory the largest, and of these the
+    nearest in speed. Raises ValueError for a card that is not known, or smaller than all."""
+    devices.find_device(card)
+    sheet = data_sheet(card)
+    assert sheet is not None
+    sheets = [(name, found) for name in CARDS if (found := data_sheet(name)) is not None]
+    fitting = [(name, found) for name, found in sheets if found.memory_gib <= sheet.memory_gib]
+    if not fitting:
+        raise ValueError(f"{card}: its {sheet.memory_gib:g} GB are less than any packaged recipe was planned for")
+    return min(fitting, key=lambda one: (-one[1].memory_gib, abs(one[1].bf16_tflops - sheet.bf16_tflops), one[0]))[0]
