@@ -141,6 +141,11 @@ def test_the_page_and_the_readme_say_both_settings_of_a_peer(tmp_path):
     docs, peers = tmp_path / "docs", tmp_path / "peers"
     peers.mkdir()
     (peers / "card.json").write_text(json.dumps(record))
+    grpo = {"8b": {"whole_step": {"seconds": 5.94, "peak_memory_gb": 71.0}}, "trl_8b": {}}
+    (peers / "grpo_card.json").write_text(json.dumps({**_WHERE, "cases": grpo}))
+    case = {"tokens_per_second": 7000.0, "peak_memory_gb": 44.0, "what": "a shape", "source": "a/b.json"}
+    cases = {"a": case | {"published_tokens_per_second": 6229}, "b": {"failed": "no time"}}
+    (peers / "published_card.json").write_text(json.dumps({**_WHERE, "cases": cases}))
     (tmp_path / "README.md").write_text(f"a {page.BEGIN}old{page.END} b\n")
     assert page.main(tmp_path / "none", docs, peers) == 0
     text, readme = (docs / "proof.md").read_text(), (tmp_path / "README.md").read_text()
@@ -161,6 +166,6 @@ def test_a_peak_that_is_not_held_gives_no_ratio(tmp_path):
 
 
 def test_the_readme_shows_the_stored_record_of_peers():
-    found = page._read(page.PEERS)
+    found = {name: one for name, one in page._read(page.PEERS).items() if one.get("benchmark") == "peers"}
     for file, text in (page.of_readme(page._shown(found), page.DOCS) if found else {}).items():
         assert file.read_text(encoding="utf-8") == text, f"{file.relative_to(ROOT)}: python -m benchmarks.proof page"

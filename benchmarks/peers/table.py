@@ -104,6 +104,35 @@ def sentences(record: Record) -> str:
     )
 
 
+def published(record: Record) -> str:
+    """The part of the page of figures that others publish for one card of another machine."""
+    rows = ["| shape | published, one H100 | jaxtune here, tokens/s | peak GB |", "|---|---|---|---|"]
+    for case in record["cases"].values():
+        if "tokens_per_second" in case:
+            theirs = f"{case['published_tokens_per_second']:,} (`{case['source'].rpartition('/')[2]}`)"
+            rows.append(f"| {case['what']} | {theirs} | {' | '.join(_figures(case))} |")
+    text = (
+        "prime-rl's own figures, from the JSON in `benchmarks/baselines` of its repository: another machine, where every "
+        "layer is recomputed, so no ratio is made of them."
+    )
+    note = f"{record['device']}, commit {record['commit'][:7]}. `python -m benchmarks.peers published`"
+    return "\n".join(["## Shapes that prime-rl publishes", "", text, "", *rows, "", note, ""])
+
+
+def rewarded(record: Record) -> str:
+    """The part of the page of GRPO's steps, jaxtune's and TRL's."""
+    rows = ["| program | s a step | peak GB |", "|---|---|---|"]
+    named = {"8b": "jaxtune", "trl_8b": "TRL with transformers' generation"}
+    for name, program_name in named.items():
+        if step := record["cases"].get(name, {}).get("whole_step"):
+            rows.append(f"| {program_name} | {step['seconds']:.1f} | {step['peak_memory_gb']:.1f} |")
+    text = (
+        "An 8B of random weights, LoRA r=16 in 16 bits: 8 prompts of 200 tokens, 8 answers each, none shorter than 512."
+    )
+    note = f"{record['device']}, commit {record['commit'][:7]}. `python benchmarks/rewards.py --output FILE 8b trl_8b`"
+    return "\n".join(["## Steps of GRPO beside TRL", "", text, "", *rows, "", note, ""])
+
+
 @dataclass(frozen=True)
 class Bar:
     name: str
