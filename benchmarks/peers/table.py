@@ -49,7 +49,7 @@ def lines(record: Record) -> list[str]:
                     f"{best['tokens_per_second']:,.0f}",
                     f"{best['peak_memory_gb']:.1f}",
                 ]
-                cells += [*_figures(ours), f"**{ours['ratio']:.2f}**"] if ours and ours["within"] else ["-", "-", "-"]
+                cells += [*_figures(ours), f"**{ours['ratio']:.2f}**"] if ours else ["-", "-", "-"]
             found.append("| " + " | ".join(cells) + " |")
         whole = record["cases"][kind].get("jaxtune whole card", {})
         if "tokens_per_second" in whole:
@@ -91,7 +91,7 @@ def sentences(record: Record) -> str:
     parts = []
     for kind, cases in record["cases"].items():
         ratios = {name: cases.get(f"unsloth {name}", {}).get("beside") for name in ("unsloth", "false")}
-        if all(each and each["within"] for each in ratios.values()):
+        if all(ratios.values()):
             parts.append((kind, ratios["unsloth"]["ratio"], ratios["false"]["ratio"]))
     if not parts:
         return ""
@@ -112,8 +112,8 @@ def published(record: Record) -> str:
             theirs = f"{case['published_tokens_per_second']:,} (`{case['source'].rpartition('/')[2]}`)"
             rows.append(f"| {case['what']} | {theirs} | {' | '.join(_figures(case))} |")
     text = (
-        "prime-rl's own figures, from the JSON in `benchmarks/baselines` of its repository: another machine, where every "
-        "layer is recomputed, so no ratio is made of them."
+        "prime-rl's own figures, from the JSON in `benchmarks/baselines` of its repository: another machine, and every "
+        "layer recomputed, so no ratio is made of them."
     )
     note = f"{record['device']}, commit {record['commit'][:7]}. `python -m benchmarks.peers published`"
     return "\n".join(["## Shapes that prime-rl publishes", "", text, "", *rows, "", note, ""])
