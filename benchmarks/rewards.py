@@ -12,7 +12,7 @@ sampler's and the trainer's log-probabilities.
 
     0.6b, 8b, 30b_a3b    in bfloat16
     8b_nf4               the base in NF4, the allocator held to 24 GB
-    trl_0.6b             TRL's GRPOTrainer with transformers' generation on the shape of 0.6b; needs trl
+    trl_0.6b, trl_8b     TRL's GRPOTrainer with transformers' generation on the shape of 0.6b or 8b; needs trl
     curves_bf16, _fp16,  the packaged model learns from rewards (the recipe quickstart-rewards), seeds 0 to 2: the
     _nf4                 reward of every step, the largest mismatch, and exact match before and after
     tiny                 all of this in seconds, to check the script; runs only if it is named
@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import figures
 from benchmarks.figures import ROOT
 from benchmarks.sampling import QWEN3_06B, TINY
+from benchmarks.shapes import SHAPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,8 @@ CURVES = {
     "curves_nf4": ("precision=bf16", "model.load_in=nf4"),
 }
 _TINY = Case(TINY, prompt=10, answer=16, prompts=2, answers=4, length=128, steps=3)
-CASES = (*STEPS, "trl_0.6b", *CURVES, "tiny")
+TRL = {"trl_0.6b": "0.6b", "trl_8b": "8b"}
+CASES = (*STEPS, *TRL, *CURVES, "tiny")
 
 
 # ---- whole steps
@@ -86,7 +88,6 @@ def trainer_of(case: Case, folder: str) -> Any:
 
     import jaxtune
     from benchmarks.random_model import random_model
-    from benchmarks.shapes import SHAPES
     from jaxtune.models.files.model_folder import load_tokenizer
     from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
     from jaxtune.train.config.objective import ObjectiveConfig
@@ -208,16 +209,17 @@ def trl_steps(case: Case, say: Callable[[str, Any], None]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    assert isinstance(case.shape, dict)
+    shape = case.shape if isinstance(case.shape, dict) else SHAPES[case.shape]
     cuda = torch.cuda.is_available()
-    settings = {name: value for name, value in case.shape.items() if name not in ("model_type", "architectures")}
-    config = AutoConfig.for_model(case.shape["model_type"], **settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if cuda else torch.float32)
-    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(case.shape["vocab_size"])}, "t0"))
+    settings = {name: value for name, value in shape.items() if name not in ("model_type", "architectures")}
+    config = AutoConfig.for_model(shape["model_type"], **settings)
+    with torch.device("cuda" if cuda else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if cuda else torch.float32)
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(shape["vocab_size"])}, "t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t1", eos_token="t2", unk_token="t0")
     draw = random.Random(0)
-    tokens = range(3, case.shape["vocab_size"] - 1)
+    tokens = range(3, shape["vocab_size"] - 1)
     rows = [
         {"prompt": " ".join(f"t{token}" for token in draw.choices(tokens, k=case.prompt))}
         for _ in range(case.prompts * case.steps)
@@ -306,8 +308,8 @@ def curves(overrides: tuple[str, ...], say: Callable[[str, Any], None], seeds: i
 
 def measure(name: str, say: Callable[[str, Any], None]) -> None:
     """Makes the figures of one case."""
-    if name == "trl_0.6b":
-        trl_steps(STEPS["0.6b"], say)
+    if name in TRL:
+        trl_steps(STEPS[TRL[name]], say)
         return
     from jaxtune.train.planning.devices import allow_pinned_memory
     from jaxtune.train.program.program_cache import use_program_cache

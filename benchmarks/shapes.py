@@ -69,6 +69,14 @@ SHAPES = {
         "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
+    "qwen3-4b": PUBLISHED["Qwen/Qwen3-14B"]
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
     "qwen3-14b": PUBLISHED["Qwen/Qwen3-14B"],
     "qwen3-32b": PUBLISHED["Qwen/Qwen3-32B"],
     "qwen3-30b-a3b": PUBLISHED["Qwen/Qwen3-30B-A3B"],

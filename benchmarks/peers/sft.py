@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import re
 import subprocess
@@ -29,8 +30,7 @@ SHAPE = "llama-3.1-8b"
 FORMATS = {"bf16": "", "nf4": "--load-in nf4"}
 SCRATCH = Path(tempfile.gettempdir(), "jaxtune_peers")  # logs of the processes
 _WHOLE = "whole card"
-_LEAST, _OURS, _AHEAD = 40, 25, 45  # seconds that a peer takes at least, that a run of jaxtune takes, and compiling
-_SLACK = 1.002  # a peak in memory equals another's to this
+_LEAST, _OURS, _AHEAD = 40, 30, 45  # seconds that a peer takes at least, that a run of jaxtune takes, and compiling
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,15 @@ class Peer:
 
     name: str
     arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A peer's process, the file of its figures, and that whose making lets it go."""
+
+    process: subprocess.Popen
+    output: Path
+    go: Path
 
 
 PEERS = (
@@ -105,10 +114,12 @@ class Beside:
     def save(self) -> None:
         write(self.call.output, self.record)
 
-    def start(self, kind: str, peer: Peer, go: Path) -> tuple[subprocess.Popen, Path]:
-        """A peer's process, which imports at once and loads when `go` exists."""
+    def start(self, kind: str, peer: Peer) -> Running:
+        """A peer's process, which imports at once and loads when it is let go."""
         output = SCRATCH / f"{kind}_{peer.name.replace(' ', '_')}.json"
-        output.unlink(missing_ok=True)
+        go = output.with_suffix(".go")
+        for file in (output, go):
+            file.unlink(missing_ok=True)
         words = [*peer.arguments, *FORMATS[kind].split(), "--model", str(self.model), "--steps", str(self.steps)]
         words += ["--rows", str(ROWS), "--length", str(LENGTH), "--output", str(output), "--go", str(go)]
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -120,31 +131,25 @@ class Beside:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        return process, output
+        return Running(process, output, go)
 
-    def peers(self, wanted: Sequence[tuple[str, Peer]], each: float) -> None:
-        """Runs them one after another, until the time that is left is needed for jaxtune within their peaks; the next
-        one imports while one is measured."""
-        reserve = _AHEAD + _OURS * len(wanted)
-        with tempfile.TemporaryDirectory() as folder:
-            files = [Path(folder, str(number)) for number in range(len(wanted))]
-            running = [self.start(*case, go) for case, go in zip(wanted[:1], files, strict=False)]
-            for number, (kind, peer) in enumerate(wanted):
-                process, output = running[number]
-                begun = time.monotonic()
-                left = self.call.left - reserve
-                if left < _LEAST:
-                    print(f"{kind} {peer.name}: no time was left", flush=True)
-                    break
-                files[number].touch()
-                if number + 1 < len(wanted):
-                    running.append(self.start(*wanted[number + 1], files[number + 1]))
-                problem = wait_for(process, min(each, left))
-                self.add(kind, peer, output, problem, time.monotonic() - begun)
-                reserve -= _OURS * bool(self.covered(kind, peer.name))
-            for process, _ in running:
-                if process.poll() is None:
-                    process.kill()
+    def peers(self, wanted: Sequence[tuple[str, Peer]], each: float, first: Running) -> None:
+        """Runs them one after another, until the time that is left is needed for jaxtune within the least of their
+        peaks; the next one imports while one is measured. first: the first one's process."""
+        reserve, process = _AHEAD + _OURS * len({kind for kind, _ in wanted}), first
+        for number, (kind, peer) in enumerate(wanted):
+            begun, left = time.monotonic(), self.call.left - reserve
+            if left < _LEAST:
+                print(f"{kind} {peer.name}: no time was left", flush=True)
+                break
+            process.go.touch()
+            after = self.start(*wanted[number + 1]) if number + 1 < len(wanted) else None
+            problem = wait_for(process.process, min(each, left))
+            self.add(kind, peer, process.output, problem, time.monotonic() - begun)
+            if after is None:
+                return
+            process = after
+        process.process.kill()
 
     def add(self, kind: str, peer: Peer, output: Path, problem: str | None, seconds: float) -> None:
         """A peer's figures into the record."""
@@ -172,8 +177,12 @@ class Beside:
                 found[name] = best["peak_memory_gb"]
         return found
 
-    def ours(self, wanted: Sequence[tuple[str, str]]) -> None:
-        """jaxtune at (format, budget's name) each, but for those that the whole card's run covers."""
+    def all_budgets(self) -> list[tuple[str, dict[str, float | None]]]:
+        return [(kind, self.budgets(kind)) for kind in self.record["cases"] if self.record["cases"][kind]]
+
+    def ours(self, wanted: Sequence[tuple[str, str]], after: subprocess.Popen | None = None) -> None:
+        """jaxtune at (format, budget's name) each, but where the whole card's run is within that budget. after: a
+        process that ends before anything is timed."""
         cases = {
             (kind, name): Step(_arguments(kind, self.budgets(kind)[name]), self.steps + 3)
             for kind, name in wanted
@@ -181,6 +190,8 @@ class Beside:
         }
         if cases:
             self.call.ahead([(self.side, list(cases.values()))])
+        if after is not None and (problem := wait_for(after, self.call.left)):
+            raise SystemExit(f"the checkpoint could not be written: {problem}; see {SCRATCH / 'checkpoint.log'}")
         for (kind, name), step in cases.items():
             found = self.call.run(self.side, step, f"{kind} jaxtune, {name}", 20, 120, pool_of(step))
             if found is None:
@@ -191,30 +202,29 @@ class Beside:
     def case(self, kind: str, name: str) -> dict[str, Any]:
         return self.record["cases"][kind].get(name, {})
 
+    def within(self, kind: str, budget: float | None) -> dict[str, Any] | None:
+        """Of jaxtune's runs whose peak is within this budget (GB; None: the card), the fastest."""
+        done = [
+            case
+            for name, case in self.record["cases"][kind].items()
+            if name.startswith("jaxtune ") and "tokens_per_second" in case
+        ]
+        fit = [case for case in done if budget is None or case["peak_memory_gb"] <= budget]
+        return max(fit, key=lambda case: case["tokens_per_second"]) if fit else None
+
     def covered(self, kind: str, name: str) -> bool:
-        """Whether the whole card's run fits this budget, so that it is the figure there too."""
-        whole, budgets = self.case(kind, f"jaxtune {_WHOLE}"), self.budgets(kind)
-        budget = budgets.get(name)
-        return name in budgets and "peak_memory_gb" in whole and (budget is None or whole["peak_memory_gb"] <= budget)
+        """Whether the run on the whole card is within this budget, so that there is no faster plan for it."""
+        whole = self.case(kind, f"jaxtune {_WHOLE}")
+        return "tokens_per_second" in whole and self.within(kind, self.budgets(kind)[name]) is whole
 
     def ratios(self) -> None:
         """Of every peer's setting: jaxtune's tokens per second within its peak, over its own."""
         for kind, cases in self.record["cases"].items():
             for name, budget in self.budgets(kind).items():
-                if budget is None:
-                    continue
-                within = cases.get(f"jaxtune {name}")
-                if self.covered(kind, name):
-                    within = cases[f"jaxtune {_WHOLE}"]
-                best = cases[name]["fastest"]
-                if within is None or "tokens_per_second" not in within:
-                    continue
-                cases[name]["beside"] = {
-                    "tokens_per_second": within["tokens_per_second"],
-                    "peak_memory_gb": within["peak_memory_gb"],
-                    "within": within["peak_memory_gb"] <= _SLACK * best["peak_memory_gb"],
-                    "ratio": within["tokens_per_second"] / best["tokens_per_second"],
-                }
+                if budget is not None and (found := self.within(kind, budget)) is not None:
+                    ratio = found["tokens_per_second"] / cases[name]["fastest"]["tokens_per_second"]
+                    kept = {key: found[key] for key in ("tokens_per_second", "peak_memory_gb")}
+                    cases[name]["beside"] = {**kept, "ratio": ratio}
         self.save()
 
 
@@ -242,11 +252,16 @@ def run(
     for folder in (output, SCRATCH):
         folder.mkdir(parents=True, exist_ok=True)
     beside = Beside(output, model, seconds, steps)
-    prepared = prepare(model)
-    beside.ours([(kind, _WHOLE) for kind in kinds])
-    if problem := wait_for(prepared, beside.call.left):
-        raise SystemExit(f"the checkpoint could not be written: {problem}; see {SCRATCH / 'checkpoint.log'}")
     wanted = [(kind, peer) for peer in PEERS for kind in kinds if peer.name.startswith(tuple(peers))]
-    beside.peers([(kind, peer) for kind, peer in wanted if not beside.case(kind, peer.name).get("fastest")], each)
-    beside.ours([(kind, name) for kind in kinds for name in beside.budgets(kind)])
+    wanted = [(kind, peer) for kind, peer in wanted if not beside.case(kind, peer.name).get("fastest")]
+    first = beside.start(*wanted[0]) if wanted else None
+    beside.ours([(kind, _WHOLE) for kind in kinds], prepare(model))
+    if first is not None:
+        beside.peers(wanted, each, first)
     beside.ratios()
+    least = [(kind, min(budgets, key=lambda name: budgets[name] or math.inf)) for kind, budgets in beside.all_budgets()]
+    beside.ours(least)
+    beside.ratios()
+    if beside.call.left > _AHEAD + _OURS:
+        beside.ours([(kind, name) for kind, budgets in beside.all_budgets() for name in budgets])
+        beside.ratios()

