@@ -76,8 +76,14 @@ def text(record: Record) -> str:
         f"{said['length']:,} tokens a step, AdamW, on one {record['device']}. Each peer runs in its own "
         f"trainer, at the fastest of its micro-batches, {said['timed_steps']} steps after two; peaks are those of each "
         "program's allocator. jaxtune is held to each peak, and its planner chooses what is kept. A ratio is jaxtune's "
-        "tokens/s over the peer's, in no more memory."
+        f"tokens/s over the peer's, in no more memory. {_padding(record)}"
     )
+
+
+def _padding(record: Record) -> str:
+    names = {name for cases in record["cases"].values() for name in cases}
+    said = "Unsloth joins the rows of a micro-batch without padding unless padding_free=False is given"
+    return f"{said}." if any(name.startswith("padded") for name in names) else f"{said}, which was not measured."
 
 
 def versions(record: Record) -> str:
@@ -86,11 +92,18 @@ def versions(record: Record) -> str:
     return f"{record['device']}, {named}, commit {record['commit'][:7]}"
 
 
+def _unsloth(record: Record, kind: str, recompute: str) -> Mapping[str, Any] | None:
+    """Unsloth's case of use_gradient_checkpointing, padded or not, that is the faster."""
+    cases = [record["cases"][kind].get(name, {}) for name in (f"unsloth {recompute}", f"padded unsloth {recompute}")]
+    done = [case for case in cases if case.get("fastest")]
+    return max(done, key=lambda case: case["fastest"]["tokens_per_second"]) if done else None
+
+
 def sentences(record: Record) -> str:
     """Of the README: jaxtune beside Unsloth's default, which recomputes, and beside kept activations."""
     parts = []
-    for kind, cases in record["cases"].items():
-        ratios = {name: cases.get(f"unsloth {name}", {}).get("beside") for name in ("unsloth", "false")}
+    for kind in record["cases"]:
+        ratios = {name: (_unsloth(record, kind, name) or {}).get("beside") for name in ("unsloth", "false")}
         if all(ratios.values()):
             parts.append((kind, ratios["unsloth"]["ratio"], ratios["false"]["ratio"]))
     if not parts:
@@ -144,12 +157,14 @@ class Bar:
 def bars(record: Record, kind: str) -> list[Bar]:
     """Peers, then jaxtune within the peak of Unsloth's default and on the whole card."""
     cases = record["cases"][kind]
+    peers = {words: cases.get(name) for name, words in _LIGER.items()}
+    peers |= {words: _unsloth(record, kind, name) for name, words in _UNSLOTH.items()}
     found = [
-        Bar(_short(name), best["tokens_per_second"], best["peak_memory_gb"], False)
-        for name, case in settings(record, kind)
-        if (best := case.get("fastest")) and name in _SHORT
+        Bar(words, case["fastest"]["tokens_per_second"], case["fastest"]["peak_memory_gb"], False)
+        for words, case in peers.items()
+        if case and case.get("fastest")
     ]
-    ours = {"in the memory of Unsloth's default": cases.get("unsloth unsloth", {}).get("beside")}
+    ours = {"in the memory of Unsloth's default": (_unsloth(record, kind, "unsloth") or {}).get("beside")}
     ours["all memory"] = cases.get("jaxtune whole card")
     return found + [
         Bar(f"jaxtune, {where}", case["tokens_per_second"], case["peak_memory_gb"], True)
@@ -158,16 +173,11 @@ def bars(record: Record, kind: str) -> list[Bar]:
     ]
 
 
-_SHORT = {
+_LIGER = {
     "trl liger true": "TRL + PEFT + Liger, recomputing",
     "trl liger false": "TRL + PEFT + Liger, kept activations",
-    "unsloth unsloth": "Unsloth's default, recomputing",
-    "unsloth false": "Unsloth, kept activations",
 }
-
-
-def _short(name: str) -> str:
-    return _SHORT.get(name, name)
+_UNSLOTH = {"unsloth": "Unsloth's default, recomputing", "false": "Unsloth, kept activations"}
 
 
 def svg(record: Record) -> str:
