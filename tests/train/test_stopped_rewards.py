@@ -125,8 +125,7 @@ def calling(monkeypatch):
 
     def calls(self, ids, schemas):
         message, own = parsed(self, ids, schemas)
-        name, parameter = said.get("calls", (None, None))
-        return message, own if name is None else [Call(name, {parameter: 4})]
+        return message, [Call(name, {parameter: 4}) for name, parameter in said.values()] or own
 
     monkeypatch.setattr(ToolFormat, "parsed", calls)
     return said

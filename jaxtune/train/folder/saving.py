@@ -241,32 +241,26 @@ class Saver:
     def together[T](self, done: int, state: TrainState, work: Callable[[], T]) -> T:
         """What `work` returns, which each process does alone after `done` steps, and which may fail in one of them: all
         then save and raise. Collective."""
-        failed: BaseException | None = None
+        alone = processes.count() == 1
         try:
             value = work()
         except BaseException as error:
-            failed = error
-        if processes.count() == 1:
-            if failed is None:
-                return value
-            if not isinstance(failed, _WITHOUT_A_SAVE):
-                self._save_at_an_error(done, state)
-            raise failed
-        if failed is None:
-            found: list | None = processes.all_of(None)
-        else:
-            said = [shared_errors.described(failed), not isinstance(failed, _WITHOUT_A_SAVE)]
-            found = processes.all_within(said, _TOGETHER_SECONDS)
-        failures = [one for one in found or () if one is not None]
+            saves = not isinstance(error, _WITHOUT_A_SAVE)
+            said = [shared_errors.described(error), saves]
+            found = [said] if alone else processes.all_within(said, _TOGETHER_SECONDS) or []
+            self._end_together([one for one in found if one is not None], done, state)
+            raise
+        failures = [] if alone else [one for one in processes.all_of(None) if one is not None]
         if failures:
-            self.monitor.callbacks.end()
-            if all(saves for _, saves in failures):
-                self._save_at_an_error(done, state)
-        if failed is not None:
-            raise failed
-        if failures:
+            self._end_together(failures, done, state)
             raise shared_errors.made(failures[0][0])
         return value
+
+    def _end_together(self, failures: list, done: int, state: TrainState) -> None:
+        """Saves before the end, unless one of the failures is not to be saved; none is known if others did not come."""
+        self.monitor.callbacks.end()
+        if failures and all(saves for _, saves in failures):
+            self._save_at_an_error(done, state)
 
     def _save_at_an_error(self, done: int, state: TrainState) -> None:
         """Saves the state of the last step before an error ends the run, and completes metrics.jsonl; it raises no
