@@ -116,7 +116,7 @@ def test_an_interrupted_run_continues_to_the_same_bits_from_the_stored_file(run,
 
 
 def test_the_plan_says_what_the_stored_values_take_of_the_disk(tmp_path, monkeypatch):
-    trainer = trainer_of(tmp_path)
+    trainer = trainer_of(tmp_path, teacher_top_k=6)
     folder, size = trainer.stored.unwritten((trainer.train_data, trainer.eval_data))
     usage = SimpleNamespace(total=10**12, used=0, free=2 * size)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
