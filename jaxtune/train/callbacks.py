@@ -125,8 +125,8 @@ class Callbacks:
         self._ended = True
 
     def tell(self, event: str, *arguments: object) -> None:
-        """Calls a method of each. In another thread, that of a save while the run is in the user's code, they are told
-        later."""
+        """Calls a method of each. In another thread, that of a save while the run is in the user's code, the call is
+        made later."""
         self._late.append((event, arguments))
         if threading.get_ident() != self._thread:
             return

@@ -232,16 +232,7 @@ class Run:
                     state, sums, latest = programs.update(state, sums)
                 done = step + 1
 
-                monitor.callbacks.hears = functools.partial(saver.listening, done, state)
-
-                def between(step: int = step, latest=latest, counts=counts, state=state) -> bool:
-                    monitor.step_dispatched(step, latest, counts)
-                    rows.dispatched(step)
-                    monitor.news(step)
-                    return self._between(step + 1, evaluate, saver, state)
-
-                stopped = saver.together(done, state, between) if monitor.callbacks else between()
-                stopped = processes.of_first(lambda: stopped) if monitor.callbacks else stopped  # noqa: B023
+                stopped = self._dispatched(step, latest, counts, rows, evaluate, state)
                 if tracing and (done - start == self.profile.start + self.profile.steps or done == self.total_steps):
                     with monitor.pause("profile", done):
                         m.decorate("the profile", trace.close)
@@ -266,6 +257,31 @@ class Run:
             if not good:
                 progress.print("warning: the loss of the trained weights is not finite")
         return state, done
+
+    def _dispatched(
+        self,
+        step: int,
+        latest: dict,
+        counts: dict,
+        rows: _StepRows,
+        evaluate: Callable[[int], float],
+        state: TrainState,
+    ) -> bool:
+        """What follows the dispatch of a step (from 0): its metrics, the next rows, callbacks; whether one of these
+        ends the run."""
+        monitor, saver, done = self.monitor, self.saver, step + 1
+        monitor.callbacks.hears = functools.partial(saver.listening, done, state)
+
+        def between() -> bool:
+            monitor.step_dispatched(step, latest, counts)
+            rows.dispatched(step)
+            monitor.news(step)
+            return self._between(done, evaluate, saver, state)
+
+        if not monitor.callbacks:
+            return between()
+        stopped = saver.in_all(done, state, between)
+        return processes.of_first(lambda: stopped)
 
     def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
         """Whether a callback ends the run after `done` steps. evaluate: returns the held-out loss after a step; state:
@@ -313,10 +329,10 @@ class Run:
 
         def tell(event: str, *arguments: object) -> None:
             if monitor.callbacks:
-                self.saver.together(step, state, lambda: monitor.callbacks.tell(event, step, *arguments))
+                self.saver.in_all(step, state, lambda: monitor.callbacks.tell(event, step, *arguments))
 
         def load[T](work: Callable[[], T]) -> T:
-            return self.saver.together(step, state, work)
+            return self.saver.in_all(step, state, work)
 
         self.saver.flush(step, state)
         with monitor.pause("eval", step) as line:

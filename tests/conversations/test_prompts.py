@@ -97,11 +97,15 @@ class Quick(Served):
         object.__setattr__(self, "decoder", self.tokenizer)
 
 
+def served_of(tokenizer) -> dict[str, Served]:
+    return {"m": Quick("m", None, tokenizer)}  # type: ignore[arg-type]
+
+
 def ways(tokenizer, template, messages, tools, monkeypatch):
     """Yields (a way to ask, its tokens or the error)."""
     own = trained_tokenizer(tokenizer, template)
     row = {"messages": [*messages, {"role": "assistant", "content": "Yes."}]} | ({"tools": tools} if tools else {})
-    served = Quick("m", None, own)  # type: ignore[arg-type]
+    served = served_of(own)["m"]
     body = {"model": "m", "messages": messages} | ({"tools": tools} if tools else {})
     encoder = RowEncoder(tokenizer, template=template)
     yield "rewards", lambda: prompt_of(row, encoder, 10**6, "").ids
@@ -200,7 +204,7 @@ def test_raw_prompts_begin_with_bos_and_have_no_end(monkeypatch):
     )
     assert tokenizer("Add them")["input_ids"][-1] == eos
     plain = tokenizer("Add them", add_special_tokens=False)["input_ids"]
-    served = Quick("m", None, tokenizer)  # type: ignore[arg-type]
+    served = served_of(tokenizer)["m"]
     assert prompt_tokens(tokenizer, "Add them") == [bos, *plain]
     assert prompt_tokens(tokenizer, "<|bos|>Add them") == [bos, *plain]
     assert answers.prompt_ids({"prompt": "Add them"}, tokenizer, True, "here") == [bos, *plain]
@@ -287,7 +291,7 @@ def test_arguments_of_a_template_reach_it_in_all_ways_and_are_the_saved_ones(mon
     messages = [{"role": "user", "content": "Who"}]
     with_thoughts, without = (prompt_tokens(tokenizer, messages, arguments=given) for given in (None, off))
     assert tokenizer.decode(without[len(with_thoughts) :]) == "<think></think>"
-    served = Quick("m", None, tokenizer)  # type: ignore[arg-type]
+    served = served_of(tokenizer)["m"]
     body = {"model": "m", "messages": messages}
     assert read_chat(body | {"chat_template_kwargs": off}, {"m": served}).rows[0].prompt == without
     assert read_chat(body, {"m": served}).rows[0].prompt == with_thoughts
@@ -330,7 +334,7 @@ def test_a_last_message_is_continued():
     assert tokenizer.decode(ids).endswith("assistant\nI am")
     whole = prompt_tokens(tokenizer, messages, begins_answer=False)
     assert tokenizer.decode(whole).endswith("I am<|im_end|>\n")
-    served, body = {"m": Quick("m", None, tokenizer)}, {"model": "m", "messages": messages}  # type: ignore[arg-type]
+    served, body = served_of(tokenizer), {"model": "m", "messages": messages}
     for options, role, prompt in (
         ({"continue_final_message": True}, "assistant", ids),
         ({"continue_final_message": True, "add_generation_prompt": False}, "assistant", ids),
@@ -355,7 +359,7 @@ def test_a_message_is_continued_as_other_programs_do(name, test_data):
     continued = 0
     for template in names_of(tokenizer, name, test_data):
         own = trained_tokenizer(tokenizer, template)
-        served = {"m": Quick("m", None, own)}  # type: ignore[arg-type]
+        served = served_of(own)
         for last in ("It is", "<think>\nLet me"):
             messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": last}]
             body = {"model": "m", "messages": messages, "continue_final_message": True}

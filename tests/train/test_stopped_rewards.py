@@ -125,8 +125,7 @@ def calling(monkeypatch):
 
     def calls(self, ids, schemas):
         message, own = parsed(self, ids, schemas)
-        name, parameter = said.get("calls", (None, None))
-        return message, own if name is None else [Call(name, {parameter: 4})]
+        return message, [Call(name, {parameter: 4}) for name, parameter in said.values()] or own
 
     monkeypatch.setattr(ToolFormat, "parsed", calls)
     return said
@@ -176,9 +175,12 @@ def test_a_run_of_rewards_is_saved_within_five_seconds_of_a_signal(tmp_path, pla
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cut.batches, "batch_at", third)
         patch.setattr(Sampler, "step", slow)
-        with Stop(began) as stop, pytest.raises(TrainingInterrupted, match="SIGTERM after step 2; saved in"):
+        with Stop(began) as stop, pytest.raises(TrainingInterrupted, match=r"SIGTERM after step \d; saved in") as ended:
             cut.train()
-    assert saved_steps(tmp_path / "cut" / "checkpoints") == [2]
+    [done] = saved_steps(tmp_path / "cut" / "checkpoints")
+    assert f"after step {done};" in str(ended.value) and (
+        done == 2 or place in CALLS
+    )  # an answer that is cut calls nothing
     record_property("seconds", round(stop.seconds, 2))
     print(f"SIGTERM in {place}: saved after {stop}")
     assert stop.own < PROMISED

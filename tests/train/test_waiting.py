@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -275,7 +276,7 @@ class At(Callback):
 
 
 EVENTS = ["between", "stepped", "evaluating", "evaluated", "saved"]
-WITH_ALL = dict(
+WITH_ALL: dict[str, Any] = dict(
     evaluation=EvaluationConfig(every_steps=2, at_end=False),
     checkpoint=CheckpointConfig(every_steps=2, every_minutes=None, keep=STEPS),
 )

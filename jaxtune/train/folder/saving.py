@@ -33,7 +33,7 @@ class TrainingInterrupted(RuntimeError):
 
 
 _WITHOUT_A_SAVE = (TrainingInterrupted, TrainingStopped, CheckpointError)  # saved already, or not to be saved
-_TOGETHER_SECONDS = 60.0  # that a process which fails waits for the others to save with it
+_OTHERS_SECONDS = 60.0  # that a process which fails waits for the others to save with it
 
 
 @dataclasses.dataclass
@@ -238,35 +238,29 @@ class Saver:
             if agreed.ready:
                 return future.result()
 
-    def together[T](self, done: int, state: TrainState, work: Callable[[], T]) -> T:
+    def in_all[T](self, done: int, state: TrainState, work: Callable[[], T]) -> T:
         """What `work` returns, which each process does alone after `done` steps, and which may fail in one of them: all
         then save and raise. Collective."""
-        failed: BaseException | None = None
+        alone = processes.count() == 1
         try:
             value = work()
         except BaseException as error:
-            failed = error
-        if processes.count() == 1:
-            if failed is None:
-                return value
-            if not isinstance(failed, _WITHOUT_A_SAVE):
-                self._save_at_an_error(done, state)
-            raise failed
-        if failed is None:
-            found: list | None = processes.all_of(None)
-        else:
-            said = [shared_errors.described(failed), not isinstance(failed, _WITHOUT_A_SAVE)]
-            found = processes.all_within(said, _TOGETHER_SECONDS)
-        failures = [one for one in found or () if one is not None]
+            saves = not isinstance(error, _WITHOUT_A_SAVE)
+            said = [shared_errors.described(error), saves]
+            found = [said] if alone else processes.all_within(said, _OTHERS_SECONDS) or []
+            self._end_in_all([one for one in found if one is not None], done, state)
+            raise
+        failures = [] if alone else [one for one in processes.all_of(None) if one is not None]
         if failures:
-            self.monitor.callbacks.end()
-            if all(saves for _, saves in failures):
-                self._save_at_an_error(done, state)
-        if failed is not None:
-            raise failed
-        if failures:
+            self._end_in_all(failures, done, state)
             raise shared_errors.made(failures[0][0])
         return value
+
+    def _end_in_all(self, failures: list, done: int, state: TrainState) -> None:
+        """Saves before the end, unless one of the failures is not to be saved; none is known if others did not come."""
+        self.monitor.callbacks.end()
+        if failures and all(saves for _, saves in failures):
+            self._save_at_an_error(done, state)
 
     def _save_at_an_error(self, done: int, state: TrainState) -> None:
         """Saves the state of the last step before an error ends the run, and completes metrics.jsonl; it raises no
@@ -344,12 +338,12 @@ class Saver:
         self.policy.saved(time.monotonic())
         self.saved, self._due, self._warned, self.failed = done, False, False, None
         if callbacks := self.monitor.callbacks:
-            self.together(done, state, lambda: callbacks.tell("saved", done))
+            self.in_all(done, state, lambda: callbacks.tell("saved", done))
 
     def flush(self, done: int, state: TrainState) -> None:
         """Monitor.flush after `done` steps. Collective."""
         if self.monitor.callbacks:
-            self.together(done, state, self.monitor.flush)
+            self.in_all(done, state, self.monitor.flush)
         else:
             self.monitor.flush()
 
