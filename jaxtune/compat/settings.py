@@ -100,7 +100,7 @@ class SFTConfig:
         vars(self)["given"] = frozenset(arguments)
         self._fill(self.library, arguments)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """A script may change an argument later: it then counts as given."""
         vars(self).update({name: value, "given": self.given | {name}})
 
@@ -110,7 +110,7 @@ class SFTConfig:
             return known[name]
         raise AttributeError(f"{type(self).__name__} has no argument {name!r}")
 
-    def _fill(self, library: Library, given: Mapping[str, Any]) -> None:
+    def _fill(self, library: Library, given: Mapping[str, object]) -> None:
         """Sets all arguments; `given` may have some without a field, which callbacks may read."""
         known = defaults(library, self.section)
         own = {
@@ -147,7 +147,7 @@ class TrainingArguments(SFTConfig):
     library: ClassVar[Library] = "transformers"
 
 
-def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, Any] | None = None) -> SFTConfig:
+def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, object] | None = None) -> SFTConfig:
     """The arguments of a trainer as a `kind`, with the defaults of the library whose script it is: Unsloth's if a Fast
     class made the model, else TRL's; those of transformers' TrainingArguments stay. Its `library` says which.
 
@@ -168,13 +168,13 @@ def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, 
     names = [field.name for field in dataclasses.fields(kind)]
     values = {name: getattr(found, name) for name in names if name in found.given}
     if isinstance(found, TrainingArguments):
-        theirs = defaults("transformers", found.section).keys() - _MODELS
-        values |= {name: getattr(found, name) for name in names if name in theirs}
+        of_transformers = defaults("transformers", found.section).keys() - _MODELS
+        values |= {name: getattr(found, name) for name in names if name in of_transformers}
         return _of(kind, library, values | dict(more or {}), "transformers")
     return _of(kind, library, values | dict(more or {}), named)
 
 
-def _of(kind: type[SFTConfig], library: Library, values: Mapping[str, Any], named: Library) -> SFTConfig:
+def _of(kind: type[SFTConfig], library: Library, values: Mapping[str, object], named: Library) -> SFTConfig:
     made = kind(**values)
     made._fill(library, values)
     vars(made)["library"] = named
@@ -200,7 +200,7 @@ def _foreign(args: Any, kind: type[SFTConfig]) -> dict[str, Any]:
     return given
 
 
-def quantised_by(args: SFTConfig, others: dict[str, Any], model: object) -> None:
+def quantised_by(args: SFTConfig, others: dict[str, object], model: object) -> None:
     """Moves a trainer's argument quantization_config, which TRL takes for a model that is given by its name, to the
     arguments by which the model is loaded; ValueError for a model that is loaded."""
     config = others.pop("quantization_config", None)

@@ -46,7 +46,7 @@ def test_arguments_become_the_objectives_options(workplace):
     config, objective = made.config(), made.config().objective
     assert (objective.name, objective.teacher, objective.on_policy) == ("distill", "base", 1.0)
     assert (objective.beta, objective.temperature, objective.top_k, objective.min_p) == (0.5, 0.7, 0, 0.0)
-    assert (config.rows_per_step, config.data.packing, config.optim.learning_rate) == (4, True, 1e-6)
+    assert (config.rows_per_step, config.data.packing, config.optim.learning_rate) == (4, True, 5e-5)
     assert compat.DistillationConfig().beta == 1.0 and compat.DistillationConfig().max_completion_length == 512
     made = trainer_of(compat.GKDTrainer, CHATS, max_new_tokens=4, lmbda=0.3)
     objective = made.config().objective

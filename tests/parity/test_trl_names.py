@@ -92,14 +92,17 @@ def test_a_command_line_means_the_same_to_both_parsers(data):
     assert found[0] == found[1]
 
 
-CHATS = [[{"role": "assistant", "content": text}] for text in (
-    r"My answer is \boxed{\frac{1}{3}}",
-    r"<think>a</think> \boxed{2}",
-    "<think>\nnothing",
-    "no mathematics here",
-    r"<think>\boxed{5}</think>",
-    "",
-)]  # fmt: skip
+CHATS = [
+    [{"role": "assistant", "content": text}]
+    for text in (
+        r"My answer is \boxed{\frac{1}{3}}",
+        r"<think>a</think> \boxed{2}",
+        "<think>\nnothing",
+        "no mathematics here",
+        r"<think>\boxed{5}</think>",
+        "",
+    )
+]
 SOLUTIONS = [r"\frac{1}{3}", "2", "2", "not one", r"$5$", "4"]
 
 
