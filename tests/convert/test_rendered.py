@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxtune.conversations.templates import render
 from jaxtune.convert import recipe_of
 from jaxtune.convert.factory_templates import forms, jinja
-from jaxtune.conversations.templates import render
 from jaxtune.train.config.file import config_from_dict
 from jaxtune.train.objectives.named import objective_of
-
 
 ROOT = Path(__file__).resolve().parents[2]
 _RECORDED = json.loads((Path(__file__).parent / "rendered.json").read_text(encoding="utf-8"))
