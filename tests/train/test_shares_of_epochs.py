@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.train.callbacks import Between
+from jaxtune.train.callbacks import Between, Callback
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.file import load_config
 from jaxtune.train.config.sections import CheckpointConfig, EvaluationConfig, GuardConfig, in_steps
 from jaxtune.train.early_stop import EarlyStop
+from jaxtune.train.folder.checkpoint import saved_steps
+from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
 
 @pytest.mark.parametrize("section", [EvaluationConfig, CheckpointConfig])
@@ -54,8 +59,6 @@ def test_a_run_ends_after_as_many_evaluations_without_improvement(values, patien
 
 def _stopped(values, patience, min_change, greatest, output=None):
     """The step at which a run with these evaluations ends; None: it does not."""
-    from pathlib import Path
-
     guards = GuardConfig(patience=patience, min_change=min_change, metric_is="greatest" if greatest else "least")
     callback = EarlyStop(guards, EvaluationConfig(every_steps=1), output or Path("/nowhere"))
     for step, value in enumerate(values, start=1):
@@ -98,3 +101,34 @@ def test_an_override_replaces_its_counterpart(tmp_path):
         load_config(recipe, ["steps=6", "epochs=2"])
     with pytest.raises(ConfigError, match=r"guards.patience.*needs evaluations"):
         load_config(_recipe(tmp_path, "guards: {patience: 2}\n"))
+
+
+class _Worse(Callback):
+    """Says of each evaluation that it is worse than the one before."""
+
+    def evaluated(self, step, metrics):
+        metrics["eval_worse"] = float(-step)
+
+
+def test_a_run_with_shares_and_patience(tmp_path):
+    """It evaluates and saves after each fifth of its steps and ends at the third; continued, it goes on counting."""
+    config = make_config(
+        tmp_path / "run",
+        steps=10,
+        checkpoint=CheckpointConfig(every_steps=0.2, every_minutes=None, keep=9),
+        evaluation=EvaluationConfig(every_steps=0.2, at_end=False),
+        guards=GuardConfig(patience=2, metric="eval_worse"),
+        data=dataclasses.replace(make_config(tmp_path).data, eval="held out"),
+    )
+    rows, held_out = dataset(documents(24)), dataset(documents(4, seed=1))
+
+    def trainer() -> Trainer:
+        return Trainer(lora_model(), None, config, rows, held_out, callbacks=[_Worse()])
+
+    first = trainer()
+    first.train()
+    assert [line["step"] for line in first.history if "eval_loss" in line] == [2, 4, 6]
+    assert first.steps_done == 6 and saved_steps(tmp_path / "run" / "checkpoints") == [2, 4, 6]
+    again = trainer()
+    again.train()
+    assert again.steps_done == 8
