@@ -35,7 +35,7 @@ MAY_IMPORT = {
         "jaxtune.system",
     ),
     "conversations": ("jaxtune.conversations", "jaxtune.system"),
-    "convert": ("jaxtune.convert", "jaxtune.train.config", "jaxtune.system"),
+    "convert": ("jaxtune.convert", "jaxtune.train.config", "jaxtune.train.data.packaged", "jaxtune.system"),
     "serve": ("jaxtune.conversations", "jaxtune.models", "jaxtune.serve", "jaxtune.system"),
     "export": ("jaxtune.pallas", "jaxtune.models", "jaxtune.conversations", "jaxtune.export", "jaxtune.system"),
 }

@@ -4,7 +4,7 @@
 Every event gets `args`, `state` and `control`, and by name `model` (with the current weights), `processing_class`, and
 what transformers passes in addition. What a callback sets in `control` after a step is done at that step, as in
 transformers. If a callback `listens` to on_log, the numbers of each step that is logged are waited for. `checked`
-accepts a script's callback or refuses it; `best_name`, `best_value` and `is_better` compare evaluations, and
+accepts a script's callback or refuses it; `best_name` and `best_value` compare evaluations, and
 `with_trained` restores the best weights.
 """
 
@@ -224,6 +224,18 @@ def _greatest(args: Any) -> bool:
     return not args.metric_for_best_model.endswith("loss") if greater is None else bool(greater)
 
 
+# Numbers of a step that transformers does not print; metrics.jsonl has them.
+_UNPRINTED = frozenset(("step", "time", "steps", "skipped", "mfu", "spikes", "loss_scale"))
+
+
+def _in_words(metrics: Mapping[str, Any]) -> str:
+    """Numbers as transformers prints them: {'loss': 0.6931, ..., 'epoch': 0.5}."""
+    names = [name for name, value in metrics.items() if isinstance(value, int | float) and name not in _UNPRINTED]
+    names = [name for name in names if not name.endswith(("_seconds", "_bytes")) and "tokens" not in name]
+    names.sort(key=lambda name: name == "epoch")
+    return str({name: float(f"{metrics[name]:.4g}") for name in names})
+
+
 _WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")  # events that cannot be called
 
 
@@ -299,7 +311,7 @@ class Events(Callback):
         self.args, self.state, self.control, self.model, self.measure = args, state, control, model, measure
         self.best: Any = None  # trained arrays on the host
         self._callbacks, self._processing_class = callbacks, processing_class
-        self._scheduled: dict[str, int | None] = {}
+        self._scheduled: dict[str, float | None] = {}
         self._steps_per_epoch, self._can_evaluate = 1, False
         self._printed: set[str] = set()
         self._left = 0  # the step of the last checkpoint-N folder

@@ -195,7 +195,9 @@ def _data(recipe: Translation, method: str) -> None:
         recipe.set("data.overflow", overflow, "excess_length_strategy")
     packs = bool(recipe["sample_packing"]) or bool(pretraining)
     if method != "grpo":
-        common.packing(recipe, packs and method == "sft", *(("sample_packing",) if recipe.says("sample_packing") else ()))
+        common.packing(
+            recipe, packs and method == "sft", *(("sample_packing",) if recipe.says("sample_packing") else ())
+        )
     if recipe["train_on_inputs"]:
         recipe.set("data.train_on", "all")
 
@@ -297,7 +299,8 @@ def _thought_untrained() -> str:
     shown = "loop.index0 > asked.last and (loop.last or thought)"
     if not all(text.count(part) == 1 for part in (mark, write, shown)):
         raise AssertionError("the template qwen-3 has another form")
-    before = "{%- if loop.index0 > asked.last and loop.last and not thought %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}\n"
+    empty = "{{ '<think>\\n\\n</think>\\n\\n' }}"
+    before = "{%- if loop.index0 > asked.last and loop.last and not thought %}" + empty + "{% endif %}\n"
     text = text.replace(mark, "").replace(f"{{%- if {shown} %}}", before + mark + f"{{%- if {shown} %}}")
     return text.replace(write, "{{- '' if not thought else '<think>\\n' + thought.strip('\\n')")
 
@@ -308,8 +311,8 @@ def _preferences(recipe: Translation, entry: Mapping[str, Any], kind: str, of: s
     if family == "chat_template" and recipe["rl"] == "orpo":
         common.columns(recipe, fields, of)
         if recipe["chat_template"] == "chatml":  # its trainer adds EOS behind the line break of the last turn
-            form = factory_templates.Form(**factory_templates.forms()["chatml"], efficient_eos=True)
-            form["replace_eos"] = False
+            form = factory_templates.forms()["chatml"].copy()
+            form["efficient_eos"], form["replace_eos"] = True, False
             recipe.set("data.template", factory_templates.jinja(form, None, True, False))
             recipe.set("data.train_on", "turns")
         else:

@@ -148,7 +148,7 @@ def early_stop(recipe: Translation, patience_key: str) -> None:
         recipe.set("guards.patience", patience)
         if metric != "eval_loss":
             recipe.set("guards.metric", metric)
-        if greatest is not None and metric == "eval_loss" or greatest is False:
+        if (greatest is not None and metric == "eval_loss") or greatest is False:
             recipe.set("guards.metric_is", "greatest" if greatest else "least")
     if recipe["load_best_model_at_end"] and often:
         recipe.set("checkpoint.best", metric)

@@ -17,6 +17,7 @@ _LOSSES = {"sigmoid": "dpo", "ipo": "dpo", "hinge": "dpo", "orpo": "orpo", "simp
 _OTHER_OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini")
 _ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")  # rows that no reader reaches
 
+
 def translate(recipe: Translation, folder: Path) -> None:
     path = recipe["model_name_or_path"]
     if recipe["train_from_scratch"]:
@@ -43,7 +44,9 @@ def translate(recipe: Translation, folder: Path) -> None:
     if recipe["use_muon"]:
         recipe.set("optim.name", "muon")
     common.schedule(recipe, "lr_scheduler_type")
-    common.precision(recipe, bool(recipe["bf16"] or recipe["pure_bf16"]), bool(recipe["fp16"]), "bf16", "fp16", "pure_bf16")
+    common.precision(
+        recipe, bool(recipe["bf16"] or recipe["pure_bf16"]), bool(recipe["fp16"]), "bf16", "fp16", "pure_bf16"
+    )
     if recipe["pure_bf16"] and recipe.get("adapter") is None:
         recipe.set("optim.weights", "bf16")
     common.held_out(recipe, "val_size")
@@ -99,7 +102,9 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
     if recipe["mask_history"]:
         recipe.set("data.last_response_only", True)
     if stage == "pt":
-        recipe.lack("BOS of texts", True, "a tokenizer that writes BOS does so here; there if its add_bos_token says so")
+        recipe.lack(
+            "BOS of texts", True, "a tokenizer that writes BOS does so here; there if its add_bos_token says so"
+        )
         if packs:
             recipe.set("data.overflow", "split")
             recipe.notes.append("data.packing: texts stay whole in a row; there blocks of cutoff_len cut through them")

@@ -90,7 +90,9 @@ def _objective(recipe: Translation, trainer: str) -> None:
     if trainer in ("grpo", "rloo"):
         functions = common.functions(recipe, common.listed(recipe["reward_funcs"]))
         if recipe["reward_model_name_or_path"]:
-            recipe.lack("reward_model_name_or_path", recipe["reward_model_name_or_path"], "a function that scores by it")
+            recipe.lack(
+                "reward_model_name_or_path", recipe["reward_model_name_or_path"], "a function that scores by it"
+            )
         if not functions:
             raise ConfigError(f"reward_funcs: {trainer} needs reward functions of your own, as module.function")
         recipe.set("objective.reward_funcs", functions)

@@ -29,6 +29,11 @@ def test_schemas_are_the_wheels_own(script):
         assert json.loads(json.dumps(schema)) == recorded, f"{program}: run scripts/read_programs.py"
 
 
+def test_templates_are_the_wheels_own(script):
+    recorded = json.loads((ROOT / "jaxtune/convert/schemas/llama_factory_templates.json").read_text(encoding="utf-8"))
+    assert json.loads(json.dumps(script.templates(WHEELS))) == recorded, "run scripts/read_programs.py"
+
+
 def test_defaults_are_read_from_a_tree(script):
     source = (
         "class A:\n    a: int = 2 * 3\n    b: str = field(default='x')\n    c: list = field(default_factory=list)\n"

@@ -479,8 +479,8 @@ def in_steps[T: (CheckpointConfig, EvaluationConfig)](section: T, total_steps: i
 @dataclass(frozen=True)
 class CheckpointConfig:
     """The section `checkpoint` of a configuration: when checkpoints are saved, which are kept, whether a run resumes
-    ("never": it refuses a folder with checkpoints), and whether its result is the best of them. Without every_steps,
-    every_epochs and every_minutes it saves only after a signal, for `best`, or for a callback. Bad values raise ConfigError."""
+    ("never": it refuses a folder with checkpoints), and whether its result is the best of them. Unless it `saves`, only
+    a signal, `best` or a callback saves. Bad values raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -606,7 +606,9 @@ class GuardConfig:
         positive("guards.max_nonfinite_in_row", self.max_nonfinite_in_row)
         positive("guards.patience", self.patience)
         not_negative("guards.min_change", self.min_change)
-        require(self.metric.startswith("eval_"), "guards.metric", self.metric, "name a metric of evaluations: eval_loss")
+        require(
+            self.metric.startswith("eval_"), "guards.metric", self.metric, "name a metric of evaluations: eval_loss"
+        )
 
 
 @dataclass(frozen=True)

@@ -413,7 +413,10 @@ class TrainConfig:
             return
         wanted = self.evaluation.every_steps or self.evaluation.every_epochs or self.evaluation.at_end
         require(
-            bool(has_eval and wanted), "checkpoint.best", best, "needs evaluations: set data.eval, evaluation.every_steps"
+            bool(has_eval and wanted),
+            "checkpoint.best",
+            best,
+            "needs evaluations: set data.eval, evaluation.every_steps",
         )
         of_answers = best.startswith(("eval_answer", "eval_reward"))
         require(

@@ -45,7 +45,7 @@ class SavePolicy:
     `should_save`, and then from each save.
     """
 
-    every_steps: int | None = None  # steps between saves; None or 0: not by steps
+    every_steps: float | None = None  # whole steps between saves; None or 0: not by steps
     every_minutes: float | None = None  # minutes between saves; None or 0: not by time
     _last_seconds: float | None = None  # the time from which the minutes count; None before the first call
 
