@@ -20,6 +20,7 @@ import yaml
 from jaxtune.compat.settings import SFTConfig
 from jaxtune.system.terminal import say
 
+DataClass = Any  # an object of a script's dataclass
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -28,15 +29,15 @@ class _Option:
     """An argument of some of the dataclasses."""
 
     kinds: tuple[type, ...]
-    hint: Any  # its type; Any: any value
-    default: Any
+    hint: object  # its type; object: any value
+    default: object
 
 
 class HfArgumentParser(argparse.ArgumentParser):
     """An option for each field of the dataclasses, with - or _ between words. What a command line does not give is left
     to the dataclass, so that a config here knows which arguments a script gives."""
 
-    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **options: Any):
+    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **options: object):
         super().__init__(**{"formatter_class": argparse.RawTextHelpFormatter, "allow_abbrev": False, **options})
         kinds = dataclass_types or ()
         self.dataclass_types = list(kinds) if isinstance(kinds, Iterable) else [kinds]
@@ -49,9 +50,12 @@ class HfArgumentParser(argparse.ArgumentParser):
         flags = list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
         several = _has(option.hint, (list, tuple, set, Sequence)) and not isinstance(option.hint, str)
         truth = _has(option.hint, (bool,)) or isinstance(option.default, bool)
-        nargs = "+" if several else "?" if truth else None
-        more: dict[str, Any] = {"const": True} if truth else {}
-        self.add_argument(*flags, dest=name, nargs=nargs, default=argparse.SUPPRESS, metavar=name.upper(), **more)
+        metavar = name.upper()
+        if truth and not several:
+            self.add_argument(*flags, dest=name, nargs="?", const=True, default=argparse.SUPPRESS, metavar=metavar)
+        else:
+            nargs = "+" if several else None
+            self.add_argument(*flags, dest=name, nargs=nargs, default=argparse.SUPPRESS, metavar=metavar)
         if truth:
             off = list(dict.fromkeys((f"--no_{name}", f"--no-{name.replace('_', '-')}")))
             self.add_argument(
@@ -69,7 +73,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         look_for_args_file: bool = True,
         args_filename: str | None = None,
         args_file_flag: str | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[DataClass, ...]:
         """An object of each dataclass, and with return_remaining_strings the words that belong to none, which are an
         error otherwise. The files of arguments that transformers looks for are not read."""
         del look_for_args_file
@@ -84,19 +88,21 @@ class HfArgumentParser(argparse.ArgumentParser):
             self.error(self._unknown(remaining))
         return made
 
-    def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+    def parse_dict(self, args: Mapping[str, object], allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
         made, unknown = self._of_values(args)
         if unknown and not allow_extra_keys:
             raise ValueError(f"keys that no dataclass has: {self._unknown(unknown)}")
         return made
 
-    def parse_json_file(self, json_file: str | os.PathLike, allow_extra_keys: bool = False) -> tuple[Any, ...]:
+    def parse_json_file(self, json_file: str | os.PathLike, allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
         return self.parse_dict(json.loads(Path(json_file).read_text(encoding="utf-8")), allow_extra_keys)
 
-    def parse_yaml_file(self, yaml_file: str | os.PathLike, allow_extra_keys: bool = False) -> tuple[Any, ...]:
+    def parse_yaml_file(self, yaml_file: str | os.PathLike, allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
         return self.parse_dict(_yaml(yaml_file), allow_extra_keys)
 
-    def _parsed(self, args: Iterable[str] | None, defaults: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[str]]:
+    def _parsed(
+        self, args: Iterable[str] | None, defaults: Mapping[str, object]
+    ) -> tuple[tuple[DataClass, ...], list[str]]:
         space, remaining = self.parse_known_args(sys.argv[1:] if args is None else list(args))
         given = vars(space)
         own = {name: value for name, value in given.items() if name not in self._options}
@@ -106,7 +112,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             self.error(str(error))
         return (*made, *([argparse.Namespace(**own)] if own else [])), remaining
 
-    def _of_values(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[str]]:
+    def _of_values(self, values: Mapping[str, object]) -> tuple[tuple[DataClass, ...], list[str]]:
         """(an object of each dataclass, the names that none has)"""
         known = {n: _value(n, v, self._options[n].hint) for n, v in values.items() if n in self._options}
         made = []
@@ -133,7 +139,7 @@ class TrlParser(HfArgumentParser):
     """TRL's parser, which also reads a YAML file, `--config FILE`: the command line's values replace the
     file's, and these the dataclasses' defaults."""
 
-    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **options: Any):
+    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **options: object):
         super().__init__(dataclass_types, **options)
         if "config" in self._options:
             owner = self._options["config"].kinds[0].__name__
@@ -146,7 +152,7 @@ class TrlParser(HfArgumentParser):
         return_remaining_strings: bool = False,
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[DataClass, ...]:
         """An object of each dataclass. The mapping `env` of the YAML file is set in the environment.
 
         Args:
@@ -179,7 +185,7 @@ class TrlParser(HfArgumentParser):
         return made
 
 
-def _yaml(path: str | os.PathLike) -> dict[str, Any]:
+def _yaml(path: str | os.PathLike) -> dict[str, object]:
     values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"{os.fspath(path)}: must be a YAML mapping of options")
@@ -198,16 +204,16 @@ def _options(kinds: Sequence[type]) -> dict[str, _Option]:
                 continue
             before = found.get(field.name)
             owners = (*(before.kinds if before else ()), kind)
-            found[field.name] = _Option(owners, hints.get(field.name, Any), _default(made, field))
+            found[field.name] = _Option(owners, hints.get(field.name, object), _default(made, field))
     for kind in kinds:
         if issubclass(kind, SFTConfig):
             for name, argument in kind.table.items():
                 default = argument.free[0] if argument.free else None
-                found.setdefault(name, _Option((kind,), Any, default))
+                found.setdefault(name, _Option((kind,), object, default))
     return found
 
 
-def _default(made: SFTConfig | None, field: dataclasses.Field) -> Any:
+def _default(made: SFTConfig | None, field: dataclasses.Field) -> object:
     if made is not None:
         return getattr(made, field.name)
     return None if field.default is dataclasses.MISSING else field.default
@@ -222,18 +228,18 @@ def _required(kind: type) -> list[str]:
     ]
 
 
-def _kinds(hint: Any) -> list[Any]:
+def _kinds(hint: object) -> list[object]:
     """The members of a union, each without its parameters."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [kind for one in typing.get_args(hint) for kind in _kinds(one)]
     return [typing.get_origin(hint) or hint]
 
 
-def _has(hint: Any, kinds: tuple[Any, ...]) -> bool:
+def _has(hint: object, kinds: tuple[object, ...]) -> bool:
     return any(kind in kinds for kind in _kinds(hint))
 
 
-def _value(name: str, value: Any, hint: Any) -> Any:
+def _value(name: str, value: object, hint: object) -> object:
     """A value of a command line or of YAML as its type `hint` asks for.
 
     Raises:
@@ -241,9 +247,9 @@ def _value(name: str, value: Any, hint: Any) -> Any:
     """
     if isinstance(value, list):
         if not _has(hint, (list, tuple, set, Sequence)):
-            return [_value(name, one, Any) for one in value]
+            return [_value(name, one, object) for one in value]
         element = next((typing.get_args(one)[:1] for one in _members(hint) if _is_list(one)), ())
-        items = [_value(name, one, element[0] if element else Any) for one in value]
+        items = [_value(name, one, element[0] if element else object) for one in value]
         # One word for an argument that is a list or a text, such as "all-linear".
         return items[0] if len(items) == 1 and isinstance(items[0], str) and _has(hint, (str,)) else items
     kinds = _kinds(hint)
@@ -254,7 +260,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
     return _of_text(name, value, hint, kinds)
 
 
-def _of_text(name: str, text: str, hint: Any, kinds: list[Any]) -> Any:
+def _of_text(name: str, text: str, hint: object, kinds: list[object]) -> object:
     for member in _members(hint):
         if typing.get_origin(member) is typing.Literal:
             choices = typing.get_args(member)
@@ -265,19 +271,19 @@ def _of_text(name: str, text: str, hint: Any, kinds: list[Any]) -> Any:
                 raise ValueError(f"{name} = {text!r}: must be one of {', '.join(map(repr, choices))}")
         elif isinstance(member, type) and issubclass(member, enum.Enum):
             return member(text)
-    if text.lower() in ("none", "null") and ((type(None) in kinds and str not in kinds) or hint is Any):
+    if text.lower() in ("none", "null") and ((type(None) in kinds and str not in kinds) or hint is object):
         return None
-    if text.lower() in _WORDS and (bool in kinds or (hint is Any and text.lower() in ("true", "false"))):
+    if text.lower() in _WORDS and (bool in kinds or (hint is object and text.lower() in ("true", "false"))):
         return _WORDS[text.lower()]
-    if text[:1] in "{[" and (hint is Any or _has(hint, (dict, Mapping, list, tuple, Sequence))):
+    if text[:1] in "{[" and (hint is object or _has(hint, (dict, Mapping, list, tuple, Sequence))):
         return json.loads(text)
     for number in (int, float):
-        if number in kinds or (float in kinds and number is int) or hint is Any:
+        if number in kinds or (float in kinds and number is int) or hint is object:
             try:
-                return float(text) if number is int and int not in kinds and hint is not Any else number(text)
+                return float(text) if number is int and int not in kinds and hint is not object else number(text)
             except ValueError:
                 continue
-    if hint is Any or str in kinds:
+    if hint is object or str in kinds:
         return text
     if _has(hint, (list, tuple, set, Sequence)):
         return [text]
@@ -285,11 +291,11 @@ def _of_text(name: str, text: str, hint: Any, kinds: list[Any]) -> Any:
     raise ValueError(f"{name} = {text!r}: must be {words}")
 
 
-def _members(hint: Any) -> list[Any]:
+def _members(hint: object) -> list[object]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [one for member in typing.get_args(hint) for one in _members(member)]
     return [hint]
 
 
-def _is_list(hint: Any) -> bool:
+def _is_list(hint: object) -> bool:
     return (typing.get_origin(hint) or hint) in (list, tuple, set, Sequence)

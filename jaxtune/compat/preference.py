@@ -80,7 +80,6 @@ class KTOConfig(PreferenceConfig):
     table = KTO  # the arguments that are not fields: without effect here, or refused
     orders = {"sequential": "given"}  # {value of train_sampling_strategy: TokenDataset's name for that order}
 
-    train_sampling_strategy: str
     beta: float  # the factor of the log-ratios to the reference model
     desirable_weight: float  # the factor of the loss of rows with label True
     undesirable_weight: float  # the factor of the loss of rows with label False

@@ -31,8 +31,9 @@ class Accelerator:
     is_main_process = is_local_main_process = True
     num_processes, process_index = 1, 0
 
-    def print(self, *words: Any, **options: Any) -> None:
-        say(options.get("sep", " ").join(map(str, words)))
+    def print(self, *words: object, sep: str = " ", **options: object) -> None:
+        del options
+        say(sep.join(map(str, words)))
 
     def wait_for_everyone(self) -> None:
         """Nobody else is there."""

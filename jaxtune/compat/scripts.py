@@ -13,6 +13,8 @@ from jaxtune.compat.transformers_names import AutoTokenizer, BitsAndBytesConfig
 from jaxtune.models.generation.ends import with_end_tokens
 from jaxtune.system.terminal import say
 
+Rows = Any  # a datasets.Dataset or IterableDataset
+
 
 @dataclasses.dataclass
 class ModelConfig:
@@ -72,7 +74,7 @@ class DatasetConfig:
 
 @dataclasses.dataclass
 class DatasetMixtureConfig:
-    """TRL's: data sets that are trained on together. test_split_size: rows that are held out, or their share."""
+    """TRL's: data sets that make one set of rows. test_split_size: rows that are held out, or their share."""
 
     datasets: list[DatasetConfig] = dataclasses.field(default_factory=list)
     streaming: bool = False
@@ -82,7 +84,7 @@ class DatasetMixtureConfig:
         self.datasets = [DatasetConfig(**one) if isinstance(one, Mapping) else one for one in self.datasets]
 
 
-def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
+def get_dataset(mixture_config: DatasetMixtureConfig) -> Rows:
     """The rows of a mixture as a datasets.DatasetDict (streamed: an IterableDatasetDict) with the split "train", and
     "test" with test_split_size. Of sets with a fraction, the first rows are taken so that each has its share, of the
     largest mixture in which no row is twice.
@@ -97,7 +99,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
         raise ValueError("get_dataset: datasets = []: name at least one")
     loaded = []
     for entry in entries:
-        rows: Any = datasets.load_dataset(
+        rows: Rows = datasets.load_dataset(
             entry.path,
             entry.name,
             data_dir=entry.data_dir,
@@ -109,7 +111,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     fractions = [entry.fraction for entry in entries]
     if any(share is not None for share in fractions):
         loaded = _shared_out(loaded, fractions, streaming)
-    mixed: Any = datasets.concatenate_datasets(loaded)
+    mixed: Rows = datasets.concatenate_datasets(loaded)
     if mixture_config.test_split_size is not None:
         if streaming:
             raise ValueError("get_dataset: test_split_size: a stream cannot be split; set streaming to false")
@@ -118,7 +120,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     return (datasets.IterableDatasetDict if streaming else datasets.DatasetDict)({"train": mixed})
 
 
-def _shared_out(loaded: Sequence[Any], fractions: Sequence[float | None], streaming: bool) -> list[Any]:
+def _shared_out(loaded: Sequence[Rows], fractions: Sequence[float | None], streaming: bool) -> list[Rows]:
     if streaming:
         raise ValueError("get_dataset: fraction: the length of a stream is not known; set streaming to false")
     given = [share for share in fractions if share is not None]

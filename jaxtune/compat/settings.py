@@ -34,6 +34,7 @@ class SFTConfig:
     orders = ORDERS  # {value of train_sampling_strategy: TokenDataset's name for that order of the rows}
     section = "sft"  # of the tables of defaults
     library: ClassVar[Library] = "TRL"  # whose defaults are taken
+    given: ClassVar[frozenset[str]] = frozenset()  # names of the arguments that the script gave
 
     # Fields without a value have that of the library; a value here is for configs that lack the field there.
     output_dir: str  # the folder of checkpoints and metrics
@@ -97,11 +98,9 @@ class SFTConfig:
         if output_dir:
             arguments["output_dir"] = output_dir
         vars(self)["given"] = frozenset(arguments)
-        vars(self).update(self._defaults(self.library, arguments) | arguments)  # unused ones may be read
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
-            vars(self)["metric_for_best_model"] = "loss"
+        self._fill(self.library, arguments)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """A script may change an argument later: it then counts as given."""
         vars(self).update({name: value, "given": self.given | {name}})
 
@@ -111,7 +110,8 @@ class SFTConfig:
             return known[name]
         raise AttributeError(f"{type(self).__name__} has no argument {name!r}")
 
-    def _defaults(self, library: Library, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _fill(self, library: Library, given: Mapping[str, object]) -> None:
+        """Sets all arguments; `given` may have some without a field, which callbacks may read."""
         known = defaults(library, self.section)
         own = {
             field.name: field.default if known.get(field.name) is None else known[field.name]
@@ -120,9 +120,9 @@ class SFTConfig:
         found = {name: None if value is dataclasses.MISSING else value for name, value in own.items()}
         if given.get("fp16"):  # of both TRL takes the other one only where a script does not say
             found["bf16"] = False
-        return found
-
-    given: ClassVar[frozenset[str]] = frozenset()  # names of the arguments that the script gave
+        vars(self).update(found | dict(given))
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            vars(self)["metric_for_best_model"] = "loss"
 
 
 # Fields that transformers' classes fill in by themselves; their values have no effect.
@@ -147,7 +147,7 @@ class TrainingArguments(SFTConfig):
     library: ClassVar[Library] = "transformers"
 
 
-def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, Any] | None = None) -> SFTConfig:
+def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, object] | None = None) -> SFTConfig:
     """The arguments of a trainer as a `kind`, with the defaults of the library whose script it is: Unsloth's if a Fast
     class made the model, else TRL's; those of transformers' TrainingArguments stay. Its `library` says which.
 
@@ -168,15 +168,16 @@ def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, 
     names = [field.name for field in dataclasses.fields(kind)]
     values = {name: getattr(found, name) for name in names if name in found.given}
     if isinstance(found, TrainingArguments):
-        theirs = defaults("transformers", found.section).keys() - _MODELS
-        values |= {name: getattr(found, name) for name in names if name in theirs}
+        of_transformers = defaults("transformers", found.section).keys() - _MODELS
+        values |= {name: getattr(found, name) for name in names if name in of_transformers}
         return _of(kind, library, values | dict(more or {}), "transformers")
     return _of(kind, library, values | dict(more or {}), named)
 
 
-def _of(kind: type[SFTConfig], library: Library, values: Mapping[str, Any], named: Library) -> SFTConfig:
+def _of(kind: type[SFTConfig], library: Library, values: Mapping[str, object], named: Library) -> SFTConfig:
     made = kind(**values)
-    vars(made).update(made._defaults(library, values) | dict(values), library=named)
+    made._fill(library, values)
+    vars(made)["library"] = named
     return made
 
 
@@ -199,7 +200,7 @@ def _foreign(args: Any, kind: type[SFTConfig]) -> dict[str, Any]:
     return given
 
 
-def quantised_by(args: SFTConfig, others: dict[str, Any], model: object) -> None:
+def quantised_by(args: SFTConfig, others: dict[str, object], model: object) -> None:
     """Moves a trainer's argument quantization_config, which TRL takes for a model that is given by its name, to the
     arguments by which the model is loaded; ValueError for a model that is loaded."""
     config = others.pop("quantization_config", None)

@@ -93,6 +93,7 @@ class SFTTrainer(ScriptWords, Evaluations):
       compute_metrics: maps EvalPrediction(predictions, label_ids) to {name: number}, for each evaluation (measures.py).
       preprocess_logits_for_metrics: maps (logits, labels) of one row to what compute_metrics gets of it.
       callbacks: of TrainerCallback, this package's or transformers'; see callbacks.py.
+      quantization_config: of a model that is given by its name, as from_pretrained takes it.
       others: arguments that older scripts pass here instead of to SFTConfig (those in `older`, which override `args`),
         and TRL's other ones. A printed line reports each one that has no effect here.
     Raises:
@@ -123,6 +124,7 @@ class SFTTrainer(ScriptWords, Evaluations):
         compute_metrics: ComputeMetrics | None = None,
         preprocess_logits_for_metrics: Preprocess | None = None,
         callbacks: Sequence[Any] | None = None,
+        quantization_config: object = None,
         **others: Any,
     ):
         if train_dataset is None:
@@ -134,7 +136,7 @@ class SFTTrainer(ScriptWords, Evaluations):
             raise ValueError(f"{name}: args is a {type(args).__name__}; use {wanted}")
         own = {name: others.pop(name) for name in sorted(moved)}
         self.args: Any = settled(args, self.config_type, model, own)
-        quantised_by(self.args, others, model)
+        quantised_by(self.args, {"quantization_config": quantization_config}, model)
         if older := sorted(moved - SFTTrainer.older):
             say(f"{type(self).__name__}: {', '.join(older)}: taken as arguments of {self.config_type.__name__}")
         if ours:  # unused values are kept, because callbacks may read them

@@ -7,7 +7,6 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -38,7 +37,7 @@ _ENTRIES = ("__init__", "config", "train", "evaluate", "predict", "train_dataset
 def _candidates() -> dict[str, list[str]]:
     """{a recipe's key: arguments of scripts that mean it, the last may be words}"""
     own = yaml.safe_load(Path(__file__).with_name("wording.yaml").read_text(encoding="utf-8"))
-    same = {ours: [theirs] for theirs, ours in table("trl").top.same.items()}
+    same = {ours: [argument] for argument, ours in table("trl").top.same.items()}
     return {key.name: [] for key in config_keys()} | same | own
 
 
@@ -103,7 +102,7 @@ class ScriptWords:
 
     config_type: type[SFTConfig]
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         for name in _ENTRIES:
             own = vars(cls).get(name)

@@ -16,7 +16,7 @@ from tiny import CONFIGS
 
 import jaxtune
 from jaxtune import compat
-from jaxtune.compat.settings import given_arguments, plain_value
+from jaxtune.compat.settings import plain_value, settled
 from jaxtune.models.hf import from_pretrained
 from jaxtune.train.data.documents import Document, Documents
 from jaxtune.train.data.pairs import PackedPairs
@@ -164,8 +164,8 @@ def test_rewards(tmp_path):
 @pytest.mark.parametrize("name", ["dpo", "orpo", "kto", "reward"])
 def test_configs_of_trl_are_taken_with_their_own_defaults(tmp_path, name):
     theirs = trl_reference.TRAINERS[name][1](str(tmp_path), bf16=False)
-    ours = vars(given_arguments(theirs, getattr(compat, type(theirs).__name__)))
-    shared = (ours.keys() & vars(theirs).keys()) - {"packing", "gradient_checkpointing", "max_length"}
-    assert ours["gradient_checkpointing"] is ours["max_length"] is None
+    ours = vars(settled(theirs, getattr(compat, type(theirs).__name__), None))
+    shared = (ours.keys() & vars(theirs).keys()) - {"packing", "gradient_checkpointing"}
+    assert ours["gradient_checkpointing"] is None and ours["library"] == "TRL"
     assert shared >= {"learning_rate", "logging_steps", "seed"}
     assert {key: ours[key] for key in shared} == {key: plain_value(getattr(theirs, key)) for key in shared}

@@ -37,7 +37,7 @@ class Adam8State(NamedTuple):
     v_absmax: Any  # the scales of `v`, as `m_absmax`
 
 
-def first_moments(params, zero_code: int) -> tuple[Any, Any]:
+def first_moments(params, zero_code: int) -> tuple[optax.Updates, optax.Updates]:
     """(moments of zeros for the tensors `params`, their blocks' scales): uint8[blocks, 256] and float32[blocks], or
     float32 of the tensor's shape and float32[0] below 4096 elements. zero_code: the byte that means 0."""
 

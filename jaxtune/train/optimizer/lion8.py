@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ from jaxtune.train.optimizer.adam8 import first_moments
 class Lion8State(NamedTuple):
     """Trees of the parameters' structure."""
 
-    m: Any  # uint8[blocks, 256], codes of the signed map, or float32 of a tensor of less than 4096 elements
-    m_absmax: Any  # float32[blocks], the largest absolute value of each block; float32[0] where `m` is float32
+    m: optax.Updates  # uint8[blocks, 256], codes of the signed map, or float32 of a tensor of less than 4096 elements
+    m_absmax: (
+        optax.Updates
+    )  # float32[blocks], the largest absolute value of each block; float32[0] where `m` is float32
 
 
 def scale_by_lion_8bit(beta1: float, beta2: float) -> optax.GradientTransformationExtraArgs:

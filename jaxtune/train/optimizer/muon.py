@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ class MuonState(NamedTuple):
     """Trees of the parameters' structure, beside the number of updates made."""
 
     count: jax.Array
-    m: Any  # the momentum, or Adam's first moment; float32
-    v: Any  # Adam's second moment; float32[0] of a tensor that Muon updates
+    m: optax.Updates  # the momentum, or Adam's first moment; float32
+    v: optax.Updates  # Adam's second moment; float32[0] of a tensor that Muon updates
 
 
 def orthogonal(x: jax.Array) -> jax.Array:
