@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jaxtune
 from jaxtune.compat.callbacks import TrainerState
@@ -146,7 +145,7 @@ class Checkpoints:
       written: the steps N whose folders this call of train() has written.
     """
 
-    def __init__(self, output: Path, tokenizer: Any, state: TrainerState, limit: int | None):
+    def __init__(self, output: Path, tokenizer: object, state: TrainerState, limit: int | None):
         self._output, self._tokenizer, self._state, self._limit = output, tokenizer, state, limit
         self.written: set[int] = set()
         self._earlier = set(checkpoints(output))  # of earlier calls, which go first

@@ -30,7 +30,6 @@ from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.objectives.kto import mismatched_in_groups
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.preference import Pairs
 from jaxtune.train.trainer import Trainer
 
 
@@ -209,15 +208,11 @@ class PreferenceTrainer(SFTTrainer):
         rows: list[Any] = [self._train_rows(), self._rows.get("eval")]
         if most is not None:
             objective, size = objective_of(config), self.model.module.config.vocab_size
-            assert isinstance(objective, Pairs)
-            rows = [
-                data
-                if data is None
-                else self._with_short_prompts(
-                    objective.prepare(data, self.tokenizer, config.data, vocab_size=size, max_rows=None), most
-                )
-                for data in rows
-            ]
+            for index, data in enumerate(rows):
+                if data is not None:
+                    made = objective.prepare(data, self.tokenizer, config.data, vocab_size=size, max_rows=None)
+                    assert isinstance(made, PairDataset)
+                    rows[index] = self._with_short_prompts(made, most)
         return Trainer(self._to_train(), self.tokenizer, config, *rows)
 
     def _with_short_prompts(self, data: PairDataset, most: int) -> PairDataset:

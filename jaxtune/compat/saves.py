@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jaxtune
 from jaxtune.models.decoder import Decoder
@@ -92,7 +91,7 @@ def _mark(folder: Path) -> dict[str, list[list[int]]]:
         return {}
 
 
-def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
+def save(module: Decoder, folder: str | os.PathLike, tokenizer: object = None) -> None:
     """Saves an adapter for PEFT, or without one the whole model for transformers, with a tokenizer if it is given, into
     a folder that does not exist or is empty, else ValueError."""
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)

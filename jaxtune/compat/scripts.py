@@ -13,7 +13,6 @@ from jaxtune.compat.transformers_names import AutoTokenizer, BitsAndBytesConfig
 from jaxtune.models.generation.ends import with_end_tokens
 from jaxtune.system.terminal import say
 
-
 Rows = Any  # a datasets.Dataset or IterableDataset
 
 

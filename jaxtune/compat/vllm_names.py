@@ -11,7 +11,7 @@ from typing import Any
 
 import jaxtune
 from jaxtune.compat.seeds import next_seed
-from jaxtune.conversations.tokenizing import with_beginning
+from jaxtune.conversations.tokenizing import Tokenizer, with_beginning
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import ends_of
 from jaxtune.models.lora import has_adapter, without_adapter
@@ -63,7 +63,7 @@ class SamplingParams:
         skip_special_tokens: bool = True,
         seed: int | None = None,
         logprobs: int | None = None,
-        **others: Any,
+        **others: object,
     ):
         for name, value in others.items():
             if name not in _NEUTRAL:
@@ -124,7 +124,7 @@ def with_lora(module: Decoder, request: LoraRequest | None) -> Decoder:
 
 def fast_generate(
     module: Decoder,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompts: Any,
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     lora_request: LoraRequest | None,
@@ -149,7 +149,7 @@ def fast_generate(
     return outputs
 
 
-def _prompt(prompt: Any, tokenizer: Any) -> tuple[str | None, list[int]]:
+def _prompt(prompt: Any, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
     """(The prompt's text, its tokens)."""
     if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
         return prompt.get("prompt"), list(prompt["prompt_token_ids"])
@@ -163,7 +163,7 @@ def _prompt(prompt: Any, tokenizer: Any) -> tuple[str | None, list[int]]:
 
 
 def _answers(
-    model: Decoder, tokenizer: Any, prompts: list[tuple[int, list[int]]], params: SamplingParams
+    model: Decoder, tokenizer: Tokenizer, prompts: list[tuple[int, list[int]]], params: SamplingParams
 ) -> dict[int, list[CompletionOutput]]:
     """{index of a prompt: its n answers} of (index, tokens) with the same settings."""
     longest = max(len(ids) for _, ids in prompts)

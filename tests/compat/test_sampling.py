@@ -95,16 +95,16 @@ def test_fast_generate_answers_with_the_adapter_that_is_named(folder, tmp_path):
         model.fast_generate([[{"role": "user", "content": "x"}]])
 
 
-LONG = "Name a colour. " * 8
+LONG = ("Name a colour. " * 8).strip()
 
 
 def test_prompts_lose_their_first_tokens(folder, tmp_path, capsys):  # noqa: F811
     """GRPO's and DPO's all, KTO's and ORPO's only where the text is longer than a row."""
     model, tokenizer = load(folder)
-    row = {"prompt": LONG, "chosen": "It is blue.", "rejected": "four"}
+    row = {"prompt": LONG, "chosen": " It is blue.", "rejected": " four"}
     whole = [tokenizer(LONG + row[side])["input_ids"] + [tokenizer.eos_token_id] for side in ("chosen", "rejected")]
     asked = len(tokenizer(LONG)["input_ids"])
-    kto = [{"prompt": LONG, "completion": "It is blue.", "label": True}] * 2
+    kto = [{"prompt": LONG, "completion": " It is blue.", "label": True}] * 2
     for kind, settings, rows, fits in (
         (DPOTrainer, DPOConfig, [row] * 2, asked - 10),
         (ORPOTrainer, ORPOConfig, [row] * 2, 0),

@@ -77,7 +77,7 @@ def test_an_unsloth_notebook(from_the_hub, capsys):
     assert told.count("data_collator does nothing here") == 1
     trainer, tokenizer = made["trainer"], made["tokenizer"]
     trained = {tokenizer.decode([x for x in row["labels"] if x != -100]) for row in trainer.train_dataset}
-    assert trained == {"4<|end|>", "AABB<|end|>"}  # the packaged model's template writes nothing behind the token
+    assert trained == {f"{said}<|end|>\n<|end|>" for said in ("4", "AABB")}  # up to the EOS that the template writes
     assert trainer.state.global_step == 2
     assert made["outputs"].shape == (1, made["inputs"]["input_ids"].shape[1] + 4)
     assert {path.name for path in from_the_hub.glob("*_model/*.safetensors")} == {

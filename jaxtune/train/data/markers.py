@@ -197,7 +197,7 @@ class Markers:
         """The (start, end) token ranges of the responses in `tokens` (int32[n]), in order and without empty ones. A
         response begins after its marker.
 
-        whole: it ends before the next instruction marker, or with the row, as in Unsloth. Otherwise it ends at whichever
+        whole: it ends before the next instruction marker, or with the row, as in Unsloth. Else it ends at whichever
         comes first: after an EOS, which belongs to it; before a BOS (that is not EOS), the special tokens with which
         both markers begin, a response marker or an instruction marker; or at the end of the row.
         """
