@@ -56,8 +56,8 @@ def parameters_of(shape: DecoderConfig) -> int:
 
 def forecast(recipe: str, card: str) -> dict[str, float] | None:
     """{"gb": peak memory, "tokens_per_second"} of a recipe on a card, by its best plan; None: it does not fit."""
-    # Costs have fitted numbers of the cards that were measured, and of the first one for all others.
-    config, parts, _ = costs(recipe, card if card in ("H100", "H200") else "")
+    # Costs have fitted numbers of the cards that were measured: H100, and H200 for all others.
+    config, parts, _ = costs(recipe, "H100" if card == "H100" else "")
     device = devices.find_device(card)
     budget = devices.budget(config, device)
     assert budget is not None
