@@ -22,7 +22,7 @@ from jaxtune.models.files.quant import parameters
 from jaxtune.models.registry import config_from_hf, weights_stored_in
 from jaxtune.pallas.fitted import planned_for
 from jaxtune.profile.data_sheets import data_sheet
-from jaxtune.train.config.file import load_config
+from jaxtune.train.config.file import load_config, packaged_recipes
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import devices, search
 from jaxtune.train.planning.choice import PlanError
@@ -86,6 +86,11 @@ class RecipePlan:
 def stored() -> dict[str, dict[str, Any]]:
     """{recipe: {"model", "trains": "adapter" or "all", "parameters", "cards": {card: as `forecast` returns it}}}."""
     return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def unplanned() -> list[str]:
+    """The recipes for a GPU that have no stored plans."""
+    return [name for name in packaged_recipes() if name not in stored() and not name.startswith("quickstart")]
 
 
 def on_card(card: str) -> tuple[list[RecipePlan], list[str]]:
