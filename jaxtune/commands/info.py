@@ -72,6 +72,8 @@ def _print_card(card: str) -> None:
     common.print_columns(rows or [("none", "not even the smallest recipe fits")])
     if others:
         say(f"too large: {', '.join(others)}")
+    if unplanned := recipe_plans.unplanned():
+        say(f"without a stored plan, so that --plan alone says it: {', '.join(unplanned)}")
     if fitting:
         say(
             "* the fastest recipe of a model. Forecasts, for the recipe's rows; what was measured was on H200 and H100."

@@ -22,7 +22,7 @@ from jaxtune.models.files.quant import parameters
 from jaxtune.models.registry import config_from_hf, weights_stored_in
 from jaxtune.pallas.fitted import planned_for
 from jaxtune.profile.data_sheets import data_sheet
-from jaxtune.train.config.file import load_config
+from jaxtune.train.config.file import load_config, packaged_recipes
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import devices, search
 from jaxtune.train.planning.choice import PlanError
@@ -56,8 +56,8 @@ def parameters_of(shape: DecoderConfig) -> int:
 
 def forecast(recipe: str, card: str) -> dict[str, float] | None:
     """{"gb": peak memory, "tokens_per_second"} of a recipe on a card, by its best plan; None: it does not fit."""
-    # Costs have fitted numbers of the cards that were measured, and of the first one for all others.
-    config, parts, _ = costs(recipe, card if card in ("H100", "H200") else "")
+    # Costs have fitted numbers of the cards that were measured: H100, and H200 for all others.
+    config, parts, _ = costs(recipe, "H100" if card == "H100" else "")
     device = devices.find_device(card)
     budget = devices.budget(config, device)
     assert budget is not None
@@ -86,6 +86,11 @@ class RecipePlan:
 def stored() -> dict[str, dict[str, Any]]:
     """{recipe: {"model", "trains": "adapter" or "all", "parameters", "cards": {card: as `forecast` returns it}}}."""
     return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def unplanned() -> list[str]:
+    """The recipes for a GPU that have no stored plans."""
+    return [name for name in packaged_recipes() if name not in stored() and not name.startswith("quickstart")]
 
 
 def on_card(card: str) -> tuple[list[RecipePlan], list[str]]:
