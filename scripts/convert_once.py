@@ -11,6 +11,7 @@ and rows of a config are replaced by these tokenizers and the rows below; all el
 
 from __future__ import annotations
 
+import csv
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -32,59 +33,8 @@ WHY = {  # of configs whose rows differ
     "own token, not from its channel",
     "examples/train_lora/llama3_lora_pretrain.yaml": "no BOS there with a tokenizer that lacks add_bos_token",
 }
-# fmt: off
-# (program, path, commit, tokenizer, kinds of its rows)
-CASES = [
-    ("axolotl", "examples/llama-3/lora-1b.yml",
-     "34d3c8dcfb3db152fce6b7eae7e9f6a60be14ce3", "llama-3.2", "alpaca"),
-    ("axolotl", "examples/llama-3/instruct-lora-8b.yml",
-     "0d14ed0f1021b251d1f296e1975da454f11b85c3", "llama-3.2", "messages"),
-    ("axolotl", "examples/llama-3/instruct-dpo-lora-8b.yml",
-     "090e0279135ed833fe5558bc266ddb0b767c0f26", "llama-3.2", "asked"),
-    ("axolotl", "examples/llama-3/qlora-1b-kto.yaml",
-     "0c36a6fea665b7c44e5a25243ae4396c083bd046", "llama-3.2", "labelled"),
-    ("axolotl", "examples/llama-3/fft-8b-liger-fsdp.yaml",
-     "16a6946949a33dfac885f0942cdf0e5144f85367", "llama-3.2", "sharegpt"),
-    ("axolotl", "examples/qwen2/dpo.yaml",
-     "2fc437353dc36cd53fcb302f1d137de747eb4715", "qwen2.5", "asked"),
-    ("axolotl", "examples/qwen3/reward-model.yaml",
-     "1377ccc3e46bdc1c8b01a9c23da57446b85aa1d5", "qwen3", "intel"),
-    ("axolotl", "examples/qwen3/32b-qlora.yaml",
-     "3edad039d4bb8f4af152cf1bf785f9499dcbefa8", "qwen3", "sharegpt"),
-    ("axolotl", "examples/mistral/mistral-qlora-orpo.yml",
-     "b3b93e64dbef4ea2a3dcd080e921ffe21d916605", "qwen2.5", "argilla"),
-    ("axolotl", "examples/mistral/mistral-dpo-qlora.yml",
-     "10ba1622f77471a68968db1fcc524ed58940269e", "qwen2.5", "asked"),
-    ("axolotl", "examples/mistral/config.yml",
-     "013495e12908abd630d2d7d0a3c6987682e32beb", "mistral-7b-v0.3", "alpaca"),
-    ("axolotl", "examples/gpt-oss/gpt-oss-20b-sft-lora-singlegpu.yaml",
-     "107c67ae5a236ab458454e8daf3b77a98ce56867", "gpt-oss", "thoughts"),
-    ("axolotl", "examples/archived/tiny-llama/pretrain.yml",
-     "3edad039d4bb8f4af152cf1bf785f9499dcbefa8", "llama-2", "text"),
-    ("llama_factory", "examples/train_lora/llama3_lora_sft.yaml",
-     "13d252fa7856ecb14ba6907e5adb10070e5cdde4", "llama-3.2", "identity alpaca"),
-    ("llama_factory", "examples/train_lora/llama3_lora_dpo.yaml",
-     "01fa59bb6b5f5c3d1e1699af1b44875824529e9e", "llama-3.2", "ranked"),
-    ("llama_factory", "examples/train_lora/llama3_lora_kto.yaml",
-     "1ca6b1582fe5743434cba855e4e7fbec3810ab1f", "llama-3.2", "tagged"),
-    ("llama_factory", "examples/train_lora/llama3_lora_reward.yaml",
-     "01fa59bb6b5f5c3d1e1699af1b44875824529e9e", "llama-3.2", "ranked"),
-    ("llama_factory", "examples/train_lora/llama3_lora_pretrain.yaml",
-     "13d252fa7856ecb14ba6907e5adb10070e5cdde4", "llama-3.2", "text"),
-    ("llama_factory", "examples/train_qlora/llama3_lora_sft_otfq.yaml",
-     "24073f59667909e263e85d3b4b2692ce5a96438d", "llama-3.2", "identity alpaca"),
-    ("llama_factory", "examples/train_lora/qwen3_lora_sft.yaml",
-     "77e7f47dcf2764cb9d9265fb9716be00871c3cee", "qwen3", "identity"),
-    ("llama_factory", "examples/train_full/qwen2_5_full_sft.yaml",
-     "0a28cfb16a83b5926b1cb087bce48501d92db988", "qwen2.5", "sharegpt"),
-    ("llama_factory", "examples/train_full/llama3_full_sft.yaml",
-     "03da9a79170eb80307a19a35ef1c3891dbfe53ef", "llama-3.2", "alpaca identity"),
-    ("llama_factory", "examples/extras/pissa/llama3_lora_sft.yaml",
-     "1765d0e6fc93f152e9d7cddeb32729bf28dd0fbd", "llama-3.2", "identity alpaca"),
-    ("llama_factory", "examples/train_lora/mistral3_lora_sft.yaml",
-     "1a527c0538ea6890310a2c06c7b96285c7616f59", "mistral-7b-v0.3", "identity alpaca"),
-]
-# fmt: on
+with open(Path(__file__).with_name("convert_configs.csv"), encoding="utf-8") as _file:
+    CASES = list(csv.reader(_file))[1:]
 
 TALKS = [
     [("user", "Hi there!"), ("assistant", "Hello. What can I do for you?")],

@@ -1,4 +1,4 @@
-"""Writes the stored plans of packaged recipes, all or those that are named: python -m scripts.recipe_plans [RECIPE ...].
+"""Writes stored plans of packaged recipes, all or those that are named: python -m scripts.recipe_plans [RECIPE ...].
 
 A recipe takes about half a minute of processor time.
 """

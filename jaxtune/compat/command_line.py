@@ -13,14 +13,14 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import yaml
 
 from jaxtune.compat.settings import SFTConfig
 from jaxtune.system.terminal import say
 
-DataClass = Any  # an object of a script's dataclass
+type DataClass = object  # of a script's dataclass
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 

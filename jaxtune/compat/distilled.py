@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from jaxtune.compat.arguments import tell
 from jaxtune.compat.model import CompatModel
@@ -58,7 +58,7 @@ class DistillationConfig(DistilledConfig):
     top_k: int
     min_p: float | None
     repetition_penalty: float
-    chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the chat template, data.template_arguments
+    chat_template_kwargs: Mapping[str, object] | None = None  # variables of the chat template, data.template_arguments
 
 
 @dataclasses.dataclass(init=False)

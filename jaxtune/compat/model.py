@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -227,7 +227,7 @@ class CompatModel(ModelMethods):
 
     def fast_generate(
         self,
-        prompts: object,
+        prompts: str | Mapping | Iterable[str | Mapping],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: LoraRequest | None = None,
         **_: object,

@@ -99,7 +99,7 @@ class RewardedConfig(PreferenceConfig):
     top_k: int | None
     min_p: float | None
     repetition_penalty: float
-    chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the chat template, data.template_arguments
+    chat_template_kwargs: Mapping[str, object] | None = None  # variables of the chat template, data.template_arguments
     beta: float  # the factor of the KL term; 0: there is none
     num_iterations: int  # how often each answer is trained on
     epsilon: float  # the ratio of probabilities is clipped below at 1 - epsilon (not with "cispo" and "sapo")

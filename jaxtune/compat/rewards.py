@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-Completion = Any  # a text, or a list of messages of which the first is the answer
+type Completion = str | Sequence[Mapping[str, object]]  # messages: the first is the answer
 LogExtra = Callable[[str, list], None]
 
 

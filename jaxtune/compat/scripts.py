@@ -10,6 +10,7 @@ from typing import Any
 from jaxtune.compat.adapters import LoraConfig
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.transformers_names import AutoTokenizer, BitsAndBytesConfig
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.generation.ends import with_end_tokens
 from jaxtune.system.terminal import say
 
@@ -169,10 +170,10 @@ def get_kbit_device_map() -> None:
 
 def clone_chat_template(
     model: CompatModel,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     source_tokenizer_path: str | os.PathLike,
     resize_to_multiple_of: int | None = 64,
-) -> tuple[CompatModel, Any, list[int]]:
+) -> tuple[CompatModel, Tokenizer, list[int]]:
     """TRL's: gives the tokenizer another one's chat template, its EOS and the added tokens that it lacks, in place, and
     returns (model, tokenizer, ids of these tokens). The embeddings keep their size.
 

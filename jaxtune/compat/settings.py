@@ -174,7 +174,7 @@ def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, 
     return _of(kind, library, values | dict(more or {}), named)
 
 
-def _of(kind: type[SFTConfig], library: Library, values: Mapping[str, object], named: Library) -> SFTConfig:
+def _of(kind: type[SFTConfig], library: Library, values: Mapping[str, Any], named: Library) -> SFTConfig:
     made = kind(**values)
     made._fill(library, values)
     vars(made)["library"] = named

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jaxtune
 from jaxtune.compat.seeds import next_seed
@@ -125,7 +124,7 @@ def with_lora(module: Decoder, request: LoraRequest | None) -> Decoder:
 def fast_generate(
     module: Decoder,
     tokenizer: Tokenizer,
-    prompts: Any,
+    prompts: str | Mapping | Iterable[str | Mapping],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     lora_request: LoraRequest | None,
 ) -> list[RequestOutput]:
@@ -149,7 +148,7 @@ def fast_generate(
     return outputs
 
 
-def _prompt(prompt: Any, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
+def _prompt(prompt: object, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
     """(The prompt's text, its tokens)."""
     if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
         return prompt.get("prompt"), list(prompt["prompt_token_ids"])

@@ -173,7 +173,7 @@ def for_template(messages: Iterable[Message], template: str) -> list[Message]:
     ]
 
 
-def exclusion(columns: Mapping[Any, object]) -> str:
+def exclusion(columns: Mapping[str, object]) -> str:
     """The mark by which the columns of a row leave it out of training, such as "weight = 0"; "" without one. Values
     that are neither true nor false are no marks of a row. Raises ConversationError if its marks disagree."""
     said = row_marks(columns)
@@ -182,7 +182,7 @@ def exclusion(columns: Mapping[Any, object]) -> str:
     return next((f"{name} = {columns[name]!r}" for name, trains in said.items() if not trains), "")
 
 
-def row_marks(columns: Mapping[Any, object]) -> dict[str, bool]:
+def row_marks(columns: Mapping[str, object]) -> dict[str, bool]:
     """{column: whether it says that the row is trained on} of the columns that mark a row."""
     marks = {name: mark for name in columns if (mark := _mark(str(name))) is not None}
     truths = {name: _TRUTH.get(str(columns[name]).strip().lower()) for name in marks}

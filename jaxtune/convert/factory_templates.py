@@ -53,7 +53,7 @@ def jinja(form: Form, system: str | None, thinking: bool | None, last_only: bool
     if "format_assistant" not in form and not form.get("efficient_eos"):
         answer.append({"special": "eos_token"})
     fused = form.get("template_class") == "Llama2Template"
-    told = _joined(form.get("format_system") or ["{{content}}"], "system", form)
+    before = _joined(form.get("format_system") or ["{{content}}"], "system", form)
     end = _joined([{"special": "eos_token"}], "", form)
     lines = [
         "{%- if tools %}{{ raise_exception('the template has no place for tools') }}{% endif %}",
@@ -62,10 +62,12 @@ def jinja(form: Form, system: str | None, thinking: bool | None, last_only: bool
         + _text(form.get("default_system", "") if system is None else system)
         + " %}",
         "{{- " + _joined(form.get("format_prefix") or [], "", form) + " }}",
-        "" if fused else "{{- " + told + " if system else '' }}",
+        "" if fused else "{{- " + before + " if system else '' }}",
         "{%- for message in (messages[1:] if first else messages) %}",
         "{%- if message.role == 'user' %}",
-        "{%- set asked = " + (f"({told} if loop.first and system else '') + " if fused else "") + "message.content %}",
+        "{%- set asked = "
+        + (f"({before} if loop.first and system else '') + " if fused else "")
+        + "message.content %}",
         "{{- " + user + " }}",
         "{%- elif message.role == 'assistant' and not message.tool_calls %}",
         "{%- set content = message.content %}",

@@ -224,7 +224,7 @@ def from_pretrained(
     load_in: str | None = None,
     max_length: int | None = None,
     precision: Mapping[str, str] | None = None,
-    rope_scaling: Mapping[str, Any] | None = None,
+    rope_scaling: Mapping[str, object] | None = None,
     max_position_embeddings: int | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads a causal language model in Hugging Face's format, or one that scores texts, or an adapter with the base
@@ -273,7 +273,7 @@ def load_base(
     load_in: str | None = None,
     max_length: int | None = None,
     precision: Mapping[str, str] | None = None,
-    rope_scaling: Mapping[str, Any] | None = None,
+    rope_scaling: Mapping[str, object] | None = None,
     max_position_embeddings: int | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads the base model of an adapter, without the adapter, as it was in training if the adapter's folder records

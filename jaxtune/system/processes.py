@@ -255,7 +255,7 @@ def all_of(value: Any) -> list[Any]:
     return [json.loads(_get(client, f"jaxtune/all/{number}/{other}")) for other in range(count())]
 
 
-def all_within(value: Any, seconds: float) -> list[Any] | None:
+def all_within(value: object, seconds: float) -> list[Any] | None:
     """`all_of`, for a process that ends: None if not all have called it in time, as they may wait for this one."""
     client, number = _client(), next(_calls)
     if client is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxtune.system import processes
 from jaxtune.system.terminal import say
@@ -26,7 +26,7 @@ def waited(count: int, value: float, best: float | None, greatest: bool, min_cha
 
 
 class EarlyStop(Callback):
-    """Ends a run after guards.patience evaluations in a row without improvement; a resumed one goes on counting.
+    """Ends a run after guards.patience evaluations in a row without improvement; a resumed one continues the count.
 
     Args:
       guards: with a patience.
@@ -53,7 +53,7 @@ class EarlyStop(Callback):
             )
             moment.stop()
 
-    def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         name = self._guards.metric
         if name not in metrics:
             known = ", ".join(key for key in metrics if key.startswith("eval_"))

@@ -308,7 +308,7 @@ class Trainer:
 
     def disk_notes(self) -> list[str]:
         """Lines on what the run writes, where that is much of the disk, and on what it would lose without saves."""
-        config = self.config
+        config = dataclasses.replace(self.config, checkpoint=self.saves)
         trained = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.trainable))
         size = checkpoint_bytes({"state": self.model.state_shapes(self.engine)})
         there = len(saved_steps(self.output / CHECKPOINTS))

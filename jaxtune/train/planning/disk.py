@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ def written_by(
         # A new one is whole before an old one is removed, and the best one is kept beside the newest.
         most = wanted.keep + 1 + (wanted.best is not None)
         if steps is not None and wanted.every_steps and not wanted.every_minutes:
-            most = min(most, there + -(-steps // wanted.every_steps))
+            most = min(most, there + math.ceil(steps / wanted.every_steps))
         found.append(Written("checkpoints", output / CHECKPOINTS, checkpoint_bytes, max(most - there, 1)))
     if config.export.adapter and adapted:
         found.append(Written("adapter", output / ADAPTER, trained_bytes))

@@ -22,6 +22,7 @@ from jaxtune.models.files.quant import parameters
 from jaxtune.models.registry import config_from_hf, weights_stored_in
 from jaxtune.pallas.fitted import planned_for
 from jaxtune.profile.data_sheets import data_sheet
+from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import load_config, packaged_recipes
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import devices, search
@@ -37,7 +38,7 @@ CARDS = (
 
 
 @functools.cache
-def costs(recipe: str, like: str) -> tuple[Any, StepCost, Any]:
+def costs(recipe: str, like: str) -> tuple[TrainConfig, StepCost, DecoderConfig]:
     """(config, costs of a step, the model's config) of a recipe; `like`: a card whose fitted numbers count."""
     config = load_config(recipe, [], rows_needed=False)
     with planned_for(like):
