@@ -361,7 +361,7 @@ def compare(folder: Path, tokenizers: Path) -> None:
         )
         print(path, others.total(), mine.total(), equal, masks, translation.lacking)
     target = Path(__file__).parent.parent / "benchmarks" / "results" / "convert_once.json"
-    target.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    target.write_text(json.dumps({"benchmark": "convert", "configs": results}, indent=1, ensure_ascii=False) + "\n")
 
 
 def _unit(ids, trained, objective: str) -> tuple[tuple[int, ...], tuple[bool, ...]]:

@@ -228,6 +228,9 @@ def _greatest(args: Any) -> bool:
 _UNPRINTED = frozenset(("step", "time", "steps", "skipped", "mfu", "spikes", "loss_scale"))
 
 
+_PRINTERS = ("PrinterCallback", "ProgressCallback")  # transformers': they print these lines themselves
+
+
 def _in_words(metrics: Mapping[str, Any]) -> str:
     """Numbers as transformers prints them: {'loss': 0.6931, ..., 'epoch': 0.5}."""
     names = [name for name, value in metrics.items() if isinstance(value, int | float) and name not in _UNPRINTED]
@@ -314,6 +317,7 @@ class Events(Callback):
         self._scheduled: dict[str, float | None] = {}
         self._steps_per_epoch, self._can_evaluate = 1, False
         self._printed: set[str] = set()
+        self._prints = not any(kind.__name__ in _PRINTERS for each in callbacks for kind in type(each).__mro__)
         self._left = 0  # the step of the last checkpoint-N folder
 
     def tell(self, event: str, **more: Any) -> None:
@@ -442,7 +446,7 @@ class Events(Callback):
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
         """The numbers of step `step` (from 1) have arrived: they are printed if logging_steps has the step, and passed
         to on_log if they were waited for (`_do`)."""
-        if (every := self._scheduled.get("log")) and step % every == 0:
+        if self._prints and (every := self._scheduled.get("log")) and step % every == 0:
             say(_in_words(metrics))
         if self.control.should_log and step == self.state.global_step:
             self.control.should_log = False
@@ -462,7 +466,8 @@ class Events(Callback):
         number, or compute_metrics returns no numbers."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
-        say(_in_words(metrics))
+        if self._prints:
+            say(_in_words(metrics))
         self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too
         self.tell("on_evaluate", metrics=metrics)
         if self.args.metric_for_best_model is None:

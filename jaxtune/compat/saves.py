@@ -45,12 +45,12 @@ def saved_into(folder: str | os.PathLike, where: str, write: Callable[[Path], ob
     path = require_free(folder, where)
     before = _mark(path)
     whole = temporary_path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         write(whole)
         new = {file.name: _stamp(file) for file in _model_files(whole)}
         atomic_write(whole / MARK, json.dumps({name: [stamp] for name, stamp in new.items()}))
         if not path.exists() or not any(path.iterdir()):
-            path.parent.mkdir(parents=True, exist_ok=True)
             os.replace(whole, path)
             return
         # Killed in between, the folder is still known as a script's.

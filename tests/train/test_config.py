@@ -296,7 +296,7 @@ def test_every_key_has_help_and_is_listed_once():
     by_name = {key.name: key for key in keys}
     assert by_name["data.train"].default == "required"
     assert by_name["adapter"].default == "null"
-    assert by_name["optim.name"].type == "adamw | adamw_8bit | adafactor | sgd"
+    assert by_name["optim.name"].type == "adamw | adamw_8bit | lion | lion_8bit | muon | adafactor | sgd"
     # The listed keys are those of a config with every section open.
     sections = dict(adapter=AdapterConfig(), qat=QatConfig(), mesh=MeshConfig())
     full = config_to_dict(TrainConfig(ModelConfig(path="m"), DataConfig(train="d"), **sections))

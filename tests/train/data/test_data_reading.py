@@ -282,7 +282,7 @@ def test_columns_of_which_nothing_is_read_are_named():
         "system": "S",
     }
     assert unread(row, "prompt_completion") == ["question", "context", "id"]
-    assert unread({"instruction": "Q", "output": "A", "context": "C", "history": [["q", "a"]]}, "alpaca") == ["history"]
+    assert unread({"instruction": "Q", "output": "A", "context": "C", "history": [["q", "a"]]}, "alpaca") == []
     assert unread({"chosen": "A", "rejected": "B", "prompt": "P", "margin": 1.0, "score": 0.0}, PREFERENCE) == ["score"]
     assert unread({"messages": [], "label": False, "notes": [1]}, LABELLED) == ["notes"]
     tools, turns = [{"name": "add"}], [turn("user", "q"), turn("assistant", "a")]

@@ -121,7 +121,7 @@ def test_an_answer_that_its_row_leaves_out_is_not_trained_on(tokenizer, key):
 def test_train_on_all(tokenizer):
     encoded = encode(tokenizer, Example(messages=CHAT), train_on="all")
     assert encoded.mask.all() and encoded.ended == 1
-    with pytest.raises(ValueError, match="data.train_on must be one of responses, all, got 'answers'"):
+    with pytest.raises(ValueError, match="data.train_on must be one of responses, turns, completion, all, got"):
         RowEncoder(tokenizer, train_on="answers")
 
 
