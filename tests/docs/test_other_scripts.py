@@ -287,9 +287,9 @@ def test_every_script_has_a_check():
 # {script: (rows of an update, what is trained of a row, or of the chosen answers)}.
 MEANS: dict[str, tuple[int, set[str]]] = {
     "unsloth_alpaca": (4, {f"### Instruction:\n{q}\n\n### Input:\n\n\n### Response:\n{a}<|im_end|>" for q, a in PAIRS}),
-    "unsloth_chat": (4, {f"{a}<|im_end|>\n" for _, a in PAIRS}),
+    "unsloth_chat": (8, {f"{a}<|im_end|>\n" for _, a in PAIRS}),
     "unsloth_dpo": (4, {f"{a}<|im_end|>\n" for _, a in PAIRS} | {"No.<|im_end|>\n"}),
-    "unsloth_orpo": (4, {a + "<|im_end|>" for _, a in PAIRS} | {"No.<|im_end|>"}),
+    "unsloth_orpo": (2, {a + "<|im_end|>" for _, a in PAIRS} | {"No.<|im_end|>"}),
     "unsloth_kto": (4, {f"{a}<|im_end|>\n" for _, a in PAIRS}),
     "trl_quick_sft": (8, {whole(q, a) for q, a in PAIRS}),
     "trl_quick_dpo": (8, {f"{a}<|im_end|>\n" for _, a in PAIRS} | {"No.<|im_end|>\n"}),
@@ -324,6 +324,7 @@ def test_a_script_runs_to_its_last_line_twice(name, place, capsys):
     """The second time it makes the same steps, from the same weights, and says that it replaces what is there."""
     first, told = run(name, place, capsys)
     assert "replaces" not in told or name == "unsloth_resume"
+    arguments._printed.clear()  # as in a process of its own
     second, told = run(name, place, capsys)
     assert told.count("which this one replaces") >= 1
     np.testing.assert_allclose(second, first, rtol=1e-3)
