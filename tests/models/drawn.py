@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -30,6 +32,15 @@ def draws(few: int):
     """The decorator that sets how many sets are drawn."""
     checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
     return settings(max_examples=DRAWS or few, suppress_health_check=checks, phases=[Phase.explicit, Phase.generate])
+
+
+_sets = itertools.count(1)
+
+
+def forget_programs() -> None:
+    """After every 20 sets: a process can map so many compiled programs (vm.max_map_count), and each set has its own."""
+    if next(_sets) % 20 == 0:
+        jax.clear_caches()
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from drawn import (
     check_by_forward,
     choices,
     draws,
+    forget_programs,
     model_of,
     new_tokens,
     prompts,
@@ -47,6 +48,7 @@ def test_prompts_between_a_bucket_of_prompts_and_one_of_caches(length, new):
 @given(st.data(), asked_rows())
 def test_rows_of_a_sampler(data, rows):
     """Some are submitted while others decode, and some are cancelled."""
+    forget_programs()
     form = data.draw(
         st.fixed_dictionaries(
             dict(
@@ -99,6 +101,7 @@ def test_rows_of_a_sampler(data, rows):
 @draws(3)
 @given(st.data(), st.lists(prompts(), min_size=1, max_size=5), choices())
 def test_prompts_of_generate(data, rows, choice):
+    forget_programs()
     new = data.draw(new_tokens(max(map(len, rows))))
     seeds = data.draw(st.lists(st.integers(0, 2**32), min_size=len(rows), max_size=len(rows)))
     streams, scored, same = (data.draw(st.booleans()) for _ in range(3))
