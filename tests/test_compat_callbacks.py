@@ -138,10 +138,10 @@ def test_the_best_model_after_an_evaluation_that_was_interrupted(
     the best weights (here those of the greatest loss) were an earlier call's, that is said."""
     real = Engine.evaluate
 
-    def interrupted(self, program, trainable, frozen, batches, shown, between):
+    def interrupted(self, program, trainable, frozen, batches, shown, between, load):
         if between.args[0] == when:  # of Saver.poll: steps done
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, program, trainable, frozen, batches, shown, between)
+        return real(self, program, trainable, frozen, batches, shown, between, load)
 
     trainer = trainer_of(
         folder,
