@@ -99,7 +99,7 @@ def test_a_script_for_unsloth_runs(folder, tmp_path, monkeypatch):
     assert "I am a bot.<|im_end|>" in names["text"]
     assert not np.array_equal(names["before"], names["after"])
     np.testing.assert_array_equal(names["after"], names["again"])
-    assert sorted(os.listdir(tmp_path / "lora_model"))[:2] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert {"adapter_config.json", "adapter_model.safetensors"} < set(os.listdir(tmp_path / "lora_model"))
     merged, tokenizer = from_pretrained(tmp_path / "merged")
     assert tokenizer is not None and all(linear.lora is None for _, linear in linears(merged))
 
@@ -485,7 +485,7 @@ ERRORS = [
         config_(learning_rat=1),
         "learning_rat = 1 is not an argument that jaxtune.compat knows; did you mean learning_rate",
     ),
-    (config_(learning_rate=-1.0), "optim.learning_rate = -1.0"),
+    (config_(learning_rate=-1.0), "learning_rate = -1.0: must"),
     (trainer_(data_collator=object()), "SFTTrainer: data_collator = "),
     (trainer_(callbacks=[1]), "SFTTrainer: callbacks = "),
     (trainer_(train_dataset=None), "train_dataset is missing"),
