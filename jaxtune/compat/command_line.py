@@ -104,24 +104,24 @@ class HfArgumentParser(argparse.ArgumentParser):
         self, args: Iterable[str] | None, defaults: Mapping[str, object]
     ) -> tuple[tuple[DataClass, ...], list[str]]:
         space, remaining = self.parse_known_args(sys.argv[1:] if args is None else list(args))
-        given = vars(space)
-        own = {name: value for name, value in given.items() if name not in self._options}
+        typed = vars(space)
+        of_script = {name: value for name, value in typed.items() if name not in self._options}
         try:
-            made, _ = self._of_values({**defaults, **{n: v for n, v in given.items() if n in self._options}})
+            made, _ = self._of_values({**defaults, **{n: v for n, v in typed.items() if n in self._options}})
         except ValueError as error:
             self.error(str(error))
-        return (*made, *([argparse.Namespace(**own)] if own else [])), remaining
+        return (*made, *([argparse.Namespace(**of_script)] if of_script else [])), remaining
 
     def _of_values(self, values: Mapping[str, object]) -> tuple[tuple[DataClass, ...], list[str]]:
         """(an object of each dataclass, the names that none has)"""
         known = {n: _value(n, v, self._options[n].hint) for n, v in values.items() if n in self._options}
-        made = []
+        configs = []
         for kind in self.dataclass_types:
-            own = {name: value for name, value in known.items() if kind in self._options[name].kinds}
-            if missing := [name for name in _required(kind) if name not in own]:
+            arguments = {name: value for name, value in known.items() if kind in self._options[name].kinds}
+            if missing := [name for name in _required(kind) if name not in arguments]:
                 raise ValueError(f"{kind.__name__} needs {', '.join(f'--{name}' for name in missing)}")
-            made.append(kind(**own))
-        return tuple(made), [name for name in values if name not in self._options]
+            configs.append(kind(**arguments))
+        return tuple(configs), [name for name in values if name not in self._options]
 
     def _unknown(self, words: Sequence[str]) -> str:
         """The words that are no option, each with the nearest that is one."""
@@ -195,22 +195,22 @@ def _yaml(path: str | os.PathLike) -> dict[str, object]:
 def _options(kinds: Sequence[type]) -> dict[str, _Option]:
     """The options of the dataclasses. Those that a config here knows and does not follow are options too, unless
     another dataclass has a field of that name."""
-    found: dict[str, _Option] = {}
+    options: dict[str, _Option] = {}
     for kind in kinds:
         hints = typing.get_type_hints(kind)
-        made = kind() if issubclass(kind, SFTConfig) else None
+        defaults_of_kind = kind() if issubclass(kind, SFTConfig) else None
         for field in dataclasses.fields(kind):
             if not field.init:
                 continue
-            before = found.get(field.name)
+            before = options.get(field.name)
             owners = (*(before.kinds if before else ()), kind)
-            found[field.name] = _Option(owners, hints.get(field.name, object), _default(made, field))
+            options[field.name] = _Option(owners, hints.get(field.name, object), _default(defaults_of_kind, field))
     for kind in kinds:
         if issubclass(kind, SFTConfig):
             for name, argument in kind.table.items():
                 default = argument.free[0] if argument.free else None
-                found.setdefault(name, _Option((kind,), object, default))
-    return found
+                options.setdefault(name, _Option((kind,), object, default))
+    return options
 
 
 def _default(made: SFTConfig | None, field: dataclasses.Field) -> object:

@@ -31,17 +31,17 @@ def _here() -> dict[str, dict[str, object]]:
 def defaults(library: Library, section: str) -> Mapping[str, object]:
     """{argument: its default} of the config `section` ("sft", "dpo", "training_arguments", ...)."""
     keys = {**_schema("trl_scripts")["keys"], **_schema("trl")["keys"]}[section]
-    found = {**keys, **{name: value for name, value in _here()["computed"].items() if keys.get(name, 0) is None}}
-    found |= {name: value for name, value in _here()["of_the_model"].items() if name in keys}
+    values = {**keys, **{name: value for name, value in _here()["computed"].items() if keys.get(name, 0) is None}}
+    values |= {name: value for name, value in _here()["of_the_model"].items() if name in keys}
     if library == "TRL":
-        found |= _here()["trl"]
+        values |= _here()["trl"]
     if library == "Unsloth":
         replaced = _schema("unsloth")["keys"]
         for part in (replaced[""], replaced.get(section, {})):
             # None marks an argument that the script does not give.
-            found |= {name: value for name, value in part.items() if name in keys and value is not None}
-        found |= {name: value for name, value in _here()["unsloth"].items() if name in keys}
-    return found
+            values |= {name: value for name, value in part.items() if name in keys and value is not None}
+        values |= {name: value for name, value in _here()["unsloth"].items() if name in keys}
+    return values
 
 
 def version(library: Library) -> str:

@@ -79,8 +79,8 @@ def _model_files(folder: Path) -> list[Path]:
 
 def _stamp(file: Path) -> list[int]:
     """[size in bytes, seconds of its last change]."""
-    found = file.stat()
-    return [found.st_size, int(found.st_mtime)]
+    status = file.stat()
+    return [status.st_size, int(status.st_mtime)]
 
 
 def _mark(folder: Path) -> dict[str, list[list[int]]]:

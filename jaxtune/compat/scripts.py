@@ -124,10 +124,10 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Rows:
 def _shared_out(loaded: Sequence[Rows], fractions: Sequence[float | None], streaming: bool) -> list[Rows]:
     if streaming:
         raise ValueError("get_dataset: fraction: the length of a stream is not known; set streaming to false")
-    given = [share for share in fractions if share is not None]
-    if len(given) < len(fractions) or min(given) <= 0:
+    stated = [share for share in fractions if share is not None]
+    if len(stated) < len(fractions) or min(stated) <= 0:
         raise ValueError(f"get_dataset: fraction = {fractions}: give every data set one that is greater than 0")
-    shares = [share / sum(given) for share in given]
+    shares = [share / sum(stated) for share in stated]
     size = min(len(rows) / share for rows, share in zip(loaded, shares, strict=True))
     counts = [min(len(rows), round(size * share)) for rows, share in zip(loaded, shares, strict=True)]
     return [rows.select(range(count)) for rows, count in zip(loaded, counts, strict=True)]

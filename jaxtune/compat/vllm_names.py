@@ -180,7 +180,7 @@ def _answers(
         output_logprobs=True,
         **{name: getattr(params, name) for name in _OURS},
     )
-    found: dict[int, list[CompletionOutput]] = {}
+    completions: dict[int, list[CompletionOutput]] = {}
     for row, (tokens, scores) in enumerate(zip(new, logprobs, strict=True)):
         text = str(tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens))
         stopped = next((stop for stop in params.stop if stop in text), None)
@@ -193,10 +193,10 @@ def _answers(
         total = None if params.logprobs is None else float(sum(scores))
         why = "stop" if ended else "length"
         index = prompts[row // params.n][0]
-        found.setdefault(index, []).append(
+        completions.setdefault(index, []).append(
             CompletionOutput(row % params.n, text, list(tokens), total, shown, why, reason)
         )
-    return found
+    return completions
 
 
 def load_lora(folder: str | os.PathLike) -> LoraRequest:

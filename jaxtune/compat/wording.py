@@ -36,9 +36,9 @@ _ENTRIES = ("__init__", "config", "train", "evaluate", "predict", "train_dataset
 @functools.cache
 def _candidates() -> dict[str, list[str]]:
     """{a recipe's key: arguments of scripts that mean it, the last may be words}"""
-    own = yaml.safe_load(Path(__file__).with_name("wording.yaml").read_text(encoding="utf-8"))
+    arguments = yaml.safe_load(Path(__file__).with_name("wording.yaml").read_text(encoding="utf-8"))
     same = {ours: [argument] for argument, ours in table("trl").top.same.items()}
-    return {key.name: [] for key in config_keys()} | same | own
+    return {key.name: [] for key in config_keys()} | same | arguments
 
 
 @functools.cache
@@ -52,12 +52,12 @@ def arguments_of(kind: type[SFTConfig]) -> frozenset[str]:
 def _words(kind: type[SFTConfig]) -> dict[str, str]:
     """{a recipe's key: what a script with this config calls it}"""
     has, followed = arguments_of(kind), {field.name for field in dataclasses.fields(kind)}
-    found = {}
+    words = {}
     for key, names in _candidates().items():
         # A name that no config here has is words, or an argument of a trainer or a function.
         fits = [name for name in names if name in has or (name not in followed and name not in _anywhere())]
-        found[key] = fits[0] if fits and fits[0] else _RECIPES + key
-    return found
+        words[key] = fits[0] if fits and fits[0] else _RECIPES + key
+    return words
 
 
 @functools.cache
@@ -105,13 +105,13 @@ class ScriptWords:
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         for name in _ENTRIES:
-            own = vars(cls).get(name)
-            if isinstance(own, property) and own.fget is not None:
-                setattr(cls, name, property(_worded(own.fget), doc=own.__doc__))
-            elif isinstance(own, functools.cached_property):
-                own.func = _worded(own.func)
-            elif callable(own):
-                setattr(cls, name, _worded(own))
+            entry = vars(cls).get(name)
+            if isinstance(entry, property) and entry.fget is not None:
+                setattr(cls, name, property(_worded(entry.fget), doc=entry.__doc__))
+            elif isinstance(entry, functools.cached_property):
+                entry.func = _worded(entry.func)
+            elif callable(entry):
+                setattr(cls, name, _worded(entry))
 
 
 def _worded[**P, R](function: Callable[P, R]) -> Callable[P, R]:

@@ -26,15 +26,15 @@ def schedule_keys(table: Table, name: str, arguments: Mapping[str, Any], peak: f
         raise ValueError(f"{name!r} is not supported. Instead: {hint}")
     known = table.schedule_arguments.get(name, {})
     if unknown := [key for key in arguments if key not in known]:
-        given = {key: arguments[key] for key in unknown}
-        raise ValueError(f"{name!r} with {given!r} is not supported; it takes {', '.join(known) or 'no arguments'}")
-    given = {key: value for key, value in arguments.items() if value is not None}
+        keywords = {key: arguments[key] for key in unknown}
+        raise ValueError(f"{name!r} with {keywords!r} is not supported; it takes {', '.join(known) or 'no arguments'}")
+    keywords = {key: value for key, value in arguments.items() if value is not None}
     if name == "polynomial":
-        given = {"lr_end": _LOWEST, **given}
-    lowest = [key for key in given if known[key] == "min_ratio"]
+        keywords = {"lr_end": _LOWEST, **keywords}
+    lowest = [key for key in keywords if known[key] == "min_ratio"]
     if name == "cosine_with_min_lr" and len(lowest) != 1:
         raise ValueError(f"{name!r} needs min_lr or min_lr_rate, one of them")
-    if name == "warmup_stable_decay" and "num_decay_steps" not in given:
+    if name == "warmup_stable_decay" and "num_decay_steps" not in keywords:
         raise ValueError(f"{name!r} needs num_decay_steps")
-    keys = {known[key]: float(value) / peak if key in _RATES else value for key, value in given.items()}
+    keys = {known[key]: float(value) / peak if key in _RATES else value for key, value in keywords.items()}
     return {"name": table.schedules[name], **keys}

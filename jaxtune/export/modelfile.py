@@ -180,13 +180,13 @@ def _read(write: Callable[[Sequence[Message]], str]) -> Turns | None:
 
 def _split(text: str, marks: Sequence[str]) -> list[str] | None:
     """The texts between marks that the text has once each, in this order; else None."""
-    parts = []
+    pieces = []
     for mark in marks:
         if text.count(mark) != 1:
             return None
         before, _, text = text.partition(mark)
-        parts.append(before)
-    return [*parts, text]
+        pieces.append(before)
+    return [*pieces, text]
 
 
 def _is_same(turns: Turns, write: Callable[[Sequence[Message]], str], draw: random.Random) -> bool:

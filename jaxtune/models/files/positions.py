@@ -39,11 +39,11 @@ def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fiel
 
 def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
     """The same of a text model's config.json."""
-    config, found = config_from_hf(dict(hf)), dict(hf)
-    nested = _by_type(found.get("rope_parameters"))
+    config, stretched_config = config_from_hf(dict(hf)), dict(hf)
+    nested = _by_type(stretched_config.get("rope_parameters"))
     first = config.rotary[0]
     if scaling is None:
-        found = _pinned(found, first, config.max_position_embeddings, nested)
+        stretched_config = _pinned(stretched_config, first, config.max_position_embeddings, nested)
     else:
         check_parameters("model.rope_scaling", scaling)
         kind = scaling.get("rope_type") or scaling.get("type")
@@ -52,15 +52,17 @@ def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
             raise ValueError(f"model.rope_scaling: rope_type = {kind!r} is not supported; it can be {names}")
         if first.kind in ("proportional", "longrope"):
             raise ValueError(f"model.rope_scaling: this model's rotary base is {first.kind}, which cannot be replaced")
-        found = _scaled(found, dict(scaling) | {"rope_type": kind}, config.max_position_embeddings, nested)
-    own = config.context_length
-    if positions is not None and positions < own:
-        raise ValueError(f"model.{_POSITIONS} = {positions}: the model has {own} already; data.length cuts documents")
+        stretched_config = _scaled(
+            stretched_config, dict(scaling) | {"rope_type": kind}, config.max_position_embeddings, nested
+        )
+    most = config.context_length
+    if positions is not None and positions < most:
+        raise ValueError(f"model.{_POSITIONS} = {positions}: the model has {most} already; data.length cuts documents")
     factor = float((scaling or {}).get("factor") or 1.0)
     original = int((scaling or {}).get(ORIGINAL_POSITIONS) or config.max_position_embeddings)
-    found[_POSITIONS] = positions or max(config.max_position_embeddings, int(factor * original))
-    config_from_hf(found)  # raises for what is missing in the scaling
-    return found
+    stretched_config[_POSITIONS] = positions or max(config.max_position_embeddings, int(factor * original))
+    config_from_hf(stretched_config)  # raises for what is missing in the scaling
+    return stretched_config
 
 
 def _by_type(parameters: object) -> bool:

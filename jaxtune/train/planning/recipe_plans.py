@@ -96,18 +96,18 @@ def unplanned() -> list[str]:
 
 def on_card(card: str) -> tuple[list[RecipePlan], list[str]]:
     """(the recipes that fit one of CARDS, by size of the model, the names of the others)."""
-    fitting, others = [], []
+    fitting, too_large = [], []
     for recipe, facts in stored().items():
         plan = facts["cards"][card]
         if plan is None:
-            others.append(recipe)
+            too_large.append(recipe)
         else:
             fitting.append(RecipePlan(recipe, facts["model"], facts["trains"], facts["parameters"], **plan))
     fastest = {
         (plan.model, plan.trains): plan.recipe for plan in sorted(fitting, key=lambda plan: plan.tokens_per_second)
     }
     marked = [dataclasses.replace(plan, best=fastest[plan.model, plan.trains] == plan.recipe) for plan in fitting]
-    return sorted(marked, key=lambda plan: (-plan.parameters, plan.model, -plan.tokens_per_second)), others
+    return sorted(marked, key=lambda plan: (-plan.parameters, plan.model, -plan.tokens_per_second)), too_large
 
 
 def choice(fitting: Sequence[RecipePlan]) -> RecipePlan:
