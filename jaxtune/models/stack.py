@@ -1,16 +1,13 @@
 """Runs the layers of a decoder, forward and backward, and places their residuals by plan.
 
-A layer is a chain of segments between named residuals, as its block declares them (models/layers). A plan says for each
-residual whether it is kept in device memory, offloaded to pinned host memory and copied back one layer ahead of its
-use, recomputed by running earlier segments again, or kept rounded to e4m3. The backward is written by hand (a
-custom_vjp around the whole stack). It calls jax.vjp on a segment at its saved inputs, or the segment's own backward.
+A layer is a chain of segments between named residuals. A plan keeps each residual in device memory, keeps it in e4m3,
+offloads it to pinned host memory and copies it back one layer ahead of its use, or recomputes it by running earlier
+segments again. The backward is written by hand (a custom_vjp around the whole stack); it calls jax.vjp on a segment at
+its saved inputs, or the segment's own backward.
 
-`run_stack` is what the decoder calls. The programs of one layer are `layer_forward` and `layer_backward`, of which
-`_stack` and its rules `_stack_fwd` and `_stack_bwd` make the whole stack.
-
-The layers are unrolled in one jitted step. On an H200, 8B shape, a scan costs 7 % for copying residuals into stacked
-buffers, and slices of one stacked host buffer do not overlap with compute; separate buffers do. The layer functions are
-module-level and jitted, so layers of one kind are traced once; XLA still compiles each layer."""
+Layers are unrolled in one jitted step. A scan costs 7 % on an H200 (8B shape) for copies into stacked buffers, and
+slices of a stacked host buffer do not overlap with compute. Layers of one kind are traced once, but compiled each.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +45,12 @@ from jaxtune.pallas.quant_matmul import in_e4m3
 
 
 def _barrier(order, saved_inputs, doutputs, total):
-    """Returns (saved_inputs, doutputs, total) unchanged, but such that XLA uses none of them before all are computed.
-    So what a segment's derivative computes again takes no memory before the segment's gradient arrives.
+    """The arguments unchanged, but XLA uses none before all are computed, so that what a segment's derivative computes
+    again
+    takes no memory before its gradient arrives. The total is tied too only if order.weights_first.
 
-    Args:
-      order: the layer's BackwardOrder (segment.py). total is tied to the others only if its weights_first is True.
-      saved_inputs: {name: value} that the segment's derivative reads, but not order.shared, which need not wait.
-      doutputs: the gradients of the segment's outputs.
-      total: the sum of the weight gradients of the segments after this one; None if there are none yet.
+      saved_inputs: {name: value} that the derivative reads, without order.shared.
+      total: the sum of the weight gradients so far, or None.
     """
     if order.weights_first:
         return optimization_barrier((saved_inputs, doutputs, total))
@@ -63,48 +58,37 @@ def _barrier(order, saved_inputs, doutputs, total):
 
 
 def _differentiable(names, gradients, inside: Collection[str]) -> dict[str, jax.Array]:
-    """{name: gradient} of a segment's inputs, without those that are never used: those of integers, which are of dtype
-    float0, and of the names `inside`. names, gradients: of the inputs, in the same order. `layer_backward` adds up what
-    is left."""
+    """{name: gradient} of a segment's inputs, without float0 (of integers) and the names `inside`."""
     named = zip(names, gradients, strict=True)
     return {name: value for name, value in named if value.dtype != jax.dtypes.float0 and name not in inside}
 
 
 def _differentiated_at_once(segment: Segment, order) -> bool:
-    """Whether a segment that layer_backward runs again is differentiated when it runs, and not when its gradient
-    arrives. order: the layer's BackwardOrder."""
+    """Whether a recomputed segment is differentiated when it runs, and not when its gradient arrives."""
     at_once = order.derivatives_at_once or segment.derivative_bytes is not None
     return at_once and segment.differentiable and segment.backward is None
 
 
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
-    """The durations of the segments, by which the schedules distribute copies and collectives and `cut` sizes slices,
-    each as the number of multiplications that large products do in that time.
-
-    segments: of the block. x: [B, T, hidden], the layer's input; only its rows and length are read. backward: True: the
-    durations of their derivatives; False: of their forwards."""
+    """Each segment's duration, as the number of multiplications that large products do in that time, by which copies
+    are
+    distributed. Of x [B, T, hidden] only rows and length are read.
+    """
     rows, length = x.shape[:2]
     return [multiplications(segment, block, rows * length, length, backward) for segment in segments]
 
 
 def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment, Any], tuple]:
-    """Returns a function (segment, values) -> (the segment's Context, the values) for the segments of a layer; the
-    context has the segment's own dropout key.
+    """A function (segment, values) -> (Context with the segment's own dropout key, values).
 
-    The dropout keys are the same however the layer is tiled and whichever auxiliary values it computes; segments that
-    exist only for these get none. A mask is drawn only when the values are there; otherwise XLA draws the masks of all
-    layers at once, or keeps the forward's.
-
-    Args:
-      block: the layer.
-      spec, layout: the layer's LayerSpec and the batch's document boundaries and rotary tables, for every context.
-      key: the layer's dropout key; None: no dropout.
+    Keys do not depend on tiles or auxiliary values. A mask is drawn only when the values are there; otherwise XLA draws
+    the
+    masks of all layers at once, or keeps the forward's.
     """
     names = [segment.name for segment in block.segments()]
     keys = {} if key is None else dict(zip(names, jax.random.split(key, len(names)), strict=True))
 
     def context_of(segment: Segment, values):
-        """(the segment's Context, `values`), where the dropout key, if there is one, is tied to the values."""
         if segment.name not in keys:
             return Context(spec, layout), values
         key, values = optimization_barrier((keys[segment.name], values))
@@ -129,24 +113,19 @@ def layer_forward(
     in_fp8: tuple[str, ...] = (),
     taken=None,
 ):
-    """Runs the forward of one layer, and at the same time copies residuals of the layer before to the host and gathers
-    weights of the next layer. _stack, _stack_fwd and generation call it; the planner traces it.
+    """Runs one layer, while it copies residuals of the layer before to the host and gathers weights of the next.
+    Returns
+    (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole).
 
-    Args:
-      graph, trainable, frozen: the layer's Block, as nnx.merge takes it.
-      spec: the layer's LayerSpec.
-      wanted: names of the residuals, and of the auxiliary values, that are returned; names that the layer does not have
-        are ignored.
+      graph, trainable, frozen: the layer's Block, for nnx.merge.
+      wanted: names of residuals and auxiliary values; the layer may lack some.
       layer_input: [B, T, hidden].
-      layout, key: the batch's document boundaries and rotary tables, and the layer's dropout key or None.
-      to_host: Pieces (arrays cut into slices) of the previous layer's residuals, which are copied to the host
-        meanwhile.
+      key: the layer's dropout key, or None.
+      to_host: Pieces (arrays cut into slices) of the previous layer's residuals.
       gathers: Shards (this device's parts) of weights that the next layer needs whole.
       tile: tokens of each row that tokenwise segments process at a time; None: whole rows.
-      in_fp8: those of the wanted names whose values are returned rounded to e4m3, as FP8 (in_e4m3).
-      taken: {name: value} of what the layer takes from outside (Block.takes); None: nothing.
-    Returns:
-      (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole)
+      in_fp8: those of `wanted` that are returned rounded to e4m3.
+      taken: {name: value} that the layer takes from outside (Block.takes).
     """
     with jax.named_scope("layer"), copies_start_at_once():
         block = nnx.merge(graph, trainable, frozen)
@@ -186,16 +165,16 @@ def layer_backward(
     tile=None,
     dothers=None,
 ):
-    """Runs the backward of a layer, with the copies and collectives of its neighbours; _stack_bwd calls it.
+    """Runs the backward of a layer, with the copies and collectives of its neighbours. Returns (gradients of trainable;
+    of
+    layer_input; {value taken: gradient}; to_device copied; gathers whole; Shards of sums).
 
-    Args:
-      graph, spec, trainable, frozen, layout, key, tile: the arguments that the layer's forward had (layer_forward).
-      saved: {name: value} of residuals, arrays or FP8, and of what the layer takes; missing residuals are recomputed.
+      graph, spec, trainable, frozen, layout, key, tile: as in layer_forward.
+      saved: {name: value} of residuals, arrays or FP8, and of what the layer takes; missing ones are recomputed.
       doutput, dothers: layer_output's gradient; {name: gradient} of auxiliary values and of what later layers took.
-      to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer that is next.
-      scatters: pairs (Shard, gradient of the whole tensor) of the layer that ran before, to be summed over devices.
-    Returns:
-      (gradients of trainable; of layer_input; {value taken: gradient}; to_device copied; gathers whole; Shards of sums)
+      to_device, gathers: Pieces of residuals and Shards for the layer that is next.
+      scatters: pairs (Shard, gradient of the whole tensor) of the layer before in this order, to be summed over
+      devices.
     """
     values, pullbacks, block = dict(saved), {}, nnx.merge(graph, trainable, frozen)
     norms = NormsApart(block, doutput, tile, tuple(dothers or {}), saved)
@@ -254,13 +233,11 @@ def layer_backward(
 
 
 def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
-    """Builds the Block of a layer: nnx.merge(graph, trainable, frozen). Its argument `trainable` is last, so that
-    layer_backward can bind the others (functools.partial) and differentiate by it. frozen: the other tensors."""
+    """`trainable` is last, so that the others can be bound and the block differentiated by it."""
     return nnx.merge(graph, trainable, frozen)
 
 
 def _layer_key(keys, index):
-    """The dropout key of layer number `index`: keys[index], or None if `keys` is None (no dropout)."""
     return None if keys is None else keys[index]
 
 
@@ -275,16 +252,13 @@ _untuned = jax.jit(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
     """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of auxiliary values).
-    When it is differentiated, `_stack_fwd` and `_stack_bwd` run instead, which save residuals by plan.
+    The
+    tuples have one entry for each layer.
 
-    Args:
-      static: the layers' static descriptions under the plan, and the wanted auxiliary values.
-      x: the first layer's input [B, T, hidden].
-      layout: the batch's document boundaries and rotary tables.
-      trainables, frozens: for each layer its trained tensors, and its other tensors.
-      keys: for each layer its dropout key; None: no dropout.
-      sums: for each layer the sums to which its gradients are added (run_stack's gradient_sums); None: there are none.
-      given: for each layer {name: value} of what the decoder gives it, {} for most models.
+      x: [B, T, hidden], the first layer's input.
+      keys: dropout keys, or None.
+      sums: to which gradients are added (run_stack's gradient_sums), or None.
+      given: {name: value} of what the decoder gives the layer.
     """
     aux, shared = [], {}
     gathered = first_gathered(trainables, frozens)
@@ -301,10 +275,10 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
 
 
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
-    """The forward rule of `_stack` (whose arguments these are): (its results, (trainables, frozens, and for each layer
-    its gathered weights ([] unless they stay whole), kept residuals, residuals on the host and values taken, then
-    layout, keys and sums), which `_stack_bwd` reads). It keeps the layers' residuals by plan (some in FP8), and copies
-    the offloaded ones of a layer to the host while the next layer runs; the last layer's stay on the device."""
+    """Keeps residuals by plan, and copies a layer's offloaded ones to the host while the next layer runs; the last
+    layer's
+    stay on the device.
+    """
     kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
@@ -332,14 +306,9 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums,
 
 
 def _stack_bwd(static: StackProgram, residuals, gradient):
-    """The backward rule of `_stack`: runs the layers' backwards from the last to the first, each with the copies and
-    collectives of its neighbours at the same time. Returns a gradient or None for each argument after `static`. If
-    `_stack` was given `sums`, the gradient of these is the sums plus the gradients of trainables, which get None.
-
-    Args:
-      static: the first argument of `_stack`.
-      residuals: the second result of `_stack_fwd`.
-      gradient: a pair, the gradients of both results of `_stack`.
+    """Runs the layers' backwards from the last to the first, each with the copies and collectives of its neighbours.
+    With
+    `sums`, their cotangent is sums plus gradients, and trainables get None.
     """
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
     trainables, frozens, whole_weights, kept, hosted, takens, layout, keys, sums = residuals
@@ -427,29 +396,23 @@ def run_stack(
     aux: tuple[str, ...] = (),
     given: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Runs all layers of a decoder on x [B, T, hidden], with residuals placed by `plan` when it is differentiated.
-    Decoder.run calls it.
+    """Runs all layers of a decoder on x [B, T, hidden], with residuals placed by `plan`: (the last layer's output,
+    {name: sum
+    over the layers} of auxiliary values). Differentiable by x, `given` and `nnx.Param`s, not by `Frozen` tensors.
 
-    It is differentiable with respect to x, `given` and the layers' `nnx.Param`s, but not to `Frozen` tensors.
-
-    Args:
       layers, specs: the Blocks, and the LayerSpec of each.
-      x: the first layer's input, the tokens' embeddings.
-      layout: the batch's document boundaries, and the rotary tables to which the specs refer.
-      plan: the placement of the residuals; None: everything is kept.
-      dropout_key: draws the adapters' dropout masks; None means no dropout.
+      plan: None: everything is kept.
+      dropout_key: draws the adapters' dropout masks; None: no dropout.
       gradient_sums: {layer's index: state like that of its `nnx.Param`s}, sums to which gradients are added layer by
-        layer, so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s
-        get none. A layer without them may be left out. None: the `nnx.Param`s get gradients as usual.
-      aux: names of auxiliary values that are wanted of the layers that have them, such as router_sums.
-      given: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes); None: nothing.
-    Returns:
-      (the last layer's output [B, T, hidden], {name: sum over the layers} of auxiliary values)
-    Raises:
-      ValueError: a plan with another number of layers, a residual that no layer has, or a placement that one cannot
-        have; tiles that do not divide the rows, or with dropout; a name in `aux` that no layer has; a layer that takes
-        what nothing gives.
-      TypeError: a gradient by a `Frozen` tensor.
+      layer,
+        so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s get
+        none.
+      aux: names of auxiliary values, such as router_sums, of the layers that have them.
+      given: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes).
+
+    Raises ValueError for a plan that does not fit, tiles that do not divide the rows or go with dropout, a name in
+    `aux`
+    that no layer has, or a layer that takes what nothing gives; TypeError for a gradient by a `Frozen` tensor.
     """
     plan = plan or ResidualPlan.uniform(KEEP, len(layers))
     if len(plan.layers) != len(layers):
