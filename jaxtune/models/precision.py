@@ -46,7 +46,7 @@ class Component:
 
 
 def check_words(key: str, words: Mapping[str, str]) -> None:
-    """Raises ValueError, which calls the precision map `words` `key`, unless every value is a dtype's or format's word."""
+    """Raises ValueError, with `key` for the map's name, unless every value is the word of a dtype or format."""
     for pattern, word in words.items():
         if word not in DTYPES and word not in LOADED:
             known = ", ".join((*DTYPES, *LOADED))

@@ -57,7 +57,7 @@ class LayerPlan(Mapping[str, Placement]):
         return f"LayerPlan({', '.join([*words, *(f'{name}={value!r}' for name, value in self._named.items())])})"
 
     def of(self, residual: Residual) -> Placement:
-        """The placement of a residual. Raises ValueError if the plan names it as recompute or fp8, which it cannot be."""
+        """The placement of a residual. Raises ValueError if the plan names it for one that it cannot have."""
         placement = self._named.get(residual.name, self.rest)
         cannot = None
         if placement == "recompute" and not residual.recomputable:

@@ -18,7 +18,7 @@ from jaxtune.pallas.normed_heads import normed_heads, rotated
 
 
 class RotaryFrequencies(NamedTuple):
-    """The angles, in radians, by which a rotary base turns each pair of a head's numbers from one position to the next."""
+    """The angles, in radians, by which each pair of a head's numbers turns from one position to the next."""
 
     # float32[rotary_dim / 2], the angle of each pair (transformers' inv_freq); for the kind "proportional" float32[head
     # dim / 2], with 0 for pairs that are not rotated

@@ -90,7 +90,7 @@ def between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
-    """`stored` is `numbers` encoded in a format with Stored.largest, the largest magnitude under each number's scale."""
+    """`stored` is `numbers` in a format that has Stored.largest, the bound under each number's scale."""
     largest = stored.largest()
     return between(numbers.astype(jnp.float32), -largest, largest)
 
@@ -118,7 +118,7 @@ def within_fp8_by_token(x: jax.Array) -> jax.Array:
 
 
 def within_mxfp4_activations(x: jax.Array) -> jax.Array:
-    """Scales are powers of two, and a block's largest numbers may be between 6 and 7 times the scale, which is outside."""
+    """Scales are powers of two: a block's largest numbers may be between 6 and 7 scales, which is outside."""
     return within_stored(formats.MXFP4.encode_activations(x), x)
 
 
