@@ -1,15 +1,8 @@
-"""Merges an adapter into its base, one matrix at a time, and verifies that the result computes the same.
-`merge_adapter` makes the merged model in memory, `merged_weights` computes its tensors one by one for an export, and
-`merge_bytes` forecasts the memory that such an export takes, for the table of a run's phases.
-
-A merge is verified before any of it is used:
+"""Merges an adapter into its base, one matrix at a time, and verifies that the result computes the same:
 - Every merged matrix is finite, and its product with random rows equals its adapter's within a bound that every correct
-  merge satisfies (_merge_and_check). Every embedding or head that was trained beside the adapter is finite.
-- Every other tensor is the model's own, decoded if it is quantised, and rounded to the grid if the model is prepared
-  for QAT.
-- The logits of a small random batch agree (check_logits). They are computed with the merged model's structure, and
-  each matrix is merged when it is used, so that the code between the matrices is covered without a second model in
-  memory.
+  merge satisfies. Every embedding or head that was trained whole is finite.
+- Every other tensor is the model's own, decoded if quantised, and rounded to the grid of QAT.
+- The logits of a small random batch agree (check_logits).
 """
 
 from __future__ import annotations
@@ -52,24 +45,18 @@ _ROUNDED_COPIES = 11  # where it also rounds to QAT's grid; the formats with sca
 
 
 def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dtype, fake_quant: FakeQuant | None):
-    """Merges an adapter into a weight, and compares products with both. _merged_matrix calls it for a linear, compiled
-    (_merge_and_check), and _merge_experts for each expert.
+    """Merges an adapter into a weight, and compares its product with `probe` with the adapter's own forward, in fp32:
+    (the
+    merged weight [out, in] in dtype; bool[], whether it is finite; float32[], the largest error / the error allowed).
 
-    The product of `probe` with the merged weight is compared with the adapter's own forward, in fp32. Rounding each
-    weight to the storage dtype changes output o by at most u sum_i |w_oi x_i|, with its unit roundoff u. The fp32 sums
-    of n terms in either computation change it by at most n u32 times the sum of the terms' magnitudes. The bound
-    therefore holds for every correct merge.
+    Rounding each weight to the storage dtype changes output o by at most u sum_i |w_oi x_i|, with its unit roundoff u.
+    fp32
+    sums of n terms change it by at most n u32 times the sum of their magnitudes. So the bound holds for every correct
+    merge.
 
-    Args:
       weight: [out, in], decoded.
-      lora: its adapter: A [r, in], B [out, r], the scale, and DoRA's factors of the rows [out] (None: it has no DoRA).
       probe: float32[rows, in], random.
-      dtype: of the merged weight.
-      fake_quant: the grid of QAT to which the merged weight is then rounded, which is no error and not part of the
-        comparison; None: it is only rounded to `dtype`.
-    Returns:
-      (the merged weight [out, in] in dtype; bool[], whether it is finite, with fake_quant before that rounding;
-        float32[], the largest error divided by the error allowed, at most 1 if the merge is right)
+      fake_quant: the grid to which the merged weight is then rounded, which is not part of the comparison.
     """
     wide = merged_weight(weight, lora)
     if fake_quant is None:
@@ -81,7 +68,6 @@ def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, 
     got = quant_matmul(probe, [wide])[0]
 
     def size(w):  # [.., in] x [out, in] of magnitudes
-        """The products of the magnitudes of probe [rows, in] and w [out, in], float32[rows, out]."""
         return jnp.einsum("bi,oi->bo", jnp.abs(probe), jnp.abs(w), precision=jax.lax.Precision.HIGHEST)
 
     inner = jnp.einsum("bi,ri->br", jnp.abs(probe), jnp.abs(lora.a), precision=jax.lax.Precision.HIGHEST)
@@ -105,17 +91,13 @@ _merge_and_check = jax.jit(_merged_and_checked, static_argnums=(3, 4), compiler_
 def _merge_experts(
     weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool, fake_quant: FakeQuant | None
 ):
-    """Merges the adapters of an experts' matrix into the weight of each expert, and compares each expert's product of
-    random rows with its adapter's, within the error that rounding explains (_merge_and_check): (merged weights, whether
-    all are finite, the largest error of any expert divided by the error allowed, at most 1 if the merge is right).
+    """_merged_and_checked for all experts, one at a time: (merged weights, whether all are finite, the largest error
+    ratio).
 
-    weight: [E, out, in], or [E, in, out] if `transposed`, decoded; the merged weights have its shape and dtype. lora:
-    the adapters. probe: float32[rows, in], random. fake_quant: the grid to which merged weights are rounded, or None.
+      weight: [E, out, in], or [E, in, out] if `transposed`, decoded; the merged weights have its shape and dtype.
     """
 
     def one(expert):
-        """_merged_and_checked for one expert: (merged weight in the layout of the stored one, finite, error). expert:
-        (weight, a, b)."""
         weight, a, b = expert
         weight = weight.T if transposed else weight
         lora_of = LoraWeights(a, b, None, lora.scale)
@@ -128,19 +110,13 @@ def _merge_experts(
 
 @dispatch.unsaid()  # it runs once, in float32, which training kernels do not support: no report of that is needed
 def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: str, base_dtype: Any) -> jax.Array:
-    """Merges the adapter of one matrix into its weight, rounds the result to the grid of QAT, if there is one, and
-    verifies it. Returns the merged weight, in the shape of the stored one: [out, in], or of all experts [E, out, in] or
-    [E, in, out]. The functions in `Weights.made` call it for the matrices that have adapters (merged_weights).
+    """The merged and verified weight of one matrix, in the stored shape.
 
-    Args:
-      name: the matrix's name, for errors.
-      linear: the matrix, which has an adapter.
-      index: the seed of the random rows with which the products are compared; each matrix has another one.
-      dtype: the dtype to which a quantised weight is decoded, and then that of the result; a weight that is not
-        quantised keeps its own.
-      base_dtype: the dtype that the error message names, Decoder.weight_dtype. Nothing is computed with it.
-    Raises:
-      ArithmeticError: the merged weight is not finite, or its products differ from the adapter's by more than rounding.
+      index: the seed of the random rows.
+      dtype: to which a quantised weight is decoded; others keep their own.
+      base_dtype: only for the error.
+
+    Raises ArithmeticError if it is not finite, or its products differ by more than rounding.
     """
     program, arguments = _merge_of(linear, index, dtype)
     stored, finite, error = program(*arguments)
@@ -156,8 +132,7 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
 
 
 def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[jax.stages.Wrapped, tuple]:
-    """(the program that merges a matrix, its arguments), for _merged_matrix, whose arguments these are: _merge_experts
-    or _merge_and_check. The matrix is decoded here."""
+    """(the program that merges a matrix, its arguments). The matrix is decoded here."""
     weight = dense(linear.stored_weight, dtype)
     probe = np.random.default_rng(index).standard_normal((_PROBES, linear.sizes[-1]), np.float32)
     assert linear.lora is not None
@@ -168,10 +143,12 @@ def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[ja
 
 @contextlib.contextmanager
 def _compiling_merges(model: Decoder) -> Iterator[None]:
-    """Compiles, in threads, the programs that merge the matrices of a model, one for each shape, while the block runs;
-    merged_weights verifies the logits meanwhile. One matrix at a time is decoded for it. An error is left to the merge
-    itself, which then has it too. Of a model on several devices nothing is compiled here: they must get their programs
-    in one order."""
+    """Compiles, in threads, the programs that merge a model's matrices while the block runs, one decoded matrix at a
+    time. An
+    error is left to the merge, which has it too. Nothing is compiled for several devices, which must get their programs
+    in
+    one order.
+    """
     one_at_a_time, found = threading.Lock(), {}
     for index, (_, linear) in enumerate(matrices(model)):
         if linear.lora is not None:
@@ -192,12 +169,7 @@ def _compiling_merges(model: Decoder) -> Iterator[None]:
 
 
 def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
-    """The weight of an embedding or head that was trained whole beside the adapter (`weight`, float32), cast to
-    `dtype`, the dtype of the base's own weight, which it replaces in the merged model. name: for errors.
-
-    Raises:
-      ArithmeticError: it is not finite in that dtype.
-    """
+    """The float32 weight in the dtype of the base's own. Raises ArithmeticError if it is not finite in that."""
     stored = weight.astype(dtype)
     if not jax.device_get(jnp.isfinite(stored).all()):
         raise ArithmeticError(f"merge_adapter: {name} is not finite in {dtype} after merging; nothing was merged")
@@ -205,32 +177,28 @@ def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
-    """The weight of a matrix without an adapter (`linear`), as the merged model has it: decoded to `dtype` if it is
-    quantised, and rounded to its grid in a model that is prepared for QAT. It has the shape of the stored weight.
-    merged_weights calls it for matrices that are quantised or rounded."""
+    """The merged model's weight of a matrix without an adapter: decoded, and rounded to its grid of QAT."""
     weight = dense(linear.stored_weight, dtype)
     transposed = isinstance(linear, ExpertLinear) and linear.transposed
     return weight if linear.fake_quant is None else round_to_grid(weight, linear.fake_quant, transposed)
 
 
 def merged_weights(model: Decoder) -> Weights:
-    """Returns the weights of the model with its adapter merged in, for merge_adapter, which sets them in memory, and
-    for exports, which write them one by one. `Weights.made` is {Hugging Face name of a changed tensor: the function
-    that computes it when it is called}. Quantised weights are decoded, weights are rounded to the grid of QAT, if there
-    is one, and a trained embedding or head replaces the base's. `Weights.model` is a new model without adapters, whose
-    variables are all nnx.Param, except those that no training changes (NeverTrained), and which shares unchanged arrays
-    with `model`; changed variables have only a shape and dtype, until a caller sets them.
+    """The weights of the model with its adapter merged in, computed one by one: Weights.made has the function for each
+    changed
+    tensor. Weights.model is a new model without adapters whose variables are nnx.Param (but NeverTrained); changed ones
+    have
+    only shape and dtype.
 
-    The logits are verified here, each matrix when it is computed, so that whoever writes the tensors writes a verified
-    merge or gets an error. The device has, beside the model, one merged matrix and what its computation and
-    verification take; while the logits are verified, also an embedding and a head that were trained whole. If the
-    device has room for several times as much, the logits are verified in a thread, which takes seconds, while the
-    first tensors are written; the function that computes the last one then waits for it.
+    Logits are verified here, each matrix when it is computed. If the device has room for several times as much, a
+    thread
+    verifies the logits, which takes seconds, while first tensors are written, and the last tensor's function waits for
+    it.
+    The device has, beside the model, one merged matrix and what its verification takes.
 
-    Raises:
-      ValueError: the model has no adapter.
-      ArithmeticError: a verification failed: that of the logits, here or by the last tensor; or, when a tensor is
-        computed, its own. Also if a changed tensor has no name in files.
+    Raises ValueError without an adapter; ArithmeticError for a failed verification, here or when a tensor is computed,
+    or a
+    changed tensor without a name in files.
     """
     weights, check = _merge(model)
     if not _has_room(model):
@@ -245,8 +213,7 @@ def merged_weights(model: Decoder) -> Weights:
 
 
 def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
-    """(the weights of the merged model, whose logits are not verified yet; the function that verifies these, with True
-    if the device has memory to spare), for merged_weights and merge_adapter, and with their errors."""
+    """(the merged weights, not verified yet; the function that verifies their logits)."""
     if not has_adapter(model):
         raise ValueError("merge_adapter: this model has no adapter")
     merged = copy_structure(model)
@@ -295,8 +262,10 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
     weights = Weights(merged, made)
 
     def check(at_once: bool, making: threading.Event | None = None) -> None:
-        """Verifies the logits, while the programs that merge the matrices are compiled. making: is set when the first
-        tensor is made, which this waits for, but not long, as a writer may fail before; None: it does not wait."""
+        """Verifies the logits, while the merges' programs are compiled. making: is set when the first tensor is made,
+        for which
+        this waits, but not long, as a writer may fail before.
+        """
         with dispatch.unsaid(), _compiling_merges(model):
             if making is not None:
                 making.wait(_HEAD_START_SECONDS)
@@ -306,8 +275,7 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
 
 
 def _has_room(model: Decoder) -> bool:
-    """Whether the model is on one device, of which as much memory is free that the logits of a merge can be verified
-    while tensors are written: for that each takes about as much as merge_bytes says."""
+    """Whether the model is on one device with enough free memory to verify logits while tensors are written."""
     leaf = next(leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array))
     device = next(iter(leaf.devices()))  # the set is the sharding's own, so nothing is taken out of it
     memory = device.memory_stats()
@@ -317,7 +285,6 @@ def _has_room(model: Decoder) -> bool:
 
 
 def _is_divided(model: Decoder) -> bool:
-    """Whether arrays of a model are on several devices."""
     leaves = jax.tree.leaves(nnx.state(model))
     return any(len(leaf.sharding.device_set) > 1 for leaf in leaves if isinstance(leaf, jax.Array))
 
@@ -325,9 +292,10 @@ def _is_divided(model: Decoder) -> bool:
 def _made(
     name: str, make: Callable[[], jax.Array], left: set[str], checked: Future[None], making: threading.Event
 ) -> jax.Array:
-    """Computes a changed tensor by `make`, for merged_weights, while the logits are verified in a thread. The last one
-    waits for that, and each raises its error, if there is one by then. left: the names of those that were not computed
-    yet. checked: the verification. making: is set here, by which that begins."""
+    """Computes a changed tensor. The last of those `left` waits for `checked`, the verification, and each raises its
+    error.
+    `making` lets that begin.
+    """
     making.set()
     tensor = make()
     left.discard(name)
@@ -337,25 +305,17 @@ def _made(
 
 
 def merge_adapter(model: Decoder) -> Decoder:
-    """The model with its adapter merged into the weights: w + scale b a, rescaled for DoRA, computed in fp32.
+    """The model with its adapter merged into the weights: w + scale b a, rescaled for DoRA, computed in fp32. A new
+    model that
+    shares unchanged arrays and is a base again, without adapters, all `nnx.Param` (but NeverTrained).
 
-    Merged weights have the dtype in which the base is stored; modules_to_save replace the base's modules, each in the
-    dtype of the weight that it replaces. The result is a base again: it has no adapters, every tensor is an
-    `nnx.Param`, except those that no training changes (NeverTrained), and tied heads are tied. It needs memory on the
-    device for all changed tensors, decoded; `export_model` and the end of a run write a merged folder without that.
+    Merged weights have the stored dtype of the base; all quantised weights are decoded to the compute dtype;
+    modules_to_save
+    replace the base's. With QAT merged weights are rounded to its grid (convert_qat). The device needs room for all
+    changed
+    tensors; `export_model` does not.
 
-    If the base is quantised, all its quantised weights are decoded to the compute dtype, and the adapter is merged into
-    these, over which it was trained. In a model that is prepared for QAT the merged weights are rounded to its grid, as
-    in its forward; see convert_qat.
-
-    Before it returns, the function verifies that every merged weight is finite and multiplies as its adapter does (see
-    _merge_and_check), and that the logits of a small random batch agree (see check_logits).
-
-    Returns:
-      a new model that shares unchanged arrays with `model`.
-    Raises:
-      ValueError: the model has no adapter.
-      ArithmeticError: a verification failed; nothing is returned.
+    Raises ValueError without an adapter, ArithmeticError for a failed verification.
     """
     weights, check = _merge(model)
     check(False)  # and not in a thread, because what follows takes memory for a second model
@@ -366,14 +326,11 @@ def merge_adapter(model: Decoder) -> Decoder:
 
 
 def merge_bytes(model: Decoder) -> tuple[int, int]:
-    """(bytes on the device, bytes in host memory) that writing the merged model (merged_weights) needs in addition to
-    the model; merge_adapter needs more. The table of a run's phases (phases_of) has them for the export at its end, and
-    warns if that will not fit; no plan leaves room for it.
-
-    Each tensor is written before the next is computed, so that each number is that of the tensor which needs most. The
-    device also has the embedding and head that are trained whole, both at once while the logits are checked. For a
-    model without an adapter, the bytes on the device are those of decoding its quantised weights, or 0; those in host
-    memory are the largest tensor's all the same. Abstract arrays will do.
+    """(bytes on the device, bytes in host memory) that writing the merged model (merged_weights) needs beyond the
+    model: those
+    of the tensor which needs most, plus the embedding and head that are trained whole. Arrays may be abstract. Without
+    an
+    adapter, quantised weights are decoded all the same.
     """
     device = host = 0
     for _, matrix in matrices(model):

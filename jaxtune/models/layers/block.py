@@ -228,7 +228,7 @@ class Block(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """Bytes in memory at the end of the layer's forward beyond the residuals: the largest need of a feed-forward."""
+        """Bytes in memory at the end of the layer's forward beyond the residuals: a feed-forward's largest need."""
         found = [
             module.forward_bytes(self.sizes_of(part, sizes))
             for part, module in self.parts.items()

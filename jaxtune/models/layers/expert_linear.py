@@ -196,7 +196,7 @@ class ExpertLinear(nnx.Module):
         return _merged_and_rounded(self.fake_quant, self.transposed, weight, lora, x)
 
     def only_adapted(self, dtype) -> bool:
-        """Whether the product with rows in `dtype` is only that with frozen weights and adapters, and perhaps biases."""
+        """Whether the product with rows in `dtype` is that with frozen weights and adapters, and perhaps biases."""
         plain = self.lora is not None and self.fake_quant is None and not self.trains
         return plain and (self.compute is None or self.compute == dtype)
 

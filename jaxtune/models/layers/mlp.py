@@ -104,9 +104,9 @@ class MLP(nnx.Module):
         )
 
     def _joins(self) -> bool:
-        """Whether the backward differentiates `expand` and `contract` at once, by gated_mlp: all three matrices are
-        stored in FP8
-        and have adapters and nothing else, and the weights of gate and up join.
+        """Whether the backward differentiates `expand` and `contract` at once, by gated_mlp: all three matrices
+        multiply in FP8 and
+        have adapters and nothing else, and the weights of gate and up join.
         """
         if self.config.fused_gate_up:
             return False

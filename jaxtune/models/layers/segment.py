@@ -302,7 +302,7 @@ class GivingMixer(Mixer, Protocol):
 
 
 class FeedForward(LayerPart, Protocol):
-    """A part that treats each token alone, such as an MLP. Added like a mixer; the module must not have `state_reads`."""
+    """A part that treats each token alone, such as an MLP. Added like a mixer, but without `state_reads`."""
 
     order: BackwardOrder  # what it wants of the layer's backward; Block.order combines those of all feed-forwards
 
@@ -326,7 +326,7 @@ def matrix_of(module: nnx.Module, name: str) -> Any:
 
 
 def weights_per_token(segment: Segment, matrix: Any) -> int:
-    """How many numbers of a segment's matrix one token is multiplied by; of experts, those that the token is routed to."""
+    """How many numbers of a matrix one token is multiplied by; of experts, those that it is routed to."""
     if not matrix.num_experts:
         return math.prod(matrix.sizes)
     return math.prod(matrix.sizes[1:]) * segment.experts_per_token
