@@ -162,9 +162,9 @@ def _words(model: Decoder) -> dict[str, str]:
 
 
 def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
-    """The precision map that `model` follows, {whole module name: word}, without the modules that common_format(model)
-    and the
-    model's dtype already describe.
+    """The precision map that `model` follows, {whole module name: word}, without what common_format(model) and the
+    model's
+    dtype already say.
 
       plain: False leaves out linears and experts in the model's dtype beside quantised ones, for models whose files
       store

@@ -26,7 +26,7 @@ from jaxtune.pallas.meshes import on_any_mesh
 
 
 class Embedding(nnx.Module):
-    """The token embedding's weight [vocab, hidden], which a tied head reads too. It computes nothing.
+    """The token embedding's weight [vocab, hidden], which a tied head reads too.
 
     Attributes:
       original: the weight before training if it trains beside adapters (modules_to_save); else None.
@@ -103,16 +103,16 @@ class Decoder(nnx.Module):
 
     Weights start as `nnx.Param` (trained), except a layer's `layer_scalar`. They are cast to the compute dtype on use,
     so
-    fp32 master weights of a bf16 compute need nothing else. On a mesh of several devices, place tokens and weights on
-    the
-    mesh, or set it (jax.set_mesh).
+    fp32 master weights of a bf16 compute need nothing else. On several devices, place tokens and weights on the mesh,
+    or set
+    it (jax.set_mesh).
 
       key: draws the initial weights: normal with config.initializer_range, norms one, biases zero.
       dtype: of weights and compute: bfloat16, float16 or float32.
 
     Attributes:
-      head: the Linear that gives logits or scores; None if the embedding is the head (tied).
-      per_layer: computes the per-layer embeddings (Gemma 4); None for other models.
+      head: gives logits or scores; None if the embedding is the head (tied).
+      per_layer: computes the per-layer embeddings (Gemma 4), or None.
     """
 
     # A frozen model that this one is trained to imitate (train/objectives/teachers.py); it is no part of this model's
@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
     def embed(self, tokens: jax.Array, rows: jax.Array | None = None) -> jax.Array:
         """tokens int32[B, T] -> embeddings [B, T, hidden] in the compute dtype, times config.embedding_scale.
 
-        rows: [B, T, hidden], the tokens' rows, for an embedding on the host; ValueError if they are missing then.
+        rows: [B, T, hidden], the tokens' rows; ValueError if they are missing for an embedding on the host.
         """
         with jax.named_scope("embed"):
             # Ids outside the vocabulary are refused where data is prepared; XLA would clamp them without an error.
@@ -214,8 +214,8 @@ class Decoder(nnx.Module):
         """The per-layer embeddings (Gemma 4), {name: [B, T, size]} for each layer; None for models without.
 
         x: [B, T, hidden], the first layer's input, from which they are computed too.
-        per_layer_rows: [B, T, layers * size], the tokens' rows of a table on the host; ValueError if they are missing
-        then.
+        per_layer_rows: [B, T, layers * size], the tokens' rows; ValueError if they are missing for a table on the
+        host.
         """
         if self.per_layer is None:
             return None
@@ -268,9 +268,8 @@ class Decoder(nnx.Module):
         compute dtype; {name: sum over the layers} of the values that `aux` names).
 
           segment_ids, positions, max_documents: as for `layout`.
-          plan: where each layer's residuals are; None: all are kept.
+          plan, gradient_sums: as for run_stack.
           dropout_key: draws the adapters' dropout masks; None: no dropout.
-          gradient_sums: {layer's index: nnx.State}, to which the backward adds the layers' gradients (run_stack).
           aux: names of values that layers compute beside their outputs, such as "router_sums".
           noise: (key, alpha) of NEFTune's noise on the embeddings; None: no noise.
           table_rows: {name in `tables`: the tokens' rows [B, T, size]} of tables on the host.

@@ -1,11 +1,9 @@
 """Fake quantisation for quantisation-aware training (QAT): rounds weights, and in some formats activations, to values
 that
-a low-bit format can represent.
-
-The gradient passes unchanged to what was rounded (straight-through, arXiv 1308.3432, 1712.05877), or only to numbers
-within the grid's range (clipped, arXiv 1805.06085). With an adapter the merged weight is rounded, as in a deployed
-model. `ROUNDINGS` declares the formats; `FakeQuant` is the grid of one run or model. The rounding functions themselves
-have no straight-through gradient.
+a low-bit format can represent. The gradient passes unchanged to what was rounded (straight-through, arXiv 1308.3432,
+1712.05877), or only to numbers within the grid's range (clipped, arXiv 1805.06085). With an adapter the merged weight
+is
+rounded, as in a deployed model. The functions that round have no straight-through gradient.
 """
 
 from __future__ import annotations
@@ -110,12 +108,8 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 
 
 def q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Rounds a weight [..., out, in] to GGUF's Q8_0: a float16 scale times whole numbers from -127 to 127.
-
-    In float32 it equals the gguf package's quantize and dequantize. In 16 bits scales are powers of two, so that every
-    product is exact in `dtype` and a file has the same numbers.
-
-      group_size: 32, the block; must divide `in`.
+    """As `q4_0` for GGUF's Q8_0: a float16 scale times whole numbers from -127 to 127; in 16 bits scales are powers of
+    two.
     """
     scales, codes = q8_0_codes(_blocks(weight, group_size), dtype)
     return (as_float16(scales) * codes).astype(dtype).reshape(weight.shape)
@@ -263,8 +257,7 @@ class FakeQuant:
 
     @classmethod
     def of_record(cls, where: str, record: Any) -> FakeQuant:
-        """The grid of a record in a file (`record`); `inputs` and `gradients`, which are not recorded, have their
-        defaults.
+        """The grid of a record in a file (`record`); `inputs` and `gradients` are not recorded.
 
           where: the file and key, for errors.
 
@@ -374,7 +367,6 @@ def _rounded_inputs(spec: FakeQuant, x: jax.Array, scale: jax.Array | None) -> j
 
 
 def _rounded_inputs_fwd(spec: FakeQuant, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """The residual is where x is in the range; None if gradients are not clipped."""
     within = ROUNDINGS[spec.format].inputs_within if spec.clips else None
     if within is None:
         return _rounded_inputs(spec, x, scale), None

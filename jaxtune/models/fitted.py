@@ -1,7 +1,7 @@
-"""Numbers fitted to measurements: by them the planner forecasts the time and memory of steps, and the stack distributes
-transfers over a layer. Each table has an operation's numbers by device and implementation, with their source; a device
-or implementation without numbers gets those of another. Times of products and attention are relative to large matrix
-products on the same device, others to copies within it. Bytes are multiples of the bytes that a comment names.
+"""Numbers fitted to measurements, from which the time and memory of steps are forecast. Each table has an operation's
+numbers by device and implementation, with their source; a device or implementation without numbers gets those of
+another. Times of products and attention are relative to large matrix products on the same device, others to copies
+within it. Bytes are multiples of the bytes that a comment names.
 
     ATTENTION_TIME.of("cudnn", "NVIDIA H200").backward
 """
@@ -39,9 +39,9 @@ ATTENTION_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionStage:
-    """Duration of attention over whole rows, in proportion to which the stack distributes copies over a layer's
-    segments.
-    Multiplications are counted as for AttentionTime.
+    """Duration of attention over whole rows, by which the stack distributes copies over a layer's segments.
+    Multiplications are
+    counted as for AttentionTime.
     """
 
     slower: float  # its forward's duration for long rows over that of products with as many multiplications
@@ -224,7 +224,7 @@ STEP_TIME = Fitted(
 class DeviceShares:
     """Shares of a rate that a device sustains, from 0 to 1. The first four multiply the rates of data sheets. Where
     rates were
-    measured, products get `sustained` instead, copies no factor, and collectives still `peers` times the data sheet.
+    measured, products get `sustained` instead, copies no factor; collectives always get `peers` times the data sheet.
     """
 
     products: float  # of matrix products
@@ -321,13 +321,12 @@ MLP_BYTES = Fitted(
 @dataclasses.dataclass(frozen=True)
 class ExpertsBytes:
     """Memory of a mixture of experts beyond the residuals, in multiples of the bytes of the array that a field's
-    comment
-    names. Sorted rows have a token's hidden state once for each of its experts; gate_up is the output of the gate and
-    up
-    products. The backward peaks when the activation's gradients are computed, over the memory of gate_up, or when those
-    of
-    the sorted rows are; without a kernel for the former either needs one more array of gate_up's size. "mosaic" is for
-    products that gather rows themselves; the planner then does not read `rows_beside`, `rows_again` and `decoded`.
+    comment names.
+    Sorted rows have a token's hidden state once for each of its experts; gate_up is the output of the gate and up
+    products.
+    The backward peaks when the activation's gradients are computed, or those of the sorted rows. "mosaic" is for
+    products
+    that gather rows themselves, without `rows_beside`, `rows_again` and `decoded`.
     """
 
     forward: float  # of the layer's input: temporary values at the end of the layer's forward

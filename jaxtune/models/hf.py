@@ -1,6 +1,5 @@
 """Loads models from Hugging Face folders and saves them, a few tensors at a time, so that host memory never has a model
-twice. Exports save in steps: checkpoint_tensors plans, hf_config_of makes config.json, write_checkpoint and
-write_companions write.
+twice.
 """
 
 from __future__ import annotations
@@ -66,24 +65,18 @@ _DTYPE = "bfloat16"  # the default
 
 
 class Pretrained:
-    """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read.
+    """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read. The
+    arguments
+    and errors are those of from_pretrained, except:
 
-      path: a folder with config.json and safetensors, or a hub name.
-      dtype: of weights and compute: "bfloat16", "float16" or "float32".
-      load_in: the format, such as "nf4", to which linears and experts of the layers are quantised on loading; "mxfp4"
-      keeps
-        gpt-oss's experts as stored. None: only `precision` quantises. Beside weights that stay quantised (`packed`)
-        nothing
-        else is, and another format is refused.
-      max_length: tokens of the longest row, which the model's positions must allow; None: not checked.
-      precision: a precision map (models/precision.py); it cannot name weights that are `packed`.
+      load_in: None: only `precision` quantises. Beside weights that stay quantised (`packed`) nothing else is
+      quantised.
+      precision: a precision map, which cannot name weights that are `packed`.
       positions: {"rope_scaling", "max_position_embeddings"} in place of the files' (files/positions.py).
 
     Attributes:
       packed: whether the checkpoint has quantised weights that stay so in the model.
       stored_in: the format of these; None if `packed` is False.
-
-    Raises ValueError as from_pretrained does, except where only `load` can tell.
     """
 
     def __init__(
@@ -183,14 +176,14 @@ class Pretrained:
         """Reads the weights. They are all trainable, or all frozen if any is quantised.
 
           cancelled: once another thread sets it, the load ends early with a CancelledError.
-          mesh: the devices over which the model is divided (partition.shardings); neither host nor device ever has a
-          divided
-            tensor whole, unless it is quantised. None: the default device has the model.
-          stay: Hugging Face names of tensors that stay in host memory, as numpy arrays; those stored quantised do not.
+          mesh: the devices over which the model is divided; a divided tensor is never whole anywhere, unless it is
+          quantised.
+            None: the default device has the model.
+          stay: Hugging Face names of tensors that stay in host memory, as numpy arrays, unless they are stored
+          quantised.
 
-        Raises ValueError for numbers that are not finite and, without a mesh, for weights larger than the first
-        device's free
-        memory.
+        Raises ValueError for numbers that are not finite and, without a mesh, for too little memory on the first
+        device.
         """
         stay = [name for name in stay if not isinstance(self._entries.get(name), StoredEntry)]
         if mesh is None:
@@ -226,30 +219,31 @@ def from_pretrained(
 ) -> tuple[Decoder, Any]:
     """Loads a causal language model in Hugging Face's format, a model that scores texts, or an adapter with the base
     that it
-    names: (model, tokenizer), with None for the tokenizer where there are no files of one.
+    names, to the default device: (model, tokenizer or None).
 
-    The model is on the default device. With an adapter only that is trainable; else all weights are, or none if any is
-    quantised. Only the text part of a model with a vision tower is loaded; save_pretrained copies the towers and
-    multi-token prediction layers of Qwen3-Next, Qwen3.5 and Gemma 4 from their files, and drops those of other models.
+    With an adapter only that is trainable; else all weights are, or none if any is quantised. Of a model with a vision
+    tower
+    only the text part is loaded; save_pretrained copies the towers and multi-token prediction layers of Qwen3-Next,
+    Qwen3.5
+    and Gemma 4 from their files, and drops those of other models. For an adapter, None stands for what its folder
+    records of
+    its training.
 
       path: a folder with config.json and safetensors, a hub name (the local cache comes first), a GGUF file, whose
       numbers
         are decoded, or a PEFT folder.
-      dtype: of weights and compute: "bfloat16", "float16" or "float32". None: the dtype that an adapter was trained in
-      if
-        its folder records it, else bfloat16.
-      load_in: a format to which linears and experts of the layers are quantised on loading (jaxtune/pallas/formats),
-      such
-        as "nf4" (bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint stored
-        quantised
-        stays so, and another format is refused; but MXFP4 is decoded unless load_in is "mxfp4". "stored": only
+      dtype: of weights and compute: "bfloat16" (default), "float16" or "float32".
+      load_in: a format to which linears and experts of the layers are quantised (jaxtune/pallas/formats), such as "nf4"
+        (bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint stored quantised
+        stays so,
+        and another format is refused; but MXFP4 is decoded unless load_in is "mxfp4". "stored" (default): only
         `precision`
-        quantises. None: the format that an adapter was trained over if recorded, else "stored".
-      max_length: tokens of the longest row that you mean to use; more than the model's positions is refused.
-      precision: modules stored and computed otherwise, {pattern of names: dtype or format}, such as {"lm_head": "fp32",
-        "layers.0.*": "bf16"}. None: the map that an adapter was trained over if recorded.
+        quantises.
+      max_length: tokens of the longest row; more than the model's positions is refused. None: not checked.
+      precision: modules stored and computed otherwise (models/precision.py), such as {"lm_head": "fp32", "layers.0.*":
+        "bf16"}.
       rope_scaling, max_position_embeddings: in place of config.json's, for longer documents, as in transformers:
-        {"rope_type": "yarn", "factor": 4.0}. None: those of an adapter's training, or the files'.
+        {"rope_type": "yarn", "factor": 4.0}.
 
     Raises ValueError for an unsupported model; missing, extra or misshaped tensors; a damaged file; pickles; too little
     memory.
@@ -273,11 +267,10 @@ def load_base(
 ) -> tuple[Decoder, Any]:
     """Loads an adapter's base without the adapter, as it was in training if the adapter's folder records that: (base,
     the
-    adapter folder's tokenizer, else the base's, or None). The arguments and errors are those of from_pretrained.
-
-    If FP8 weights were multiplied in FP8 in training they are again, unless load_in is another format.
-
-      precision: None: the recorded map, fitted to dtype and load_in where these are not the recorded ones.
+    adapter folder's tokenizer, else the base's, or None). The arguments and errors are those of from_pretrained. FP8
+    products
+    of training are FP8 again, unless load_in is another format. A recorded precision map is fitted to dtype and
+    load_in.
     """
     folder = Path(adapter).expanduser()
     base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
@@ -300,7 +293,6 @@ def _format(load_in: str | None) -> str | None:
 
 
 def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
-    """(model, tokenizer of the first of the folders that has one, or None), loaded at the same time."""
 
     def first() -> Any:
         return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)
@@ -311,9 +303,9 @@ def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder
 
 
 def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Array, dtype="float32") -> Decoder:
-    """A model with random weights, all trainable, for training from scratch. It records config and key (source,
-    base_digest),
-    so that runs and adapters recognise it.
+    """A model with random weights, all trainable, for training from scratch. It records config and key, so that runs
+    and
+    adapters recognise it.
 
       config: a config.json (its path or folder), or its parsed content.
 
@@ -338,15 +330,14 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 
 def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     """The config.json to save: the one that the model was made from, or a new one if the model's config has changed
-    since.
-    dtype, architectures, quantisation and QAT grid are the model's now. With passthrough tensors of a whole model (a
-    vision
-    tower) it is the config of the whole.
+    since, with
+    the model's dtype, architectures, quantisation and QAT grid. With a vision tower's passthrough tensors it is the
+    config
+    of the whole model.
 
       tokenizer: gives ids of special tokens that the config lacks.
 
-    Raises ValueError for what config.json cannot say: several quantised formats, a QAT grid that model.dtype cannot
-    represent.
+    Raises ValueError for several quantised formats, or a QAT grid that model.dtype cannot represent.
     """
     own = family(model.config.family).to_hf(model.config)
     source = json.loads(model.source.config) if model.source is not None else {}
@@ -377,9 +368,9 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
 
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
-    """The file tensors as which one tensor is written, computed later: experts become several, feed-forwards get other
-    names
-    where `files` (the family's expert_files) says so, and a quantised weight becomes its format's tensors.
+    """The file tensors as which one tensor is written: experts become several, feed-forwards get other names where
+    `files` (the
+    family's expert_files) says so, and a quantised weight becomes its format's tensors.
 
       value: the tensor, or only its shape.
       make: computes the tensor when it is written.
@@ -410,19 +401,15 @@ def save_pretrained(
     complete or
     not at all.
 
-    Weights are in model.dtype, quantised ones in their format's layout (jaxtune/pallas/formats): NF4 as bitsandbytes
-    has it
-    (experts as in transformers 4, because 5 has no 4-bit experts), FP8 as Qwen's or compressed-tensors'. Tensors are
-    computed one at a time; host memory also has those that wait to be written (256 MiB, or one larger tensor).
-    config.json
-    records a QAT grid ("qat").
+    Weights are in model.dtype, quantised ones in their format's layout: NF4 as bitsandbytes has it (experts as in
+    transformers 4, because 5 has no 4-bit experts), FP8 as Qwen's or compressed-tensors'. Tensors are computed one at a
+    time; host memory also has those that wait to be written (256 MiB, or one larger tensor).
 
       tokenizer: saved with the model; None: none is.
       max_shard_bytes: larger weights are divided into several files with an index.
 
-    Raises ValueError for adapters that are not merged, a model prepared for QAT, quantised weights that no checkpoint
-    could
-    store, what config.json cannot say, a path in use, or too little space.
+    Raises ValueError for adapters that are not merged, a model prepared for QAT, weights or a config that files cannot
+    express, a path in use, or too little space.
     """
     save_weights(Weights(model), path, tokenizer, max_shard_bytes)
 
@@ -461,14 +448,11 @@ def checkpoint_tensors(weights: Weights) -> Planned:
 def write_checkpoint(
     folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int
 ) -> dict[str, shards.Written]:
-    """Writes weights, their index if there are several files, and config.json, and shows progress. Returns {tensor's
-    name in
-    the files: shape, dtype and checksums}.
+    """Writes weights, their index if there are several files, and config.json (`hf`), and shows progress. Returns
+    {tensor's
+    name in the files: shape, dtype and checksums}.
 
-      planned: from checkpoint_tensors; one tensor is computed at a time, others wait in host memory (256 MiB, or one
-      larger
-        tensor).
-      hf: content of config.json.
+      planned: from checkpoint_tensors; one tensor is computed at a time.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
@@ -490,8 +474,5 @@ def write_checkpoint(
 
 
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
-    """Writes the files beside weights and config.json: generation_config.json and processors' configs as the source had
-    them,
-    and the tokenizer's, if it is not None.
-    """
+    """Writes generation_config.json and processors' configs as the source had them, and the tokenizer's files."""
     save_companions(folder, model.source.companions if model.source is not None else (), tokenizer)

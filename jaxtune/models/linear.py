@@ -1,5 +1,5 @@
 """Linear layers and their LoRA adapters. Whether a tensor is trained is its type, `nnx.Param` or `Frozen`, so that
-`nnx.split(model, nnx.Param, ...)` gives (graph, trainable, frozen), and gradients are computed of what trains alone.
+`nnx.split(model, nnx.Param, ...)` gives (graph, trainable, frozen).
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class NeverTrained(Frozen):
 
 
 class InputScale(nnx.Variable):
-    """The observed scale float32[] under which a linear rounds its activations in QAT. Checkpoints have no tensor of
-    it.
-    """
+    """The observed scale float32[] under which a linear rounds its activations in QAT; no tensor of checkpoints."""
 
 
 def frozen(variable: nnx.Variable) -> Frozen:
@@ -82,9 +80,8 @@ class Lora(nnx.Module):
     added. With DoRA a magnitude [out] is the norm to which each row of W + scale b a is scaled.
 
       alpha: the scale is alpha / r, or alpha / sqrt(r) with rslora, as in PEFT.
-      rate: of dropout on the adapter's input in training.
-      dora: whether there is a magnitude; it starts at zero, and get_peft_model sets it to the norms of the weight's
-      rows.
+      rate: of dropout on the adapter's input.
+      dora: the magnitude starts at zero; get_peft_model sets it to the norms of the weight's rows.
     """
 
     def __init__(
@@ -118,9 +115,9 @@ class Lora(nnx.Module):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self, base: jax.Array | Stored) -> LoraWeights:
-        """The adapter as an argument of quant_matmul. With DoRA it has the factor row_scale float32[out]: magnitude /
-        row norms of
-        the merged weight, through which no gradient passes, as in PEFT.
+        """The adapter as an argument of quant_matmul. With DoRA row_scale float32[out] is magnitude / row norms of the
+        merged
+        weight, through which no gradient passes, as in PEFT.
 
           base: the weight [out, in], which only DoRA reads.
         """
@@ -197,7 +194,6 @@ class Linear(nnx.Module):
       fake_quant: for QAT: the grid to which the weight, with its adapter merged in, is rounded before it multiplies,
       and x
         too if `fake_quant.rounds_inputs`.
-      input_scale: an InputScale, if the grid's format observes the scale of activations.
       observer: called on the host whenever the linear computes, with each token's largest magnitude, float32[...,
       tokens].
       original: a head's weight before training, if it trains beside adapters (modules_to_save).
@@ -235,7 +231,6 @@ class Linear(nnx.Module):
         return 0.0 if self.lora is None else float(self.lora.rank * itemsize)
 
     def only_adapted(self, dtype, drops: bool) -> bool:
-        """Whether the linear is `plain` and has an adapter."""
         return self.lora is not None and self.plain(dtype, drops)
 
     def plain(self, dtype, drops: bool) -> bool:
@@ -255,7 +250,7 @@ class Linear(nnx.Module):
         and its
         adapter only if the grid clips (otherwise _with_adapter gives it).
 
-          x: the activations that it multiplies, to which the rounding is tied (merged_and_rounded).
+          x: the activations that it multiplies, to which the rounding is tied.
         """
         assert self.fake_quant is not None
         weight = self.stored_weight
@@ -276,11 +271,9 @@ def apply_fused(
 ) -> tuple[jax.Array, ...]:
     """Applies several linears to the same x [..., in] in one operation, which reads x once: one output [..., out] for
     each, in
-    x's dtype.
-
-    Each `compute` dtype is an operation of its own, and so is each linear if their grids differ and one rounds x. A
-    Normed
-    x is normed within the operation if all linears are `plain` and multiply in FP8, otherwise before it.
+    x's dtype. Each `compute` dtype is an operation of its own, and so is each linear if their grids differ and one
+    rounds x.
+    A Normed x is normed within the operation if all linears are `plain` and multiply in FP8, otherwise before it.
 
       key: draws the dropout mask that an operation's adapters share, with the largest of their rates; None: no dropout.
     """
@@ -355,11 +348,10 @@ def _bias_follows(linear: Linear) -> bool:
 
 def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Array) -> jax.Array:
     """Finishes the output of a linear whose merged weight was rounded: adds dropout's noise, and the bias if
-    _bias_follows.
-
-    The adapter gets its gradients from the result as if it were not rounded. If the grid clips, it gets them through
-    the
-    rounded weight instead, and from here only those of dropout's noise.
+    _bias_follows. The
+    adapter gets its gradients from the result as if it were not rounded. If the grid clips, it gets them through the
+    rounded
+    weight, and from here only those of dropout's noise.
 
       out: [..., out], the product of x and the rounded weight; x: [..., in], rounded if the format rounds activations.
       dropped: x after dropout; x itself without.

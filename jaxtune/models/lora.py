@@ -27,9 +27,8 @@ def savable(model: Decoder) -> tuple[str, str]:
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
     """Yields (Hugging Face module name, Linear) of all linears in the layers, such as model.layers.0.self_attn.q_proj,
-    and at
-    last the projection of per-layer embeddings (Gemma 4 E2B). Of routers only those that are a Linear (Gemma 4's) are
-    among them.
+    of
+    routers only Gemma 4's, and at last the projection of per-layer embeddings.
     """
     yield from ((name, matrix) for name, matrix in _in_layers(model) if not matrix.num_experts)
     if model.per_layer is not None:
@@ -84,9 +83,9 @@ def name_matches(name: str, target: str) -> bool:
 
 
 def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """{name: value} by PEFT's rule for rank_pattern and alpha_pattern: {regular expression over a whole name or its end
-    after
-    a dot: value}, of which the first match decides; unmatched names are left out.
+    """{name: value} by PEFT's rule for rank_pattern and alpha_pattern: patterns are regular expressions over a whole
+    name or
+    its end after a dot, and the first match decides.
 
       key: the config's key, for errors.
 
@@ -112,7 +111,7 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
       target_modules: "all-linear"; a regular expression over whole names; or a list of names or their ends after a dot.
       experts: names of expert matrices, for the error.
 
-    Raises ValueError for an empty or invalid target_modules, or an entry that matches nothing.
+    Raises ValueError for what is empty, invalid or matches nothing.
     """
     known = sorted({name.rsplit(".", 1)[1] for name in names})
     if target_modules == "all-linear":
@@ -171,8 +170,8 @@ def _chosen(
     model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
 ) -> dict[str, tuple[int, float]]:
     """{matrix's name: (rank, alpha)} of the matrices that get_peft_model would adapt, linears first. Raises ValueError
-    for a
-    target or pattern that matches nothing, or a pattern's value out of range; r and lora_alpha are not checked.
+    for what
+    matches nothing, or a pattern's value out of range; r and lora_alpha are not checked.
     """
     expert_names = [name for name, _ in experts(model)]
     parameters = select_parameters(expert_names, target_parameters or ())
@@ -217,17 +216,16 @@ def get_peft_model(
         may be empty with target_parameters.
       target_parameters: expert matrices, such as ["experts.gate_up_proj", "experts.down_proj"]; each expert gets rank
       r.
-        Neither lora_dropout nor use_dora goes with them, as in PEFT.
+        Neither lora_dropout nor use_dora goes with them.
       lora_dropout: at least 0 and below 1; linears with the same input share one mask.
       use_dora: the norms of the rows train too (arXiv 2402.09353).
-      modules_to_save: "embed_tokens" and "lm_head" train whole in float32 if named; tied heads stay tied. A head that
+      modules_to_save: of "embed_tokens" and "lm_head", which train whole in float32; tied heads stay tied. A head that
       is
         not a language model's always trains.
-      rank_pattern, alpha_pattern: {regular expression over a module's whole name or its end after a dot: value}.
+      rank_pattern, alpha_pattern: {regular expression over a whole name or its end after a dot: value}.
       seed: draws the initial A; B starts at zero.
 
-    Raises ValueError for what matches nothing, a value out of range, dropout or DoRA with experts, or a model with
-    adapters.
+    Raises ValueError for what matches nothing, a value out of range, or a model with adapters.
     """
     values.whole("r", r)
     values.positive("lora_alpha", lora_alpha)
@@ -285,12 +283,13 @@ def without_adapter(model: Decoder) -> Decoder:
 
 
 def adapter_settings(model: Decoder) -> dict[str, Any] | None:
-    """The arguments of get_peft_model, without the seed, that would give the model's adapters; None if it has none.
-
-    The most common rank and alpha are `r` and `lora_alpha`, others are in the patterns. A target is the last part of
-    names
-    if all matrices with it are adapted (of experts what follows the layer's number), otherwise a whole name. Raises
-    ValueError for a dropout rate, use_rslora or use_dora that differs between modules, because PEFT has one for all.
+    """The arguments of get_peft_model, without the seed, that would give the model's adapters; None if it has none. The
+    most
+    common rank and alpha are `r` and `lora_alpha`, others are in the patterns. A target is the last part of names if
+    all
+    matrices with it are adapted, otherwise a whole name. Raises ValueError for a setting that differs between modules
+    where
+    PEFT has one for all.
     """
     everything = dict(matrices(model))
     loras = {name: matrix.lora for name, matrix in everything.items() if matrix.lora is not None}
@@ -330,11 +329,8 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
 def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
     """Whether get_peft_model(base, **settings) would give adapters like the model's, apart from their values, and train
     the
-    same modules whole; False if the model has none, or settings match nothing or are invalid.
-
-      settings: every argument of get_peft_model but the seed.
-
-    Raises ValueError as adapter_settings does.
+    same modules whole; False if the model has none, or settings match nothing or are invalid. Raises ValueError as
+    adapter_settings does.
     """
     actual = adapter_settings(model)
     if actual is None:
@@ -355,7 +351,6 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
 
 
 def _saved(model: Decoder) -> list[str]:
-    """modules_to_save of the model; both names if the head is tied to a trained embedding."""
     holders = zip(savable(model), (model.embedding.weight, model.head_variable), strict=True)
     return [name for name, variable in holders if isinstance(variable, nnx.Param)]
 

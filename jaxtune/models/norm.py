@@ -18,16 +18,16 @@ from jaxtune.pallas.quant_matmul import low_rank
 
 
 class RMSNorm(nnx.Module):
-    """RMS normalisation over the last axis: x / rms(x) * (offset + weight), with statistics in fp32.
-
-    With an offset (Gemma) or `float32` (OLMo 2, gpt-oss) the product with the weight is computed in fp32 and then cast;
-    otherwise the cast comes first (Llama).
+    """RMS normalisation over the last axis: x / rms(x) * (offset + weight), with statistics in fp32. With an offset
+    (Gemma) or
+    `float32` (OLMo 2, gpt-oss) the product with the weight is computed in fp32 and then cast; otherwise the cast comes
+    first
+    (Llama).
 
       offset: added to the weight, which starts at 1 - offset.
 
     Attributes:
-      compute: the dtype's name that a precision map gives the product with the weight; without effect on a norm that
-        computes in fp32 already.
+      compute: the dtype's name that a precision map gives the product with the weight, unless that is in fp32 already.
     """
 
     compute: str | None = None
@@ -49,7 +49,7 @@ class RMSNorm(nnx.Module):
         return dict(eps=self.eps, offset=self.offset, float32=self.float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., size] in x's dtype."""
+        """The normed x [..., size], in x's dtype."""
         return self.beside(x)[1]
 
     def by_kernel(self, x: jax.Array) -> bool:
@@ -103,7 +103,7 @@ class LayerNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., size] in x's dtype."""
+        """The normed x [..., size], in x's dtype."""
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)

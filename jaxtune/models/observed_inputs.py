@@ -1,8 +1,8 @@
-"""The scales under which QAT rounds activations in formats that observe them, such as nvfp4-nvfp4.
-
-A linear's scale follows from the largest magnitude of its inputs over the observed rows and never changes after:
-training, checkpoints and exports have the same number. Linears that share an input (query, key and value) have equal
-scales, as servers that multiply by all at once need.
+"""The scales under which QAT rounds activations in formats that observe them, such as nvfp4-nvfp4. A linear's scale
+follows
+from its largest input over the observed rows and never changes after. Linears that share an input (query, key and
+value)
+have equal scales, as servers that multiply by all at once need.
 """
 
 from __future__ import annotations
@@ -44,12 +44,10 @@ def observed_scales(
     segment_ids: np.ndarray | None = None,
     positions: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Measures the scales of activations, {name of a linear: scale}, for all linears. One row at a time runs forward,
+    """Measures the scales of activations, {name of a linear: scale}, for all linears: one row at a time runs forward,
     without
-    rounding; padding does not count. `model` does not change.
-
-    For nvfp4-nvfp4 a scale is compressed-tensors' input_global_scale: 448 * 6 / the largest magnitude, rounded to the
-    linear's dtype, and 1 if all inputs are zero.
+    rounding; padding does not count. For nvfp4-nvfp4 a scale is compressed-tensors' input_global_scale: 448 * 6 / the
+    largest magnitude, rounded to the linear's dtype, and 1 if all inputs are zero.
 
       tokens: int32[rows, length]; segment_ids: the same, a token's document or 0 on padding; positions: the same.
 

@@ -35,7 +35,6 @@ def _straight_through_fwd(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> t
 
 
 def _straight_through_bwd(spec: FakeQuant, weight: jax.Array | None, dweight: jax.Array):
-    """weight: the forward's if gradients are clipped, else None."""
     if weight is None:
         return dweight, None
     tied, dweight = optimization_barrier((weight, dweight))
@@ -74,7 +73,6 @@ def _adapter_gradients_bwd(scale, residuals, dout):
     dy, x = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])
 
     def product(left, right, dtype=x.dtype):
-        """`dtype` is that of the sums and the result."""
         return jnp.matmul(left, right, precision=precision, preferred_element_type=dtype)
 
     inner = product(x, a.astype(x.dtype).T)
@@ -126,8 +124,7 @@ def adapter_noise(
     [..., out] in x's dtype. Its mean over masks is zero. x and `dropped` get gradients.
 
       dropped: x [..., in] after dropout; a: [r, in]; b: [out, r].
-      both: True: a and b get the gradients of both terms, where the weight passes its own gradient to them (clipped).
-        False: those of the term with dropout alone.
+      both: True: a and b get the gradients of both terms, for clipped gradients; False: those of the term with dropout.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 

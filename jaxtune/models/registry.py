@@ -88,10 +88,9 @@ def text_parts() -> dict[str, tuple[str, ...]]:
 
 
 def text_config(hf: dict) -> dict:
-    """The text model's config: `hf`, a parsed config.json, unchanged if it has no vision tower; otherwise its
-    text_config,
-    with the outer file's quantisation, special tokens, dtype and tied embeddings where it has none, and a supported
-    model_type.
+    """The text model's config: a parsed config.json unchanged if it has no vision tower; otherwise its text_config,
+    with the
+    outer file's quantisation, special tokens, dtype and tied embeddings where it has none, and a supported model_type.
 
     Raises ValueError for a missing text_config, or a model_type that is none of several possible ones.
     """
@@ -137,9 +136,9 @@ def is_passthrough(name: str, model_type: str) -> bool:
 
 
 def tower_modules(model_type: str) -> tuple[str, ...]:
-    """The names of the modules beside the text model. An adapter's config must exclude them if transformers builds the
-    whole
-    model, because their linears can have the text model's names. model_type: the text part's.
+    """The modules beside the text model. An adapter's config excludes them if transformers builds the whole model,
+    because
+    their linears can have the text model's names. model_type: the text part's.
     """
     declared = tuple(prefix.removeprefix("model.").rstrip(".") for prefix in family(model_type).passthrough_tensors)
     return declared or ("vision_tower", "multi_modal_projector")
@@ -148,9 +147,7 @@ def tower_modules(model_type: str) -> tuple[str, ...]:
 def is_nested(hf: dict) -> bool:
     """Whether transformers builds the whole model from a config.json, even as AutoModelForCausalLM, so that the text
     model's
-    tensors have longer names: it does for Gemma 3 and 4 and Mistral 3, not for Qwen3.5. An adapter's names must be
-    those of
-    the class that transformers builds.
+    tensors and an adapter's have longer names: it does for Gemma 3 and 4 and Mistral 3, not for Qwen3.5.
     """
     if hf.get("model_type") not in tuple(text_parts()):
         return False

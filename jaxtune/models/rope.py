@@ -88,8 +88,9 @@ def rotary_table(
     float32[B, T, 1], the factor on queries: 1 + beta * log(1 + floor(position / original context)).
 
       positions: int32[B, T], each token's position in its document.
-      lengths: int32 that broadcasts to [B, T], the length of each token's document, which decides for longrope's long
-        factors (transformers decides for a whole batch). None: a row is one document.
+      lengths: int32 that broadcasts to [B, T], the length of each token's document, which selects longrope's long
+      factors
+        (transformers decides for a whole batch). None: a row is one document.
     """
     short, long, scale = rotary_frequencies(rope, head_dim, max_positions)
     frequencies = jnp.asarray(short, jnp.float32)

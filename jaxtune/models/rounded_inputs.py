@@ -14,7 +14,8 @@ from jaxtune.pallas.formats.division import divide
 
 
 def int8_by_token(x: jax.Array) -> jax.Array:
-    """Symmetric int8: integers from -128 to 127 times the token's largest magnitude / 127.5, computed in float32, as
+    """Rounds to symmetric int8: integers from -128 to 127 times the token's largest magnitude / 127.5, computed in
+    float32, as
     compressed-tensors has it for W4A8 (dynamic, by token).
     """
     wide = x.astype(jnp.float32)
@@ -31,9 +32,9 @@ def _token_scales(wide: jax.Array) -> jax.Array:
 
 
 def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
-    """int8 with a zero point for each token, as torchao's Int8DynamicActivationInt4WeightConfig, computed in float32:
-    the scale
-    is (max - min) / 255, with min at most 0 and max at least 0, and the zero point -128 - round(min / scale).
+    """Rounds to int8 with a zero point for each token, as torchao's Int8DynamicActivationInt4WeightConfig, computed in
+    float32:
+    the scale is (max - min) / 255, with min at most 0 and max at least 0, and the zero point -128 - round(min / scale).
     """
     wide = x.astype(jnp.float32)
     scale, zero = _token_zero_points(wide)
@@ -52,19 +53,21 @@ def _token_zero_points(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def fp8_by_token(x: jax.Array) -> jax.Array:
-    """e4m3 with a float32 scale for each token, largest magnitude / 448, as servers do for FP8 checkpoints with dynamic
-    scales.
+    """Rounds to e4m3 with a float32 scale for each token, largest magnitude / 448, as servers do for FP8 checkpoints
+    with
+    dynamic scales.
     """
     return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
 
 
 def mxfp4_activations(x: jax.Array) -> jax.Array:
-    """MXFP4 with a scale for each block of 32 numbers, as in compressed-tensors' scheme MXFP4."""
+    """Rounds to MXFP4 with a scale for each block of 32 numbers, as in compressed-tensors' scheme MXFP4."""
     return formats.MXFP4.encode_activations(x).decode(x.dtype)
 
 
 def nvfp4_activations(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """NVFP4 with an e4m3 scale for each block of 16 numbers, as in compressed-tensors' scheme NVFP4. Numbers beyond
+    """Rounds to NVFP4 with an e4m3 scale for each block of 16 numbers, as in compressed-tensors' scheme NVFP4. Numbers
+    beyond
     448 * 6 / scale become that bound.
 
       scale: float32[], the tensor's observed scale (input_global_scale), which divides the scales of blocks.

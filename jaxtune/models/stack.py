@@ -1,9 +1,10 @@
 """Runs the layers of a decoder, forward and backward, and places their residuals by plan.
 
-A layer is a chain of segments between named residuals. A plan keeps each residual in device memory, keeps it in e4m3,
-offloads it to pinned host memory and copies it back one layer ahead of its use, or recomputes it by running earlier
-segments again. The backward is written by hand (a custom_vjp around the whole stack); it calls jax.vjp on a segment at
-its saved inputs, or the segment's own backward.
+A layer is a chain of segments between named residuals. A plan keeps a residual in device memory, keeps it in e4m3,
+offloads it to pinned host memory and copies it back one layer ahead of its use, or recomputes it from earlier segments.
+The backward is written by hand (a custom_vjp around the whole stack); it calls jax.vjp on a segment at its saved
+inputs,
+or the segment's own backward.
 
 Layers are unrolled in one jitted step. A scan costs 7 % on an H200 (8B shape) for copies into stacked buffers, and
 slices of a stacked host buffer do not overlap with compute. Layers of one kind are traced once, but compiled each.
@@ -47,10 +48,8 @@ from jaxtune.pallas.quant_matmul import in_e4m3
 def _barrier(order, saved_inputs, doutputs, total):
     """The arguments unchanged, but XLA uses none before all are computed, so that what a segment's derivative computes
     again
-    takes no memory before its gradient arrives. The total is tied too only if order.weights_first.
-
-      saved_inputs: {name: value} that the derivative reads, without order.shared.
-      total: the sum of the weight gradients so far, or None.
+    takes no memory before its gradient arrives. `total`, the sum of weight gradients so far, is tied too only if
+    order.weights_first. `saved_inputs` lacks order.shared.
     """
     if order.weights_first:
         return optimization_barrier((saved_inputs, doutputs, total))
@@ -58,13 +57,12 @@ def _barrier(order, saved_inputs, doutputs, total):
 
 
 def _differentiable(names, gradients, inside: Collection[str]) -> dict[str, jax.Array]:
-    """{name: gradient} of a segment's inputs, without float0 (of integers) and the names `inside`."""
+    """{name: gradient} of a segment's inputs, without float0 (of integers) and names in `inside`."""
     named = zip(names, gradients, strict=True)
     return {name: value for name, value in named if value.dtype != jax.dtypes.float0 and name not in inside}
 
 
 def _differentiated_at_once(segment: Segment, order) -> bool:
-    """Whether a recomputed segment is differentiated when it runs, and not when its gradient arrives."""
     at_once = order.derivatives_at_once or segment.derivative_bytes is not None
     return at_once and segment.differentiable and segment.backward is None
 
@@ -79,11 +77,11 @@ def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[
 
 
 def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment, Any], tuple]:
-    """A function (segment, values) -> (Context with the segment's own dropout key, values).
-
-    Keys do not depend on tiles or auxiliary values. A mask is drawn only when the values are there; otherwise XLA draws
-    the
-    masks of all layers at once, or keeps the forward's.
+    """A function (segment, values) -> (Context with the segment's own dropout key, values). Keys do not depend on tiles
+    or
+    auxiliary values. A mask is drawn only when the values are there; otherwise XLA draws the masks of all layers at
+    once, or
+    keeps the forward's.
     """
     names = [segment.name for segment in block.segments()]
     keys = {} if key is None else dict(zip(names, jax.random.split(key, len(names)), strict=True))
@@ -120,7 +118,6 @@ def layer_forward(
       graph, trainable, frozen: the layer's Block, for nnx.merge.
       wanted: names of residuals and auxiliary values; the layer may lack some.
       layer_input: [B, T, hidden].
-      key: the layer's dropout key, or None.
       to_host: Pieces (arrays cut into slices) of the previous layer's residuals.
       gathers: Shards (this device's parts) of weights that the next layer needs whole.
       tile: tokens of each row that tokenwise segments process at a time; None: whole rows.
@@ -173,8 +170,7 @@ def layer_backward(
       saved: {name: value} of residuals, arrays or FP8, and of what the layer takes; missing ones are recomputed.
       doutput, dothers: layer_output's gradient; {name: gradient} of auxiliary values and of what later layers took.
       to_device, gathers: Pieces of residuals and Shards for the layer that is next.
-      scatters: pairs (Shard, gradient of the whole tensor) of the layer before in this order, to be summed over
-      devices.
+      scatters: pairs (Shard, gradient of the whole tensor), to be summed over devices.
     """
     values, pullbacks, block = dict(saved), {}, nnx.merge(graph, trainable, frozen)
     norms = NormsApart(block, doutput, tile, tuple(dothers or {}), saved)
@@ -252,10 +248,9 @@ _untuned = jax.jit(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
     """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of auxiliary values).
-    The
-    tuples have one entry for each layer.
+    Tuples
+    have one entry for each layer.
 
-      x: [B, T, hidden], the first layer's input.
       keys: dropout keys, or None.
       sums: to which gradients are added (run_stack's gradient_sums), or None.
       given: {name: value} of what the decoder gives the layer.
@@ -275,10 +270,7 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
 
 
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
-    """Keeps residuals by plan, and copies a layer's offloaded ones to the host while the next layer runs; the last
-    layer's
-    stay on the device.
-    """
+    """Keeps residuals by plan, and copies a layer's offloaded ones to the host while the next layer runs."""
     kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
@@ -398,21 +390,21 @@ def run_stack(
 ) -> tuple[jax.Array, dict[str, Any]]:
     """Runs all layers of a decoder on x [B, T, hidden], with residuals placed by `plan`: (the last layer's output,
     {name: sum
-    over the layers} of auxiliary values). Differentiable by x, `given` and `nnx.Param`s, not by `Frozen` tensors.
+    over the layers} of auxiliary values). Differentiable by x, `given` and `nnx.Param`s; TypeError for `Frozen`
+    tensors.
 
       layers, specs: the Blocks, and the LayerSpec of each.
       plan: None: everything is kept.
       dropout_key: draws the adapters' dropout masks; None: no dropout.
-      gradient_sums: {layer's index: state like that of its `nnx.Param`s}, sums to which gradients are added layer by
-      layer,
-        so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s get
-        none.
-      aux: names of auxiliary values, such as router_sums, of the layers that have them.
+      gradient_sums: {layer's index: state like that of its `nnx.Param`s}, to which gradients are added layer by layer,
+      so
+        that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s get none.
+      aux: names of auxiliary values, such as router_sums.
       given: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes).
 
     Raises ValueError for a plan that does not fit, tiles that do not divide the rows or go with dropout, a name in
     `aux`
-    that no layer has, or a layer that takes what nothing gives; TypeError for a gradient by a `Frozen` tensor.
+    that no layer has, or a layer that takes what nothing gives.
     """
     plan = plan or ResidualPlan.uniform(KEEP, len(layers))
     if len(plan.layers) != len(layers):

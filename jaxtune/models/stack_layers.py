@@ -49,7 +49,6 @@ class StackLayer:
 
     @property
     def gives(self) -> dict[str, str]:
-        """{its name of a residual: the name under which later layers take it}."""
         return dict(self.given)
 
     def taken(self, given: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -93,7 +92,7 @@ def described(
 
       tile: tokens of each row in a tile of tokenwise segments; without effect unless the plan recomputes every value
       inside
-        them. None: they run whole.
+        them.
       given: names of what the decoder gives the layer; the others that it takes come from earlier layers.
 
     Raises ValueError for a placement that a residual cannot have.

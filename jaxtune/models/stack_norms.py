@@ -20,15 +20,13 @@ from jaxtune.pallas.quant_matmul import low_rank
 class NormsApart:
     """The norms that a layer's backward takes out of its segments, because a kernel computes their gradients: a segment
     then
-    reads the normed stream. Such a gradient is computed once, after those of all segments that read the stream, and the
-    kernel adds it to the stream's other gradients. Without a kernel, and in tiles, no norm is taken out.
+    reads the normed stream, a value with the norm's name. Such a gradient is computed once, after those of all segments
+    that
+    read the stream, and the kernel adds it to the stream's other gradients. Without a kernel, and in tiles, no norm is
+    taken
+    out.
 
-      x: like the residual stream [B, T, hidden]; only shape and dtype matter.
-      saved: {name: value} of the layer's residuals that are there.
-
-    Attributes:
-      segments: the layer's chain, in which the normed stream is a value with the norm's name.
-      differentiated: the segments that the backward differentiates.
+      x: like the residual stream; only shape and dtype matter.
     """
 
     def __init__(self, block: Block, x: jax.Array, tile: int | None, aux: Collection[str], saved: Mapping):

@@ -71,7 +71,7 @@ def low_rank_of(segment: Segment, segments: Sequence[Segment], values: Mapping) 
 def pullback_of_segment(
     block_of, trainable, segment: Segment, context: Context, inputs, given=None, factors=()
 ) -> tuple[tuple, Callable]:
-    """(outputs, the function from their gradients to the gradients of the trainable tensors and of each input).
+    """(outputs, the function from their gradients to those of the trainable tensors and of each input).
 
     given: low-rank inputs of an earlier run; None: they are computed.
     factors: for each input its Factors (low_rank.py) or None; (): there are none.

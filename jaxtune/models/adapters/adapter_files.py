@@ -2,12 +2,10 @@
 
 Keys are `base_model.model.` + module name + `.lora_A.weight` [r, in], `.lora_B.weight` [out, r] and, for DoRA,
 `.lora_magnitude_vector` [out]; of modules_to_save `base_model.model.` + name + `.weight`. Experts are parameters of one
-module, `mlp.experts`, which PEFT wraps once for each adapted parameter, the first one innermost: if both have adapters,
-the keys of gate_up_proj have `.base_layer` after the module's name. lora_A is [E r, in] with an expert's rows
-consecutive; lora_B is [out, r E], where column j belongs to expert j mod E.
-
-The base's digest and the record of trained_over.py are in the safetensors metadata, because PEFT would warn of unknown
-keys in the config.
+module, `mlp.experts`, which PEFT wraps once for each adapted parameter: if both have adapters, the keys of gate_up_proj
+have `.base_layer` after the module's name. lora_A is [E r, in] with an expert's rows consecutive; lora_B is [out, r E],
+where column j belongs to expert j mod E. The base's digest and the record of trained_over.py are in the safetensors
+metadata, because PEFT would warn of unknown keys in the config.
 """
 
 from __future__ import annotations
@@ -138,9 +136,9 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
 
       tokenizer: saved with its chat template; after training pass Trainer.tokenizer.
 
-    Raises ValueError without an adapter, for one that PEFT's config cannot express, other trainable tensors, a value
-    that is
-    not finite, or a path in use.
+    Raises ValueError for an adapter that PEFT's config cannot express, other trainable tensors, a value that is not
+    finite,
+    or a path in use.
     """
     files = adapter_content(model)
     with new_folder(path, "save_adapter") as folder:
@@ -202,14 +200,15 @@ def adapter_content(model: Decoder) -> AdapterContent:
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     """Adds the adapter of a PEFT folder to a model that has none: a new model over the same base arrays that trains
     only the
-    adapter, in float32. A warning says if the base has another form than in training. With a recorded grid of QAT,
+    adapter, in float32. A warning says if the base has another form than in training. A recorded grid of QAT rounds
     merged
-    weights round to it as in training. The folder's end-of-text tokens are added.
+    weights as in training. The folder's end-of-text tokens are added.
 
       model: the base; for an adapter that scores texts, the causal model too.
 
-    Raises ValueError for missing, damaged or pickled files, an unsupported PEFT feature, targets that match nothing,
-    tensors that do not fit or are not finite, another base by its digest, or a model with an adapter.
+    Raises ValueError for damaged or pickled files, an unsupported PEFT feature, targets that match nothing, tensors
+    that do
+    not fit or are not finite, another base by its digest, or a model with an adapter.
     """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME

@@ -54,9 +54,8 @@ def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, 
     sums of n terms change it by at most n u32 times the sum of their magnitudes. So the bound holds for every correct
     merge.
 
-      weight: [out, in], decoded.
-      probe: float32[rows, in], random.
-      fake_quant: the grid to which the merged weight is then rounded, which is not part of the comparison.
+      weight: [out, in], decoded; probe: float32[rows, in], random.
+      fake_quant: the grid to which the merged weight is rounded after the comparison.
     """
     wide = merged_weight(weight, lora)
     if fake_quant is None:
@@ -113,7 +112,7 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
     """The merged and verified weight of one matrix, in the stored shape.
 
       index: the seed of the random rows.
-      dtype: to which a quantised weight is decoded; others keep their own.
+      dtype: to which a quantised weight is decoded.
       base_dtype: only for the error.
 
     Raises ArithmeticError if it is not finite, or its products differ by more than rounding.
@@ -145,9 +144,7 @@ def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[ja
 def _compiling_merges(model: Decoder) -> Iterator[None]:
     """Compiles, in threads, the programs that merge a model's matrices while the block runs, one decoded matrix at a
     time. An
-    error is left to the merge, which has it too. Nothing is compiled for several devices, which must get their programs
-    in
-    one order.
+    error is left to the merge itself. Nothing is compiled for several devices, which must get programs in one order.
     """
     one_at_a_time, found = threading.Lock(), {}
     for index, (_, linear) in enumerate(matrices(model)):
@@ -192,13 +189,9 @@ def merged_weights(model: Decoder) -> Weights:
 
     Logits are verified here, each matrix when it is computed. If the device has room for several times as much, a
     thread
-    verifies the logits, which takes seconds, while first tensors are written, and the last tensor's function waits for
-    it.
-    The device has, beside the model, one merged matrix and what its verification takes.
+    verifies the logits, which takes seconds, while first tensors are written; the last tensor's function waits for it.
 
-    Raises ValueError without an adapter; ArithmeticError for a failed verification, here or when a tensor is computed,
-    or a
-    changed tensor without a name in files.
+    Raises ValueError without an adapter; ArithmeticError for a failed verification, here or when a tensor is computed.
     """
     weights, check = _merge(model)
     if not _has_room(model):
@@ -309,11 +302,9 @@ def merge_adapter(model: Decoder) -> Decoder:
     model that
     shares unchanged arrays and is a base again, without adapters, all `nnx.Param` (but NeverTrained).
 
-    Merged weights have the stored dtype of the base; all quantised weights are decoded to the compute dtype;
-    modules_to_save
-    replace the base's. With QAT merged weights are rounded to its grid (convert_qat). The device needs room for all
-    changed
-    tensors; `export_model` does not.
+    Weights have the base's stored dtype; all quantised ones are decoded to the compute dtype; QAT's grid rounds merged
+    ones
+    (convert_qat). The device needs room for all changed tensors; `export_model` does not.
 
     Raises ValueError without an adapter, ArithmeticError for a failed verification.
     """

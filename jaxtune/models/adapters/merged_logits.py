@@ -109,9 +109,9 @@ class Merged(Stored):
 
 @dispatch.unsaid()
 def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], changed: int, at_once: bool) -> None:
-    """Compares the logits of a random batch of the model with its adapter and of the merged model, in fp32. Only the
-    rounding
-    of weights differs: activations are not rounded. Both models stay as they are.
+    """Compares the logits of a random batch of the model with its adapter and of the merged model, in fp32. Activations
+    are not
+    rounded, so that only the rounding of weights differs.
 
     Rounding weights with unit roundoff u changes a product by about u / 2 of its size, and errors of `changed` products
     add
@@ -123,8 +123,7 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
       changed: how many matrices are merged or decoded, or were trained whole.
       at_once: two threads compute both, which saves a second of compiling and takes twice the memory.
 
-    Raises ArithmeticError for a larger difference. Before that every changed tensor is computed once, because its own
-    verification may raise a more precise error.
+    Raises ArithmeticError for a larger difference, or a more precise one from a changed tensor's own verification.
     """
     walked = copy_structure(merged.model)
     pairs = _pairs(walked, merged.model)

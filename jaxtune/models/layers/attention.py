@@ -68,19 +68,18 @@ class AttentionShape:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with q_proj, k_proj, v_proj (or one qkv_proj) and o_proj.
-
-    With `attention_gate`, q_proj gives each head a gate after its query, whose sigmoid multiplies the head's output.
-    With
-    `values_are_keys` there is no v_proj: values are the keys before norm and rotation.
+    """Grouped-query attention with q_proj, k_proj, v_proj (or one qkv_proj) and o_proj. With `attention_gate`, q_proj
+    gives
+    each head a gate after its query, whose sigmoid multiplies the head's output. With `values_are_keys` values are the
+    keys
+    before norm and rotation.
 
     Where queries, keys or values are normed, the residuals are the projections before the norm: its derivative reads
     its
     input, which a product would otherwise compute again. The backward norms and rotates once more. An attention that
     gives
-    keys and values to later layers (`gives`) has them as residuals normed and rotated, so that those layers need none
-    of
-    its weights. One that takes them (`takes`) makes queries alone.
+    keys and values to later layers has them as residuals normed and rotated, so that those layers need none of its
+    weights.
 
       gives_keys, takes_keys: the names under which it gives keys and values to later layers, or takes an earlier
       layer's.
@@ -353,9 +352,7 @@ class Attention(nnx.Module):
     def backward_bytes(self, sizes: Sizes) -> float:
         """The gradients of query, key and value, a second array of the query's size, values of the residual stream, and
         if
-        `_normed_late` queries and keys (with value_norm also values) as attention reads them. In tiles, work space is
-        added,
-        and the stream has one value less.
+        `_normed_late` what attention reads. In tiles, work space is added, and the stream has one value less.
         """
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
         stream = fit.stream * sizes["layer_input"]

@@ -4,8 +4,8 @@ stages of one part:
     layer_input -> [norm, mixer] + layer_input -> mid -> [norm, feed-forward] + mid -> layer_output
 
 Parts can also be in parallel on one norm (Command R), or have a normed sum (Gemma 4's experts beside the dense MLP). A
-Block runs as a chain of segments (layers/segment.py), made of its parts' own: values are renamed to names that are
-unique in the layer, and norms and additions to the stream are added.
+Block runs as a chain of segments, made of its parts' own: values get names that are unique in the layer, and norms and
+additions to the stream are added.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ from jaxtune.models.norm import Normed, RMSNorm, norm_of
 
 
 class PartMatrix(NamedTuple):
-    """One matrix of Block.matrices."""
-
     part: str  # the block's attribute of the part that has it, such as "mixer"
     name: str  # its dotted name within the part, such as "q_proj" or "experts.down_proj"
     matrix: Any  # Linear or ExpertLinear
@@ -76,7 +74,7 @@ class Block(nnx.Module):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """{name: module} of every mixer and feed-forward, in the order in which they run."""
+        """{name: module} in the order in which they run."""
         return {part.name: getattr(self, part.name) for stage in self.stages for part in stage.parts}
 
     @property
@@ -86,10 +84,7 @@ class Block(nnx.Module):
 
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape for one token} of the values that the layer reads from outside: keys and values of an earlier
-        layer, or
-        what the decoder computes for each layer.
-        """
+        """{name: shape for one token} of the values that the layer reads from outside (LayerPart)."""
         taken: dict[str, tuple[int, ...]] = {}
         for module in self.parts.values():
             taken |= getattr(module, "takes", {})
@@ -97,7 +92,7 @@ class Block(nnx.Module):
 
     @property
     def gives(self) -> dict[str, str]:
-        """{the block's name of a residual: the name under which later layers take it}."""
+        """{the block's name of a residual: the name under which later layers take it} (LayerPart)."""
         return {
             self._own_segments()[part][1][own]: name
             for part, module in self.parts.items()
@@ -148,9 +143,7 @@ class Block(nnx.Module):
     ) -> tuple[Segment, ...]:
         """The chain of segments from layer_input to layer_output; their `run` takes this block as its module.
 
-        tile: neighbouring tokenwise segments become one, which processes this many tokens of each row at a time;
-        None: whole
-          rows.
+        tile: neighbouring tokenwise segments become one, which processes this many tokens of each row at a time.
         aux: names of the auxiliary values (such as router_sums) that are wanted; segments of others are left out.
         apart: names of norms. Segments behind one read the normed stream as a value with the norm's name, which the
         caller
@@ -192,9 +185,8 @@ class Block(nnx.Module):
         return found
 
     def residuals(self) -> tuple[Residual, ...]:
-        """The values that the layer's backward may read, in the order in which they are computed, without layer_output,
-        auxiliary
-        values and those from outside. layer_input cannot be recomputed.
+        """The values that the layer's backward may read, in the order in which they are computed. layer_input cannot be
+        recomputed.
         """
         made = [residual for segment in self.segments() for residual in segment.makes]
         return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
@@ -321,7 +313,7 @@ def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str
     not read INPUT or make OUTPUT.
 
       names: {the part's name of a residual: the block's}.
-      apart: INPUT is a value with the norm's name, normed already.
+      apart: INPUT is normed already, a value with the norm's name.
     """
     ending = segment.outputs == (OUTPUT,)
     stream = {STREAM: place.reads, INPUT: place.norm if apart else place.reads}
@@ -378,7 +370,6 @@ def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple
 
 
 def _sum_norm_segment(norm: SumNorm, tokenwise: bool) -> Segment:
-    """The segment that norms the sum of a stage's outputs and adds it to the residual stream."""
 
     def run(block: Block, context: Context, total: jax.Array, x: jax.Array):
         del context

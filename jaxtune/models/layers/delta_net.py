@@ -264,9 +264,9 @@ class DeltaNet(nnx.Module):
         arrays of
         the output's size; values of the residual stream; and the larger need of the two implementations. The reference
         stores
-        the first state of each group of chunks and, for one group at a time in float32, its matrices, states and
-        intermediate
-        results; the kernels two matrices and two states a chunk, the errors and the values' gradients.
+        the first state of each group of chunks and, for one group at a time in float32, what it computes; the kernels
+        two
+        matrices and two states a chunk, the errors and the values' gradients.
         """
         shape = self.shape
         tokens = sizes[_OUT] / (shape.value_size * sizes.dtype.itemsize)

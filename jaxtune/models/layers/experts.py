@@ -71,8 +71,7 @@ def _down(gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, ro
 
       graph, trainable, frozen: the down projection, from nnx.split(linear, nnx.Param, ...).
       gate_up: [rows, 2 * expert_size], sorted by expert.
-      by_row: float32[rows], the router's weight of each row.
-      by_token: float32[T, k], the router's weights, by which biases are multiplied.
+      by_row, by_token: the router's weights, float32[rows] and float32[T, k]; the latter multiply biases.
       choice: int32[T, k], each token's experts; E for none.
       given: low-rank inputs of an earlier run; None: they are computed.
     """
@@ -131,8 +130,9 @@ class MoE(nnx.Module):
     and
     router run in each segment that reads them, because they are cheap; `choice` is computed once, because it must be
     the
-    same everywhere. A scaled router, whose adapter may have dropout, is a segment of its own, and x then stands for its
-    logits [B, T, E] in methods that read x for the router's sake.
+    same everywhere. A scaled router, whose adapter may have dropout, is a segment of its own; where methods read x for
+    the
+    router's sake, x is then its logits [B, T, E].
     """
 
     # Shared: the sort by `choice`, and the norm of the input, which has a tenth of the bytes of the gradient of the
@@ -198,7 +198,6 @@ class MoE(nnx.Module):
         return out.reshape(*x.shape[:-1], -1)
 
     def _adapted_down(self, gate_up: jax.Array, by_row: jax.Array, routing: Routing) -> jax.Array:
-        """The output without biases, [T, hidden], if down_proj is frozen and has adapters."""
         linear = self.experts.down_proj
         lora = linear.adapter()
         assert lora is not None
@@ -309,13 +308,11 @@ class MoE(nnx.Module):
     def backward_bytes(self, sizes: Sizes) -> Scratch:
         """`own` is a multiple of the layer's input plus twice a shared expert's gate and up. `around` is the larger
         need of the two
-        moments of ExpertsBytes. Where the product does not gather rows itself (it does on Hopper, unless a quantised
-        weight
-        must be decoded), sorted rows are added at the first moment and the largest decoded weight at the second. FP8
-        products
-        of gathered rows add the rows' codes and the weight's transposed codes; without a kernel that writes the
-        activation's
-        gradients over gate_up, its size is added.
+        moments of ExpertsBytes. Where the product does not gather rows itself (Hopper does, unless a weight must be
+        decoded),
+        sorted rows are added at the first moment and the largest decoded weight at the second. FP8 products of gathered
+        rows add
+        the rows' codes and the weight's transposed codes.
         """
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up

@@ -20,7 +20,7 @@ from jaxtune.pallas.quant_matmul import gated_matmul, gated_mlp, joins, low_rank
 
 @dataclasses.dataclass(frozen=True)
 class MLPShape:
-    """The settings of an MLP whose width is not the decoder's, or that stands beside or in place of experts."""
+    """The settings of an MLP of another width than the decoder's, or beside or in place of experts."""
 
     intermediate_size: int  # how many numbers gate and up have for each token
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
@@ -137,13 +137,12 @@ class MLP(nnx.Module):
     def backward_bytes(self, sizes: Sizes) -> Scratch:
         """If a kernel overwrites gate and up with their gradients, `own` is the gradient of the activation's output,
         beside what
-        the kernel's products with adapters need (`_joins`). Otherwise `own` is the activation's output, its gradient,
-        the
-        gradients of gate and up, and values of the residual stream; these numbers include the mixer's memory.
-
-        `around` is gradients of the layer's other segments, and with the kernel at least a decoded down_proj, which is
-        more than
-        all else where tokens are few.
+        the kernel's products with adapters need (`_joins`). Otherwise it is the activation's output, its gradient, the
+        gradients
+        of gate and up, and values of the residual stream, which include the mixer's memory. `around` is gradients of
+        the layer's
+        other segments, and with the kernel at least a decoded down_proj, which is more than all else where tokens are
+        few.
         """
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
@@ -164,7 +163,6 @@ class MLP(nnx.Module):
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
 
     def _decoded_bytes(self, sizes: Sizes) -> float:
-        """Bytes of down_proj decoded to the compute dtype; 0 if it is not quantised, or multiplied in FP8."""
         weight = self.down_proj.stored_weight
         quantised = isinstance(weight, Stored) and not self.down_proj.fp8
         return float(weight.size * sizes.dtype.itemsize) if quantised else 0.0
@@ -196,7 +194,6 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key, given):
     reference needs up to six.
 
       graph, trainable, frozen: the linear, from nnx.split(linear, nnx.Param, ...).
-      gate, up: [B, T, intermediate].
       given: low-rank inputs of an earlier run; None: they are computed.
     """
     with low_rank.kept(given) as made:

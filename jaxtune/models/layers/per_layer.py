@@ -117,10 +117,8 @@ class PerLayerInputs(nnx.Module):
     ) -> list[jax.Array]:
         """The per-layer embeddings, one array [B, T, size] in x's dtype for each layer.
 
-        tokens: int32[B, T]; x: [B, T, hidden], the first layer's input.
-        take: (table, tokens) -> rows [B, T, layers * size], which decides the table's gradient; without effect if
-        rows come
-          from outside.
+        x: [B, T, hidden], the first layer's input.
+        take: (table, tokens) -> rows [B, T, layers * size], which decides the table's gradient.
         key: draws the dropout mask of the projection's adapter; None: no dropout.
         rows: [B, T, layers * size], the tokens' rows of a table on the host; ValueError if they are missing then.
         """

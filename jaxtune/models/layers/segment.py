@@ -1,9 +1,8 @@
 """The declarations by which a layer describes itself: segments, residuals and costs.
 
 A layer is a block around parts: mixers, in which a token reads other tokens, and feed-forwards, which treat each token
-alone. A part runs as a chain of segments, functions from named values to named values, the residuals. The stack,
-planner, generation, adapters and the naming of tensors read these declarations, and know no part's segments by name
-(only generation/plain_layer.py does).
+alone. A part runs as a chain of segments, functions from named values to named values, the residuals. All code outside
+reads these declarations, and knows no part's segments by name (only generation/plain_layer.py does).
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class Backward(Protocol):
     None; one
     gradient for each input).
 
-      module_of: builds the segment's module (part or block) from trainable tensors like `trainable`.
-      outputs: the values that the segment computed; None for one that is not there, such as layer_output.
+      module_of: builds the segment's module (part or block) from trainable tensors.
+      outputs: None for one that is not there, such as layer_output.
       gradients: only of the outputs that have one.
     """
 
@@ -232,8 +231,8 @@ class Scratch:
 class LayerPart(Protocol):
     """A mixer or feed-forward, an nnx module. It may have two more attributes:
 
-    - `takes`, {name of a value: its shape for one token}: the value, [B, T, *shape] in the compute dtype, comes from
-      outside the layer, from an earlier layer that gives it or from the decoder, and segments read it by this name.
+    - `takes`, {name of a value: its shape for one token}: the value, [B, T, *shape] in the compute dtype, comes from an
+      earlier layer that gives it or from the decoder, and segments read it by this name.
     - `gives`, {name of a residual: the value's name for other layers}: later layers that take the value get this
       residual,
       until another layer gives the same. It is always kept (`small`), and its gradient is summed over all that read it.
@@ -272,7 +271,7 @@ class Mixer(LayerPart, Protocol):
 
         values: {name: value} of the residuals that `state_reads` names.
         lengths: int32[B], tokens of each prompt.
-        new_tokens: for how many tokens beyond those of `values` the state must have room.
+        new_tokens: for how many tokens beyond those of `values` there must be room.
         context: its layout has one prompt a row, with rotary tables.
         """
         ...

@@ -1,6 +1,6 @@
-"""Runs consecutive tokenwise segments of a layer, such as those of an MLP, over tiles of tokens, so that the values
-between them exist for one tile only. This saves memory with long rows, and costs computing each tile again in the
-backward.
+"""Runs consecutive tokenwise segments of a layer, such as an MLP's, over tiles of tokens, so that the values between
+them
+exist for one tile only. This saves memory with long rows; the backward computes each tile again.
 """
 
 from __future__ import annotations
