@@ -61,9 +61,9 @@ def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) 
     Raises ValueError for a pattern or word that does not fit.
     """
     if rest not in KEPT:
-        return resolve([each for each, *_ in components(model)], words, rest)
-    experts = {each.name: rest for each, _, module in components(model) if isinstance(module, ExpertLinear)}
-    return experts | resolve([each for each, *_ in components(model)], words)
+        return resolve([component for component, *_ in components(model)], words, rest)
+    experts = {component.name: rest for component, _, module in components(model) if isinstance(module, ExpertLinear)}
+    return experts | resolve([component for component, *_ in components(model)], words)
 
 
 def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
@@ -71,8 +71,8 @@ def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
     `found`
     ({module's name: word}) does not name, or names with a format or the model's dtype, gets None.
     """
-    for each, _, module in components(model):
-        compute = DTYPES.get(found.get(each.name, ""))
+    for component, _, module in components(model):
+        compute = DTYPES.get(found.get(component.name, ""))
         compute = None if compute == model.dtype else compute
         if compute != module.compute:
             module.compute = compute
@@ -87,16 +87,17 @@ def follow(model: Decoder, words: Mapping[str, str]) -> None:
     is
     not the map's.
     """
-    found = resolved(model, words)
-    for each, _, module in components(model):
-        word, weight = found.get(each.name), module.weight.get_value()
-        here = format_of(weight).name if isinstance(weight, Stored) else None
-        if word is not None and here != (word if word in FORMATS else None):
+    resolved_words = resolved(model, words)
+    for component, _, module in components(model):
+        word, weight = resolved_words.get(component.name), module.weight.get_value()
+        stored_format = format_of(weight).name if isinstance(weight, Stored) else None
+        if word is not None and stored_format != (word if word in FORMATS else None):
             raise ValueError(
-                f"precision: {each.name} is to be in {word}, and the model has it in {here or weight.dtype.name}"
-                ": load it with the same map (from_pretrained has the argument precision), or change the map"
+                f"precision: {component.name} is to be in {word}, and the model has it in "
+                f"{stored_format or weight.dtype.name}: load it with the same map (from_pretrained has the argument "
+                "precision), or change the map"
             )
-    set_compute(model, found)
+    set_compute(model, resolved_words)
 
 
 def of_tensors(model: Decoder, words: Mapping[str, str], paths: Mapping[str, tuple]) -> dict[str, str]:
@@ -105,9 +106,11 @@ def of_tensors(model: Decoder, words: Mapping[str, str], paths: Mapping[str, tup
     words: from `resolved`. A dtype is for all tensors of the module, a format for its weight alone.
     paths: {tensor's name: its path of attributes and indices in `model`, whose arrays may be abstract}.
     """
-    own = {path: words[each.name] for each, path, _ in components(model) if each.name in words}
-    found = {name: (own[path[:-1]], path[-1]) for name, path in paths.items() if path[:-1] in own}
-    return {name: word for name, (word, last) in found.items() if word in DTYPES or last == "weight"}
+    word_of_path = {path: words[component.name] for component, path, _ in components(model) if component.name in words}
+    tensor_words = {
+        name: (word_of_path[path[:-1]], path[-1]) for name, path in paths.items() if path[:-1] in word_of_path
+    }
+    return {name: word for name, (word, last) in tensor_words.items() if word in DTYPES or last == "weight"}
 
 
 def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None) -> Decoder:
@@ -121,11 +124,11 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
     """
     if has_adapter(model):
         raise ValueError("precision: this model has adapters: store the base as you want it, then add them")
-    found = resolved(model, words, rest)
-    packed = any(word in FORMATS for word in found.values())
+    resolved_words = resolved(model, words, rest)
+    packed = any(word in FORMATS for word in resolved_words.values())
     model = freeze(model) if packed else copy_structure(model)
-    for each, _, module in components(model):
-        word = found.get(each.name)
+    for component, _, module in components(model):
+        word = resolved_words.get(component.name)
         if word in FORMATS:
             name, weight = "weight", module.weight.get_value()
             if not isinstance(weight, Stored):
@@ -136,7 +139,7 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
                 variable = getattr(module, name, None)
                 if variable is not None and not isinstance(variable.get_value(), Stored):
                     setattr(module, name, variable.replace(variable.get_value().astype(DTYPES[word])))
-    set_compute(model, found)
+    set_compute(model, resolved_words)
     if packed:
         model.qat = None  # its weights are no longer rounded to that grid
     return model
@@ -153,12 +156,12 @@ def common_format(model: Decoder) -> str | None:
 
 def _words(model: Decoder) -> dict[str, str]:
     """{module's name: the format of its quantised weight, or else the word of the dtype in which it computes}."""
-    found = {}
-    for each, _, module in components(model):
+    words = {}
+    for component, _, module in components(model):
         weight = module.weight.get_value()
         plain = WORDS[module.compute or jnp.dtype(model.dtype).name]
-        found[each.name] = format_of(weight).name if isinstance(weight, Stored) else plain
-    return found
+        words[component.name] = format_of(weight).name if isinstance(weight, Stored) else plain
+    return words
 
 
 def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
@@ -170,11 +173,11 @@ def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
       store
         them so.
     """
-    own, usual = WORDS[jnp.dtype(model.dtype).name], common_format(model)
-    words, found = _words(model), {}
-    for each, *_ in components(model):
-        word = words[each.name]
-        expected = usual if usual is not None and each.quantizable else own
-        if word != expected and (plain or word != own):
-            found[each.name] = word
-    return found
+    model_word, usual = WORDS[jnp.dtype(model.dtype).name], common_format(model)
+    words, exceptions = _words(model), {}
+    for component, *_ in components(model):
+        word = words[component.name]
+        expected = usual if usual is not None and component.quantizable else model_word
+        if word != expected and (plain or word != model_word):
+            exceptions[component.name] = word
+    return exceptions

@@ -390,5 +390,7 @@ class Source:
     @property
     def companions(self) -> tuple[tuple[str, bytes], ...]:
         """(file name, bytes) of the files that are saved unchanged: generation_config.json and processors' configs."""
-        own = () if self.generation_config is None else (("generation_config.json", self.generation_config.encode()),)
-        return own if self.passthrough is None else own + self.passthrough.processors
+        generation_files = (
+            () if self.generation_config is None else (("generation_config.json", self.generation_config.encode()),)
+        )
+        return generation_files if self.passthrough is None else generation_files + self.passthrough.processors

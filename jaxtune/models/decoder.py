@@ -70,8 +70,8 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
     rows, length, hidden = x.shape
     tokens = jnp.maximum(layout.doc_end - layout.doc_start, 1).astype(jnp.float32)
     largest = alpha * jax.lax.rsqrt(tokens * hidden)[..., None]
-    drawn = uniform(key, (rows * length, hidden), partition.part_of_rows()).reshape(x.shape)
-    return (x + largest * (2.0 * drawn - 1.0)).astype(x.dtype)
+    uniform_draws = uniform(key, (rows * length, hidden), partition.part_of_rows()).reshape(x.shape)
+    return (x + largest * (2.0 * uniform_draws - 1.0)).astype(x.dtype)
 
 
 def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
@@ -138,8 +138,10 @@ class Decoder(nnx.Module):
             blocks = [Block(config, spec, k, dtype) for spec, k in zip(config.layers, keys[2:], strict=True)]
             self.layers = nnx.List(blocks)
             self.norm = norm_of(config, config.hidden_size, dtype)
-            own = None if config.per_layer_size is None else PerLayerInputs(config, jax.random.fold_in(key, 0), dtype)
-            self.per_layer = own
+            per_layer = (
+                None if config.per_layer_size is None else PerLayerInputs(config, jax.random.fold_in(key, 0), dtype)
+            )
+            self.per_layer = per_layer
             size, std = (config.hidden_size, config.head.outputs or config.vocab_size), config.initializer_range
             tied = config.tie_embeddings
             self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
@@ -184,8 +186,8 @@ class Decoder(nnx.Module):
         rows; a run
         may have them on the host.
         """
-        found = {} if self.head is None else {"embedding": self.embedding.weight}
-        return found if self.per_layer is None else {**found, "per_layer": self.per_layer.weight}
+        tables = {} if self.head is None else {"embedding": self.embedding.weight}
+        return tables if self.per_layer is None else {**tables, "per_layer": self.per_layer.weight}
 
     @property
     def needs_rows(self) -> bool:
@@ -288,10 +290,10 @@ class Decoder(nnx.Module):
         if noise is not None:
             with jax.named_scope("embed"):
                 x = noised(x, layout, *noise)
-        own_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
-        given = self.given(tokens, x, own_key, table_rows.get("per_layer"))
+        projection_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
+        layer_inputs = self.given(tokens, x, projection_key, table_rows.get("per_layer"))
         layers = self.layers, self.config.layers
-        x, values = run_stack(*layers, x, layout, plan, dropout_key, gradient_sums, aux, given)
+        x, values = run_stack(*layers, x, layout, plan, dropout_key, gradient_sums, aux, layer_inputs)
         with jax.named_scope("final_norm"):
             return self.norm(x), values
 

@@ -47,7 +47,7 @@ def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
         raise ValueError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
     work = json.dumps([pattern, list(names), math.ceil(LIMIT_SECONDS), _MEMORY_BYTES])
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _SCRIPT],
             input=work,
             capture_output=True,
@@ -60,10 +60,10 @@ def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
             f"{key}: the regular expression {pattern[:80]!r} takes over {LIMIT_SECONDS:g} s on the model's names "
             "(it backtracks without end): write it without repeats inside repeats, or list the names"
         ) from None
-    found = json.loads(done.stdout)
-    if isinstance(found, str):
-        raise ValueError(f"{key}: {pattern[:80]!r} is not a regular expression: {found}")
-    return found
+    matches = json.loads(process.stdout)
+    if isinstance(matches, str):
+        raise ValueError(f"{key}: {pattern[:80]!r} is not a regular expression: {matches}")
+    return matches
 
 
 def _is_quick(pattern: str) -> bool:

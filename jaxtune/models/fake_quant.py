@@ -187,7 +187,7 @@ class Rounding:
 
 def _declared(format: str) -> Rounding:
     """The Rounding of a declared format, which rounds weights alone and is exported under its own name."""
-    weights, within = (functools.partial(each, format) for each in (_as_declared, _within_declared))
+    weights, within = (functools.partial(function, format) for function in (_as_declared, _within_declared))
     return Rounding(weights, within, block=formats.FORMATS[format].kinds[0].row_block, exports=(format,))
 
 
@@ -367,10 +367,10 @@ def _rounded_inputs(spec: FakeQuant, x: jax.Array, scale: jax.Array | None) -> j
 
 
 def _rounded_inputs_fwd(spec: FakeQuant, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    within = ROUNDINGS[spec.format].inputs_within if spec.clips else None
-    if within is None:
+    inputs_within = ROUNDINGS[spec.format].inputs_within if spec.clips else None
+    if inputs_within is None:
         return _rounded_inputs(spec, x, scale), None
-    return _rounded_inputs(spec, x, scale), within(x) if scale is None else within(x, scale)
+    return _rounded_inputs(spec, x, scale), inputs_within(x) if scale is None else inputs_within(x, scale)
 
 
 _rounded_inputs.defvjp(

@@ -21,15 +21,15 @@ def inverse(scales: jax.Array) -> jax.Array:
     return jnp.where(scales == 0, 0, divide(jnp.ones_like(scales), jnp.where(scales == 0, 1, scales)))
 
 
-def _shortened(scales: jax.Array, kept: int, up: bool) -> jax.Array:
-    """Rounds float32 scales to 1 + `kept` significant bits, kept from 0 to 22.
+def _shortened(scales: jax.Array, fraction_bits: int, up: bool) -> jax.Array:
+    """Rounds float32 scales to 1 + fraction_bits (0 to 22) significant bits.
 
     up: True: to the next number of no smaller magnitude; False: to the nearest, halves away from zero.
     """
-    dropped = 23 - kept
-    more = (1 << dropped) - 1 if up else 1 << (dropped - 1)
+    dropped = 23 - fraction_bits
+    increment = (1 << dropped) - 1 if up else 1 << (dropped - 1)
     bits = lax.bitcast_convert_type(scales, jnp.int32)
-    return lax.bitcast_convert_type((bits + more) & -(1 << dropped), jnp.float32)
+    return lax.bitcast_convert_type((bits + increment) & -(1 << dropped), jnp.float32)
 
 
 def q8_0_codes(blocks: jax.Array, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
@@ -47,8 +47,8 @@ def q8_0_codes(blocks: jax.Array, dtype: str = "float32") -> tuple[jax.Array, ja
         scales = _shortened(scales, 0, up=True)
     numbers = blocks * inverse(scales)
     size = jnp.abs(numbers)
-    whole = jnp.floor(size)
-    return scales, jnp.sign(numbers) * (whole + jnp.floor(2 * (size - whole)))  # halves away from zero
+    floored = jnp.floor(size)
+    return scales, jnp.sign(numbers) * (floored + jnp.floor(2 * (size - floored)))  # halves away from zero
 
 
 def signed_codes(blocks: jax.Array, middle: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
@@ -61,10 +61,10 @@ def signed_codes(blocks: jax.Array, middle: int, dtype: str = "float32") -> tupl
       dtype: in which the products must be exact. "float32": scales are not rounded; otherwise to five significant bits,
         enough for Q4_0 only.
     """
-    at = jnp.abs(blocks).argmax(-1, keepdims=True)
-    places = lax.broadcasted_iota(at.dtype, blocks.shape, blocks.ndim - 1)
+    largest_index = jnp.abs(blocks).argmax(-1, keepdims=True)
+    indices = lax.broadcasted_iota(largest_index.dtype, blocks.shape, blocks.ndim - 1)
     # A masked sum in place of a gather, which a mesh would not divide.
-    scales = jnp.where(places == at, blocks, 0).sum(-1, keepdims=True) / -middle
+    scales = jnp.where(indices == largest_index, blocks, 0).sum(-1, keepdims=True) / -middle
     if dtype != "float32":
         scales = _shortened(scales, 4, up=False)
     # The largest magnitude is at most middle + 1. The bound, which changes no number, prevents a fused multiply-add,

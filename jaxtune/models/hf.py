@@ -91,10 +91,15 @@ class Pretrained:
         quant.check_load_in(load_in)
         self._dtype = dtype_name(dtype)
         self.folder = folder = resolve_folder(path)
-        whole, stretch = read_config(folder), {key: value for key, value in positions.items() if value is not None}
+        folder_config, stretch = (
+            read_config(folder),
+            {key: value for key, value in positions.items() if value is not None},
+        )
         try:
-            whole = stretched(whole, stretch.get("rope_scaling"), stretch.get("max_position_embeddings"))
-            hf = text_config(whole)
+            folder_config = stretched(
+                folder_config, stretch.get("rope_scaling"), stretch.get("max_position_embeddings")
+            )
+            hf = text_config(folder_config)
             self.config = config = config_from_hf(hf)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
@@ -117,14 +122,16 @@ class Pretrained:
         self._graph, state = nnx.split(model)
         flat = list(nnx.to_flat_state(state))
         self._variables = {tensor_name(where, norms, config.layers, config.head.name): (where, v) for where, v in flat}
-        wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
+        shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         if is_gguf(folder):
-            entries = gguf_entries(folder, config, wanted)
-        entries, beside = passthrough.divide(entries, config, hf, whole)
+            entries = gguf_entries(folder, config, shapes)
+        entries, passthrough_parts = passthrough.divide(entries, config, hf, folder_config)
         generation = read_generation_config(folder)
-        said = json.dumps(stretch) if stretch else None
-        self._source = Source(os.fspath(path), json.dumps(hf), generation, beside, is_nested(whole), said)
-        if hf is not whole:
+        positions_text = json.dumps(stretch) if stretch else None
+        self._source = Source(
+            os.fspath(path), json.dumps(hf), generation, passthrough_parts, is_nested(folder_config), positions_text
+        )
+        if hf is not folder_config:
             renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
         unused = family(config.family).unused_tensors(config)
@@ -132,7 +139,7 @@ class Pretrained:
         if config.moe is not None:
             files = family(config.family).expert_files
             entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
-        self._entries = entries = match(wanted, entries, config.tie_embeddings, folder)
+        self._entries = entries = match(shapes, entries, config.tie_embeddings, folder)
         self._quantizable = {weight_name(name) for name, matrix in matrices(model) if matrix.quantizable}
         packed = {name for name, entry in entries.items() if is_kept_packed(entry, load_in)}
         # Linears in transformers 4 (the first) or also in 5; here they are small arrays that stay in 16 bits.
@@ -142,20 +149,20 @@ class Pretrained:
         self._kept, self.packed = frozenset(packed), bool(packed)
         formats = {name: entry.format_name for name, entry in entries.items() if isinstance(entry, StoredEntry)}
         self.stored_in = min((formats[name] for name in packed), default=None)
-        quant.check_stored(folder, hf, formats, packed, load_in, passthrough.stored_in(beside))
+        quant.check_stored(folder, hf, formats, packed, load_in, passthrough.stored_in(passthrough_parts))
         # The 16-bit weights of a checkpoint that has quantised ones were left so on purpose.
         words = words if packed else resolved(model, precision, load_in)
         named = of_tensors(model, words, {name: where for name, (where, _) in self._variables.items()})
         self._encoded = {name: word for name, word in named.items() if word in FORMATS}
         if packed and (wrong := packed & named.keys() or self._encoded.keys()):
-            which = "which" if wrong <= packed else "in a format, beside weights that"
+            clause = "which" if wrong <= packed else "in a format, beside weights that"
             raise ValueError(
-                f"{folder}: precision names {listed(wrong)}, {which} the checkpoint itself stores quantised: leave it "
+                f"{folder}: precision names {listed(wrong)}, {clause} the checkpoint itself stores quantised: leave it "
                 "out of the map, or take the 16-bit original"
             )
         self._dtypes = {name: DTYPES[word] for name, word in named.items() if word in DTYPES}
         # Weights that are quantised on loading are no longer on the grid to which QAT rounded them.
-        self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", whole)
+        self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", folder_config)
 
     def device_bytes(self, load_in: str | None = None, stay: Collection[str] = ()) -> int:
         """The bytes of the whole model on one device, from the files' headers.
@@ -275,15 +282,15 @@ def load_base(
     folder = Path(adapter).expanduser()
     base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
     assert base is not None
-    wanted = over.load_in if load_in is None else _format(load_in)
+    base_format = over.load_in if load_in is None else _format(load_in)
     dtype = dtype_name(dtype or over.dtype or _DTYPE)
-    words = over.words(dtype, wanted) if precision is None else precision
+    words = over.words(dtype, base_format) if precision is None else precision
     positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
     if rope_scaling is None and max_position_embeddings is None:
         positions = over.positions
-    pretrained = Pretrained(base, dtype, wanted, max_length, words, positions)
+    pretrained = Pretrained(base, dtype, base_format, max_length, words, positions)
     model, tokenizer = _loaded(pretrained, (folder, pretrained.folder))
-    if over.compute == "fp8" and wanted == over.load_in:
+    if over.compute == "fp8" and base_format == over.load_in:
         model = quant.compute_in_fp8(model)
     return model, tokenizer
 
@@ -295,7 +302,7 @@ def _format(load_in: str | None) -> str | None:
 def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
 
     def first() -> Any:
-        return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)
+        return next((tokenizer for folder in tokenizers if (tokenizer := load_tokenizer(folder)) is not None), None)
 
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # importing transformers takes seconds
         tokenizer = pool.submit(first)
@@ -339,15 +346,17 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
 
     Raises ValueError for several quantised formats, or a QAT grid that model.dtype cannot represent.
     """
-    own = family(model.config.family).to_hf(model.config)
+    family_config = family(model.config.family).to_hf(model.config)
     source = json.loads(model.source.config) if model.source is not None else {}
     if source and config_from_hf(source) == model.config:
         hf = source
     else:
-        hf = own | {key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source}
+        hf = family_config | {
+            key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source
+        }
     # auto_map names code files, which are not saved.
     hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config", "qat")}
-    hf["architectures"] = own["architectures"]
+    hf["architectures"] = family_config["architectures"]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if hf.get(key) is None and tokenizer is not None:
             hf[key] = getattr(tokenizer, key, None)
@@ -364,7 +373,9 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
             for key in set(passthrough.SKIPPED) & set(quantization):
                 quantization[key] = [*quantization[key], *gates]
         hf["quantization_config"] = quantization
-    return passthrough.whole_config(hf, own, model.config, None if model.source is None else model.source.passthrough)
+    return passthrough.whole_config(
+        hf, family_config, model.config, None if model.source is None else model.source.passthrough
+    )
 
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:

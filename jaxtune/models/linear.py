@@ -278,22 +278,22 @@ def apply_fused(
       key: draws the dropout mask that an operation's adapters share, with the largest of their rates; None: no dropout.
     """
     if isinstance(x, Normed):
-        norm, given = x.norm, x.x
-        if all(linear.fp8 and linear.plain(given.dtype, key is not None) for linear in linears):
+        norm, unnormed = x.norm, x.x
+        if all(linear.fp8 and linear.plain(unnormed.dtype, key is not None) for linear in linears):
             weights = [linear.stored_weight for linear in linears]
             loras = [linear.lora and linear.lora.weights(linear.stored_weight) for linear in linears]
             biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
-            return normed_matmul(given, norm.weight[...], weights, loras, biases, **norm.rounding, fp8=True)
+            return normed_matmul(unnormed, norm.weight[...], weights, loras, biases, **norm.rounding, fp8=True)
         x = x.value()
     kinds = dict.fromkeys(linear.compute for linear in linears)
     if any(kinds):
-        found: dict[int, jax.Array] = {}
+        output_by_index: dict[int, jax.Array] = {}
         for kind in kinds:
-            places = [i for i, linear in enumerate(linears) if linear.compute == kind]
-            part = x if kind is None else x.astype(kind)
-            outputs = _fused(part, tuple(linears[i] for i in places), key)
-            found |= {i: out.astype(x.dtype) for i, out in zip(places, outputs, strict=True)}
-        return tuple(found[i] for i in range(len(linears)))
+            indices = [i for i, linear in enumerate(linears) if linear.compute == kind]
+            cast_x = x if kind is None else x.astype(kind)
+            outputs = _fused(cast_x, tuple(linears[i] for i in indices), key)
+            output_by_index |= {i: out.astype(x.dtype) for i, out in zip(indices, outputs, strict=True)}
+        return tuple(output_by_index[i] for i in range(len(linears)))
     return _fused(x, linears, key)
 
 
@@ -309,9 +309,9 @@ def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> 
             jax.debug.callback(linear.observer, jnp.abs(x).max(-1).astype(jnp.float32))
     rates = [linear.lora.rate for linear in linears if linear.lora is not None]
     rate = max(rates, default=0.0)
-    seen, observed = x, linears[0].input_scale  # linears with the same input have observed the same scale
+    rounded_x, observed = x, linears[0].input_scale  # linears with the same input have observed the same scale
     for spec in specs:
-        seen = x if spec is None else spec.round_inputs(x, None if observed is None else observed.get_value())
+        rounded_x = x if spec is None else spec.round_inputs(x, None if observed is None else observed.get_value())
     weights, loras, biases = [], [], []
     for linear in linears:
         rounded = linear.fake_quant is not None
@@ -320,7 +320,7 @@ def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> 
         loras.append(None if lora is None else lora.weights(linear.stored_weight))
         biases.append(None if linear.bias is None or _bias_follows(linear) else linear.bias[...])
     outputs = quant_matmul(
-        seen,
+        rounded_x,
         weights,
         loras,
         biases,
@@ -329,12 +329,12 @@ def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> 
         dropout_part=partition.part_of_rows(),
         fp8=any(linear.fp8 for linear in linears),
     )
-    dropped = seen
+    dropped = rounded_x
     if key is not None and rate > 0 and any(linear.lora and linear.fake_quant for linear in linears):
-        flat = seen.reshape(-1, seen.shape[-1])
-        dropped = dropout(flat, rate, key, partition.part_of_rows()).reshape(seen.shape)
+        flat = rounded_x.reshape(-1, rounded_x.shape[-1])
+        dropped = dropout(flat, rate, key, partition.part_of_rows()).reshape(rounded_x.shape)
     return tuple(
-        out if linear.lora is None or linear.fake_quant is None else _with_adapter(out, linear, seen, dropped)
+        out if linear.lora is None or linear.fake_quant is None else _with_adapter(out, linear, rounded_x, dropped)
         for out, linear in zip(outputs, linears, strict=True)
     )
 

@@ -91,12 +91,14 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
 
     Raises ValueError for an expression that is invalid or backtracks for too long.
     """
-    found: dict[str, float] = {}
+    value_by_name: dict[str, float] = {}
     for pattern, value in patterns.items():
-        ends = [end for name in names if name not in found for end in _ends(name)]
+        ends = [end for name in names if name not in value_by_name for end in _ends(name)]
         matched = set(matching(key, pattern, ends))
-        found |= {name: value for name in names if name not in found and not matched.isdisjoint(_ends(name))}
-    return found
+        value_by_name |= {
+            name: value for name in names if name not in value_by_name and not matched.isdisjoint(_ends(name))
+        }
+    return value_by_name
 
 
 def _ends(name: str) -> list[str]:
@@ -113,28 +115,28 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
 
     Raises ValueError for what is empty, invalid or matches nothing.
     """
-    known = sorted({name.rsplit(".", 1)[1] for name in names})
+    last_parts = sorted({name.rsplit(".", 1)[1] for name in names})
     if target_modules == "all-linear":
         return list(names)
     if not target_modules:
-        raise ValueError(f"target_modules is empty: name at least one of {', '.join(known)}, or 'all-linear'")
+        raise ValueError(f"target_modules is empty: name at least one of {', '.join(last_parts)}, or 'all-linear'")
     if isinstance(target_modules, str):
-        chosen = matching("target_modules", target_modules, names)
-        if not chosen:
+        selected = matching("target_modules", target_modules, names)
+        if not selected:
             raise ValueError(
                 f"target_modules {target_modules!r} matches no linear; it is a regular expression over names such as "
-                f"{names[0]!r}; last parts: {', '.join(known)}"
+                f"{names[0]!r}; last parts: {', '.join(last_parts)}"
             )
-        return chosen
+        return selected
     for target in target_modules:
         if not any(name_matches(name, target) for name in names):
-            whole = ("embed_tokens", *(head.name for head in heads.HEADS))
-            hint = " (put it in modules_to_save to train it whole)" if target in whole else ""
+            savable_names = ("embed_tokens", *(head.name for head in heads.HEADS))
+            hint = " (put it in modules_to_save to train it whole)" if target in savable_names else ""
             if experts:
                 named = dict.fromkeys(name.split(".", 3)[3] for name in experts)
                 hint = f" (experts are named in target_parameters: {', '.join(named)})"
             raise ValueError(
-                f"target_modules: {target!r} matches no linear of this model; there are: {', '.join(known)}{hint}"
+                f"target_modules: {target!r} matches no linear of this model; there are: {', '.join(last_parts)}{hint}"
             )
     return [name for name in names if any(name_matches(name, target) for target in target_modules)]
 
@@ -148,10 +150,10 @@ def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) ->
         raise ValueError(f"target_parameters = {target_parameters!r}: must be a list, such as [mlp.experts.down_proj]")
     for target in target_parameters:
         if not any(name_matches(name, target) for name in names):
-            known = sorted({name.split(".", 3)[3] for name in names})
+            endings = sorted({name.split(".", 3)[3] for name in names})
             raise ValueError(
                 f"target_parameters: {target!r} matches no experts' matrix of this model; "
-                f"there are: {', '.join(known) or 'none, for it has no experts'}"
+                f"there are: {', '.join(endings) or 'none, for it has no experts'}"
             )
     return [name for name in names if any(name_matches(name, target) for target in target_parameters)]
 
@@ -175,20 +177,20 @@ def _chosen(
     """
     expert_names = [name for name, _ in experts(model)]
     parameters = select_parameters(expert_names, target_parameters or ())
-    chosen = []
+    selected = []
     if target_modules or not parameters:
-        chosen = select_targets([name for name, _ in linears(model)], target_modules, expert_names)
-    chosen += parameters
-    given = {"rank_pattern": (rank_pattern, values.whole), "alpha_pattern": (alpha_pattern, values.positive)}
-    found = []
-    for key, (patterns, check) in given.items():
+        selected = select_targets([name for name, _ in linears(model)], target_modules, expert_names)
+    selected += parameters
+    checked_patterns = {"rank_pattern": (rank_pattern, values.whole), "alpha_pattern": (alpha_pattern, values.positive)}
+    settings = []
+    for key, (patterns, check) in checked_patterns.items():
         for pattern, value in (patterns or {}).items():
             check(f"{key}: {pattern!r}", value)
-            if not pattern_values(key, {pattern: value}, chosen):
+            if not pattern_values(key, {pattern: value}, selected):
                 raise ValueError(f"{key}: {pattern!r} matches no adapted linear")
-        found.append(pattern_values(key, patterns or {}, chosen))
-    ranks, alphas = found
-    return {name: (ranks.get(name, r), alphas.get(name, lora_alpha)) for name in chosen}
+        settings.append(pattern_values(key, patterns or {}, selected))
+    ranks, alphas = settings
+    return {name: (ranks.get(name, r), alphas.get(name, lora_alpha)) for name in selected}
 
 
 def get_peft_model(
@@ -235,12 +237,12 @@ def get_peft_model(
         raise ValueError("this model has adapters already; merge them first (merge_adapter) or start from the base")
     model = freeze(model)
     modules = dict(matrices(model))
-    chosen = _chosen(model, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern)
-    if (lora_dropout or use_dora) and any(isinstance(modules[name], ExpertLinear) for name in chosen):
+    selected = _chosen(model, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern)
+    if (lora_dropout or use_dora) and any(isinstance(modules[name], ExpertLinear) for name in selected):
         setting = f"lora_dropout = {lora_dropout}" if lora_dropout else "use_dora = True"
         raise ValueError(f"{setting}: experts (target_parameters) cannot have it; PEFT refuses it too")
-    keys = jax.random.split(jax.random.key(seed), len(chosen))
-    for (name, (rank, alpha)), key in zip(chosen.items(), keys, strict=True):
+    keys = jax.random.split(jax.random.key(seed), len(selected))
+    for (name, (rank, alpha)), key in zip(selected.items(), keys, strict=True):
         linear = modules[name]
         if isinstance(linear, ExpertLinear):
             count, out_size, in_size = linear.sizes
@@ -254,8 +256,8 @@ def get_peft_model(
     head = model.config.head.name
     for name in {*(modules_to_save or ()), *([] if model.config.head.is_text else [head])}:
         if name not in savable(model):
-            known = ", ".join(savable(model))
-            raise ValueError(f"modules_to_save: {name!r} cannot be trained whole; there are: {known}")
+            savable_names = ", ".join(savable(model))
+            raise ValueError(f"modules_to_save: {name!r} cannot be trained whole; there are: {savable_names}")
         holder = model.embedding if name == "embed_tokens" or model.head is None else model.head
         if isinstance(holder.weight, Frozen):
             holder.original = holder.weight
@@ -291,8 +293,8 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     where
     PEFT has one for all.
     """
-    everything = dict(matrices(model))
-    loras = {name: matrix.lora for name, matrix in everything.items() if matrix.lora is not None}
+    matrix_by_name = dict(matrices(model))
+    loras = {name: matrix.lora for name, matrix in matrix_by_name.items() if matrix.lora is not None}
     if not loras:
         return None
 
@@ -306,12 +308,14 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     # A last part of names where all modules with it are adapted, whole names otherwise: PEFT then matches the same set.
     targets, parameters = set(), set()
     for name, lora in loras.items():
-        part = name.rsplit(".", 1)[1]
-        whole = all(other in loras for other in everything if other.endswith("." + part))
+        last_part = name.rsplit(".", 1)[1]
+        all_adapted = all(peer in loras for peer in matrix_by_name if peer.endswith("." + last_part))
         if isinstance(lora, ExpertLora):
-            parameters.add(name.split(".", 3)[3] if whole else name)  # such as mlp.experts.down_proj, for all layers
+            parameters.add(
+                name.split(".", 3)[3] if all_adapted else name
+            )  # such as mlp.experts.down_proj, for all layers
         else:
-            targets.add(part if whole else name)
+            targets.add(last_part if all_adapted else name)
     return {
         "r": rank,
         "lora_alpha": alpha,
@@ -337,14 +341,14 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
         return False
     choice = ("r", "lora_alpha", "target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
     try:
-        wanted = _chosen(model, *(settings[key] for key in choice))
+        expected = _chosen(model, *(settings[key] for key in choice))
     except ValueError:
         return False
     loras = {name: matrix.lora for name, matrix in matrices(model) if matrix.lora is not None}
     saved = {*(settings["modules_to_save"] or ()), *([] if model.config.head.is_text else [model.config.head.name])}
     saved = set(savable(model)) if saved and model.head is None else saved
     return (
-        wanted == {name: (lora.rank, lora.alpha) for name, lora in loras.items()}
+        expected == {name: (lora.rank, lora.alpha) for name, lora in loras.items()}
         and all(settings[key] == actual[key] for key in ("lora_dropout", "use_rslora", "use_dora"))
         and saved == set(actual["modules_to_save"] or ())
     )
@@ -364,12 +368,12 @@ def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     by_part: dict[str, set] = {}
     for name, value in values.items():
         by_part.setdefault(name.rsplit(".", 1)[1], set()).add(value)
-    rest = {}
+    exceptions = {}
     for name, value in values.items():
-        part = name.rsplit(".", 1)[1]
+        last_part = name.rsplit(".", 1)[1]
         if value != default:
-            rest[part if len(by_part[part]) == 1 else name] = value
-    return default, rest
+            exceptions[last_part if len(by_part[last_part]) == 1 else name] = value
+    return default, exceptions
 
 
 def _number(value: float) -> int | float:

@@ -33,8 +33,8 @@ class _Largest:
     def note(self, name: str, magnitudes: jax.Array) -> None:
         """magnitudes: float32[1, tokens], of each token of the row that runs; padding does not count."""
         of_tokens = np.asarray(magnitudes).reshape(self.real.shape)
-        seen = of_tokens.max(where=self.real, initial=0.0)
-        self.found[name] = float(np.maximum(self.found.get(name, 0.0), seen))  # not finite if any is not
+        largest = of_tokens.max(where=self.real, initial=0.0)
+        self.found[name] = float(np.maximum(self.found.get(name, 0.0), largest))  # not finite if any is not
 
 
 def observed_scales(
@@ -70,8 +70,8 @@ def observed_scales(
     ids = np.ones_like(tokens) if segment_ids is None else segment_ids
     for index in range(len(tokens)):
         largest.real = ids[index] > 0
-        places = None if positions is None else positions[index : index + 1]
-        jax.block_until_ready(run(state, tokens[index : index + 1], ids[index : index + 1], places))
+        row_positions = None if positions is None else positions[index : index + 1]
+        jax.block_until_ready(run(state, tokens[index : index + 1], ids[index : index + 1], row_positions))
         jax.effects_barrier()
     if wrong := [name for name, value in largest.found.items() if not np.isfinite(value)]:
         raise FloatingPointError(f"the inputs of {wrong[0]} are not finite: their range cannot be observed")
@@ -101,9 +101,11 @@ def known_scales(model: Decoder) -> dict[str, float]:
     the QAT
     that rounded its weights; {} if it has neither, or is traced.
     """
-    found = {name: linear.input_scale.get_value() for name, linear in linears(model) if linear.input_scale is not None}
-    known = {name: float(scale) for name, scale in found.items() if not isinstance(scale, jax.ShapeDtypeStruct)}
-    return known or dict(() if model.qat is None else model.qat.input_scales)
+    scale_arrays = {
+        name: linear.input_scale.get_value() for name, linear in linears(model) if linear.input_scale is not None
+    }
+    scales = {name: float(scale) for name, scale in scale_arrays.items() if not isinstance(scale, jax.ShapeDtypeStruct)}
+    return scales or dict(() if model.qat is None else model.qat.input_scales)
 
 
 def recorded(model: Decoder, spec: FakeQuant) -> FakeQuant:

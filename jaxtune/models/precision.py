@@ -39,8 +39,8 @@ class Component:
         """
         if self.kind and pattern == self.kind:
             return True
-        parts = (name.split(".") for name in (self.name, *self.aliases))
-        ends = [".".join(each[start:]) for each in parts for start in range(len(each))]
+        split_names = (name.split(".") for name in (self.name, *self.aliases))
+        ends = [".".join(words[start:]) for words in split_names for start in range(len(words))]
         return any(map(re.compile(fnmatch.translate(pattern)).fullmatch, ends))
 
 
@@ -48,8 +48,8 @@ def check_words(key: str, words: Mapping[str, str]) -> None:
     """Raises ValueError, with `key` for the map's name, unless every value is the word of a dtype or format."""
     for pattern, word in words.items():
         if word not in DTYPES and word not in LOADED:
-            known = ", ".join((*DTYPES, *LOADED))
-            raise ValueError(f"{key}: {pattern!r}: {word!r}: is no precision; a module can have {known}")
+            choices = ", ".join((*DTYPES, *LOADED))
+            raise ValueError(f"{key}: {pattern!r}: {word!r}: is no precision; a module can have {choices}")
 
 
 def resolve(components: Sequence[Component], words: Mapping[str, str], rest: str | None = None) -> dict[str, str]:
@@ -64,37 +64,44 @@ def resolve(components: Sequence[Component], words: Mapping[str, str], rest: str
     modules.
     """
     check_words("precision", words)
-    found: dict[str, str] = {}
+    decided: dict[str, str] = {}
     for pattern, word in words.items():
-        matched = [each for each in components if each.matches(pattern)]
-        left = [each for each in matched if each.name not in found]
-        fitting = [each for each in left if word in DTYPES or each.quantizable]
+        matched = [component for component in components if component.matches(pattern)]
+        undecided = [component for component in matched if component.name not in decided]
+        fitting = [component for component in undecided if word in DTYPES or component.quantizable]
         where = f"precision: {pattern!r} = {word!r}"
         if not matched:
             raise ValueError(f"{where}: matches no module of this model; {_known(components)}")
-        if not left:
+        if not undecided:
             raise ValueError(f"{where}: patterns before it match the same modules; put it before them, or remove it")
         if not fitting:
             raise ValueError(
-                f"{where}: {left[0].name} cannot be stored in a format, as linears and experts within the layers can; "
-                f"take one of {', '.join(DTYPES)}"
+                f"{where}: {undecided[0].name} cannot be stored in a format, as linears and experts within the layers "
+                f"can; take one of {', '.join(DTYPES)}"
             )
-        found |= {each.name: word for each in fitting}
+        decided |= {component.name: word for component in fitting}
     if rest is not None:
-        found |= {each.name: rest for each in components if each.quantizable and each.name not in found}
-    return found
+        decided |= {
+            component.name: rest for component in components if component.quantizable and component.name not in decided
+        }
+    return decided
 
 
 def _known(components: Sequence[Component]) -> str:
     """The end of the error for a pattern that matches nothing: the names in layers without number, other names, and
     kinds.
     """
-    of_layers = [each.name.split(".", 3)[3] for each in components if each.name.startswith("model.layers.")]
-    others = [
-        name for each in components for name in (each.name, *each.aliases) if not name.startswith("model.layers.")
+    of_layers = [
+        component.name.split(".", 3)[3] for component in components if component.name.startswith("model.layers.")
     ]
-    kinds = [each.kind for each in components if each.kind]
+    other_names = [
+        name
+        for component in components
+        for name in (component.name, *component.aliases)
+        if not name.startswith("model.layers.")
+    ]
+    kinds = [component.kind for component in components if component.kind]
     return (
         f"a pattern is a name or the end of one, with * for any part ('layers.0.*'); names in layers are "
-        f"{', '.join(dict.fromkeys(of_layers))}, beside them {', '.join(dict.fromkeys((*others, *kinds)))}"
+        f"{', '.join(dict.fromkeys(of_layers))}, beside them {', '.join(dict.fromkeys((*other_names, *kinds)))}"
     )

@@ -82,8 +82,8 @@ def text_parts() -> dict[str, tuple[str, ...]]:
     """
     parts: dict[str, tuple[str, ...]] = {}
     for name, declared in FAMILIES.items():
-        for whole in declared.text_of:
-            parts[whole] = (*parts.get(whole, ()), name)
+        for whole_type in declared.text_of:
+            parts[whole_type] = (*parts.get(whole_type, ()), name)
     return parts
 
 
@@ -94,8 +94,8 @@ def text_config(hf: dict) -> dict:
 
     Raises ValueError for a missing text_config, or a model_type that is none of several possible ones.
     """
-    parts = text_parts()
-    if hf.get("model_type") not in tuple(parts):  # a tuple, because the value may be of a type that has no hash
+    text_types = text_parts()
+    if hf.get("model_type") not in tuple(text_types):  # a tuple, because the value may be of a type that has no hash
         return hf
     text = hf.get("text_config")
     if not isinstance(text, dict):
@@ -109,14 +109,14 @@ def text_config(hf: dict) -> dict:
         "torch_dtype",
         "tie_word_embeddings",
     )
-    first, *others = parts[hf["model_type"]]
-    said = text.get("model_type", first) if others else first
-    if said not in (first, *others):
+    first, *other_types = text_types[hf["model_type"]]
+    text_type = text.get("model_type", first) if other_types else first
+    if text_type not in (first, *other_types):
         raise ValueError(
-            f"config.json: text_config.model_type {said!r} of a {hf['model_type']!r} model is not supported; "
-            f"supported: {', '.join((first, *others))}"
+            f"config.json: text_config.model_type {text_type!r} of a {hf['model_type']!r} model is not supported; "
+            f"supported: {', '.join((first, *other_types))}"
         )
-    return {key: hf[key] for key in outer if key in hf} | text | {"model_type": said}
+    return {key: hf[key] for key in outer if key in hf} | text | {"model_type": text_type}
 
 
 def text_tensor_name(name: str) -> str | None:
@@ -124,7 +124,7 @@ def text_tensor_name(name: str) -> str | None:
     None for
     "vision_tower." and "multi_modal_projector.". Other towers are passthrough tensors, which must be taken out before.
     """
-    if any(part in name for part in ("vision_tower.", "multi_modal_projector.")):
+    if any(module in name for module in ("vision_tower.", "multi_modal_projector.")):
         return None
     # transformers 4 wrote language_model.model.layers..., 5 writes model.language_model.layers...
     return name.replace(_LANGUAGE, "model.").removeprefix("language_model.")
@@ -191,12 +191,12 @@ def stated_layout(hf: dict) -> Layout | None:
         if (layout.families is None or hf.get("model_type") in layout.families) and layout.recognises(settings):
             layout.check(settings)
             return layout
-    found = {
+    named = {
         key: settings[key] for key in ("quant_method", "format", "load_in_8bit", "quant_algo") if settings.get(key)
     }
     raise ValueError(
-        f"config.json: quantization_config says {', '.join(f'{key} = {value!r}' for key, value in found.items())}; of "
-        f"quantised checkpoints these can be loaded: {'; '.join(layout.title for layout in layouts())}: use the "
+        f"config.json: quantization_config says {', '.join(f'{key} = {value!r}' for key, value in named.items())}; "
+        f"of quantised checkpoints these can be loaded: {'; '.join(layout.title for layout in layouts())}: use the "
         "16-bit original"
     )
 
@@ -211,9 +211,9 @@ def config_from_hf(hf: dict) -> DecoderConfig:
     hf = text_config(hf)
     if hf.get("model_type") is not None:
         values.text("config.json: model_type", hf["model_type"])
-    found = family(hf.get("model_type"))
+    declared = family(hf.get("model_type"))
     weights_stored_in(hf)  # raises for a quantisation that cannot be read
-    config = found.from_hf(hf)
+    config = declared.from_hf(hf)
     architecture = str(next(iter(hf.get("architectures") or ()), ""))
     head = head_of_class(architecture)
     if head.is_text:

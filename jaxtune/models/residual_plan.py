@@ -81,8 +81,8 @@ class LayerPlan(Mapping[str, Placement]):
         """
         forms, residuals = [], tuple(residuals)
         for word in (KEEP, IN_FP8, RECOMPUTE):
-            other: dict[str, Placement] = {r.name: self.of(r) for r in residuals if self.of(r) != word.of(r)}
-            forms.append(LayerPlan(word.rest, **other))
+            named: dict[str, Placement] = {r.name: self.of(r) for r in residuals if self.of(r) != word.of(r)}
+            forms.append(LayerPlan(word.rest, **named))
         return min(forms, key=lambda form: str(form).count(","))
 
     def __str__(self) -> str:
@@ -124,11 +124,11 @@ class ResidualPlan:
 
 def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
     """All residuals of these layers (Blocks), each name once, in the order in which layers compute them."""
-    found: dict[str, Residual] = {}
+    residuals: dict[str, Residual] = {}
     for layer in layers:
         for residual in layer.residuals():
-            found.setdefault(residual.name, residual)
-    return tuple(found.values())
+            residuals.setdefault(residual.name, residual)
+    return tuple(residuals.values())
 
 
 def unknown_residual(name: str, known: Iterable[str]) -> str:

@@ -35,20 +35,20 @@ def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     """
     if model.config.head == head:
         return model
-    asked = "reward_model" if head == SCORE else f"with_head({head.name!r})"
+    call = "reward_model" if head == SCORE else f"with_head({head.name!r})"
     if not model.config.head.is_text or head.outputs is None:
-        raise ValueError(f"{asked}: {model.config.head.what}: start from the language model that it was made of")
+        raise ValueError(f"{call}: {model.config.head.what}: start from the language model that it was made of")
     if has_adapter(model):
-        raise ValueError(f"{asked}: this model has adapters: merge them first (merge_adapter), or start from its base")
+        raise ValueError(f"{call}: this model has adapters: merge them first (merge_adapter), or start from its base")
     config = dataclasses.replace(model.config, head=head, tie_embeddings=False)
-    made = copy_structure(model)
-    made.config = config
+    new_model = copy_structure(model)
+    new_model.config = config
     dtype = model.weight_dtype
     std, key = config.initializer_range, jax.random.key(seed)
-    made.head = nnx.data(Linear(config.hidden_size, head.outputs, bias=False, std=std, key=key, dtype=dtype))
+    new_model.head = nnx.data(Linear(config.hidden_size, head.outputs, bias=False, std=std, key=key, dtype=dtype))
     if model.source is not None:
         hf = json.loads(model.source.config)
         architecture = str(next(iter(hf.get("architectures") or ()), TEXT.architecture))
         hf |= {"architectures": [head.architecture_of(architecture)]} | head.hf_config()
-        made.source = dataclasses.replace(model.source, config=json.dumps(hf), passthrough=None)
-    return made
+        new_model.source = dataclasses.replace(model.source, config=json.dumps(hf), passthrough=None)
+    return new_model

@@ -39,8 +39,8 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
         turning = int(rope.partial_rotary_factor * head_dim // 2)
         exponents = np.arange(0, 2 * turning, 2) / head_dim
         turned = (1.0 / rope.theta**exponents).astype(np.float32) / np.float32(rope.factor)
-        whole = np.concatenate([turned, np.zeros(head_dim // 2 - turning, np.float32)])
-        return RotaryFrequencies(whole, None, 1.0)
+        frequencies = np.concatenate([turned, np.zeros(head_dim // 2 - turning, np.float32)])
+        return RotaryFrequencies(frequencies, None, 1.0)
     dim = int(head_dim * rope.partial_rotary_factor)
     # Computed in float64: a power in float32 differs in its last bit between processors with and without AVX-512.
     base = (1.0 / rope.theta ** (np.arange(0, dim, 2) / dim)).astype(np.float32)

@@ -138,12 +138,12 @@ def layer_forward(
             outputs, low_rank = run_segment(segment, block, context, inputs)
             outputs = collectives.finish(stage, copies.finish(stage, outputs))
             values |= {**dict(zip(segment.outputs, outputs, strict=True)), **low_rank}
-        found = {name: values[name] for name in wanted if name in values}
+        returned = {name: values[name] for name in wanted if name in values}
         output = values[LAYER_OUTPUT]
-        rounded = {name: in_e4m3(found[name]) for name in in_fp8 if name in found}
+        rounded = {name: in_e4m3(returned[name]) for name in in_fp8 if name in returned}
         if rounded:  # before the next layer begins; otherwise XLA may keep the values before rounding
             rounded, output = optimization_barrier((rounded, output))
-        return output, found | rounded, copies.arrays, collectives.gathered
+        return output, returned | rounded, copies.arrays, collectives.gathered
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="tile")
@@ -213,11 +213,15 @@ def layer_backward(
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
                     with scope_of(segment):
-                        found = segment.backward(block_of, trainable, context, tuple(inputs), outputs, doutputs)
-                    dtrainable, dinputs = found
+                        segment_gradients = segment.backward(
+                            block_of, trainable, context, tuple(inputs), outputs, doutputs
+                        )
+                    dtrainable, dinputs = segment_gradients
                 else:
-                    given = low_rank_of(segment, segments, values), norms.factors(segment, read)
-                    pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs, *given)[1]
+                    low_rank_and_factors = low_rank_of(segment, segments, values), norms.factors(segment, read)
+                    pullback = (
+                        pullbacks.get(segment.name) or pullback_of(segment, context, inputs, *low_rank_and_factors)[1]
+                    )
                     dtrainable, *dinputs = pullback(doutputs)
                 if dtrainable is not None:
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
@@ -246,46 +250,51 @@ _untuned = jax.jit(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
+def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, decoder_inputs):
     """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of auxiliary values).
     Tuples
     have one entry for each layer.
 
       keys: dropout keys, or None.
       sums: to which gradients are added (run_stack's gradient_sums), or None.
-      given: {name: value} of what the decoder gives the layer.
     """
     aux, shared = [], {}
     gathered = first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
         weights = with_whole((trainables[index], frozens[index]), gathered)
         arguments = (*weights, x, layout, _layer_key(keys, index), (), shards_of_layer(trainables, frozens, index + 1))
-        taken = layer.taken(given[index], shared)
-        x, found, _, gathered = (layer_forward if isinstance(x, Tracer) else _untuned)(
+        taken = layer.taken(decoder_inputs[index], shared)
+        x, residuals, _, gathered = (layer_forward if isinstance(x, Tracer) else _untuned)(
             layer.graph, layer.spec, static.aux + tuple(layer.gives), *arguments, tile=layer.tile, taken=taken
         )
-        shared |= {name: found[own] for own, name in layer.gives.items()}
-        aux.append({name: found[name] for name in static.aux if name in found})
+        shared |= {name: residuals[residual] for residual, name in layer.gives.items()}
+        aux.append({name: residuals[name] for name in static.aux if name in residuals})
     return x, total_over_layers(aux)
 
 
-def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
+def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, decoder_inputs):
     """Keeps residuals by plan, and copies a layer's offloaded ones to the host while the next layer runs."""
-    kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
+    kept_residuals, hosted, aux, whole_weights, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
     next_weights = first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
-        wanted = layer.kept + layer.in_fp8 + layer.offloaded + static.aux
+        returned_names = layer.kept + layer.in_fp8 + layer.offloaded + static.aux
         gathered, gathers = next_weights, shards_of_layer(trainables, frozens, index + 1)
         weights = with_whole((trainables[index], frozens[index]), gathered)
         arguments = (*weights, x, layout, _layer_key(keys, index), to_host, gathers)
-        takens.append(layer.taken(given[index], shared))
+        takens.append(layer.taken(decoder_inputs[index], shared))
         x, residuals, copies, next_weights = layer_forward(
-            layer.graph, layer.spec, wanted, *arguments, tile=layer.tile, in_fp8=layer.in_fp8, taken=takens[index]
+            layer.graph,
+            layer.spec,
+            returned_names,
+            *arguments,
+            tile=layer.tile,
+            in_fp8=layer.in_fp8,
+            taken=takens[index],
         )
-        shared |= {name: residuals[own] for own, name in layer.gives.items()}
-        whole.append(gathered if static.stays_whole(index) else [])
+        shared |= {name: residuals[residual] for residual, name in layer.gives.items()}
+        whole_weights.append(gathered if static.stays_whole(index) else [])
         aux.append({name: residuals.pop(name) for name in static.aux if name in residuals})
         if index:
             hosted.append(dict(zip(names, copies, strict=True)))
@@ -293,8 +302,18 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums,
         names = tuple(name for name in layer.offloaded if name in residuals) if index < last else ()
         block = nnx.merge(layer.graph, *weights)
         to_host = cut([residuals[name] for name in names], _work(block.segments(), block, x))
-        kept.append({name: value for name, value in residuals.items() if name not in names})
-    return (x, total_over_layers(aux)), (trainables, frozens, whole, kept, [*hosted, {}], takens, layout, keys, sums)
+        kept_residuals.append({name: value for name, value in residuals.items() if name not in names})
+    return (x, total_over_layers(aux)), (
+        trainables,
+        frozens,
+        whole_weights,
+        kept_residuals,
+        [*hosted, {}],
+        takens,
+        layout,
+        keys,
+        sums,
+    )
 
 
 def _stack_bwd(static: StackProgram, residuals, gradient):
@@ -303,17 +322,17 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
     `sums`, their cotangent is sums plus gradients, and trainables get None.
     """
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
-    trainables, frozens, whole_weights, kept, hosted, takens, layout, keys, sums = residuals
-    gradients: list[Any] = [None] * len(kept)
-    dgiven: list[dict[str, jax.Array]] = [{} for _ in kept]
+    trainables, frozens, whole_weights, kept_residuals, hosted, takens, layout, keys, sums = residuals
+    gradients: list[Any] = [None] * len(kept_residuals)
+    dgiven: list[dict[str, jax.Array]] = [{} for _ in kept_residuals]
     dshared: dict[str, jax.Array] = {}  # gradients of what earlier layers give, summed over the layers that took it
     reloaded, scatters, gathered = (), [], []
 
-    def add_to_sums(index, parts):
-        """Puts a layer's scattered `parts` in place of its Shards' gradients, and adds its gradients to their sums."""
-        places = iter(parts)
+    def add_to_sums(index, shards):
+        """Puts a layer's scattered `shards` in place of its Shards' gradients, and adds its gradients to their sums."""
+        remaining_shards = iter(shards)
         gradients[index] = jax.tree.map(
-            lambda shard, gradient: next(places) if isinstance(shard, Shard) else gradient,
+            lambda shard, gradient: next(remaining_shards) if isinstance(shard, Shard) else gradient,
             trainables[index],
             gradients[index],
             is_leaf=lambda leaf: isinstance(leaf, Shard),
@@ -322,24 +341,24 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
             with jax.named_scope("accumulate"):
                 gradients[index] = jax.tree.map(jnp.add, sums[index], gradients[index])
 
-    for index in range(len(kept) - 1, -1, -1):
+    for index in range(len(kept_residuals) - 1, -1, -1):
         layer = static.layers[index]
-        saved = {**kept[index], **takens[index]}
+        saved = {**kept_residuals[index], **takens[index]}
         saved |= {name: join(pieces) for name, pieces in zip(hosted[index], reloaded, strict=True)}
         # Ties this layer's work to its gradient; otherwise XLA shares recomputed values with the forward and keeps
         # them. The same holds for trained weights in the compute dtype: 26 MB a layer of adapters on a 30B's experts.
         gathered = whole_weights[index] if static.stays_whole(index) else gathered
-        whole, frozen = with_whole((trainables[index], frozens[index]), gathered)
+        gathered_trainable, frozen = with_whole((trainables[index], frozens[index]), gathered)
         # If memory is short these are tied too, because a plan does not count what is computed from them.
-        free = {name: saved.pop(name) for name in layer.free if name in kept[index] and not static.short}
-        saved, dx, trainable = optimization_barrier((saved, dx, whole))
+        free = {name: saved.pop(name) for name in layer.free if name in kept_residuals[index] and not static.short}
+        saved, dx, trainable = optimization_barrier((saved, dx, gathered_trainable))
         to_device = tuple(hosted[index - 1].values()) if index else ()
         dothers = {name: daux[name] for name in static.aux if name in layer.aux}
-        dothers |= {own: dshared.pop(name) for own, name in layer.gives.items() if name in dshared}
-        gradients[index], dx, dtaken, reloaded, gathered, parts = layer_backward(
+        dothers |= {residual: dshared.pop(name) for residual, name in layer.gives.items() if name in dshared}
+        gradients[index], dx, dtaken, reloaded, gathered, scattered = layer_backward(
             layer.graph,
             layer.spec,
-            trainable if static.short else whole,
+            trainable if static.short else gathered_trainable,
             frozen,
             {**saved, **free},
             dx,
@@ -357,7 +376,7 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
             else:
                 dshared[name] = dshared[name] + value if name in dshared else value
         if scatters:
-            add_to_sums(index + 1, parts)
+            add_to_sums(index + 1, scattered)
         scatters = with_gradients(trainables[index], gradients[index])
         if not scatters:
             add_to_sums(index, ())
@@ -370,8 +389,12 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
         add_to_sums(0, [scatter(*pair) for pair in scatters])
     trained = tuple(gradients)
     # Gradients that were added to sums are returned as the sums' cotangent, and the tensors get none.
-    others = (None, dx, None, None)
-    return (trained, *others, None, tuple(dgiven)) if sums is None else (None, *others, trained, tuple(dgiven))
+    other_gradients = (None, dx, None, None)
+    return (
+        (trained, *other_gradients, None, tuple(dgiven))
+        if sums is None
+        else (None, *other_gradients, trained, tuple(dgiven))
+    )
 
 
 _stack.defvjp(_stack_fwd, _stack_bwd)
@@ -409,10 +432,10 @@ def run_stack(
     plan = plan or ResidualPlan.uniform(KEEP, len(layers))
     if len(plan.layers) != len(layers):
         raise ValueError(f"the residual plan has {len(plan.layers)} layers, the model {len(layers)}")
-    known = [residual.name for residual in residuals_of(layers)]
+    residual_names = [residual.name for residual in residuals_of(layers)]
     for name in {name for layer in plan.layers for name in layer}:
-        if name not in known:
-            raise ValueError(unknown_residual(name, known))
+        if name not in residual_names:
+            raise ValueError(unknown_residual(name, residual_names))
     for name in aux:
         if not any(name in layer.aux for layer in layers):
             raise ValueError(f"no layer of this model makes {name}")
@@ -427,8 +450,8 @@ def run_stack(
     given = tuple(map(dict, given or [{}] * len(layers)))
     short = any(layer != KEEP for layer in plan.layers)
     layers_of_program = tuple(
-        described(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(own))
-        for layer, split, spec, layer_plan, own in zip(layers, splits, specs, plan.layers, given, strict=True)
+        described(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(layer_given))
+        for layer, split, spec, layer_plan, layer_given in zip(layers, splits, specs, plan.layers, given, strict=True)
     )
     require_given(layers_of_program)
     keys = None if dropout_key is None else jax.random.split(dropout_key, len(layers))

@@ -78,11 +78,11 @@ class StackProgram:
 
 def require_given(layers: Sequence[StackLayer]) -> None:
     """Raises ValueError if a layer takes a value that no earlier layer gives."""
-    there: set[str] = set()
+    given_names: set[str] = set()
     for index, layer in enumerate(layers):
-        if missing := set(layer.shared) - there:
+        if missing := set(layer.shared) - given_names:
             raise ValueError(f"layer {index} takes {', '.join(sorted(missing))}, which no earlier layer gives")
-        there |= set(layer.gives.values())
+        given_names |= set(layer.gives.values())
 
 
 def described(
@@ -103,13 +103,13 @@ def described(
     tiled = bool(inside) and set(inside) <= set(dropped)
     placed = {how: plan.named(how, residuals) for how in ("keep", "fp8", "offload")}
     in_fp8, offloaded = (tuple(name for name in placed[how] if name not in gives) for how in ("fp8", "offload"))
-    kept = (*placed["keep"], *(name for name in gives if name not in placed["keep"]))
+    kept_names = (*placed["keep"], *(name for name in gives if name not in placed["keep"]))
     if not tiled:
-        kept += tuple(map(low_rank_inputs, with_low_rank_kept(block.segments(), dropped)))
+        kept_names += tuple(map(low_rank_inputs, with_low_rank_kept(block.segments(), dropped)))
     return StackLayer(
         graph,
         spec,
-        kept,
+        kept_names,
         in_fp8,
         offloaded,
         tuple(block.aux),
@@ -145,6 +145,8 @@ def keeps_low_rank(segment: Segment) -> tuple[str, ...]:
 def total_over_layers(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """{name: sum over the layers that have it}."""
     total = {}
-    for name in dict.fromkeys(name for one in values for name in one):
-        total[name] = functools.reduce(operator.add, [one[name] for one in values if name in one])
+    for name in dict.fromkeys(name for layer_values in values for name in layer_values):
+        total[name] = functools.reduce(
+            operator.add, [layer_values[name] for layer_values in values if name in layer_values]
+        )
     return total

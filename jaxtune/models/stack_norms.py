@@ -85,13 +85,15 @@ class NormsApart:
         for name in [name for name, last in self._last.items() if last is segment]:
             stream = self._stream[name]
 
-            def run(trainable, x, name=name, beside=stream in gradients):
+            def run(trainable, x, name=name, with_stream=stream in gradients):
                 norm = getattr(block_of(trainable), name)
-                return norm.beside(x) if beside else norm(x)
+                return norm.beside(x) if with_stream else norm(x)
 
             with jax.named_scope(name):
                 pullback = jax.vjp(run, trainable, values[stream])[1]
-                given = gradients.pop(name)
-                found, gradients[stream] = pullback((gradients[stream], given) if stream in gradients else given)
-            total = found if total is None else jax.tree.map(jnp.add, total, found)
+                dnormed = gradients.pop(name)
+                dtrainable, gradients[stream] = pullback(
+                    (gradients[stream], dnormed) if stream in gradients else dnormed
+                )
+            total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
         return total

@@ -30,9 +30,9 @@ def run_segment(
     given: low-rank inputs of an earlier run; None: they are computed.
     normed: pairs of one of `values` and its Factors (low_rank.py).
     """
-    with scope_of(segment), low_rank.kept(given, normed) as made:
+    with scope_of(segment), low_rank.kept(given, normed) as low_rank_values:
         outputs = segment.run(block, context, *values)
-    return outputs, {low_rank_inputs(segment): tuple(made)} if jax.tree.leaves(made) else {}
+    return outputs, {low_rank_inputs(segment): tuple(low_rank_values)} if jax.tree.leaves(low_rank_values) else {}
 
 
 def differentiated(segments: Sequence[Segment], saved: Mapping) -> tuple[Segment, ...]:
@@ -42,13 +42,13 @@ def differentiated(segments: Sequence[Segment], saved: Mapping) -> tuple[Segment
     is
     short, and it needs more.
     """
-    found: list[Segment] = []
+    chain: list[Segment] = []
     for segment in segments:
-        if segment.with_before is not None and all(isinstance(saved.get(n), jax.Array) for n in found[-1].outputs):
-            found[-1] = segment.with_before
+        if segment.with_before is not None and all(isinstance(saved.get(n), jax.Array) for n in chain[-1].outputs):
+            chain[-1] = segment.with_before
         elif segment.differentiable:
-            found.append(segment)
-    return tuple(found)
+            chain.append(segment)
+    return tuple(chain)
 
 
 def without_gradient(segments: Sequence[Segment], back: Sequence[Segment]) -> set[str]:
@@ -61,11 +61,11 @@ def without_gradient(segments: Sequence[Segment], back: Sequence[Segment]) -> se
 def low_rank_of(segment: Segment, segments: Sequence[Segment], values: Mapping) -> tuple | None:
     """The low-rank inputs of a segment that the backward differentiates; None if some are missing."""
     pairs = itertools.pairwise(segments)
-    parts = next((pair for pair in pairs if pair[1].with_before is segment), (segment,))
-    names = [low_rank_inputs(part) for part in parts]
+    covered = next((pair for pair in pairs if pair[1].with_before is segment), (segment,))
+    names = [low_rank_inputs(covered_segment) for covered_segment in covered]
     if any(name not in values for name in names):
         return None
-    return tuple(made for name in names for made in values[name])
+    return tuple(value for name in names for value in values[name])
 
 
 def pullback_of_segment(

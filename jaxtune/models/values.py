@@ -23,10 +23,10 @@ def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> None:
 
 def number(key: str, value: Any, above: float | None = None, least: float | None = None) -> None:
     """A finite number (no bool) greater than `above` and at least `least`."""
-    fits = isinstance(value, Real) and not isinstance(value, bool) and _finite(value)
-    if not fits or (above is not None and value <= above) or (least is not None and value < least):
-        both = "" if above is None or least is None else " and"
-        bounds = "" if above is None else f" above {above:g}{both}"
+    finite = isinstance(value, Real) and not isinstance(value, bool) and _finite(value)
+    if not finite or (above is not None and value <= above) or (least is not None and value < least):
+        conjunction = "" if above is None or least is None else " and"
+        bounds = "" if above is None else f" above {above:g}{conjunction}"
         bounds += "" if least is None else f" of at least {least:g}"
         raise ValueError(f"{key} = {_shown(value)}: must be a finite number{bounds}")
 
@@ -86,5 +86,5 @@ def token_ids(key: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    representation = repr(value)
+    return representation if len(representation) <= 80 else representation[:77] + "..."

@@ -128,8 +128,8 @@ def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
         return name.rsplit(".", 1)[-1] in _EXPERTS_NAMES
 
     def patterns(key):  # keeps the old names too, because a last part may also be that of expert matrices
-        wanted = settings[key]
-        return wanted | {f"{name}.weight": value for name, value in wanted.items() if as_experts(name)}
+        setting = settings[key]
+        return setting | {f"{name}.weight": value for name, value in setting.items() if as_experts(name)}
 
     targets = settings["target_modules"]
     parameters = [f"{name}.weight" for name in targets if as_experts(name)]
@@ -160,11 +160,11 @@ def _dropout(key: str, value: Any) -> None:
         raise ValueError(f"{key} = {value!r}: must be below 1")
 
 
-def _patterns(of: Callable[[str, Any], None], key: str, value: Any) -> None:
-    """A mapping whose values pass the check `of`."""
+def _patterns(check: Callable[[str, Any], None], key: str, value: Any) -> None:
+    """A mapping whose values pass `check`."""
     values.mapping(key, value)
     for pattern, setting in value.items():
-        of(f"{key}: {pattern!r}", setting)
+        check(f"{key}: {pattern!r}", setting)
 
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {

@@ -100,8 +100,8 @@ def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
     names = {name for name, *_ in adapted}
     tensors = {}
     for name, lora, transposed in adapted:
-        module, part = name.rsplit(".", 1)
-        inner = part == "gate_up_proj" and f"{module}.down_proj" in names
+        module, matrix_name = name.rsplit(".", 1)
+        inner = matrix_name == "gate_up_proj" and f"{module}.down_proj" in names
         prefix = f"{_PREFIX}{module}{'.base_layer' * inner}"
         tensors[f"{prefix}.lora_A.weight"] = ExpertTensor(lora.a, False, transposed)
         tensors[f"{prefix}.lora_B.weight"] = ExpertTensor(lora.b, True, transposed)
@@ -175,14 +175,14 @@ def adapter_content(model: Decoder) -> AdapterContent:
     config = config_of(model)
     variables = adapter_tensors(model)
     covered = {id(getattr(variable, "variable", variable)) for variable in variables.values()}
-    others = [
+    other_paths = [
         ".".join(map(str, where))
         for where, variable in nnx.iter_graph(model)
         if isinstance(variable, nnx.Param) and id(variable) not in covered
     ]
-    if others:
+    if other_paths:
         raise ValueError(
-            f"save_adapter: {_some(others)} are trained too, and an adapter file cannot contain them; "
+            f"save_adapter: {_some(other_paths)} are trained too, and an adapter file cannot contain them; "
             "save the whole model (save_pretrained)"
         )
     arrays = {
@@ -192,9 +192,9 @@ def adapter_content(model: Decoder) -> AdapterContent:
     broken = [key for key, array in arrays.items() if not np.isfinite(array).all()]
     if broken:
         raise ValueError(f"save_adapter: not finite, so nothing was saved: {_some(broken)}")
-    known = {key: getattr(model, attribute) for key, attribute in _BASE.items()}
-    known[trained_over.METADATA] = trained_over.of_model(model).to_text()
-    return AdapterContent(config, arrays, {key: value for key, value in known.items() if value is not None})
+    metadata = {key: getattr(model, attribute) for key, attribute in _BASE.items()}
+    metadata[trained_over.METADATA] = trained_over.of_model(model).to_text()
+    return AdapterContent(config, arrays, {key: value for key, value in metadata.items() if value is not None})
 
 
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
@@ -217,44 +217,48 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     arrays, metadata = _read_tensors(folder)
     _check_base(folder, metadata, model)
     over = trained_over.read(folder)
-    if over is not None and (other := trained_over.difference(over, model)) is not None:
+    if over is not None and (mismatch := trained_over.difference(over, model)) is not None:
         logger.warning(
             "%s: %s, so it does not compute what was trained. from_pretrained(%r) loads the base as it was (in a "
             "recipe, model.load_in)",
             folder,
-            other,
+            mismatch,
             str(path),
         )
     # For a model with a vision tower the adapter's config has the names that linears have in the whole model.
     spelled = whole_tensor_name if any(map(_WHOLE.match, arrays)) else str
     arrays = {_WHOLE.sub(f"{_PREFIX}model.", key): array for key, array in arrays.items()}
-    own = {spelled(name): name for name, _ in matrices(model)}
+    text_names = {spelled(name): name for name, _ in matrices(model)}
     names = [spelled(name) for name, _ in linears(model)]
-    chosen = _targets(where, config, names)
+    targets = _targets(where, config, names)
     parameters = config.get("target_parameters") or []
     weights = [name for name in names if any(name_matches(f"{name}.weight", target) for target in parameters)]
-    expert_names = [name for name in own if name not in names and any(name_matches(name, each) for each in parameters)]
+    expert_names = [
+        name
+        for name in text_names
+        if name not in names and any(name_matches(name, parameter) for parameter in parameters)
+    ]
     if parameters and not weights + expert_names:
         raise ValueError(f"{folder}: target_parameters = {parameters!r} match no experts and no linear of this model")
-    if not chosen + weights + expert_names:
+    if not targets + weights + expert_names:
         raise ValueError(
             f"{folder}: target_modules {config.get('target_modules')!r} match no linear of this model; "
             f"it has {names[0]} and the like"
         )
 
     # The names that PEFT matches with patterns. A pattern may match nothing.
-    adapted_names = {name: own[name] for name in chosen + expert_names}
-    adapted_names |= {f"{name}.weight": own[name] for name in weights}
+    adapted_names = {name: text_names[name] for name in targets + expert_names}
+    adapted_names |= {f"{name}.weight": text_names[name] for name in weights}
 
     def patterns(key):
-        found = pattern_values(f"{where}: {key}", config.get(key) or {}, list(adapted_names))
-        return {re.escape(adapted_names[name]): value for name, value in found.items()}
+        value_by_name = pattern_values(f"{where}: {key}", config.get(key) or {}, list(adapted_names))
+        return {re.escape(adapted_names[name]): value for name, value in value_by_name.items()}
 
     settings = dict(
         r=config["r"],
         lora_alpha=config.get("lora_alpha", 8),
-        target_modules=[own[name] for name in names if name in {*chosen, *weights}],
-        target_parameters=[own[name] for name in expert_names],
+        target_modules=[text_names[name] for name in names if name in {*targets, *weights}],
+        target_parameters=[text_names[name] for name in expert_names],
         lora_dropout=config.get("lora_dropout", 0.0),
         use_rslora=config.get("use_rslora", False),
         use_dora=config.get("use_dora", False),
@@ -279,15 +283,15 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
 def _share_base(model: Decoder, adapted: Decoder) -> None:
     """Sets the base arrays of `adapted`, whose variables have only shapes, to the model's, in place."""
     base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
-    for place, variable in nnx.to_flat_state(nnx.state(adapted)):
+    for path, variable in nnx.to_flat_state(nnx.state(adapted)):
         if isinstance(variable, Frozen):
-            place = (*place[:-1], "weight") if place[-1] == "original" else place
-            variable.set_value(base[place].get_value())
+            path = (*path[:-1], "weight") if path[-1] == "original" else path
+            variable.set_value(base[path].get_value())
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    remainder = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + remainder
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -325,11 +329,11 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
             return set(matching(f"{path}: {key}", setting, names))
         return {name for name in names if any(name_matches(name, target) for target in setting)}
 
-    wanted, unwanted = matched("target_modules"), matched("exclude_modules")
-    chosen = [name for name in names if name in wanted and name not in unwanted]
+    targeted, excluded = matched("target_modules"), matched("exclude_modules")
+    selected = [name for name in names if name in targeted and name not in excluded]
     layers = config.get("layers_to_transform")
     if layers is None or layers == []:
-        return chosen
+        return selected
     pattern = config.get("layers_pattern") or "layers"
     if pattern not in ("layers", ["layers"]):
         raise ValueError(f"{path}: layers_pattern = {pattern!r} is not supported; layers are called 'layers' here")
@@ -337,7 +341,7 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
     # A linear whose whole name is in the list is adapted in any layer, as in PEFT, or beside the layers.
     listed = config.get("target_modules", ())
     listed = () if isinstance(listed, str) else listed
-    return [name for name in chosen if name in listed or name.partition(".layers.")[2].partition(".")[0] in numbers]
+    return [name for name in selected if name in listed or name.partition(".layers.")[2].partition(".")[0] in numbers]
 
 
 def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -359,7 +363,7 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
                 "('rank_major') with a current Unsloth"
             )
     arrays = dict(arrays)
-    version = tuple(int(part) for part in re.findall(r"\d+", str(config.get("peft_version") or ""))[:2])
+    version = tuple(int(digits) for digits in re.findall(r"\d+", str(config.get("peft_version") or ""))[:2])
     for key, tensor in variables.items():
         if not isinstance(tensor, ExpertTensor) or tensor.is_b or tensor.transposed or key not in arrays:
             continue
@@ -387,14 +391,14 @@ def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> No
     fingerprints of older versions, if both have one.
     """
     for key, attribute in _BASE.items():
-        recorded, own = metadata.get(key), getattr(model, attribute)
-        if recorded is None or own is None:
+        recorded, base_value = metadata.get(key), getattr(model, attribute)
+        if recorded is None or base_value is None:
             continue
-        if recorded != own:
-            what = "digest" if attribute == "base_digest" else "fingerprint"
+        if recorded != base_value:
+            kind = "digest" if attribute == "base_digest" else "fingerprint"
             raise ValueError(
-                f"{folder}: this adapter was trained on another base ({what} {recorded}, this model's is {own}): its "
-                "weights or its config.json differ; load the base that it names in base_model_name_or_path"
+                f"{folder}: this adapter was trained on another base ({kind} {recorded}, this model's is {base_value}):"
+                " its weights or its config.json differ; load the base that it names in base_model_name_or_path"
             )
         return
 
@@ -433,13 +437,13 @@ def _check_tensors(folder: Path, shapes: Mapping[str, tuple], arrays: Mapping[st
         if key in arrays and arrays[key].shape != tuple(shapes[key])
     ]
     broken = [key for key in arrays if not np.isfinite(arrays[key].astype(np.float32)).all()]
-    for what, keys in (
+    for label, keys in (
         ("missing", missing),
         ("unexpected", unexpected),
         ("misshaped", misshaped),
         ("not finite", broken),
     ):
         if keys:
-            problems.append(f"{len(keys)} {what}: {_some(keys)}")
+            problems.append(f"{len(keys)} {label}: {_some(keys)}")
     if problems:
         raise ValueError(f"{folder / WEIGHTS_NAME}: the tensors do not fit this model: " + "; ".join(problems))

@@ -64,7 +64,7 @@ def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, 
     else:
         stored = fake_quant.round(wide).astype(dtype)
     expected = quant_matmul(probe, [weight.astype(jnp.float32)], [lora])[0]
-    got = quant_matmul(probe, [wide])[0]
+    actual = quant_matmul(probe, [wide])[0]
 
     def size(w):  # [.., in] x [out, in] of magnitudes
         return jnp.einsum("bi,oi->bo", jnp.abs(probe), jnp.abs(w), precision=jax.lax.Precision.HIGHEST)
@@ -79,7 +79,7 @@ def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, 
     tiny = jnp.abs(probe).sum(-1, keepdims=True) * float(jnp.finfo(dtype).smallest_subnormal)
     allowed = roundoff(dtype) * size(wide) + 2 * length * FP32_ROUNDOFF * terms + tiny
     # Where DoRA's magnitude is zero, both products and the allowed error are zero.
-    error = jnp.where(got == expected, 0.0, jnp.abs(got - expected) / allowed).max()
+    error = jnp.where(actual == expected, 0.0, jnp.abs(actual - expected) / allowed).max()
     return stored, jnp.isfinite(wide).all(), error
 
 
@@ -146,11 +146,11 @@ def _compiling_merges(model: Decoder) -> Iterator[None]:
     time. An
     error is left to the merge itself. Nothing is compiled for several devices, which must get programs in one order.
     """
-    one_at_a_time, found = threading.Lock(), {}
+    one_at_a_time, matrix_by_program = threading.Lock(), {}
     for index, (_, linear) in enumerate(matrices(model)):
         if linear.lora is not None:
             shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(nnx.state(linear)))
-            found.setdefault((nnx.graphdef(linear), shapes), (linear, index))
+            matrix_by_program.setdefault((nnx.graphdef(linear), shapes), (linear, index))
 
     def ahead(linear: Linear | ExpertLinear, index: int) -> None:
         with one_at_a_time:
@@ -160,7 +160,7 @@ def _compiling_merges(model: Decoder) -> Iterator[None]:
         lowered.compile()
 
     with ThreadPoolExecutor(8, "compile") as pool:
-        for matrix in () if _is_divided(model) else found.values():
+        for matrix in () if _is_divided(model) else matrix_by_program.values():
             pool.submit(ahead, *matrix)
         yield
 
@@ -200,9 +200,12 @@ def merged_weights(model: Decoder) -> Weights:
     thread, making = ThreadPoolExecutor(1, "logits"), threading.Event()
     checked = thread.submit(check, True, making)
     thread.shutdown(wait=False)
-    left = set(weights.made)
-    made = {name: functools.partial(_made, name, make, left, checked, making) for name, make in weights.made.items()}
-    return Weights(weights.model, made)
+    pending_names = set(weights.made)
+    verified_makers = {
+        name: functools.partial(_made, name, make, pending_names, checked, making)
+        for name, make in weights.made.items()
+    }
+    return Weights(weights.model, verified_makers)
 
 
 def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
@@ -214,30 +217,30 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
     makers: dict[int, Callable[[], jax.Array]] = {}  # by the identity of the merged model's variable
     views: dict[int, Merged] = {}
     changed = 0
-    for index, ((name, own), (_, linear)) in enumerate(zip(matrices(model), matrices(merged), strict=True)):
-        given = own.stored_weight
-        rounded = own.fake_quant is not None
-        changed += own.lora is not None or isinstance(given, Stored)
-        if own.lora is not None:
-            make = functools.partial(_merged_matrix, name, own, index, model.dtype, dtype)
-        elif isinstance(given, Stored) or rounded:
-            make = functools.partial(_plain_matrix, own, model.dtype)
+    for index, ((name, matrix), (_, linear)) in enumerate(zip(matrices(model), matrices(merged), strict=True)):
+        weight = matrix.stored_weight
+        rounded = matrix.fake_quant is not None
+        changed += matrix.lora is not None or isinstance(weight, Stored)
+        if matrix.lora is not None:
+            make = functools.partial(_merged_matrix, name, matrix, index, model.dtype, dtype)
+        elif isinstance(weight, Stored) or rounded:
+            make = functools.partial(_plain_matrix, matrix, model.dtype)
         else:
             continue
-        form = jax.ShapeDtypeStruct(given.shape, model.dtype if isinstance(given, Stored) else given.dtype)
+        form = jax.ShapeDtypeStruct(weight.shape, model.dtype if isinstance(weight, Stored) else weight.dtype)
         linear.weight = trained(linear.weight, form)
         linear.lora = nnx.data(None)
         linear.fp8 = False
         stop_rounding(linear)
-        makers[id(linear.weight)], views[id(linear.weight)] = make, Merged.of(own, model.dtype)
+        makers[id(linear.weight)], views[id(linear.weight)] = make, Merged.of(matrix, model.dtype)
     for module in (merged.embedding, merged.head):
         if module is not None and isinstance(module.weight, nnx.Param):
             name = model.config.head.name if isinstance(module, Linear) else "embed_tokens"
-            given = module.weight.get_value()
+            weight = module.weight.get_value()
             # The dtype of what it replaces, which a precision map may have given this module.
-            whole = dtype if module.original is None else module.original.get_value().dtype
-            module.weight = trained(module.weight, jax.ShapeDtypeStruct(given.shape, whole))
-            makers[id(module.weight)] = functools.partial(_trained_whole, name, given, whole)
+            whole_dtype = dtype if module.original is None else module.original.get_value().dtype
+            module.weight = trained(module.weight, jax.ShapeDtypeStruct(weight.shape, whole_dtype))
+            makers[id(module.weight)] = functools.partial(_trained_whole, name, weight, whole_dtype)
             changed += 1
             if module.original is not None:
                 del module.original
@@ -249,10 +252,12 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
                 setattr(module, key, trained(value, value.get_value()))
     merged.base_digest = merged.base_fingerprint = None  # it is another base now
     # Matched by the identity of the variable and not by a name, so that no other tensor can be written in its place.
-    made = {name: makers.pop(id(variable)) for name, variable in tensors_of(merged).items() if id(variable) in makers}
+    maker_by_name = {
+        name: makers.pop(id(variable)) for name, variable in tensors_of(merged).items() if id(variable) in makers
+    }
     if makers:
         raise ArithmeticError(f"merge_adapter: {len(makers)} tensors have no place in files; nothing was merged")
-    weights = Weights(merged, made)
+    weights = Weights(merged, maker_by_name)
 
     def check(at_once: bool, making: threading.Event | None = None) -> None:
         """Verifies the logits, while the merges' programs are compiled. making: is set when the first tensor is made,
@@ -283,16 +288,16 @@ def _is_divided(model: Decoder) -> bool:
 
 
 def _made(
-    name: str, make: Callable[[], jax.Array], left: set[str], checked: Future[None], making: threading.Event
+    name: str, make: Callable[[], jax.Array], pending_names: set[str], checked: Future[None], making: threading.Event
 ) -> jax.Array:
-    """Computes a changed tensor. The last of those `left` waits for `checked`, the verification, and each raises its
+    """Computes a changed tensor. The last of `pending_names` waits for `checked`, the verification, and each raises its
     error.
     `making` lets that begin.
     """
     making.set()
     tensor = make()
-    left.discard(name)
-    if not left or checked.done():
+    pending_names.discard(name)
+    if not pending_names or checked.done():
         checked.result()
     return tensor
 
@@ -341,8 +346,8 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
     for holder in (model.embedding, model.head):
         if holder is not None:
             stored = model.dtype if holder.original is None else holder.original.get_value().dtype
-            whole = holder.weight.get_value().size * jnp.dtype(stored).itemsize
-            host = max(host, whole)
+            holder_bytes = holder.weight.get_value().size * jnp.dtype(stored).itemsize
+            host = max(host, holder_bytes)
             # The check of the logits has both of them while it merges the matrices.
-            device += whole if holder.original is not None else 0
+            device += holder_bytes if holder.original is not None else 0
     return device, host

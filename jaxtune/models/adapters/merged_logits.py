@@ -127,9 +127,9 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
     """
     walked = copy_structure(merged.model)
     pairs = _pairs(walked, merged.model)
-    for name, (variable, own) in pairs.items():
-        if id(own) in views:
-            variable.set_value(views[id(own)])
+    for name, (variable, original) in pairs.items():
+        if id(original) in views:
+            variable.set_value(views[id(original)])
         elif name in merged.made:  # an embedding or a head, which one forward needs twice if it is tied
             variable.set_value(merged.made[name]())
     plain = copy_structure(model)
@@ -138,9 +138,12 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
         if matrix.fake_quant is not None:
             matrix.fake_quant = dataclasses.replace(matrix.fake_quant, inputs=False)
     with ThreadPoolExecutor(2 if at_once else 1, "logits") as pool:  # each needs programs of its own
-        expected, got = pool.map(_logits, (plain, walked))
-    for variable, own in pairs.values():  # modules refer to each other: what the copy has would live until it is found
-        variable.set_value(own.get_value())
+        expected, actual = pool.map(_logits, (plain, walked))
+    for (
+        variable,
+        original,
+    ) in pairs.values():  # modules refer to each other: what the copy has would live until it is found
+        variable.set_value(original.get_value())
     del walked
     config = model.config
     widest = max(config.hidden_size, config.intermediate_size, config.query_size)
@@ -148,7 +151,7 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
     bound = _MARGIN * allowed * changed**0.5
     middle = expected.mean(-1 if config.head.is_text else None, keepdims=True)  # of scores, over all tokens
     scale = np.sqrt(np.mean(np.square(expected - middle)))
-    error = float(np.sqrt(np.mean(np.square(got - expected))) / scale)
+    error = float(np.sqrt(np.mean(np.square(actual - expected))) / scale)
     if not error <= bound:
         for make in merged.made.values():  # the check of a matrix may give a more precise error
             make()
@@ -173,12 +176,12 @@ def _logits(model: Decoder) -> np.ndarray:
     set_compute(model, {})
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (_PROBE_ROWS, _PROBE_LENGTH), np.int32)
     last = _last_layer(jnp.asarray(tokens), model)
-    rows, whole = model.head_variable.shape[0], nnx.split(model)
+    rows, graph_and_state = model.head_variable.shape[0], nnx.split(model)
     count = min(_HEAD_ROWS, rows)  # always as many, so that it is one program: the last ones overlap
     starts = (min(first, rows - count) for first in range(0, rows, count))
-    parts = [partition.on_host(_some_logits(*whole, last, first, count)) for first in starts]
-    parts[-1] = parts[-1][..., -(rows % count or count) :]
-    return np.concatenate(parts, -1)
+    chunks = [partition.on_host(_some_logits(*graph_and_state, last, first, count)) for first in starts]
+    chunks[-1] = chunks[-1][..., -(rows % count or count) :]
+    return np.concatenate(chunks, -1)
 
 
 @on_any_mesh
@@ -187,8 +190,8 @@ def _last_layer(tokens: jax.Array, model: Decoder) -> jax.Array:
     single
     operations it would be thirty.
     """
-    x, layout, given = _before_layers(*nnx.split(model), tokens)
-    return run_stack(model.layers, model.config.layers, x, layout, given=given)[0]
+    x, layout, layer_inputs = _before_layers(*nnx.split(model), tokens)
+    return run_stack(model.layers, model.config.layers, x, layout, given=layer_inputs)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -66,13 +66,13 @@ class TrainedOver:
         model's
         dtype beside the format, count only if `load_in` is that of training; the latter get `dtype`.
         """
-        own, found = WORDS.get(self.dtype or ""), {}
+        training_word, words = WORDS.get(self.dtype or ""), {}
         for name, word in self.precision.items():
-            if word in DTYPES and word != own:
-                found[name] = word
+            if word in DTYPES and word != training_word:
+                words[name] = word
             elif load_in == self.load_in:
-                found[name] = WORDS[dtype] if word == own else word
-        return found
+                words[name] = WORDS[dtype] if word == training_word else word
+        return words
 
 
 def of_model(model: Decoder) -> TrainedOver:
@@ -121,21 +121,21 @@ def _from_record(where: str, record: Any) -> TrainedOver:
         raise ValueError(
             f"{where}: {unknown[0]} is unknown to this version of jaxtune: load it with the version that wrote it"
         )
-    found = {key: value for key, value in record.items() if value is not None}
-    _one_of(f"{where}: load_in", found.get("load_in"), load_in())
-    _one_of(f"{where}: compute", found.get("compute"), ("fp8",))
-    _one_of(f"{where}: dtype", found.get("dtype"), tuple(WORDS))
-    skipped = found.get("skip_modules", [])  # older versions recorded the linears in 16 bits so
+    entries = {key: value for key, value in record.items() if value is not None}
+    _one_of(f"{where}: load_in", entries.get("load_in"), load_in())
+    _one_of(f"{where}: compute", entries.get("compute"), ("fp8",))
+    _one_of(f"{where}: dtype", entries.get("dtype"), tuple(WORDS))
+    skipped = entries.get("skip_modules", [])  # older versions recorded the linears in 16 bits so
     values.texts(f"{where}: skip_modules", skipped)
-    words = found.get("precision", {})
+    words = entries.get("precision", {})
     values.mapping(f"{where}: precision", words)
     check_words(f"{where}: precision", words)
-    words = words | dict.fromkeys(skipped, WORDS.get(found.get("dtype", ""), "bf16"))
-    values.items(f"{where}: eos_token_ids", found.get("eos_token_ids", []), values.token_ids)
-    ends = tuple(found.get("eos_token_ids", ()))
-    names: dict[str, Any] = {key: found.get(key) for key in ("load_in", "compute", "dtype")}
-    qat = FakeQuant.of_record(f"{where}: qat", found["qat"]) if "qat" in found else None
-    positions = found.get("positions", {})
+    words = words | dict.fromkeys(skipped, WORDS.get(entries.get("dtype", ""), "bf16"))
+    values.items(f"{where}: eos_token_ids", entries.get("eos_token_ids", []), values.token_ids)
+    ends = tuple(entries.get("eos_token_ids", ()))
+    names: dict[str, Any] = {key: entries.get(key) for key in ("load_in", "compute", "dtype")}
+    qat = FakeQuant.of_record(f"{where}: qat", entries["qat"]) if "qat" in entries else None
+    positions = entries.get("positions", {})
     values.mapping(f"{where}: positions", positions)
     return TrainedOver(qat=qat, precision=words, eos_token_ids=ends, positions=positions, **names)
 
@@ -158,14 +158,14 @@ def of_run(folder: Path) -> TrainedOver | None:
     dtype = None if precision is None else DTYPES[precision]
     qat = None
     if run.get("config.qat.format") is not None:
-        parts = {key: run.get(f"config.qat.{key}") for key in ("format", "group_size")}
-        qat = FakeQuant.of_record(f"{where}: config.qat", parts | {"dtype": dtype})
+        grid = {key: run.get(f"config.qat.{key}") for key in ("format", "group_size")}
+        qat = FakeQuant.of_record(f"{where}: config.qat", grid | {"dtype": dtype})
     return TrainedOver(load_in=stored, compute=compute, dtype=dtype, qat=qat)
 
 
-def _one_of(where: str, value: Any, known: Sequence[str]) -> None:
-    if value is not None and value not in known:
-        raise ValueError(f"{where} = {value!r} is unknown to this version of jaxtune; it knows {', '.join(known)}")
+def _one_of(where: str, value: Any, choices: Sequence[str]) -> None:
+    if value is not None and value not in choices:
+        raise ValueError(f"{where} = {value!r} is unknown to this version of jaxtune; it knows {', '.join(choices)}")
 
 
 def difference(over: TrainedOver, base: Decoder) -> str | None:
@@ -174,17 +174,21 @@ def difference(over: TrainedOver, base: Decoder) -> str | None:
     does not. FP8 products and the grid of QAT are not compared.
     """
     if over.positions and over.positions != json.loads((base.source and base.source.positions) or "{}"):
-        said = ", ".join(f"{key} = {value}" for key, value in over.positions.items())
-        return f"it was trained with {said}, and this base has other positions"
-    found = common_format(base)
-    same = over.load_in is None or (over.load_in in KEPT and found is None)  # decoded from the same codes
-    if found != over.load_in and not (same and _stored_so(base)):
-        trained, here = ("not quantised" if word is None else FORMATS[word].title for word in (over.load_in, found))
-        return f"it was trained over weights {trained}, and this base's are {here}"
-    other, own = over.words(base.dtype, found), followed(base, plain=not _stored_so(base))
-    names = sorted(name for name in other.keys() | own.keys() if other.get(name) != own.get(name))
+        positions_text = ", ".join(f"{key} = {value}" for key, value in over.positions.items())
+        return f"it was trained with {positions_text}, and this base has other positions"
+    base_format = common_format(base)
+    compatible = over.load_in is None or (over.load_in in KEPT and base_format is None)  # decoded from the same codes
+    if base_format != over.load_in and not (compatible and _stored_so(base)):
+        recorded_form, base_form = (
+            "not quantised" if word is None else FORMATS[word].title for word in (over.load_in, base_format)
+        )
+        return f"it was trained over weights {recorded_form}, and this base's are {base_form}"
+    recorded_words, base_words = over.words(base.dtype, base_format), followed(base, plain=not _stored_so(base))
+    names = sorted(
+        name for name in recorded_words.keys() | base_words.keys() if recorded_words.get(name) != base_words.get(name)
+    )
     if not names or over.dtype is None:
         return None
-    trained, here = (words.get(names[0], "as the other weights") for words in (other, own))
-    more = f", and {len(names) - 1} more differ" if len(names) > 1 else ""
-    return f"it was trained over {names[0]} in {trained}, which is here {here}{more}"
+    recorded_form, base_form = (words.get(names[0], "as the other weights") for words in (recorded_words, base_words))
+    suffix = f", and {len(names) - 1} more differ" if len(names) > 1 else ""
+    return f"it was trained over {names[0]} in {recorded_form}, which is here {base_form}{suffix}"

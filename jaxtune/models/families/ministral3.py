@@ -29,11 +29,11 @@ class _Rotary(Rotary):
     """
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        given = self.given(hf)
+        parameters = self.given(hf)
         for key in _GROWTH:
-            if given.get(key) is None:
+            if parameters.get(key) is None:
                 raise ValueError(f"config.json: rope_parameters of a 'ministral3' model lack {key!r}")
-        rope = dataclasses.replace(rope_config(hf, given), **{key: given[key] for key in _GROWTH})
+        rope = dataclasses.replace(rope_config(hf, parameters), **{key: parameters[key] for key in _GROWTH})
         return {"rotary": (rope,)}
 
     def write(self, config: DecoderConfig) -> Fields:

@@ -11,10 +11,10 @@ class _Rotary(Rotary):
     """Rotary, with Phi-3's names for longrope, and the keys that transformers 4 requires."""
 
     def given(self, hf: Config) -> Fields:
-        given = super().given(hf)
-        if given["rope_type"] in ("su", "yarn"):  # the names of longrope in early files
-            given["rope_type"] = "longrope"
-        return given
+        parameters = super().given(hf)
+        if parameters["rope_type"] in ("su", "yarn"):  # the names of longrope in early files
+            parameters["rope_type"] = "longrope"
+        return parameters
 
     def write(self, config: DecoderConfig) -> Fields:
         """Raises ValueError for a kind that transformers' Phi-3 does not have."""

@@ -35,7 +35,7 @@ class _Layers(LayerTypes):
 
     def read(self, hf: Config, fields: Config) -> Fields:
         layers = zip(super().read(hf, fields)["layers"], _rotates(hf), strict=True)
-        return {"layers": tuple(dataclasses.replace(one, rotary=0 if rotates else None) for one, rotates in layers)}
+        return {"layers": tuple(dataclasses.replace(layer, rotary=0 if rotates else None) for layer, rotates in layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
         """Layers are described as if all had rotary positions, because another entry writes no_rope_layers."""

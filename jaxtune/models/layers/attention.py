@@ -59,12 +59,12 @@ class AttentionShape:
     hf_name: str = "self_attn"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> Attention:
-        own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        del own["hf_name"]
-        sharing = own.pop("gives_keys", None), own.pop("takes_keys", None)
+        settings = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        del settings["hf_name"]
+        sharing = settings.pop("gives_keys", None), settings.pop("takes_keys", None)
         if self.qk_norm == "none":
-            own["qk_norm"] = None
-        return Attention(dataclasses.replace(config, **own), key, dtype, *sharing)
+            settings["qk_norm"] = None
+        return Attention(dataclasses.replace(config, **settings), key, dtype, *sharing)
 
 
 class Attention(nnx.Module):
@@ -112,8 +112,8 @@ class Attention(nnx.Module):
         self.o_proj = linear(keys[3], config.query_size, hidden, config.out_bias)
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype)) if config.attention_sinks else None
         if config.qk_norm:
-            whole = config.qk_norm == "projection"
-            sizes = (config.query_size, config.kv_size) if whole else (config.head_dim, config.head_dim)
+            over_projection = config.qk_norm == "projection"
+            sizes = (config.query_size, config.kv_size) if over_projection else (config.head_dim, config.head_dim)
             self.q_norm = norm_of(config, sizes[0], dtype)
             if not self.takes:
                 self.k_norm = norm_of(config, sizes[1], dtype)
@@ -159,8 +159,8 @@ class Attention(nnx.Module):
     def segments(self) -> tuple[Segment, ...]:
         width = self.config.query_size
         gates = (Residual("output_gate"),) if self.config.attention_gate else ()
-        given = bool(self.gives)
-        own = (Residual("key", small=given), Residual("value", decided_with="key", small=given))
+        shared = bool(self.gives)
+        key_and_value = (Residual("key", small=shared), Residual("value", decided_with="key", small=shared))
         slower = (1.0, 1.0)
         if self.config.head_dim > 256:
             wide = WIDE_ATTENTION_TIME.of("mosaic", device_name())
@@ -168,14 +168,14 @@ class Attention(nnx.Module):
 
         def multiplications(tokens: int, length: int, backward: bool) -> float:
             fit = ATTENTION_STAGE.of("cudnn", device_name())
-            whole = fit.slower * (1 + fit.half_tokens / length) * tokens * width * length
-            return whole * (fit.backward if backward else 1.0) * slower[backward]
+            forward = fit.slower * (1 + fit.half_tokens / length) * tokens * width * length
+            return forward * (fit.backward if backward else 1.0) * slower[backward]
 
         return (
             Segment(
                 "project",
                 (INPUT,),
-                (Residual("query"), *own[: len(self.state_reads)], *gates),
+                (Residual("query"), *key_and_value[: len(self.state_reads)], *gates),
                 Attention._project,
                 matrices=self.in_matrices,
                 norms=True,
@@ -217,9 +217,9 @@ class Attention(nnx.Module):
           rotary: the layer's rotary table; None: queries and keys are not rotated.
           key: draws the adapters' dropout masks; None: no dropout.
         """
-        query, key_, *others = self._projections(x, key)
-        value = self._value(key_ if self.config.values_are_keys else others.pop(0))
-        return self._query(query, rotary), self._key(key_, rotary), value, *others
+        query, key_, *value_and_gates = self._projections(x, key)
+        value = self._value(key_ if self.config.values_are_keys else value_and_gates.pop(0))
+        return self._query(query, rotary), self._key(key_, rotary), value, *value_and_gates
 
     def _projections(self, x: jax.Array | Normed, key: jax.Array | None):
         """(query, key, value, gates) of x [B, T, hidden] without norms and rotation, each [B, T, its heads, D]; an
@@ -228,9 +228,9 @@ class Attention(nnx.Module):
         """
         config = self.config
         if config.fused_qkv:
-            both = self.qkv_proj(x, key)
+            fused = self.qkv_proj(x, key)
             q, kv = config.query_size, config.kv_size
-            query, *heads = both[..., :q], both[..., q : q + kv], both[..., q + kv :]
+            query, *heads = fused[..., :q], fused[..., q : q + kv], fused[..., q + kv :]
         else:
             query, *heads = apply_fused(x, tuple(getattr(self, name) for name in self.in_matrices), key)
         gates = ()
@@ -328,21 +328,21 @@ class Attention(nnx.Module):
         if self.takes:
             query, *gates = self._projections(x, None)
             query = self._query(query, context.rotary)
-            taken: dict[str, tuple] = dict(context.taken)
-            (keys, key), (values, value) = (taken[name] for name in self.takes)
+            shared_caches: dict[str, tuple] = dict(context.taken)
+            (keys, key), (values, value) = (shared_caches[name] for name in self.takes)
         else:
             query, key, value, *gates = self.project(x, context.rotary)
             keys, values = state
             write = chunk_written if chunk else _written_one
-            state = tuple(write(kept, new, at) for kept, new in zip(state, (key, value), strict=True))
+            state = tuple(write(cache, new, at) for cache, new in zip(state, (key, value), strict=True))
         if chunk:
             out = chunk_attention(query, key, value, keys, values, at, **options)
         else:
             keys, values = (keys, values) if self.takes else state
             key = value = None
             out = decode_attention(query[:, 0], keys, values, at + 1, **options)[:, None]
-        given = dict(zip(self.gives.values(), ((keys, key), (values, value)), strict=True)) if self.gives else {}
-        return self.output(out, *gates), state, given
+        given_caches = dict(zip(self.gives.values(), ((keys, key), (values, value)), strict=True)) if self.gives else {}
+        return self.output(out, *gates), state, given_caches
 
     # ---- for the planner
 
@@ -361,20 +361,20 @@ class Attention(nnx.Module):
             stream += sizes["query"] + sizes["key"] + (value if self.config.value_norm else 0)
         if sizes.tiles == 1:
             return 2 * sizes["query"] + sizes["key"] + value + stream
-        own = (2 + fit.work_space) * sizes["query"]
-        return own + sizes["key"] + value + stream - sizes["layer_input"]
+        query_bytes = (2 + fit.work_space) * sizes["query"]
+        return query_bytes + sizes["key"] + value + stream - sizes["layer_input"]
 
 
 def _shared_names(name: str) -> tuple[str, str]:
     return f"{name}_key", f"{name}_value"
 
 
-def _written_one(cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+def _written_one(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
     """Writes one token's keys or values [B, 1, kv_heads, D] into a cache [B, kv_heads, capacity, D], at index position
     %
     capacity; a row with a negative position stays.
     """
-    return written(cache, new[:, 0], at)
+    return written(cache, new[:, 0], positions)
 
 
 def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gradients):

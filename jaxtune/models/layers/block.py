@@ -59,12 +59,12 @@ class Block(nnx.Module):
         usual = {"mixer": Attention, "mlp": MLP if config.moe is None else MoE}
         keys = jax.random.split(key, len(spec.parts))
 
-        def add_norm(name: str, wanted: bool) -> None:
-            setattr(self, name, norm_of(config, config.hidden_size, dtype) if wanted else None)
+        def add_norm(name: str, present: bool) -> None:
+            setattr(self, name, norm_of(config, config.hidden_size, dtype) if present else None)
 
-        for part, own in zip(spec.parts, keys, strict=True):
+        for part, part_key in zip(spec.parts, keys, strict=True):
             make = usual[part.name] if part.config is None else part.config.make
-            setattr(self, part.name, make(config, own, dtype))
+            setattr(self, part.name, make(config, part_key, dtype))
             add_norm(f"{part.name}_norm", part.norm is True)
             add_norm(f"{part.name}_post_norm", part.post_norm)
         for stage in spec.stages:
@@ -85,18 +85,18 @@ class Block(nnx.Module):
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
         """{name: shape for one token} of the values that the layer reads from outside (LayerPart)."""
-        taken: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for module in self.parts.values():
-            taken |= getattr(module, "takes", {})
-        return taken
+            shapes |= getattr(module, "takes", {})
+        return shapes
 
     @property
     def gives(self) -> dict[str, str]:
         """{the block's name of a residual: the name under which later layers take it} (LayerPart)."""
         return {
-            self._own_segments()[part][1][own]: name
+            self._own_segments()[part][1][residual]: name
             for part, module in self.parts.items()
-            for own, name in getattr(module, "gives", {}).items()
+            for residual, name in getattr(module, "gives", {}).items()
         }
 
     def normed(self, part: str, x: jax.Array) -> jax.Array:
@@ -162,40 +162,42 @@ class Block(nnx.Module):
         """The segments of one part as segments of the block, with norms, additions and auxiliary values."""
         (segments, names), (places, norms) = self._own_segments()[part], places_of(self.stages)
         place = places[part]
-        made = tuple(new for s in segments for new in _in_block(s, part, place, names, place.norm in apart))
-        return made + (() if part not in norms else (_sum_norm_segment(norms[part], made[-1].tokenwise),))
+        block_segments = tuple(new for s in segments for new in _in_block(s, part, place, names, place.norm in apart))
+        return block_segments + (
+            () if part not in norms else (_sum_norm_segment(norms[part], block_segments[-1].tokenwise),)
+        )
 
     def _own_segments(self) -> dict[str, tuple[tuple[Segment, ...], dict[str, str]]]:
         """{part: (its own segments, {its name of a residual: the block's})}. A name that an earlier part uses becomes
         `{part}_{name}`, because names of a plan's residuals and of dropout keys must be unique within a layer.
         """
-        found: dict[str, tuple[tuple[Segment, ...], dict[str, str]]] = {}
-        taken: dict[str, set[str]] = {"segments": set(), "residuals": set()}
+        by_part: dict[str, tuple[tuple[Segment, ...], dict[str, str]]] = {}
+        used_names: dict[str, set[str]] = {"segments": set(), "residuals": set()}
 
-        def names_of(part: str, kind: str, own: list[str]) -> dict[str, str]:
-            names = {name: f"{part}_{name}" if name in taken[kind] else name for name in own}
-            taken[kind] |= set(own)
+        def names_of(part: str, kind: str, part_names: list[str]) -> dict[str, str]:
+            names = {name: f"{part}_{name}" if name in used_names[kind] else name for name in part_names}
+            used_names[kind] |= set(part_names)
             return names
 
         for part, module in self.parts.items():
             segments = module.segments()
             named = names_of(part, "segments", [s.name for s in segments])
             residuals = names_of(part, "residuals", [n for s in segments for n in s.outputs if n != OUTPUT])
-            found[part] = tuple(dataclasses.replace(s, name=named[s.name]) for s in segments), residuals
-        return found
+            by_part[part] = tuple(dataclasses.replace(s, name=named[s.name]) for s in segments), residuals
+        return by_part
 
     def residuals(self) -> tuple[Residual, ...]:
         """The values that the layer's backward may read, in the order in which they are computed. layer_input cannot be
         recomputed.
         """
-        made = [residual for segment in self.segments() for residual in segment.makes]
-        return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
+        computed = [residual for segment in self.segments() for residual in segment.makes]
+        return (Residual(LAYER_INPUT, recomputable=False), *computed[:-1])
 
     def matrices(self) -> list[PartMatrix]:
         """The matrices that can have an adapter or, if `quantizable`, be quantised, in the order of their products."""
         named = (name for segment in self.segments() for name in segment.matrices)
         parted = ((name, name.partition(".")) for name in named)
-        return [PartMatrix(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
+        return [PartMatrix(part, matrix_name, matrix_of(self, name)) for name, (part, _, matrix_name) in parted]
 
     @property
     def order(self) -> BackwardOrder:
@@ -221,17 +223,17 @@ class Block(nnx.Module):
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """Bytes in memory at the end of the layer's forward beyond the residuals: a feed-forward's largest need."""
-        found = [
+        needs = [
             module.forward_bytes(self.sizes_of(part, sizes))
             for part, module in self.parts.items()
             if part not in self.mixers
         ]
-        return max(found, default=3.0 * sizes[LAYER_INPUT])
+        return max(needs, default=3.0 * sizes[LAYER_INPUT])
 
     def backward_bytes(self, part: str, sizes: Sizes) -> Scratch:
         """The scratch memory of one part's backward beyond the residuals; a mixer states only its own."""
-        found = self.parts[part].backward_bytes(self.sizes_of(part, sizes))
-        return Scratch(found, 0.0, covers_mixer=False) if part in self.mixers else found
+        scratch = self.parts[part].backward_bytes(self.sizes_of(part, sizes))
+        return Scratch(scratch, 0.0, covers_mixer=False) if part in self.mixers else scratch
 
     def waiting_bytes(self, part: str, sizes: Sizes) -> float:
         """Bytes of a mixer's results that exist while the backward of a later feed-forward runs, before the mixer's
@@ -241,13 +243,13 @@ class Block(nnx.Module):
 
     def sizes_of(self, part: str, sizes: Sizes) -> Sizes:
         """`sizes` with the residuals of `part` also by the part's own names, which hide an earlier part's."""
-        changed = {own: name for own, name in self._own_segments()[part][1].items() if own != name}
+        changed = {part_name: name for part_name, name in self._own_segments()[part][1].items() if part_name != name}
         if not changed:
             return sizes
-        recomputed = {own for own, name in changed.items() if name in sizes.recomputed}
+        recomputed = {part_name for part_name, name in changed.items() if name in sizes.recomputed}
         return dataclasses.replace(
             sizes,
-            residuals={**sizes.residuals, **{own: sizes[name] for own, name in changed.items()}},
+            residuals={**sizes.residuals, **{part_name: sizes[name] for part_name, name in changed.items()}},
             recomputed=(sizes.recomputed - changed.keys()) | recomputed,
         )
 
@@ -262,12 +264,12 @@ class Block(nnx.Module):
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> dict[str, object]:
         """{mixer's name: its state for generation} after prompts. Arguments as for Mixer.first_state."""
-        found: dict[str, object] = {}
+        states: dict[str, object] = {}
         for part, mixer in self.mixers.items():
             names = self._own_segments()[part][1]
-            own = {name: values[names[name]] for name in mixer.state_reads}
-            found[part] = mixer.first_state(own, lengths, new_tokens, context)
-        return found
+            mixer_values = {name: values[names[name]] for name in mixer.state_reads}
+            states[part] = mixer.first_state(mixer_values, lengths, new_tokens, context)
+        return states
 
     def step(
         self,
@@ -283,7 +285,7 @@ class Block(nnx.Module):
 
           taken: {name: value} that the layer takes from outside for these tokens.
         """
-        values, after, given = {LAYER_INPUT: layer_input, **(taken or {})}, {}, {}
+        values, after, given_values = {LAYER_INPUT: layer_input, **(taken or {})}, {}, {}
         context = dataclasses.replace(context, taken=taken or {})
         places, norms = places_of(self.stages)
         for part, module in self.parts.items():
@@ -292,8 +294,8 @@ class Block(nnx.Module):
                 place = places[part]
                 x = self.normed(part, values[place.reads])
                 if getattr(module, "gives", {}):
-                    out, after[part], more = module.step_giving(x, state[part], at, context)
-                    given |= more
+                    out, after[part], shared_values = module.step_giving(x, state[part], at, context)
+                    given_values |= shared_values
                 else:
                     out, after[part] = module.step(x, state[part], at, context)
                 values[place.makes] = self.added(part, None if place.adds_to is None else values[place.adds_to], out)
@@ -302,7 +304,7 @@ class Block(nnx.Module):
                 if not segment.aux:
                     outputs = segment.run(self, context, *map(values.get, segment.reads))
                     values |= zip(segment.outputs, outputs, strict=True)
-        return values[LAYER_OUTPUT], after, given
+        return values[LAYER_OUTPUT], after, given_values
 
 
 def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str], apart: bool) -> tuple[Segment, ...]:
@@ -322,11 +324,13 @@ def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str
     added = adds and place.adds_to is not None and place.adds_to not in reads
 
     def run(block: Block, context: Context, *values):
-        own = values[:-1] if added else values
+        part_values = values[:-1] if added else values
         if not apart:
             norm = block.to_norm if segment.norms else block.normed
-            own = [norm(part, v) if name == INPUT else v for name, v in zip(segment.reads, own, strict=True)]
-        outputs = segment.run(getattr(block, part), context, *own)
+            part_values = [
+                norm(part, v) if name == INPUT else v for name, v in zip(segment.reads, part_values, strict=True)
+            ]
+        outputs = segment.run(getattr(block, part), context, *part_values)
         if not adds:
             return tuple(outputs)
         x = None if place.adds_to is None else values[-1 if added else reads.index(place.adds_to)]
@@ -340,14 +344,14 @@ def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str
     if backward is not None:
         assert INPUT not in segment.reads and not ending, "a backward of its own has no norm in it"
         backward = functools.partial(_backward_in_block, segment.backward, part)
-    made = place.makes if adds else f"{part}_out"
+    output_name = place.makes if adds else f"{part}_out"
     with_before = segment.with_before
     if with_before is not None:
         with_before = _in_block(with_before, part, place, names, apart)[0]
     first = dataclasses.replace(
         segment,
         reads=(*reads, place.adds_to) if added else reads,
-        makes=(dataclasses.replace(segment.makes[0], name=made),) if ending else _renamed(segment.makes, names),
+        makes=(dataclasses.replace(segment.makes[0], name=output_name),) if ending else _renamed(segment.makes, names),
         run=run,
         backward=backward,
         with_before=with_before,
@@ -356,7 +360,9 @@ def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str
     if not ending or adds:
         return (first,)
     adds_to = () if place.adds_to is None else (place.adds_to,)
-    after = Segment(f"{part}_post_norm", (made, *adds_to), (Residual(place.makes),), add, tokenwise=segment.tokenwise)
+    after = Segment(
+        f"{part}_post_norm", (output_name, *adds_to), (Residual(place.makes),), add, tokenwise=segment.tokenwise
+    )
     return first, after
 
 

@@ -177,12 +177,12 @@ class DeltaNet(nnx.Module):
         if not shape.fused:
             qkv, gate, b, a = apply_fused(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), key)
             return qkv, gate.reshape(*x.shape[:2], -1, shape.value_dim), jnp.concatenate([b, a], -1)
-        both, rates = apply_fused(x, (self.in_proj_qkvz, self.in_proj_ba), key)
-        both, rates = (array.reshape(*x.shape[:2], shape.key_heads, -1) for array in (both, rates))
+        projected, rates = apply_fused(x, (self.in_proj_qkvz, self.in_proj_ba), key)
+        projected, rates = (array.reshape(*x.shape[:2], shape.key_heads, -1) for array in (projected, rates))
         shared = shape.value_size // shape.key_heads  # numbers of the values that share one key head
-        parts = jnp.split(both, (shape.key_dim, 2 * shape.key_dim, 2 * shape.key_dim + shared), axis=-1)
-        *qkv, gate = (part.reshape(*x.shape[:2], -1) for part in parts)
-        rates = (part.reshape(*x.shape[:2], -1) for part in jnp.split(rates, 2, axis=-1))
+        sections = jnp.split(projected, (shape.key_dim, 2 * shape.key_dim, 2 * shape.key_dim + shared), axis=-1)
+        *qkv, gate = (section.reshape(*x.shape[:2], -1) for section in sections)
+        rates = (section.reshape(*x.shape[:2], -1) for section in jnp.split(rates, 2, axis=-1))
         return (
             jnp.concatenate(qkv, -1),
             gate.reshape(*x.shape[:2], -1, shape.value_dim),
@@ -237,19 +237,21 @@ class DeltaNet(nnx.Module):
         qkv, rates = values["qkv"], values["rates"]
         rows, length = rates.shape[:2]
         _, key, value, decay, beta = self.tokens(qkv, rates, packed_layout((rows, length)))
-        at = lengths[:, None] + jnp.arange(1 - self.shape.taps, 0)
-        window = jnp.take_along_axis(qkv, jnp.maximum(at, 0)[..., None], axis=1)
-        return jnp.where((at >= 0)[..., None], window, 0), delta_rule_state(key, value, decay, beta, lengths)
+        indices = lengths[:, None] + jnp.arange(1 - self.shape.taps, 0)
+        window = jnp.take_along_axis(qkv, jnp.maximum(indices, 0)[..., None], axis=1)
+        return jnp.where((indices >= 0)[..., None], window, 0), delta_rule_state(key, value, decay, beta, lengths)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
         window, state = state
         qkv, gate, rates = self.project(x)
         if x.shape[1] > 1:
-            seen = jnp.concatenate([window, qkv], axis=1)
-            kept = window.shape[1]
-            qkv = short_convolution(seen, self._taps(), packed_layout((len(seen), seen.shape[1])))[:, kept:]
+            window_and_new = jnp.concatenate([window, qkv], axis=1)
+            window_length = window.shape[1]
+            qkv = short_convolution(
+                window_and_new, self._taps(), packed_layout((len(window_and_new), window_and_new.shape[1]))
+            )[:, window_length:]
             out, state = delta_rule_chunk(*self._split(qkv, rates), state)
-            return self.output(out, gate), (seen[:, seen.shape[1] - kept :], state)
+            return self.output(out, gate), (window_and_new[:, window_and_new.shape[1] - window_length :], state)
         qkv, window = short_convolution_step(qkv, self._taps(), window)
         out, state = delta_rule_step(*self._split(qkv, rates), state)
         return self.output(out, gate), (window, state)
@@ -275,6 +277,6 @@ class DeltaNet(nnx.Module):
         states = 4.0 * shape.heads * state * (group / CHUNK + max(tokens / group, tokens / sizes.length))
         wide = shape.heads * (8 * CHUNK + 6 * shape.value_dim) + 6 * shape.key_size
         kernels = 2 * tokens * shape.heads * (CHUNK + state / CHUNK + shape.value_dim) * sizes.dtype.itemsize
-        beside = max(states + 4.0 * group * wide, kernels)
+        implementation_bytes = max(states + 4.0 * group * wide, kernels)
         stream = DELTA_NET_BYTES.of("triton", sizes.device).stream * sizes["layer_input"]
-        return 4 * sizes["qkv"] + 2 * sizes[_OUT] + beside + stream
+        return 4 * sizes["qkv"] + 2 * sizes[_OUT] + implementation_bytes + stream

@@ -223,8 +223,8 @@ class ExpertLinear(nnx.Module):
         token and expert, sorted by expert and padded with empty rows to whole tiles. A decoded weight is kept for the
         derivative, which is expected right after.
         """
-        lora, given = self.adapter(), x.dtype
-        x = x.astype(self.compute or given)
+        lora, input_dtype = self.adapter(), x.dtype
+        x = x.astype(self.compute or input_dtype)
         if self.fake_quant is None:
             weight, added = self.stored_weight, lora
         else:
@@ -249,7 +249,7 @@ class ExpertLinear(nnx.Module):
             out = gradients_of(out, grouped_matmul(inner, b, routing.groups))
         if self.fake_quant is not None and bias is not None:
             out = grouped_bias(out, bias, routing.groups)
-        return out.astype(given)
+        return out.astype(input_dtype)
 
     def to_tokens(self, rows: jax.Array, routing: Routing, choice: jax.Array, weights: jax.Array) -> jax.Array:
         """Multiplies rows [rows, in], sorted by expert and already times the router's weights, by the experts'
@@ -259,8 +259,8 @@ class ExpertLinear(nnx.Module):
           choice: int32[T, k], each token's experts; E for none.
           weights: float32[T, k], the router's, by which biases are multiplied.
         """
-        lora, given = self.adapter(), rows.dtype
-        rows = rows.astype(self.compute or given)
+        lora, input_dtype = self.adapter(), rows.dtype
+        rows = rows.astype(self.compute or input_dtype)
         product = functools.partial(
             matmul_to_tokens, transposed=self.transposed, weight_trains=self.product_has_weight_gradient
         )
@@ -274,4 +274,4 @@ class ExpertLinear(nnx.Module):
                 inner = grouped_matmul(jax.lax.stop_gradient(rows), a, routing.groups)
                 out = gradients_of(out, matmul_to_tokens(inner, b, routing))
         out = out if self.bias is None else token_bias(out, weights, self.bias[...], choice)
-        return out.astype(given)
+        return out.astype(input_dtype)

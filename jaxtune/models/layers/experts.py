@@ -62,7 +62,9 @@ class Experts(nnx.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _down(gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, routing: Routing, choice, given):
+def _down(
+    gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, routing: Routing, choice, earlier_low_rank
+):
     """The experts' output from gate and up: ([T, hidden], the adapters' low-rank inputs). The backward multiplies the
     gradient
     by the weights first, and then computes the inner rows again, with the gradients of gate, up and rows' weights, in
@@ -73,26 +75,26 @@ def _down(gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, ro
       gate_up: [rows, 2 * expert_size], sorted by expert.
       by_row, by_token: the router's weights, float32[rows] and float32[T, k]; the latter multiply biases.
       choice: int32[T, k], each token's experts; E for none.
-      given: low-rank inputs of an earlier run; None: they are computed.
+      earlier_low_rank: low-rank inputs of an earlier run; None: they are computed.
     """
     rows = gated_rows(gate_up, by_row, gate)
-    with low_rank.kept(given) as made:
+    with low_rank.kept(earlier_low_rank) as low_rank_values:
         out = nnx.merge(graph, trainable, frozen).to_tokens(rows, routing, choice, by_token)
-    return out, tuple(made)
+    return out, tuple(low_rank_values)
 
 
-def _down_fwd(gate, graph, trainable, frozen, gate_up, by_row, by_token, routing, choice, given):
+def _down_fwd(gate, graph, trainable, frozen, gate_up, by_row, by_token, routing, choice, earlier_low_rank):
     arrays = trainable, frozen, gate_up, by_row, by_token, routing, choice
-    results: tuple[jax.Array, tuple] = _down(gate, graph, *arrays, given)
+    results: tuple[jax.Array, tuple] = _down(gate, graph, *arrays, earlier_low_rank)
     return results, (*arrays, results[1])
 
 
 def _down_bwd(gate, graph, residuals, gradients):
     """What reads the gradient of gate_up waits for those of the adapters, whose large operands can be freed then."""
-    (trainable, frozen, gate_up, by_row, by_token, routing, choice, made), (dout, _) = residuals, gradients
+    (trainable, frozen, gate_up, by_row, by_token, routing, choice, low_rank_values), (dout, _) = residuals, gradients
 
     def product(trainable, by_token, rows):
-        with low_rank.kept(made):
+        with low_rank.kept(low_rank_values):
             return nnx.merge(graph, trainable, frozen).to_tokens(rows, routing, choice, by_token)
 
     # A linear map's gradient to its input doesn't depend on the input, so gate can stand for the inner rows, which
@@ -192,8 +194,8 @@ class MoE(nnx.Module):
             out = self._adapted_down(gate_up, by_row, routing)
             out = out if linear.bias is None else token_bias(out, weights, linear.bias[...], choice)
         else:
-            parts = nnx.split(linear, nnx.Param, ...)
-            run = functools.partial(_down, self._gate, *parts, gate_up, by_row, weights, routing, choice)
+            split_linear = nnx.split(linear, nnx.Param, ...)
+            run = functools.partial(_down, self._gate, *split_linear, gate_up, by_row, weights, routing, choice)
             out = low_rank.of_function(run)
         return out.reshape(*x.shape[:-1], -1)
 
@@ -201,8 +203,8 @@ class MoE(nnx.Module):
         linear = self.experts.down_proj
         lora = linear.adapter()
         assert lora is not None
-        given = gate_up, by_row, self._gate, linear.stored_weight, routing, lora
-        return gated_to_tokens(*given, transposed=linear.transposed, fp8=linear.fp8)
+        operands = gate_up, by_row, self._gate, linear.stored_weight, routing, lora
+        return gated_to_tokens(*operands, transposed=linear.transposed, fp8=linear.fp8)
 
     @property
     def _gate(self) -> RowGate:

@@ -52,9 +52,9 @@ class MLP(nnx.Module):
     def gate_up(self, x: jax.Array | Normed, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """x [B, T, hidden] -> (gate, up), each [B, T, intermediate], before the activation."""
         if self.config.fused_gate_up:
-            both = self.gate_up_proj(x, key)
+            gate_and_up = self.gate_up_proj(x, key)
             half = self.config.intermediate_size
-            return both[..., :half], both[..., half:]
+            return gate_and_up[..., :half], gate_and_up[..., half:]
         gate, up = apply_fused(x, (self.gate_proj, self.up_proj), key)
         return gate, up
 
@@ -74,7 +74,7 @@ class MLP(nnx.Module):
 
     def segments(self) -> tuple[Segment, ...]:
         in_fp8 = self.down_proj.fp8  # then the product reads gate and up through e4m3, and their gradients too
-        whole = Segment(
+        joined = Segment(
             "mlp",
             (INPUT, "gate", "up"),
             (Residual(OUTPUT),),
@@ -99,7 +99,7 @@ class MLP(nnx.Module):
                 lambda mlp, context, gate, up: (mlp.down(gate, up, context.key),),
                 matrices=("down_proj",),
                 tokenwise=True,
-                with_before=whole if self._joins() else None,
+                with_before=joined if self._joins() else None,
             ),
         )
 
@@ -111,8 +111,10 @@ class MLP(nnx.Module):
         if self.config.fused_gate_up:
             return False
         linears = self.gate_proj, self.up_proj, self.down_proj
-        plain = all(each.fp8 and each.compute is None and each.only_adapted(None, drops=True) for each in linears)
-        return plain and joins(*(each.stored_weight for each in linears[:2]))
+        plain = all(
+            linear.fp8 and linear.compute is None and linear.only_adapted(None, drops=True) for linear in linears
+        )
+        return plain and joins(*(linear.stored_weight for linear in linears[:2]))
 
     def whole(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
         """`down` of gate and up, which `gate_up` returned for x [B, T, hidden], with the derivative of both."""
@@ -146,21 +148,21 @@ class MLP(nnx.Module):
         """
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
-        around = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream
+        other_bytes = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream
         if self._in_place(sizes):  # the activation's gradient; the gradients of gate and up overwrite them
             if sizes.tiles == 1:
-                around = max(around, fit.beside * stream + self._decoded_bytes(sizes))
-            own = (gate + up) / 2
+                other_bytes = max(other_bytes, fit.beside * stream + self._decoded_bytes(sizes))
+            own_bytes = (gate + up) / 2
             if sizes.tiles == 1 and self._joins():
                 # For each 128 of them codes in e4m3 and a float32 scale, and float32 products with the adapters' B's,
                 # for each 128, or where gate and up were recomputed, 256, in another kernel that runs later.
-                rank = max(each.lora.rank for each in (self.gate_proj, self.up_proj) if each.lora is not None)
+                rank = max(linear.lora.rank for linear in (self.gate_proj, self.up_proj) if linear.lora is not None)
                 apart = bool(sizes.recomputed & {"gate", "up"})
                 rounded = (gate + up) / sizes.dtype.itemsize * (1 + 4 / 128 + 4 * rank / (256 if apart else 128))
-                own = max(own, rounded) if apart else own + rounded
-            return Scratch(own, around, covers_mixer=False)
+                own_bytes = max(own_bytes, rounded) if apart else own_bytes + rounded
+            return Scratch(own_bytes, other_bytes, covers_mixer=False)
         # The activation, its gradient, the gradients of gate and up, and partial gradients of other segments.
-        return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
+        return Scratch(2 * (gate + up) + fit.own * stream, other_bytes, covers_mixer=True)
 
     def _decoded_bytes(self, sizes: Sizes) -> float:
         weight = self.down_proj.stored_weight
@@ -185,7 +187,7 @@ class MLP(nnx.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _down(activation: str, graph, trainable, frozen, gate, up, key, given):
+def _down(activation: str, graph, trainable, frozen, gate, up, key, earlier_low_rank):
     """activation(gate) * up, multiplied by down_proj: ([B, T, hidden], the adapter's low-rank inputs).
 
     The backward needs three arrays of gate's size where the kernel runs: it overwrites gate, up and the gradient of
@@ -194,25 +196,25 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key, given):
     reference needs up to six.
 
       graph, trainable, frozen: the linear, from nnx.split(linear, nnx.Param, ...).
-      given: low-rank inputs of an earlier run; None: they are computed.
+      earlier_low_rank: low-rank inputs of an earlier run; None: they are computed.
     """
-    with low_rank.kept(given) as made:
+    with low_rank.kept(earlier_low_rank) as low_rank_values:
         out = nnx.merge(graph, trainable, frozen)(ACTIVATIONS[activation](gate) * up, key)
-    return out, tuple(made)
+    return out, tuple(low_rank_values)
 
 
-def _down_fwd(activation, graph, trainable, frozen, gate, up, key, given):
-    results: tuple[jax.Array, tuple] = _down(activation, graph, trainable, frozen, gate, up, key, given)
+def _down_fwd(activation, graph, trainable, frozen, gate, up, key, earlier_low_rank):
+    results: tuple[jax.Array, tuple] = _down(activation, graph, trainable, frozen, gate, up, key, earlier_low_rank)
     return results, (trainable, frozen, gate, up, key, results[1])
 
 
 def _down_bwd(activation, graph, residuals, gradients):
     """activation(gate) * up is computed again, because the forward does not keep it."""
-    trainable, frozen, gate, up, key, made = residuals
+    trainable, frozen, gate, up, key, low_rank_values = residuals
     dout, _ = gradients
 
     def linear(trainable, x):
-        with low_rank.kept(made):
+        with low_rank.kept(low_rank_values):
             return nnx.merge(graph, trainable, frozen)(x, key)
 
     # A linear map's gradient to its input doesn't depend on the input, so gate can stand for the input, which isn't

@@ -66,8 +66,8 @@ class PerLayerGate(nnx.Module):
                 "project_per_layer",
                 ("per_layer_gate", PER_LAYER),
                 (Residual(OUTPUT),),
-                lambda part, context, gate, own: (
-                    part.per_layer_projection(ACTIVATIONS[part.activation](gate) * own, context.key),
+                lambda part, context, gate, embedding: (
+                    part.per_layer_projection(ACTIVATIONS[part.activation](gate) * embedding, context.key),
                 ),
                 matrices=("per_layer_projection",),
             ),
@@ -127,6 +127,6 @@ class PerLayerInputs(nnx.Module):
         projected = self.projection(x, key)
         projected = (projected.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)
         by_layer = (*x.shape[:2], self.layers, self.size)
-        both = self.norm(projected.reshape(by_layer)) + rows.reshape(by_layer)
-        both = (both.astype(jnp.float32) * 2.0**-0.5).astype(x.dtype)
-        return [both[:, :, index] for index in range(self.layers)]
+        total = self.norm(projected.reshape(by_layer)) + rows.reshape(by_layer)
+        total = (total.astype(jnp.float32) * 2.0**-0.5).astype(x.dtype)
+        return [total[:, :, index] for index in range(self.layers)]

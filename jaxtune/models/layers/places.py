@@ -37,19 +37,19 @@ class SumNorm:
 def places_of(stages: tuple[Stage, ...]) -> tuple[dict[str, Place], dict[str, SumNorm]]:
     """({part's name: its Place}, {name of the last part of a stage whose sum is normed: the SumNorm of that sum})."""
     places, norms = {}, {}
-    count, made, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
+    count, part_number, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
     for stage in stages:
-        given, total = stream, None
+        stage_input, total = stream, None
         first = stage.parts[0].name
         for part in stage.parts:
-            made += 1
-            after = LAYER_OUTPUT if made == count else MID if made == 1 else f"{MID}_{made}"
+            part_number += 1
+            after = LAYER_OUTPUT if part_number == count else MID if part_number == 1 else f"{MID}_{part_number}"
             adds_to, makes = (total, f"{part.name}_sum") if stage.post_norm else (stream, after)
             norm = f"{part.name if part.norm is True else part.norm}_norm" if part.norm else None
             post_norm = f"{part.name}_post_norm" if part.post_norm else None
-            places[part.name] = Place(given, norm, post_norm, adds_to, makes, stage.post_norm)
+            places[part.name] = Place(stage_input, norm, post_norm, adds_to, makes, stage.post_norm)
             total, stream = makes, makes
         if stage.post_norm:
-            norms[stage.parts[-1].name] = SumNorm(f"{first}_sum_norm", stream, given, after)
+            norms[stage.parts[-1].name] = SumNorm(f"{first}_sum_norm", stream, stage_input, after)
             stream = after
     return places, norms

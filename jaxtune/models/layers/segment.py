@@ -319,8 +319,8 @@ def matrix_of(module: nnx.Module, name: str) -> Any:
     a
     block).
     """
-    for part in name.split("."):
-        module = getattr(module, part)
+    for attribute in name.split("."):
+        module = getattr(module, attribute)
     return module
 
 

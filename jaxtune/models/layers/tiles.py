@@ -53,8 +53,8 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
     chain
     reads from outside has the output's shape, and the output overwrites it (the residual stream to which it is added).
     """
-    made = {name for segment in chain for name in segment.outputs}
-    reads = tuple(dict.fromkeys(name for segment in chain for name in segment.reads if name not in made))
+    inner_names = {name for segment in chain for name in segment.outputs}
+    reads = tuple(dict.fromkeys(name for segment in chain for name in segment.reads if name not in inner_names))
 
     def whole(module, context: Context, *inputs: jax.Array) -> jax.Array:
         values = dict(zip(reads, inputs, strict=True))
@@ -67,8 +67,8 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
     def run(module, context: Context, *inputs: jax.Array):
 
         # The output overwrites the last input, which the chain's end adds to.
-        def one(_, piece, *others):
-            return None, (whole(module, context, *others, piece),)
+        def one(_, piece, *other_tiles):
+            return None, (whole(module, context, *other_tiles, piece),)
 
         return _over_tiles(one, None, inputs[-1:], inputs[:-1], tile)[1]
 
@@ -76,13 +76,13 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
         del outputs
 
         def one(total, doutput, *pieces):
-            pieces = pieces[len(others) :]
+            pieces = pieces[len(other_zeros) :]
             _, pullback = jax.vjp(lambda t, *pieces: whole(module_of(t), context, *pieces), trainable, *pieces)
             dtrainable, *dpieces = pullback(doutput)
             return jax.tree.map(jnp.add, total, dtrainable), (dpieces[-1], *dpieces[:-1])
 
-        zeros, *others = jax.tree.map(jnp.zeros_like, (trainable, *inputs[:-1]))
-        total, (dlast, *dothers) = _over_tiles(one, zeros, (gradients[0], *others), inputs, tile)
+        zeros, *other_zeros = jax.tree.map(jnp.zeros_like, (trainable, *inputs[:-1]))
+        total, (dlast, *dothers) = _over_tiles(one, zeros, (gradients[0], *other_zeros), inputs, tile)
         return total, (*dothers, dlast)
 
     def work(tokens: int, length: int, backward: bool) -> float:
@@ -92,17 +92,17 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
     return Segment("tiles", reads, chain[-1].makes, run, backward=backward, scoped=False, multiplications=work)
 
 
-def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], beside: tuple[jax.Array, ...], tile: int):
+def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], read_only: tuple[jax.Array, ...], tile: int):
     """Runs `step` for each tile of the second axis and overwrites `arrays` with its results: (the last sums, arrays). A
     lax.fori_loop, because a scan stacks outputs in new arrays, and XLA keeps inputs and outputs until the backward.
 
-      step: (sums, tiles of `arrays`, tiles of `beside`) -> (sums, new tiles of `arrays`), each tile an argument.
-      arrays: [B, T, ...], overwritten; beside: [B, T, ...], only read. tile divides T.
+      step: (sums, tiles of `arrays`, tiles of `read_only`) -> (sums, new tiles of `arrays`), each tile an argument.
+      arrays, read_only: [B, T, ...]; `tile` divides T.
     """
 
     def one(index, state):
         sums, arrays = state
-        pieces = [jax.lax.dynamic_slice_in_dim(a, index * tile, tile, axis=1) for a in (*arrays, *beside)]
+        pieces = [jax.lax.dynamic_slice_in_dim(a, index * tile, tile, axis=1) for a in (*arrays, *read_only)]
         sums, replacing = step(sums, *pieces)
         return sums, tuple(
             jax.lax.dynamic_update_slice_in_dim(array, piece, index * tile, axis=1)

@@ -62,11 +62,11 @@ class Family:
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
         """The common entries that the family does not replace, then its own; they read and write in this order."""
-        given = {field for entry in self.keys for field in entry.gives} | {*self.fields}
+        own_fields = {field for entry in self.keys for field in entry.gives} | {*self.fields}
         names = {entry.name for entry in self.keys if isinstance(entry, Key)}
 
         def stays(entry: Entry) -> bool:
-            return not given & {*entry.gives} and not (isinstance(entry, Key) and entry.name in names)
+            return not own_fields & {*entry.gives} and not (isinstance(entry, Key) and entry.name in names)
 
         return (*filter(stays, COMMON), *self.keys)
 
@@ -81,9 +81,9 @@ class Family:
         """
         checked(hf, self.declared)
         experts = any("moe" in entry.gives for entry in self.entries)
-        own = {key.name for key in self.declared}
+        declared_names = {key.name for key in self.declared}
         for key in (*REFUSED, *(() if experts else REFUSED_WITHOUT_EXPERTS), *self.refused):
-            if hf.get(key) and key not in own:
+            if hf.get(key) and key not in declared_names:
                 raise ValueError(f"config.json: {key} = {hf[key]!r} is not supported (model_type {self.model_type!r})")
         hf = self.prepare(completed(hf, self.declared, self.defaults))
         fields: Fields = {}
@@ -92,7 +92,7 @@ class Family:
         for entry in self.entries:
             fields |= entry.read(hf, fields)
             if "layers" in entry.gives:
-                fields["layers"] = tuple(dataclasses.replace(one, stages=self.stages) for one in fields["layers"])
+                fields["layers"] = tuple(dataclasses.replace(layer, stages=self.stages) for layer in fields["layers"])
         fields.setdefault("attention_scale", fields["head_dim"] ** -0.5)
         config = DecoderConfig(**fields)
         self._require_whole_heads(config)

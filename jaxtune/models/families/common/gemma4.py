@@ -43,14 +43,14 @@ def _check_direction(key: str, value: Any) -> None:
 def _check_layers(key: str, value: Any) -> None:
     """Checks per_layer_config, {layer's index: {key: value}}: transformers 5.23 writes global layers' sizes there."""
     values.mapping(key, value)
-    for index, said in value.items():
+    for index, sizes in value.items():
         if not str(index).isdigit():
             raise ValueError(f"{key} has {index!r}, which is not the index of a layer")
-        values.mapping(f"{key}.{index}", said)
-        for name, own in said.items():
+        values.mapping(f"{key}.{index}", sizes)
+        for name, size in sizes.items():
             if name not in _GLOBAL:
-                raise ValueError(f"{key}.{index}.{name} = {own!r} is not supported; supported: {', '.join(_GLOBAL)}")
-            values.whole(f"{key}.{index}.{name}", own)
+                raise ValueError(f"{key}.{index}.{name} = {size!r} is not supported; supported: {', '.join(_GLOBAL)}")
+            values.whole(f"{key}.{index}.{name}", size)
 
 
 def _default_types(hf: Config) -> list[str]:
@@ -68,8 +68,8 @@ def prepared(hf: Config) -> Fields:
     hf = {**hf, "layer_types": types}
     if hf["per_layer_config"] is not None:
         hf |= _of_global_layers(hf, types)
-    same = hf["num_global_key_value_heads"] == hf["num_key_value_heads"]
-    return hf | {"num_global_key_value_heads": None} if same or not hf["attention_k_eq_v"] else hf
+    unchanged = hf["num_global_key_value_heads"] == hf["num_key_value_heads"]
+    return hf | {"num_global_key_value_heads": None} if unchanged or not hf["attention_k_eq_v"] else hf
 
 
 def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
@@ -78,16 +78,16 @@ def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
     the earlier keys.
     """
     usual = {"head_dim": hf["head_dim"], "num_key_value_heads": hf["num_key_value_heads"]}
-    own = {int(index): said for index, said in hf["per_layer_config"].items()}
-    found = dict.fromkeys((FULL, SLIDING), usual)
-    for kind in found:
-        shapes = [usual | own.get(index, {}) for index, one in enumerate(types) if one == kind]
+    sizes_by_layer = {int(index): sizes for index, sizes in hf["per_layer_config"].items()}
+    shape_by_type = dict.fromkeys((FULL, SLIDING), usual)
+    for kind in shape_by_type:
+        shapes = [usual | sizes_by_layer.get(index, {}) for index, layer_type in enumerate(types) if layer_type == kind]
         if any(shape != shapes[0] for shape in shapes):
             raise ValueError(f"config.json: per_layer_config gives the {kind} layers different shapes: {shapes}")
-        found[kind] = shapes[0] if shapes else usual
-    if found[SLIDING] != usual or any(index >= len(types) for index in own):
+        shape_by_type[kind] = shapes[0] if shapes else usual
+    if shape_by_type[SLIDING] != usual or any(index >= len(types) for index in sizes_by_layer):
         raise ValueError(f"config.json: per_layer_config = {hf['per_layer_config']} is not of global layers alone")
-    shape = found[FULL]
+    shape = shape_by_type[FULL]
     if not hf["attention_k_eq_v"] and shape["num_key_value_heads"] != usual["num_key_value_heads"]:
         raise ValueError(
             f"config.json: per_layer_config gives global layers {shape['num_key_value_heads']} key and value heads in "
@@ -102,23 +102,23 @@ class _Rotary(RotaryByType):
     keys = (Key("rope_parameters", (), check_parameters, None),)
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        given = (hf["rope_parameters"] or _ROPE).get(layer_type)
-        if not isinstance(given, Mapping):
+        parameters = (hf["rope_parameters"] or _ROPE).get(layer_type)
+        if not isinstance(parameters, Mapping):
             raise ValueError(
                 f"config.json: rope_parameters lacks {layer_type!r}: a {hf['model_type']!r} model has an object for "
                 "each type of layer"
             )
-        given = {"rope_type": "default"} | {key: value for key, value in given.items() if value is not None}
-        if given["rope_type"] == "default":  # which rotates whole heads in this class
-            given.pop("partial_rotary_factor", None)
-        return given
+        parameters = {"rope_type": "default"} | {key: value for key, value in parameters.items() if value is not None}
+        if parameters["rope_type"] == "default":  # which rotates whole heads in this class
+            parameters.pop("partial_rotary_factor", None)
+        return parameters
 
     def read(self, hf: Config, fields: Config) -> Fields:
         dims = {FULL: hf["global_head_dim"], SLIDING: hf["head_dim"]}
-        found = (rope_config({**hf, "head_dim": dims[name]}, self.given_to(name, hf)) for name in self.types)
+        ropes = (rope_config({**hf, "head_dim": dims[name]}, self.given_to(name, hf)) for name in self.types)
         return {
             "rotary": tuple(
-                dataclasses.replace(rope, head_dim=dims[name]) for name, rope in zip(self.types, found, strict=True)
+                dataclasses.replace(rope, head_dim=dims[name]) for name, rope in zip(self.types, ropes, strict=True)
             )
         }
 
@@ -261,8 +261,8 @@ class _Experts:
                 raise ValueError(f"config.json: {key.name} is missing, and enable_moe_block = True needs it")
         moe = self.record.made(hf)
         dense = Part("dense", MLPShape(hf["intermediate_size"]), post_norm=True)
-        beside = Part("experts", ExpertsShape(moe, hf_name=""), post_norm=True)
-        stages = (Stage((Part("mixer", post_norm=True),)), Stage((dense, beside), post_norm=True))
+        experts = Part("experts", ExpertsShape(moe, hf_name=""), post_norm=True)
+        stages = (Stage((Part("mixer", post_norm=True),)), Stage((dense, experts), post_norm=True))
         # The config of an attention of another shape than the decoder's stays the layer's.
         layers = (
             dataclasses.replace(layer, stages=stages).replaced(mixer=layer.config_of("mixer"))

@@ -153,11 +153,11 @@ def completed(hf: Config, keys: Iterable[Key], defaults: Config) -> Fields:
     Raises ValueError for a required key without a value.
     """
     complete = dict(hf)
-    seen: set[str] = set()
+    visited: set[str] = set()
     for key in keys:
-        if key.name in seen:
+        if key.name in visited:
             continue
-        seen.add(key.name)
+        visited.add(key.name)
         if hf.get(key.name) is not None:
             continue
         value = key.null if key.name in hf and key.null is not LEFT_OUT else defaults.get(key.name, key.default)

@@ -35,8 +35,8 @@ class LayerType:
 
     def fits(self, layer: LayerSpec) -> bool:
         """Whether a layer can be written as this type."""
-        made = layer.config_of("mixer")
-        of_mixer = made is None if self.mixer is None else isinstance(made, self.mixer.make)
+        mixer_config = layer.config_of("mixer")
+        of_mixer = mixer_config is None if self.mixer is None else isinstance(mixer_config, self.mixer.make)
         return of_mixer and layer.rotary == self.rotary and (self.window or layer.window is None)
 
 
@@ -144,7 +144,7 @@ class LayerTypes:
         kinds = [self._type_of(index, config) for index in range(config.num_layers)]
         written: Fields = {"layer_types": [kind.name for kind in kinds]}
         for kind in self.types:
-            layers = [layer for layer, one in zip(config.layers, kinds, strict=True) if one is kind]
+            layers = [layer for layer, layer_kind in zip(config.layers, kinds, strict=True) if layer_kind is kind]
             if kind.window:
                 longest = config.context_length if self.needs_window else None
                 written["sliding_window"] = one_window(config, layers) or longest
@@ -158,14 +158,14 @@ class LayerTypes:
         return written
 
     def _type_of(self, index: int, config: DecoderConfig) -> LayerType:
-        found = next((kind for kind in self.types if kind.fits(config.layers[index])), None)
-        if found is None:
+        layer_type = next((kind for kind in self.types if kind.fits(config.layers[index])), None)
+        if layer_type is None:
             names = ", ".join(kind.name for kind in self.types)
             raise ValueError(
                 f"layer {index} is of no type that config.json of a {config.family} model has ({names}): none has its "
                 "window, position encoding and mixer"
             )
-        return found
+        return layer_type
 
 
 class OneWindow:

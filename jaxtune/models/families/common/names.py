@@ -53,14 +53,14 @@ def tensor_name(
     Raises KeyError for a module that neither `norms` nor the layer's spec names.
     """
     if path[0] == "layers":
-        _, index, part, *rest = map(str, path)
+        _, index, part, *tail = map(str, path)
         spec = layers[int(index)] if layers else LayerSpec()
         part = {**spec.hf_names, "layer_scalar": "layer_scalar", **norms}[part]
-        if rest[:1] == ["experts"]:  # all experts' matrices are tensors of one module, not modules
-            rest = ["experts", rest[1] + ("_bias" if rest[2] == "bias" else "")]
-        if rest[:1] == ["router"]:
-            rest[0] = norms.get("router", "router")
-        return ".".join(name for name in ("model.layers", index, part, *rest) if name)
+        if tail[:1] == ["experts"]:  # all experts' matrices are tensors of one module, not modules
+            tail = ["experts", tail[1] + ("_bias" if tail[2] == "bias" else "")]
+        if tail[:1] == ["router"]:
+            tail[0] = norms.get("router", "router")
+        return ".".join(name for name in ("model.layers", index, part, *tail) if name)
     if path[0] == "per_layer":
         names = {"projection": "per_layer_model_projection", "norm": "per_layer_projection_norm"}
         module, last = ("embed_tokens_per_layer", path[1]) if path[1] == "weight" else (names[str(path[1])], path[2])

@@ -62,18 +62,18 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
     Raises ValueError for objects by type of layer if layer_type is None.
     """
     scaling, parameters = (hf.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
-    both = scaling or parameters
+    source = scaling or parameters
     if layer_type is None and (nested := [key for key, value in parameters.items() if isinstance(value, Mapping)]):
         raise ValueError(
             f"config.json: rope_parameters has an object for {', '.join(map(repr, nested))}; a model with one rotary "
             "base has the parameters themselves there"
         )
     if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
-        both = {**parameters[layer_type], **(scaling if layer_type == FULL else {})}
-    given = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
-    given |= {key: value for key, value in both.items() if value is not None}
-    given["rope_type"] = given.get("rope_type") or given.get("type") or "default"
-    return given
+        source = {**parameters[layer_type], **(scaling if layer_type == FULL else {})}
+    flat = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
+    flat |= {key: value for key, value in source.items() if value is not None}
+    flat["rope_type"] = flat.get("rope_type") or flat.get("type") or "default"
+    return flat
 
 
 def rope_config(hf: Config, given: Config) -> RopeConfig:
@@ -117,8 +117,8 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
         for key in ("short_factor", "long_factor"):
             factors = given.get(key)
             if not isinstance(factors, list | tuple) or len(factors) != dim // 2:
-                found = len(factors) if isinstance(factors, list | tuple) else factors
-                raise ValueError(f"config.json: longrope's {key} must be {dim // 2} numbers, not {found}")
+                actual = len(factors) if isinstance(factors, list | tuple) else factors
+                raise ValueError(f"config.json: longrope's {key} must be {dim // 2} numbers, not {actual}")
             rope[key] = tuple(float(factor) for factor in factors)
         return RopeConfig(**rope)
     mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
