@@ -390,7 +390,5 @@ class Source:
     @property
     def companions(self) -> tuple[tuple[str, bytes], ...]:
         """(file name, bytes) of the files that are saved unchanged: generation_config.json and processors' configs."""
-        generation_files = (
-            () if self.generation_config is None else (("generation_config.json", self.generation_config.encode()),)
-        )
-        return generation_files if self.passthrough is None else generation_files + self.passthrough.processors
+        files = () if self.generation_config is None else (("generation_config.json", self.generation_config.encode()),)
+        return files if self.passthrough is None else files + self.passthrough.processors

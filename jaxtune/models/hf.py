@@ -91,15 +91,10 @@ class Pretrained:
         quant.check_load_in(load_in)
         self._dtype = dtype_name(dtype)
         self.folder = folder = resolve_folder(path)
-        folder_config, stretch = (
-            read_config(folder),
-            {key: value for key, value in positions.items() if value is not None},
-        )
+        outer, stretch = read_config(folder), {key: value for key, value in positions.items() if value is not None}
         try:
-            folder_config = stretched(
-                folder_config, stretch.get("rope_scaling"), stretch.get("max_position_embeddings")
-            )
-            hf = text_config(folder_config)
+            outer = stretched(outer, stretch.get("rope_scaling"), stretch.get("max_position_embeddings"))
+            hf = text_config(outer)
             self.config = config = config_from_hf(hf)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
@@ -125,13 +120,13 @@ class Pretrained:
         shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         if is_gguf(folder):
             entries = gguf_entries(folder, config, shapes)
-        entries, passthrough_parts = passthrough.divide(entries, config, hf, folder_config)
+        entries, passthrough_parts = passthrough.divide(entries, config, hf, outer)
         generation = read_generation_config(folder)
         positions_text = json.dumps(stretch) if stretch else None
         self._source = Source(
-            os.fspath(path), json.dumps(hf), generation, passthrough_parts, is_nested(folder_config), positions_text
+            os.fspath(path), json.dumps(hf), generation, passthrough_parts, is_nested(outer), positions_text
         )
-        if hf is not folder_config:
+        if hf is not outer:
             renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
         unused = family(config.family).unused_tensors(config)
@@ -162,7 +157,7 @@ class Pretrained:
             )
         self._dtypes = {name: DTYPES[word] for name, word in named.items() if word in DTYPES}
         # Weights that are quantised on loading are no longer on the grid to which QAT rounded them.
-        self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", folder_config)
+        self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", outer)
 
     def device_bytes(self, load_in: str | None = None, stay: Collection[str] = ()) -> int:
         """The bytes of the whole model on one device, from the files' headers.
@@ -346,17 +341,15 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
 
     Raises ValueError for several quantised formats, or a QAT grid that model.dtype cannot represent.
     """
-    family_config = family(model.config.family).to_hf(model.config)
+    new_hf = family(model.config.family).to_hf(model.config)
     source = json.loads(model.source.config) if model.source is not None else {}
     if source and config_from_hf(source) == model.config:
         hf = source
     else:
-        hf = family_config | {
-            key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source
-        }
+        hf = new_hf | {key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source}
     # auto_map names code files, which are not saved.
     hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config", "qat")}
-    hf["architectures"] = family_config["architectures"]
+    hf["architectures"] = new_hf["architectures"]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if hf.get(key) is None and tokenizer is not None:
             hf[key] = getattr(tokenizer, key, None)
@@ -374,7 +367,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
                 quantization[key] = [*quantization[key], *gates]
         hf["quantization_config"] = quantization
     return passthrough.whole_config(
-        hf, family_config, model.config, None if model.source is None else model.source.passthrough
+        hf, new_hf, model.config, None if model.source is None else model.source.passthrough
     )
 
 

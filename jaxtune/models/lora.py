@@ -309,13 +309,12 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     targets, parameters = set(), set()
     for name, lora in loras.items():
         last_part = name.rsplit(".", 1)[1]
-        all_adapted = all(peer in loras for peer in matrix_by_name if peer.endswith("." + last_part))
+        adapted = all(peer in loras for peer in matrix_by_name if peer.endswith("." + last_part))
         if isinstance(lora, ExpertLora):
-            parameters.add(
-                name.split(".", 3)[3] if all_adapted else name
-            )  # such as mlp.experts.down_proj, for all layers
+            # Such as mlp.experts.down_proj, for all layers.
+            parameters.add(name.split(".", 3)[3] if adapted else name)
         else:
-            targets.add(last_part if all_adapted else name)
+            targets.add(last_part if adapted else name)
     return {
         "r": rank,
         "lora_alpha": alpha,

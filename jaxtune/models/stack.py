@@ -213,15 +213,11 @@ def layer_backward(
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
                     with scope_of(segment):
-                        segment_gradients = segment.backward(
-                            block_of, trainable, context, tuple(inputs), outputs, doutputs
-                        )
-                    dtrainable, dinputs = segment_gradients
+                        gradient_pair = segment.backward(block_of, trainable, context, tuple(inputs), outputs, doutputs)
+                    dtrainable, dinputs = gradient_pair
                 else:
-                    low_rank_and_factors = low_rank_of(segment, segments, values), norms.factors(segment, read)
-                    pullback = (
-                        pullbacks.get(segment.name) or pullback_of(segment, context, inputs, *low_rank_and_factors)[1]
-                    )
+                    operands = low_rank_of(segment, segments, values), norms.factors(segment, read)
+                    pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs, *operands)[1]
                     dtrainable, *dinputs = pullback(doutputs)
                 if dtrainable is not None:
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
@@ -274,7 +270,7 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, dec
 
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, decoder_inputs):
     """Keeps residuals by plan, and copies a layer's offloaded ones to the host while the next layer runs."""
-    kept_residuals, hosted, aux, whole_weights, takens, shared = [], [], [], [], [], {}
+    resident, hosted, aux, whole_weights, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
     next_weights = first_gathered(trainables, frozens)
@@ -302,12 +298,12 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums,
         names = tuple(name for name in layer.offloaded if name in residuals) if index < last else ()
         block = nnx.merge(layer.graph, *weights)
         to_host = cut([residuals[name] for name in names], _work(block.segments(), block, x))
-        kept_residuals.append({name: value for name, value in residuals.items() if name not in names})
+        resident.append({name: value for name, value in residuals.items() if name not in names})
     return (x, total_over_layers(aux)), (
         trainables,
         frozens,
         whole_weights,
-        kept_residuals,
+        resident,
         [*hosted, {}],
         takens,
         layout,
@@ -322,9 +318,9 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
     `sums`, their cotangent is sums plus gradients, and trainables get None.
     """
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
-    trainables, frozens, whole_weights, kept_residuals, hosted, takens, layout, keys, sums = residuals
-    gradients: list[Any] = [None] * len(kept_residuals)
-    dgiven: list[dict[str, jax.Array]] = [{} for _ in kept_residuals]
+    trainables, frozens, whole_weights, resident, hosted, takens, layout, keys, sums = residuals
+    gradients: list[Any] = [None] * len(resident)
+    dgiven: list[dict[str, jax.Array]] = [{} for _ in resident]
     dshared: dict[str, jax.Array] = {}  # gradients of what earlier layers give, summed over the layers that took it
     reloaded, scatters, gathered = (), [], []
 
@@ -341,16 +337,16 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
             with jax.named_scope("accumulate"):
                 gradients[index] = jax.tree.map(jnp.add, sums[index], gradients[index])
 
-    for index in range(len(kept_residuals) - 1, -1, -1):
+    for index in range(len(resident) - 1, -1, -1):
         layer = static.layers[index]
-        saved = {**kept_residuals[index], **takens[index]}
+        saved = {**resident[index], **takens[index]}
         saved |= {name: join(pieces) for name, pieces in zip(hosted[index], reloaded, strict=True)}
         # Ties this layer's work to its gradient; otherwise XLA shares recomputed values with the forward and keeps
         # them. The same holds for trained weights in the compute dtype: 26 MB a layer of adapters on a 30B's experts.
         gathered = whole_weights[index] if static.stays_whole(index) else gathered
         gathered_trainable, frozen = with_whole((trainables[index], frozens[index]), gathered)
         # If memory is short these are tied too, because a plan does not count what is computed from them.
-        free = {name: saved.pop(name) for name in layer.free if name in kept_residuals[index] and not static.short}
+        free = {name: saved.pop(name) for name in layer.free if name in resident[index] and not static.short}
         saved, dx, trainable = optimization_barrier((saved, dx, gathered_trainable))
         to_device = tuple(hosted[index - 1].values()) if index else ()
         dothers = {name: daux[name] for name in static.aux if name in layer.aux}
@@ -389,12 +385,8 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
         add_to_sums(0, [scatter(*pair) for pair in scatters])
     trained = tuple(gradients)
     # Gradients that were added to sums are returned as the sums' cotangent, and the tensors get none.
-    other_gradients = (None, dx, None, None)
-    return (
-        (trained, *other_gradients, None, tuple(dgiven))
-        if sums is None
-        else (None, *other_gradients, trained, tuple(dgiven))
-    )
+    middle = (None, dx, None, None)
+    return (trained, *middle, None, tuple(dgiven)) if sums is None else (None, *middle, trained, tuple(dgiven))
 
 
 _stack.defvjp(_stack_fwd, _stack_bwd)

@@ -145,8 +145,6 @@ def keeps_low_rank(segment: Segment) -> tuple[str, ...]:
 def total_over_layers(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """{name: sum over the layers that have it}."""
     total = {}
-    for name in dict.fromkeys(name for layer_values in values for name in layer_values):
-        total[name] = functools.reduce(
-            operator.add, [layer_values[name] for layer_values in values if name in layer_values]
-        )
+    for name in dict.fromkeys(name for layer in values for name in layer):
+        total[name] = functools.reduce(operator.add, [layer[name] for layer in values if name in layer])
     return total

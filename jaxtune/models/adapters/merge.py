@@ -201,11 +201,11 @@ def merged_weights(model: Decoder) -> Weights:
     checked = thread.submit(check, True, making)
     thread.shutdown(wait=False)
     pending_names = set(weights.made)
-    verified_makers = {
+    makers = {
         name: functools.partial(_made, name, make, pending_names, checked, making)
         for name, make in weights.made.items()
     }
-    return Weights(weights.model, verified_makers)
+    return Weights(weights.model, makers)
 
 
 def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
@@ -252,12 +252,12 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
                 setattr(module, key, trained(value, value.get_value()))
     merged.base_digest = merged.base_fingerprint = None  # it is another base now
     # Matched by the identity of the variable and not by a name, so that no other tensor can be written in its place.
-    maker_by_name = {
+    maker_of = {
         name: makers.pop(id(variable)) for name, variable in tensors_of(merged).items() if id(variable) in makers
     }
     if makers:
         raise ArithmeticError(f"merge_adapter: {len(makers)} tensors have no place in files; nothing was merged")
-    weights = Weights(merged, maker_by_name)
+    weights = Weights(merged, maker_of)
 
     def check(at_once: bool, making: threading.Event | None = None) -> None:
         """Verifies the logits, while the merges' programs are compiled. making: is set when the first tensor is made,

@@ -139,10 +139,8 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
             matrix.fake_quant = dataclasses.replace(matrix.fake_quant, inputs=False)
     with ThreadPoolExecutor(2 if at_once else 1, "logits") as pool:  # each needs programs of its own
         expected, actual = pool.map(_logits, (plain, walked))
-    for (
-        variable,
-        original,
-    ) in pairs.values():  # modules refer to each other: what the copy has would live until it is found
+    # Modules refer to each other: what the copy has would live until the garbage collector finds it.
+    for variable, original in pairs.values():
         variable.set_value(original.get_value())
     del walked
     config = model.config

@@ -245,13 +245,13 @@ class DeltaNet(nnx.Module):
         window, state = state
         qkv, gate, rates = self.project(x)
         if x.shape[1] > 1:
-            window_and_new = jnp.concatenate([window, qkv], axis=1)
+            history = jnp.concatenate([window, qkv], axis=1)
             window_length = window.shape[1]
-            qkv = short_convolution(
-                window_and_new, self._taps(), packed_layout((len(window_and_new), window_and_new.shape[1]))
-            )[:, window_length:]
+            qkv = short_convolution(history, self._taps(), packed_layout((len(history), history.shape[1])))[
+                :, window_length:
+            ]
             out, state = delta_rule_chunk(*self._split(qkv, rates), state)
-            return self.output(out, gate), (window_and_new[:, window_and_new.shape[1] - window_length :], state)
+            return self.output(out, gate), (history[:, history.shape[1] - window_length :], state)
         qkv, window = short_convolution_step(qkv, self._taps(), window)
         out, state = delta_rule_step(*self._split(qkv, rates), state)
         return self.output(out, gate), (window, state)
