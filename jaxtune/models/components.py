@@ -27,8 +27,7 @@ type Named = Linear | ExpertLinear | Router | RMSNorm | LayerNorm | Embedding  #
 
 def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
     """Yields (Component, path, module) for every module that a precision map can name, but none of a teacher. The path
-    leads
-    from `model` to the module itself, not a copy. Arrays may be abstract.
+    leads from `model` to the module itself, not a copy. Arrays may be abstract.
     """
     norms, config = family(model.config.family).norms, model.config
     for path, module in nnx.iter_modules(model):
@@ -51,12 +50,10 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
 
 def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) -> dict[str, str]:
     """`precision.resolve` for a model, whose arrays may be abstract: {module's name in checkpoints: dtype or format},
-    without
-    modules that keep the model's dtype.
+    without modules that keep the model's dtype.
 
       rest: the format of linears and experts that no pattern matches; of experts alone for a format in which weights
-      only
-        stay as they are stored ("mxfp4").
+        only stay as they are stored ("mxfp4").
 
     Raises ValueError for a pattern or word that does not fit.
     """
@@ -68,8 +65,7 @@ def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) 
 
 def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
     """Sets in place the dtype in which each module computes (`compute`); weights stay as they are. A module that
-    `found`
-    ({module's name: word}) does not name, or names with a format or the model's dtype, gets None.
+    `found` ({module's name: word}) does not name, or names with a format or the model's dtype, gets None.
     """
     for component, _, module in components(model):
         compute = DTYPES.get(found.get(component.name, ""))
@@ -80,12 +76,10 @@ def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
 
 def follow(model: Decoder, words: Mapping[str, str]) -> None:
     """Makes the modules compute as the precision map `words` says, in place. Stored weights do not change; an array in
-    another
-    dtype is cast when it multiplies.
+    another dtype is cast when it multiplies.
 
     Raises ValueError, with the model unchanged, for a pattern or word that does not fit, and for a weight whose format
-    is
-    not the map's.
+    is not the map's.
     """
     resolved_words = resolved(model, words)
     for component, _, module in components(model):
@@ -115,8 +109,7 @@ def of_tensors(model: Decoder, words: Mapping[str, str], paths: Mapping[str, tup
 
 def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None) -> Decoder:
     """A new model whose modules are stored and computed as a precision map says. Quantised weights stay as they are. If
-    any
-    module gets a format, all tensors are frozen and `qat` is None.
+    any module gets a format, all tensors are frozen and `qat` is None.
 
       rest: the format of linears and experts that no pattern matches.
 
@@ -147,8 +140,7 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
 
 def common_format(model: Decoder) -> str | None:
     """The format of most quantised modules, such as "nf4", the first by name of equally frequent ones; None if no
-    weight is
-    quantised. All experts of a layer count as one module for each matrix.
+    weight is quantised. All experts of a layer count as one module for each matrix.
     """
     names = Counter(word for word in _words(model).values() if word in FORMATS)
     return min(names, key=lambda name: (-names[name], name), default=None)
@@ -166,12 +158,10 @@ def _words(model: Decoder) -> dict[str, str]:
 
 def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
     """The precision map that `model` follows, {whole module name: word}, without what common_format(model) and the
-    model's
-    dtype already say.
+    model's dtype already say.
 
       plain: False leaves out linears and experts in the model's dtype beside quantised ones, for models whose files
-      store
-        them so.
+        store them so.
     """
     model_word, usual = WORDS[jnp.dtype(model.dtype).name], common_format(model)
     words, exceptions = _words(model), {}

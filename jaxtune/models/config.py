@@ -1,6 +1,5 @@
 """DecoderConfig, a frozen dataclass that describes a decoder of any supported family. It has a RopeConfig for each
-rotary
-base and a LayerSpec for each layer; a layer is a sequence of Stages, each with one or more Parts (a mixer or
+rotary base and a LayerSpec for each layer; a layer is a sequence of Stages, each with one or more Parts (a mixer or
 feed-forward and its norms).
 """
 
@@ -20,8 +19,7 @@ from jaxtune.models.heads import TEXT, Head
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Settings of one rotary position embedding. Names are those of Hugging Face's rope_scaling, except theta
-    (rope_theta) and
-    kind (rope_type). Raises ValueError for a value out of range.
+    (rope_theta) and kind (rope_type). Raises ValueError for a value out of range.
     """
 
     theta: float = 10000.0  # the base of the frequencies
@@ -73,8 +71,7 @@ class RopeConfig:
 
 def context_length(positions: int, rotary: Sequence[RopeConfig]) -> int:
     """The positions that a model supports: max_position_embeddings (`positions`), or factor times the original context
-    of a
-    yarn base if that is more.
+    of a yarn base if that is more.
     """
     stretched = (
         int(rope.factor * (rope.original_max_position_embeddings or positions))
@@ -115,8 +112,7 @@ class Part:
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """Parts that all read the same value of the residual stream, and whose outputs are added to it. Raises ValueError
-    if a
-    part's `norm` names no earlier part of the stage.
+    if a part's `norm` names no earlier part of the stage.
     """
 
     parts: tuple[Part, ...]  # in the order in which they run
@@ -147,8 +143,7 @@ PARALLEL = (Stage((MIXER, Part("mlp", norm="mixer"))),)
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """What may differ between the layers of a model. Layers with equal specs are traced once. Raises ValueError for a
-    window
-    below 1, no parts, two parts of one name, or a part without a config that is neither "mixer" nor "mlp".
+    window below 1, no parts, two parts of one name, or a part without a config that is neither "mixer" nor "mlp".
     """
 
     # sliding window in tokens (a query sees itself and the window - 1 keys before it); None: full attention
@@ -186,8 +181,7 @@ class LayerSpec:
 
     def replaced(self, **configs: PartConfig | None) -> LayerSpec:
         """A spec in which the named parts (mixer=...) have other configs. None leaves a config as it is; a name that no
-        part has
-        is ignored.
+        part has is ignored.
         """
 
         def one(part: Part) -> Part:
@@ -200,8 +194,7 @@ class LayerSpec:
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
     """A mixture of experts, in place of a layer's MLP or beside it (Gemma 4). Raises ValueError for a value out of
-    range, or
-    features that exclude each other.
+    range, or features that exclude each other.
     """
 
     num_experts: int  # experts of a layer
@@ -245,8 +238,7 @@ class MoEConfig:
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Shape and features of a decoder. Parts with a config of their own (Part.config) can differ from it. Raises
-    ValueError
-    for a value out of range, or features that exclude each other.
+    ValueError for a value out of range, or features that exclude each other.
     """
 
     family: str  # the model_type of its family, a key of FAMILIES in models/registry.py, such as "llama"
@@ -337,8 +329,7 @@ class DecoderConfig:
     @property
     def context_length(self) -> int:
         """The positions that the model supports, more than max_position_embeddings with yarn. Longer documents and
-        prompts are
-        refused; longer packed rows are not, because positions restart with each document.
+        prompts are refused; longer packed rows are not, because positions restart with each document.
         """
         return context_length(self.max_position_embeddings, self.rotary)
 
@@ -360,8 +351,7 @@ class DecoderConfig:
 @dataclasses.dataclass(frozen=True)
 class Passthrough:
     """The parts of a checkpoint that are not the text model, such as a vision tower: they are not loaded, but copied
-    when the
-    model is saved.
+    when the model is saved.
     """
 
     # where each tensor is (headers.TensorEntry), such as a vision tower's or a multi-token prediction layer's

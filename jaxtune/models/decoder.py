@@ -47,8 +47,7 @@ class Embedding(nnx.Module):
 @jax.custom_vjp
 def _rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
     """weight[tokens], with gradients of a token's occurrences summed in float32: plain indexing would sum them in the
-    weight's
-    dtype, and bfloat16 would lose small ones.
+    weight's dtype, and bfloat16 would lose small ones.
     """
     return weight[tokens]
 
@@ -64,8 +63,7 @@ _rows.defvjp(lambda weight, tokens: (weight[tokens], (weight, tokens)), _rows_bw
 
 def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> jax.Array:
     """Adds NEFTune's noise (arXiv:2310.05914) to embeddings x [B, T, hidden]: uniform within +-alpha / sqrt(tokens of
-    the
-    document * hidden). It does not depend on packing, nor on how rows are divided over devices.
+    the document * hidden). It does not depend on packing, nor on how rows are divided over devices.
     """
     rows, length, hidden = x.shape
     tokens = jnp.maximum(layout.doc_end - layout.doc_start, 1).astype(jnp.float32)
@@ -76,10 +74,8 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
 
 def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
     """Lets a Decoder method whose first argument is an array run on a mesh with axes of any type; with Explicit axes,
-    results
-    are divided as that array's leading axes. meshes.on_any_mesh goes by the first array among all arguments, which
-    would be
-    a weight of `self`; so the array moves before `self`.
+    results are divided as that array's leading axes. meshes.on_any_mesh goes by the first array among all arguments,
+    which would be a weight of `self`; so the array moves before `self`.
     """
 
     computed: Callable = method
@@ -97,15 +93,12 @@ def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
 
 class Decoder(nnx.Module):
     """A causal language model, or with another head (config.head) a model that scores texts. Calling it computes logits
-    or
-    scores; training calls `run` and computes the loss from hidden states, because logits of all tokens need much
+    or scores; training calls `run` and computes the loss from hidden states, because logits of all tokens need much
     memory.
 
     Weights start as `nnx.Param` (trained), except a layer's `layer_scalar`. They are cast to the compute dtype on use,
-    so
-    fp32 master weights of a bf16 compute need nothing else. On several devices, place tokens and weights on the mesh,
-    or set
-    it (jax.set_mesh).
+    so fp32 master weights of a bf16 compute need nothing else. On several devices, place tokens and weights on the
+    mesh, or set it (jax.set_mesh).
 
       key: draws the initial weights: normal with config.initializer_range, norms one, biases zero.
       dtype: of weights and compute: bfloat16, float16 or float32.
@@ -153,8 +146,7 @@ class Decoder(nnx.Module):
 
     def head_operands(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The factors of the logits: (the head's whole weight as stored, `hidden` in the dtype in which logits are
-        computed). A
-        loss multiplies them for a part of the vocabulary at a time.
+        computed). A loss multiplies them for a part of the vocabulary at a time.
         """
         head, hidden = gathers.whole_beside(self.head_variable, hidden)
         return head, hidden.astype(self.head_compute or hidden.dtype)
@@ -167,24 +159,21 @@ class Decoder(nnx.Module):
     @property
     def weight_dtype(self) -> jnp.dtype:
         """The dtype of weights that are neither quantised nor named by a precision map, read from the final norm, which
-        is never
-        trained whole beside adapters.
+        is never trained whole beside adapters.
         """
         return jnp.dtype(self.dtype) if self.norm.compute else self.norm.weight.get_value().dtype
 
     @property
     def name_or_path(self) -> str | None:
-        """The folder or hub name of the weights as the caller named it, for random weights the config's path or "a
-        config"; else
-        None.
+        """The folder or hub name of the weights as the caller named it; for random weights the config's path, "a
+        config", or None.
         """
         return None if self.source is None else self.source.path
 
     @property
     def tables(self) -> dict[str, nnx.Variable]:
         """{"embedding", "per_layer": weight [vocabulary, size]} of the tables of which a pass reads only its tokens'
-        rows; a run
-        may have them on the host.
+        rows; a run may have them on the host.
         """
         tables = {} if self.head is None else {"embedding": self.embedding.weight}
         return tables if self.per_layer is None else {**tables, "per_layer": self.per_layer.weight}
@@ -216,8 +205,7 @@ class Decoder(nnx.Module):
         """The per-layer embeddings (Gemma 4), {name: [B, T, size]} for each layer; None for models without.
 
         x: [B, T, hidden], the first layer's input, from which they are computed too.
-        per_layer_rows: [B, T, layers * size], the tokens' rows; ValueError if they are missing for a table on the
-        host.
+        per_layer_rows: [B, T, layers * size], the tokens' rows; ValueError if they are missing for a table on the host.
         """
         if self.per_layer is None:
             return None
@@ -235,8 +223,7 @@ class Decoder(nnx.Module):
 
         shape: (rows, length).
         segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document a row.
-        positions: int32[B, T]; None: they restart with each document. If given, a document's length is its last
-        token's
+        positions: int32[B, T]; None: they restart with each document. If given, a document's length is its last token's
           position + 1 (longrope).
         max_documents: an upper bound on the documents of a row, for faster attention; None: unknown.
         """
@@ -266,8 +253,7 @@ class Decoder(nnx.Module):
         table_rows: Mapping[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Runs the model without its head: tokens int32[B, T] -> (hidden states [B, T, hidden] after the final norm, in
-        the
-        compute dtype; {name: sum over the layers} of the values that `aux` names).
+        the compute dtype; {name: sum over the layers} of the values that `aux` names).
 
           segment_ids, positions, max_documents: as for `layout`.
           plan, gradient_sums: as for run_stack.
@@ -317,8 +303,7 @@ class Decoder(nnx.Module):
     @_on_any_mesh
     def logits(self, hidden: jax.Array, rows: jax.Array | None = None) -> jax.Array:
         """Hidden states [..., hidden] -> logits float32[..., vocab], scaled and soft-capped by the config; another head
-        gives
-        float32[..., Head.outputs], neither scaled nor capped.
+        gives float32[..., Head.outputs], neither scaled nor capped.
 
           rows: int32[n], the rows of the head for which logits are computed; None: all.
         """

@@ -1,9 +1,7 @@
 """Fake quantisation for quantisation-aware training (QAT): rounds weights, and in some formats activations, to values
-that
-a low-bit format can represent. The gradient passes unchanged to what was rounded (straight-through, arXiv 1308.3432,
-1712.05877), or only to numbers within the grid's range (clipped, arXiv 1805.06085). With an adapter the merged weight
-is
-rounded, as in a deployed model. The functions that round have no straight-through gradient.
+that a low-bit format can represent. The gradient passes unchanged to what was rounded (straight-through, arXiv
+1308.3432, 1712.05877), or only to numbers within the grid's range (clipped, arXiv 1805.06085). With an adapter the
+merged weight is rounded, as in a deployed model. The functions that round have no straight-through gradient.
 """
 
 from __future__ import annotations
@@ -33,12 +31,10 @@ STRAIGHT_THROUGH, CLIPPED = "straight_through", "clipped"
 
 def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to symmetric int4, in the weight's shape: each group of a row is a scale in
-    `dtype` times
-    integers from -8 to 7.
+    `dtype` times integers from -8 to 7.
 
     The scale max(max(w) / 7, -min(w) / 8) clips nothing; codes round to nearest even. These are the values of W4A16
-    formats
-    (GPTQ, compressed-tensors; torchao's SYMMETRIC_NO_CLIPPING_ERR).
+    formats (GPTQ, compressed-tensors; torchao's SYMMETRIC_NO_CLIPPING_ERR).
 
       group_size: must divide `in`; not None.
       dtype: of scales and result.
@@ -65,8 +61,7 @@ def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
 def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to symmetric int8, in the weight's shape: integers from -127 to 127 times a scale.
 
-    group_size: None: the values of the declared format int8, one scale a row. Otherwise it must divide `in`; a scale
-    is
+    group_size: None: the values of the declared format int8, one scale a row. Otherwise it must divide `in`; a scale is
       the group's largest magnitude / 127, rounded to `dtype`, and codes round to nearest even.
     """
     if group_size is None:
@@ -98,8 +93,7 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to GGUF's Q4_0: a float16 scale times whole numbers from -8 to 7.
 
     In float32 it equals the gguf package's quantize and dequantize. In 16 bits scales have five significant bits, so
-    that
-    every product is exact in `dtype` and a file has the same numbers.
+    that every product is exact in `dtype` and a file has the same numbers.
 
       group_size: 32, the block; must divide `in`.
     """
@@ -142,8 +136,7 @@ def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """The range ends at 7 scales on the side opposite the block's largest number; on that number's own side only a
-    scale that
-    was rounded down leaves numbers outside.
+    scale that was rounded down leaves numbers outside.
     """
     blocks = _blocks(weight, group_size)
     scales = as_float16(signed_codes(blocks, 8, dtype)[0])
@@ -234,8 +227,7 @@ assert ROUNDINGS.keys() == QAT_GROUPS.keys()
 @dataclasses.dataclass(frozen=True)
 class FakeQuant:
     """The grid to which QAT rounds the weights of linears and experts, and how it rounds their inputs; immutable and
-    hashable.
-    Raises ValueError for a format or group size that is not supported.
+    hashable. Raises ValueError for a format or group size that is not supported.
     """
 
     format: str  # key of ROUNDINGS
@@ -279,8 +271,7 @@ class FakeQuant:
 
     def record(self) -> dict[str, str | int | dict[str, float] | None]:
         """What files record of the grid: {"format", "group_size" (may be None), "dtype"}, and "input_global_scales":
-        {name of a
-        linear: observed scale of its activations} if there are any.
+        {name of a linear: observed scale of its activations} if there are any.
         """
         scales = {INPUT_SCALES: dict(self.input_scales)} if self.input_scales else {}
         return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype, **scales}
@@ -308,8 +299,7 @@ class FakeQuant:
     @property
     def exports(self) -> tuple[str, ...]:
         """The values of `jaxtune export --to`, beside 16-bit ones, whose formats store the grid's numbers exactly; ()
-        for int8 in
-        groups, q4_0 and q8_0.
+        for int8 in groups, q4_0 and q8_0.
         """
         grouped = self.group_size is not None and self.format == "int8"  # a scale for each group, not each row
         return () if grouped else ROUNDINGS[self.format].exports
@@ -350,8 +340,7 @@ class FakeQuant:
 
     def round_inputs(self, x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         """Rounds activations [..., in] in their dtype if `rounds_inputs`, else returns x. The gradient passes
-        unchanged, or if
-        gradients are clipped, within the range.
+        unchanged, or if gradients are clipped, within the range.
 
           scale: float32[], the linear's observed scale, which gets no gradient; None unless the format `observes`.
         """

@@ -40,8 +40,7 @@ ATTENTION_TIME = Fitted(
 @dataclasses.dataclass(frozen=True)
 class AttentionStage:
     """Duration of attention over whole rows, by which the stack distributes copies over a layer's segments.
-    Multiplications are
-    counted as for AttentionTime.
+    Multiplications are counted as for AttentionTime.
     """
 
     slower: float  # its forward's duration for long rows over that of products with as many multiplications
@@ -82,8 +81,7 @@ WIDE_ATTENTION_TIME = Fitted(
 @dataclasses.dataclass(frozen=True)
 class DeltaRuleTime:
     """Time of the delta rule's kernels beyond their products, inputs and outputs: for each number in the values, the
-    bytes
-    that a copy within the device moves in that time.
+    bytes that a copy within the device moves in that time.
     """
 
     forward: float  # of the forward
@@ -223,8 +221,8 @@ STEP_TIME = Fitted(
 @dataclasses.dataclass(frozen=True)
 class DeviceShares:
     """Shares of a rate that a device sustains, from 0 to 1. The first four multiply the rates of data sheets. Where
-    rates were
-    measured, products get `sustained` instead, copies no factor; collectives always get `peers` times the data sheet.
+    rates were measured, products get `sustained` instead, copies no factor; collectives always get `peers` times the
+    data sheet.
     """
 
     products: float  # of matrix products
@@ -276,8 +274,7 @@ ATTENTION_BYTES = Fitted(
 @dataclasses.dataclass(frozen=True)
 class DeltaNetBytes:
     """Memory of the gated delta net in its layer's backward, in multiples of the bytes of its output (all heads'
-    values) or
-    the layer's input.
+    values) or the layer's input.
     """
 
     waiting: float  # of its output: results of the net that are counted as AttentionBytes.waiting is
@@ -292,8 +289,7 @@ DELTA_NET_BYTES = Fitted(
 @dataclasses.dataclass(frozen=True)
 class MLPBytes:
     """Memory of an MLP beyond the residuals, in multiples of the bytes of the layer's input. "mosaic" stands for the
-    kernels
-    that overwrite gate and up with their gradients.
+    kernels that overwrite gate and up with their gradients.
     """
 
     forward: float  # temporary values at the end of the layer's forward
@@ -321,12 +317,9 @@ MLP_BYTES = Fitted(
 @dataclasses.dataclass(frozen=True)
 class ExpertsBytes:
     """Memory of a mixture of experts beyond the residuals, in multiples of the bytes of the array that a field's
-    comment names.
-    Sorted rows have a token's hidden state once for each of its experts; gate_up is the output of the gate and up
-    products.
-    The backward peaks when the activation's gradients are computed, or those of the sorted rows. "mosaic" is for
-    products
-    that gather rows themselves, without `rows_beside`, `rows_again` and `decoded`.
+    comment names. Sorted rows have a token's hidden state once for each of its experts; gate_up is the output of the
+    gate and up products. The backward peaks when the activation's gradients are computed, or those of the sorted rows.
+    "mosaic" is for products that gather rows themselves, without `rows_beside`, `rows_again` and `decoded`.
     """
 
     forward: float  # of the layer's input: temporary values at the end of the layer's forward
@@ -354,8 +347,7 @@ EXPERTS_BYTES = Fitted(
 @dataclasses.dataclass(frozen=True)
 class AllocatorBytes:
     """Memory of values on their way to the host and around the loss: XLA's allocator takes more than their bytes.
-    Multiples
-    of the bytes that a comment names.
+    Multiples of the bytes that a comment names.
     """
 
     # of the bytes of values that are being copied to the host: those values with the gaps that they leave in memory

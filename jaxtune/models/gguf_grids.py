@@ -1,6 +1,5 @@
 """Scales and codes of GGUF's types Q8_0, Q4_0 and Q5_0, one scale for a block of 32 numbers; in float32 those of the
-gguf
-package's quantize.
+gguf package's quantize.
 
 A number is a scale, stored with float16's 11 significant bits, times a code: too many bits for bfloat16's 8. QAT in 16
 bits shortens scales until every product is exact: to five bits for Q4_0, to powers of two for Q8_0. On normally
@@ -34,12 +33,10 @@ def _shortened(scales: jax.Array, fraction_bits: int, up: bool) -> jax.Array:
 
 def q8_0_codes(blocks: jax.Array, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
     """Quantises blocks float32[..., 32] for Q8_0: (scales float32[..., 1], codes float32[..., 32] from -127 to 127). A
-    number
-    is scale * code; files round the scale to float16 afterwards.
+    number is scale * code; files round the scale to float16 afterwards.
 
       dtype: in which the products must be exact. "float32": a scale is the largest magnitude / 127; otherwise the
-      smallest
-        power of two that is not below that.
+        smallest power of two that is not below that.
     """
     largest = jnp.abs(blocks).max(-1, keepdims=True)
     scales = divide(largest, jnp.full_like(largest, 127))
@@ -52,10 +49,9 @@ def q8_0_codes(blocks: jax.Array, dtype: str = "float32") -> tuple[jax.Array, ja
 
 
 def signed_codes(blocks: jax.Array, middle: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
-    """Quantises blocks float32[..., 32] for Q4_0 and Q5_0: (scales float32[..., 1], codes float32[..., 32] from 0 to 2
-    *
-    middle - 1). A number is scale * (code - middle); files round scales to float16 afterwards. The first number of the
-    largest magnitude gets the code 0, so the scale has the opposite sign.
+    """Quantises blocks float32[..., 32] for Q4_0 and Q5_0: (scales float32[..., 1], codes float32[..., 32], at least 0
+    and below 2 * middle). A number is scale * (code - middle); files round scales to float16 afterwards. The first
+    number of the largest magnitude gets the code 0, so the scale has the opposite sign.
 
       middle: the code of zero, 8 for Q4_0 and 16 for Q5_0.
       dtype: in which the products must be exact. "float32": scales are not rounded; otherwise to five significant bits,

@@ -34,8 +34,7 @@ class Head:
 
     def architecture_of(self, causal: str) -> str:
         """Hugging Face's class with this head, such as "LlamaForSequenceClassification", for the family's language
-        model class
-        `causal`; a name without "ForCausalLM" is returned unchanged.
+        model class `causal`; a name without "ForCausalLM" is returned unchanged.
         """
         return causal.replace(TEXT.architecture, self.architecture)
 

@@ -66,11 +66,10 @@ _DTYPE = "bfloat16"  # the default
 
 class Pretrained:
     """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read. The
-    arguments
-    and errors are those of from_pretrained, except:
+    arguments and errors are those of from_pretrained, except:
 
       load_in: None: only `precision` quantises. Beside weights that stay quantised (`packed`) nothing else is
-      quantised.
+        quantised.
       precision: a precision map, which cannot name weights that are `packed`.
       positions: {"rope_scaling", "max_position_embeddings"} in place of the files' (files/positions.py).
 
@@ -179,10 +178,9 @@ class Pretrained:
 
           cancelled: once another thread sets it, the load ends early with a CancelledError.
           mesh: the devices over which the model is divided; a divided tensor is never whole anywhere, unless it is
-          quantised.
-            None: the default device has the model.
+            quantised. None: the default device has the model.
           stay: Hugging Face names of tensors that stay in host memory, as numpy arrays, unless they are stored
-          quantised.
+            quantised.
 
         Raises ValueError for numbers that are not finite and, without a mesh, for too little memory on the first
         device.
@@ -220,27 +218,20 @@ def from_pretrained(
     max_position_embeddings: int | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads a causal language model in Hugging Face's format, a model that scores texts, or an adapter with the base
-    that it
-    names, to the default device: (model, tokenizer or None).
+    that it names, to the default device: (model, tokenizer or None).
 
     With an adapter only that is trainable; else all weights are, or none if any is quantised. Of a model with a vision
-    tower
-    only the text part is loaded; save_pretrained copies the towers and multi-token prediction layers of Qwen3-Next,
-    Qwen3.5
-    and Gemma 4 from their files, and drops those of other models. For an adapter, None stands for what its folder
-    records of
-    its training.
+    tower only the text part is loaded; save_pretrained copies the towers and multi-token prediction layers of
+    Qwen3-Next, Qwen3.5 and Gemma 4 from their files, and drops those of other models. For an adapter, None stands for
+    what its folder records of its training.
 
       path: a folder with config.json and safetensors, a hub name (the local cache comes first), a GGUF file, whose
-      numbers
-        are decoded, or a PEFT folder.
+        numbers are decoded, or a PEFT folder.
       dtype: of weights and compute: "bfloat16" (default), "float16" or "float32".
       load_in: a format to which linears and experts of the layers are quantised (jaxtune/pallas/formats), such as "nf4"
         (bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint stored quantised
-        stays so,
-        and another format is refused; but MXFP4 is decoded unless load_in is "mxfp4". "stored" (default): only
-        `precision`
-        quantises.
+        stays so, and another format is refused; but MXFP4 is decoded unless load_in is "mxfp4". "stored" (default):
+        only `precision` quantises.
       max_length: tokens of the longest row; more than the model's positions is refused. None: not checked.
       precision: modules stored and computed otherwise (models/precision.py), such as {"lm_head": "fp32", "layers.0.*":
         "bf16"}.
@@ -268,11 +259,8 @@ def load_base(
     max_position_embeddings: int | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads an adapter's base without the adapter, as it was in training if the adapter's folder records that: (base,
-    the
-    adapter folder's tokenizer, else the base's, or None). The arguments and errors are those of from_pretrained. FP8
-    products
-    of training are FP8 again, unless load_in is another format. A recorded precision map is fitted to dtype and
-    load_in.
+    the adapter folder's tokenizer, else the base's, or None). FP8 products of training are FP8 again, unless load_in is
+    another format. Arguments and errors are those of from_pretrained.
     """
     folder = Path(adapter).expanduser()
     base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
@@ -306,8 +294,7 @@ def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder
 
 def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Array, dtype="float32") -> Decoder:
     """A model with random weights, all trainable, for training from scratch. It records config and key, so that runs
-    and
-    adapters recognise it.
+    and adapters recognise it.
 
       config: a config.json (its path or folder), or its parsed content.
 
@@ -332,10 +319,8 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 
 def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     """The config.json to save: the one that the model was made from, or a new one if the model's config has changed
-    since, with
-    the model's dtype, architectures, quantisation and QAT grid. With a vision tower's passthrough tensors it is the
-    config
-    of the whole model.
+    since, with the model's dtype, architectures, quantisation and QAT grid. With a vision tower's passthrough tensors
+    it is the config of the whole model.
 
       tokenizer: gives ids of special tokens that the config lacks.
 
@@ -373,8 +358,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
     """The file tensors as which one tensor is written: experts become several, feed-forwards get other names where
-    `files` (the
-    family's expert_files) says so, and a quantised weight becomes its format's tensors.
+    `files` (the family's expert_files) says so, and a quantised weight becomes its format's tensors.
 
       value: the tensor, or only its shape.
       make: computes the tensor when it is written.
@@ -402,8 +386,7 @@ def save_pretrained(
     model: Decoder, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
     """Writes a model as a Hugging Face folder that transformers loads. The folder, new or empty before, appears
-    complete or
-    not at all.
+    complete or not at all.
 
     Weights are in model.dtype, quantised ones in their format's layout: NF4 as bitsandbytes has it (experts as in
     transformers 4, because 5 has no 4-bit experts), FP8 as Qwen's or compressed-tensors'. Tensors are computed one at a
@@ -422,8 +405,7 @@ def save_weights(
     weights: Weights, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
     """save_pretrained for a model some of whose tensors are computed only when they are written (Weights), so that a
-    model
-    with merged adapters need not be in memory whole.
+    model with merged adapters need not be in memory whole.
     """
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
@@ -434,8 +416,7 @@ def save_weights(
 
 def checkpoint_tensors(weights: Weights) -> Planned:
     """Plans all tensors of a checkpoint, passthrough tensors included, in the order of the files: {Hugging Face's name
-    of a
-    model's tensor: the Group of its file tensors}. Nothing is computed yet.
+    of a model's tensor: the Group of its file tensors}. Nothing is computed yet.
 
     Raises ValueError as save_pretrained does, and for a passthrough tensor that its file no longer has.
     """
@@ -453,8 +434,7 @@ def write_checkpoint(
     folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int
 ) -> dict[str, shards.Written]:
     """Writes weights, their index if there are several files, and config.json (`hf`), and shows progress. Returns
-    {tensor's
-    name in the files: shape, dtype and checksums}.
+    {tensor's name in the files: shape, dtype and checksums}.
 
       planned: from checkpoint_tensors; one tensor is computed at a time.
     """

@@ -60,8 +60,7 @@ def not_differentiated(frozens):
 
 def _differentiated(frozens):
     """JAX calls this forward rule only if a gradient of some tensor is asked for. In place of tensors, `frozens` has
-    objects
-    whose attribute `perturbed` says of which.
+    objects whose attribute `perturbed` says of which.
     """
     leaves = jax.tree_util.tree_leaves_with_path(frozens)
     names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
@@ -75,9 +74,8 @@ not_differentiated.defvjp(_differentiated, lambda _, cotangents: (cotangents,), 
 
 
 class Lora(nnx.Module):
-    """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32. The output gets scale * b
-    a x
-    added. With DoRA a magnitude [out] is the norm to which each row of W + scale b a is scaled.
+    """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32. It adds scale * b a x to
+    the output. With DoRA a magnitude [out] is the norm to which each row of W + scale b a is scaled.
 
       alpha: the scale is alpha / r, or alpha / sqrt(r) with rslora, as in PEFT.
       rate: of dropout on the adapter's input.
@@ -116,8 +114,7 @@ class Lora(nnx.Module):
 
     def weights(self, base: jax.Array | Stored) -> LoraWeights:
         """The adapter as an argument of quant_matmul. With DoRA row_scale float32[out] is magnitude / row norms of the
-        merged
-        weight, through which no gradient passes, as in PEFT.
+        merged weight, through which no gradient passes, as in PEFT.
 
           base: the weight [out, in], which only DoRA reads.
         """
@@ -129,11 +126,10 @@ class Lora(nnx.Module):
 
 
 def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """The Euclidean norms of the rows of weight + scale b a, float32[out], without forming the sum:
+    """The Euclidean norms of the rows of weight [out, in] + scale b a, float32[out], without forming the sum. a is [r,
+    in], b [out, r]:
 
-      |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b        (arXiv 2402.09353)
-
-    weight: [out, in], an array; a: [r, in]; b: [out, r].
+        |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b        (arXiv 2402.09353)
     """
     precision = jax.lax.Precision.HIGHEST
     square = jnp.einsum("oi,oi->o", weight, weight, preferred_element_type=jnp.float32, precision=precision)
@@ -158,12 +154,10 @@ def merged_and_rounded(
     spec: FakeQuant, weight: jax.Array | Stored, lora: LoraWeights | None, x: jax.Array
 ) -> jax.Array:
     """The frozen weight [out, in] with the adapter merged in, rounded to the grid. The adapter gets the gradient where
-    the
-    merged weight is in the grid's range, whatever `clips` says; weight and x get none.
+    the merged weight is in the grid's range, whatever `clips` says; weight and x get none.
 
       x: the activations that it multiplies. An optimization barrier ties the rounding to them; otherwise XLA would
-      round
-        once for forward and recomputation, and keep the rounded weight between.
+        round once for forward and recomputation, and keep the rounded weight between.
     """
     weight, lora, _ = optimization_barrier((weight, lora, x))
     weight = dense(weight, spec.dtype)
@@ -190,12 +184,11 @@ class Linear(nnx.Module):
     Attributes:
       fp8: True: a weight stored in FP8 is multiplied as it is, by inputs rounded to FP8; False: it is decoded first.
       compute: the dtype's name that a precision map gives the product: x is cast to it, the output back; None: x's
-      dtype.
+        dtype.
       fake_quant: for QAT: the grid to which the weight, with its adapter merged in, is rounded before it multiplies,
-      and x
-        too if `fake_quant.rounds_inputs`.
+        and x too if `fake_quant.rounds_inputs`.
       observer: called on the host whenever the linear computes, with each token's largest magnitude, float32[...,
-      tokens].
+        tokens].
       original: a head's weight before training, if it trains beside adapters (modules_to_save).
     """
 
@@ -235,8 +228,7 @@ class Linear(nnx.Module):
 
     def plain(self, dtype, drops: bool) -> bool:
         """Whether the linear, applied to x in `dtype`, is only the product with a frozen weight, and perhaps an adapter
-        and a
-        bias: no DoRA, QAT, observer or dtype of its own, and if `drops`, no dropout.
+        and a bias: no DoRA, QAT, observer or dtype of its own, and if `drops`, no dropout.
         """
         if self.lora is not None and (self.lora.magnitude is not None or (drops and self.lora.rate > 0)):
             return False
@@ -245,10 +237,8 @@ class Linear(nnx.Module):
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:
         """The weight [out, in], with its adapter merged in, rounded to the grid of `fake_quant` (not None), in the
-        weight's dtype
-        if it is trained, else the grid's. A trained weight gets the gradient of `straight_through`; a frozen one none,
-        and its
-        adapter only if the grid clips (otherwise _with_adapter gives it).
+        weight's dtype if it is trained, else the grid's. A trained weight gets the gradient of `straight_through`; a
+        frozen one none, and its adapter only if the grid clips (otherwise _with_adapter gives it).
 
           x: the activations that it multiplies, to which the rounding is tied.
         """
@@ -270,10 +260,9 @@ def apply_fused(
     x: jax.Array | Normed, linears: tuple[Linear, ...], key: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
     """Applies several linears to the same x [..., in] in one operation, which reads x once: one output [..., out] for
-    each, in
-    x's dtype. Each `compute` dtype is an operation of its own, and so is each linear if their grids differ and one
-    rounds x.
-    A Normed x is normed within the operation if all linears are `plain` and multiply in FP8, otherwise before it.
+    each, in x's dtype. Each `compute` dtype is an operation of its own, and so is each linear if their grids differ and
+    one rounds x. A Normed x is normed within the operation if all linears are `plain` and multiply in FP8, otherwise
+    before it.
 
       key: draws the dropout mask that an operation's adapters share, with the largest of their rates; None: no dropout.
     """
@@ -348,10 +337,8 @@ def _bias_follows(linear: Linear) -> bool:
 
 def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Array) -> jax.Array:
     """Finishes the output of a linear whose merged weight was rounded: adds dropout's noise, and the bias if
-    _bias_follows. The
-    adapter gets its gradients from the result as if it were not rounded. If the grid clips, it gets them through the
-    rounded
-    weight, and from here only those of dropout's noise.
+    _bias_follows. The adapter gets its gradients from the result as if it were not rounded. If the grid clips, it gets
+    them through the rounded weight, and from here only those of dropout's noise.
 
       out: [..., out], the product of x and the rounded weight; x: [..., in], rounded if the format rounds activations.
       dropped: x after dropout; x itself without.

@@ -27,8 +27,7 @@ def savable(model: Decoder) -> tuple[str, str]:
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
     """Yields (Hugging Face module name, Linear) of all linears in the layers, such as model.layers.0.self_attn.q_proj,
-    of
-    routers only Gemma 4's, and at last the projection of per-layer embeddings.
+    of routers only Gemma 4's, and at last the projection of per-layer embeddings.
     """
     yield from ((name, matrix) for name, matrix in _in_layers(model) if not matrix.num_experts)
     if model.per_layer is not None:
@@ -37,8 +36,7 @@ def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
 
 def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
     """Yields (Hugging Face parameter name, ExpertLinear), such as model.layers.0.mlp.experts.gate_up_proj; each is one
-    matrix
-    of all experts of a layer.
+    matrix of all experts of a layer.
     """
     yield from ((name, matrix) for name, matrix in _in_layers(model) if matrix.num_experts)
 
@@ -52,8 +50,7 @@ def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
     """Yields (Hugging Face name, matrix) of all linears, then all experts: what can have an adapter or, if
-    `quantizable`, be
-    quantised.
+    `quantizable`, be quantised.
     """
     yield from linears(model)
     yield from experts(model)
@@ -84,8 +81,7 @@ def name_matches(name: str, target: str) -> bool:
 
 def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
     """{name: value} by PEFT's rule for rank_pattern and alpha_pattern: patterns are regular expressions over a whole
-    name or
-    its end after a dot, and the first match decides.
+    name or its end after a dot, and the first match decides.
 
       key: the config's key, for errors.
 
@@ -143,8 +139,7 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
 
 def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) -> list[str]:
     """The names of expert matrices that target_parameters, a list of names or their ends after a dot, selects, in the
-    order
-    of `names`. Raises ValueError for a target that matches nothing, or a string in place of a list.
+    order of `names`. Raises ValueError for a target that matches nothing, or a string in place of a list.
     """
     if isinstance(target_parameters, str):
         raise ValueError(f"target_parameters = {target_parameters!r}: must be a list, such as [mlp.experts.down_proj]")
@@ -172,8 +167,7 @@ def _chosen(
     model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
 ) -> dict[str, tuple[int, float]]:
     """{matrix's name: (rank, alpha)} of the matrices that get_peft_model would adapt, linears first. Raises ValueError
-    for what
-    matches nothing, or a pattern's value out of range; r and lora_alpha are not checked.
+    for what matches nothing, or a pattern's value out of range; r and lora_alpha are not checked.
     """
     expert_names = [name for name, _ in experts(model)]
     parameters = select_parameters(expert_names, target_parameters or ())
@@ -208,22 +202,18 @@ def get_peft_model(
     seed: int = 0,
 ) -> Decoder:
     """Adds LoRA adapters to a model and freezes its weights: a new model that shares every array of the base. Arguments
-    mean
-    what they do in PEFT's LoraConfig.
+    mean what they do in PEFT's LoraConfig.
 
       lora_alpha: the adapters' output is multiplied by alpha / r, or alpha / sqrt(r) with use_rslora (arXiv
-      2312.03732).
+        2312.03732).
       target_modules: "all-linear"; a regular expression over whole names; or a list of names or last parts of names,
-      which
-        may be empty with target_parameters.
+        which may be empty with target_parameters.
       target_parameters: expert matrices, such as ["experts.gate_up_proj", "experts.down_proj"]; each expert gets rank
-      r.
-        Neither lora_dropout nor use_dora goes with them.
+        r. Neither lora_dropout nor use_dora goes with them.
       lora_dropout: at least 0 and below 1; linears with the same input share one mask.
       use_dora: the norms of the rows train too (arXiv 2402.09353).
       modules_to_save: of "embed_tokens" and "lm_head", which train whole in float32; tied heads stay tied. A head that
-      is
-        not a language model's always trains.
+        is not a language model's always trains.
       rank_pattern, alpha_pattern: {regular expression over a whole name or its end after a dot: value}.
       seed: draws the initial A; B starts at zero.
 
@@ -267,9 +257,8 @@ def get_peft_model(
 
 def without_adapter(model: Decoder) -> Decoder:
     """The base of a model with an adapter, all frozen, over the same arrays: no adapters, modules_to_save with their
-    original
-    weights, no rounding for QAT. Training `model` does not change it. Raises ValueError without an adapter: original
-    weights of a model that was trained whole are lost.
+    original weights, no rounding for QAT. Training `model` does not change it. Raises ValueError without an adapter:
+    original weights of a model that was trained whole are lost.
     """
     if not has_adapter(model):
         raise ValueError("without_adapter: this model has no adapter to leave out; load its base (from_pretrained)")
@@ -286,12 +275,9 @@ def without_adapter(model: Decoder) -> Decoder:
 
 def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     """The arguments of get_peft_model, without the seed, that would give the model's adapters; None if it has none. The
-    most
-    common rank and alpha are `r` and `lora_alpha`, others are in the patterns. A target is the last part of names if
-    all
-    matrices with it are adapted, otherwise a whole name. Raises ValueError for a setting that differs between modules
-    where
-    PEFT has one for all.
+    most common rank and alpha are `r` and `lora_alpha`, others are in the patterns. A target is the last part of names
+    if all matrices with it are adapted, otherwise a whole name. Raises ValueError for a setting that differs between
+    modules where PEFT has one for all.
     """
     matrix_by_name = dict(matrices(model))
     loras = {name: matrix.lora for name, matrix in matrix_by_name.items() if matrix.lora is not None}
@@ -331,8 +317,7 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
 
 def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
     """Whether get_peft_model(base, **settings) would give adapters like the model's, apart from their values, and train
-    the
-    same modules whole; False if the model has none, or settings match nothing or are invalid. Raises ValueError as
+    the same modules whole; False if the model has none, or settings match nothing or are invalid. Raises ValueError as
     adapter_settings does.
     """
     actual = adapter_settings(model)
@@ -360,8 +345,7 @@ def _saved(model: Decoder) -> list[str]:
 
 def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """(the most common value, {last part of a name, or whole name: value} of the others), as PEFT has r and
-    rank_pattern. A
-    last part is used if all adapted matrices that end so have the value.
+    rank_pattern. A last part is used if all adapted matrices that end so have the value.
     """
     default = Counter(values.values()).most_common(1)[0][0]
     by_part: dict[str, set] = {}

@@ -1,6 +1,5 @@
 """RMSNorm and LayerNorm. Each casts to the compute dtype where its families' reference implementations do, so that
-results
-agree with transformers'.
+results agree with transformers'.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from jaxtune.pallas.quant_matmul import low_rank
 
 class RMSNorm(nnx.Module):
     """RMS normalisation over the last axis: x / rms(x) * (offset + weight), with statistics in fp32. With an offset
-    (Gemma) or
-    `float32` (OLMo 2, gpt-oss) the product with the weight is computed in fp32 and then cast; otherwise the cast comes
-    first
-    (Llama).
+    (Gemma) or `float32` (OLMo 2, gpt-oss) the product with the weight is computed in fp32 and then cast; otherwise the
+    cast comes first (Llama).
 
       offset: added to the weight, which starts at 1 - offset.
 
@@ -63,8 +60,7 @@ class RMSNorm(nnx.Module):
 
     def beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(x [..., size], the normed x). The gradient of this x is added within the kernel of the norm's gradient, so
-        read x from
-        here, not from before the norm.
+        read x from here, not from before the norm.
         """
         weight = self.weight[...]
         if self.float32 or self.compute is None:
@@ -92,8 +88,7 @@ class Normed:
 
 class LayerNorm(nnx.Module):
     """Layer normalisation over the last axis, without bias: (x - mean(x)) / sqrt(variance(x) + eps) * weight. All is
-    computed
-    in fp32 before the cast to x's dtype, as in transformers' CohereLayerNorm, so `compute` has no effect.
+    computed in fp32 before the cast to x's dtype, as in transformers' CohereLayerNorm, so `compute` has no effect.
     """
 
     compute: str | None = None

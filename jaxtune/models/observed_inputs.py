@@ -1,8 +1,6 @@
 """The scales under which QAT rounds activations in formats that observe them, such as nvfp4-nvfp4. A linear's scale
-follows
-from its largest input over the observed rows and never changes after. Linears that share an input (query, key and
-value)
-have equal scales, as servers that multiply by all at once need.
+follows from its largest input over the observed rows and never changes after. Linears that share an input (query, key
+and value) have equal scales, as servers that multiply by all at once need.
 """
 
 from __future__ import annotations
@@ -45,9 +43,8 @@ def observed_scales(
     positions: np.ndarray | None = None,
 ) -> dict[str, float]:
     """Measures the scales of activations, {name of a linear: scale}, for all linears: one row at a time runs forward,
-    without
-    rounding; padding does not count. For nvfp4-nvfp4 a scale is compressed-tensors' input_global_scale: 448 * 6 / the
-    largest magnitude, rounded to the linear's dtype, and 1 if all inputs are zero.
+    without rounding; padding does not count. For nvfp4-nvfp4 a scale is compressed-tensors' input_global_scale: 448 * 6
+    / the largest magnitude, rounded to the linear's dtype, and 1 if all inputs are zero.
 
       tokens: int32[rows, length]; segment_ids: the same, a token's document or 0 on padding; positions: the same.
 
@@ -81,8 +78,7 @@ def observed_scales(
 
 def with_input_scales(model: Decoder, scales: Mapping[str, float]) -> Decoder:
     """A new model over the same arrays whose linears round activations under these scales, {name of a linear: scale}.
-    `model`
-    is prepared for QAT. Raises ValueError if a linear that is rounded has no scale.
+    `model` is prepared for QAT. Raises ValueError if a linear that is rounded has no scale.
     """
     model = copy_structure(model)
     for name, linear in linears(model):
@@ -98,8 +94,7 @@ def with_input_scales(model: Decoder, scales: Mapping[str, float]) -> Decoder:
 
 def known_scales(model: Decoder) -> dict[str, float]:
     """The scales of activations that a model has, {name of a linear: scale}: those of its preparation for QAT, else of
-    the QAT
-    that rounded its weights; {} if it has neither, or is traced.
+    the QAT that rounded its weights; {} if it has neither, or is traced.
     """
     scale_arrays = {
         name: linear.input_scale.get_value() for name, linear in linears(model) if linear.input_scale is not None

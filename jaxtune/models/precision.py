@@ -1,8 +1,6 @@
 """The precision of a model's modules. A precision map, such as {"lm_head": "fp32", "router": "fp32", "layers.0.*":
-"bf16",
-"*.down_proj": "nf4"}, has a word for each pattern of module names: a dtype (`DTYPES`), in which the weight is stored
-and
-multiplied, or a format, in which it is stored; its product is then in the model's dtype.
+"bf16", "*.down_proj": "nf4"}, has a word for each pattern of module names: a dtype (`DTYPES`), in which the weight is
+stored and multiplied, or a format, in which it is stored; its product is then in the model's dtype.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ class Component:
 
     def matches(self, pattern: str) -> bool:
         """Whether `pattern` is the module's kind or, with *, ? and [...] as for files, matches its name, an alias, or
-        their end
-        after a dot ("layers.0.*", "*.down_proj", "down_proj").
+        their end after a dot ("layers.0.*", "*.down_proj", "down_proj").
         """
         if self.kind and pattern == self.kind:
             return True
@@ -54,9 +51,8 @@ def check_words(key: str, words: Mapping[str, str]) -> None:
 
 def resolve(components: Sequence[Component], words: Mapping[str, str], rest: str | None = None) -> dict[str, str]:
     """Decides the precision of modules, {module's name: word}, without those that keep the model's dtype. The first
-    pattern
-    that matches a module decides. A pattern with a format skips modules that cannot be quantised; later ones can name
-    them.
+    pattern that matches a module decides. A pattern with a format skips modules that cannot be quantised; later ones
+    can name them.
 
       rest: the format of quantizable modules that no pattern matches.
 

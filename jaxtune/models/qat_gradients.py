@@ -1,7 +1,6 @@
 """Gradients of quantisation-aware training around the product with a rounded weight. Straight-through: an adapter gets
-the
-gradients that it would get without rounding, which needs no dense gradient of the merged weight. Clipped: the gradient
-of the merged weight is computed, and passes only where the grid clips nothing.
+the gradients that it would get without rounding, which needs no dense gradient of the merged weight. Clipped: the
+gradient of the merged weight is computed, and passes only where the grid clips nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from jaxtune.models.fake_quant import FakeQuant
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Array:
     """A weight [..., out, in] rounded to the grid, in its own dtype. It gets the result's gradient, with zeros where
-    the grid
-    clips if `spec` clips gradients; x gets none.
+    the grid clips if `spec` clips gradients; x gets none.
 
       x: the activations that it multiplies. A barrier ties the rounding to them, so that forward and backward each
-      round;
-        otherwise XLA would keep the rounded weight in memory.
+        round; otherwise XLA would keep the rounded weight in memory.
     """
     weight, _ = optimization_barrier((weight, x))
     return spec.round(weight).astype(weight.dtype)
@@ -46,8 +43,7 @@ straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 def unclipped_gradients[A](spec: FakeQuant, merge: Callable[[A], jax.Array], lora: A, dmerged: jax.Array) -> A:
     """The gradient of an adapter through a merged weight that is rounded to the grid: it passes only where the merged
-    weight
-    is in the grid's range.
+    weight is in the grid's range.
 
       merge: adapter -> merged weight float32[out, in], of one linear or one expert.
       dmerged: [out, in], the gradient of the rounded weight.
@@ -60,8 +56,7 @@ def unclipped_gradients[A](spec: FakeQuant, merge: Callable[[A], jax.Array], lor
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def adapter_gradients(out: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """`out` [..., out] unchanged; a [r, in] and b [out, r] get the gradients of the term `scale b a x`, so that the
-    adapter
-    trains although `out` came from the rounded merged weight. x [..., in] gets none.
+    adapter trains although `out` came from the rounded merged weight. x [..., in] gets none.
     """
     del x, a, b, scale
     return out
@@ -87,8 +82,7 @@ adapter_gradients.defvjp(lambda out, x, a, b, scale: (out, (x, a, b)), _adapter_
 @jax.custom_vjp
 def gradients_of(out: jax.Array, term: jax.Array) -> jax.Array:
     """`out` unchanged; its gradient passes to `out` and to `term`, an array of the same shape whose value is not used.
-    So
-    experts' adapters get gradients although `out` came from rounded merged weights.
+    So experts' adapters get gradients although `out` came from rounded merged weights.
     """
     del term
     return out
@@ -120,8 +114,7 @@ def adapter_noise(
     x: jax.Array, dropped: jax.Array, a: jax.Array, b: jax.Array, scale: float, both: bool = False
 ) -> jax.Array:
     """What dropout adds to a product with a rounded merged weight: the term `scale b a x` with dropout minus the term
-    without,
-    [..., out] in x's dtype. Its mean over masks is zero. x and `dropped` get gradients.
+    without, [..., out] in x's dtype. Its mean over masks is zero. x and `dropped` get gradients.
 
       dropped: x [..., in] after dropout; a: [r, in]; b: [out, r].
       both: True: a and b get the gradients of both terms, for clipped gradients; False: those of the term with dropout.

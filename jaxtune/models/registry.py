@@ -1,6 +1,5 @@
 """The supported model families: a family by model_type, and config.json as a DecoderConfig. Of models with a vision
-tower
-only the text part is loaded, whose config and tensor names are found here.
+tower only the text part is loaded, whose config and tensor names are found here.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ _LANGUAGE = "model.language_model."
 
 def text_parts() -> dict[str, tuple[str, ...]]:
     """The models with a vision tower: {the whole model's model_type: the model_types that its text part may have}. A
-    text part
-    whose config names none has the first.
+    text part whose config names none has the first.
     """
     parts: dict[str, tuple[str, ...]] = {}
     for name, declared in FAMILIES.items():
@@ -89,8 +87,8 @@ def text_parts() -> dict[str, tuple[str, ...]]:
 
 def text_config(hf: dict) -> dict:
     """The text model's config: a parsed config.json unchanged if it has no vision tower; otherwise its text_config,
-    with the
-    outer file's quantisation, special tokens, dtype and tied embeddings where it has none, and a supported model_type.
+    with the outer file's quantisation, special tokens, dtype and tied embeddings where it has none, and a supported
+    model_type.
 
     Raises ValueError for a missing text_config, or a model_type that is none of several possible ones.
     """
@@ -121,8 +119,8 @@ def text_config(hf: dict) -> dict:
 
 def text_tensor_name(name: str) -> str | None:
     """The name in the text model alone of a tensor of a model with a vision tower, as transformers 4 or 5 writes it;
-    None for
-    "vision_tower." and "multi_modal_projector.". Other towers are passthrough tensors, which must be taken out before.
+    None for "vision_tower." and "multi_modal_projector.". Other towers are passthrough tensors, which must be taken out
+    before.
     """
     if any(module in name for module in ("vision_tower.", "multi_modal_projector.")):
         return None
@@ -137,8 +135,7 @@ def is_passthrough(name: str, model_type: str) -> bool:
 
 def tower_modules(model_type: str) -> tuple[str, ...]:
     """The modules beside the text model. An adapter's config excludes them if transformers builds the whole model,
-    because
-    their linears can have the text model's names. model_type: the text part's.
+    because their linears can have the text model's names. model_type: the text part's.
     """
     declared = tuple(prefix.removeprefix("model.").rstrip(".") for prefix in family(model_type).passthrough_tensors)
     return declared or ("vision_tower", "multi_modal_projector")
@@ -146,8 +143,7 @@ def tower_modules(model_type: str) -> tuple[str, ...]:
 
 def is_nested(hf: dict) -> bool:
     """Whether transformers builds the whole model from a config.json, even as AutoModelForCausalLM, so that the text
-    model's
-    tensors and an adapter's have longer names: it does for Gemma 3 and 4 and Mistral 3, not for Qwen3.5.
+    model's tensors and an adapter's have longer names: it does for Gemma 3 and 4 and Mistral 3, not for Qwen3.5.
     """
     if hf.get("model_type") not in tuple(text_parts()):
         return False
@@ -171,8 +167,8 @@ def family(model_type: str | None) -> Family:
 
 def weights_stored_in(hf: dict) -> str | None:
     """The format, such as "nf4", of a checkpoint's quantised weights by its config.json; None for no
-    quantization_config, or a
-    format that is decoded on loading, such as MXFP4. Raises ValueError for a quantisation that cannot be read.
+    quantization_config, or a format that is decoded on loading, such as MXFP4. Raises ValueError for a quantisation
+    that cannot be read.
     """
     layout = stated_layout(hf)
     return None if layout is None or layout.decoded_on_load else format_of(layout).name
@@ -203,8 +199,7 @@ def stated_layout(hf: dict) -> Layout | None:
 
 def config_from_hf(hf: dict) -> DecoderConfig:
     """The DecoderConfig of a parsed config.json, or of its text part. A ...ForSequenceClassification with one label is
-    a
-    reward model; with more it is refused.
+    a reward model; with more it is refused.
 
     Raises ValueError, with key and value, for an unsupported feature or a value that cannot be right.
     """

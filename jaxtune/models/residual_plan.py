@@ -22,8 +22,7 @@ class LayerPlan(Mapping[str, Placement]):
     hashable, because programs are compiled for it.
 
     Residuals that are not named have the placement `rest`, or "keep" if they cannot have that. As a mapping it contains
-    the
-    named ones; `of` gives the placement of any.
+    the named ones; `of` gives the placement of any.
 
     Raises ValueError for an unknown placement. Names are not checked here (run_stack does).
     """
@@ -76,8 +75,8 @@ class LayerPlan(Mapping[str, Placement]):
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:
         """The shortest plan, with the `rest` keep, fp8 or recompute, that places these residuals alike, so that a
-        program is
-        compiled once for equal placements. `residuals` may be all of the model, also those that the layer lacks.
+        program is compiled once for equal placements. `residuals` may be all of the model, also those that the layer
+        lacks.
         """
         forms, residuals = [], tuple(residuals)
         for word in (KEEP, IN_FP8, RECOMPUTE):

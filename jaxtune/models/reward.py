@@ -16,8 +16,7 @@ from jaxtune.models.lora import copy_structure, has_adapter
 
 def reward_model(model: Decoder, seed: int = 0) -> Decoder:
     """A new model over the same arrays with the head `score` [1, hidden] (Hugging Face's ForSequenceClassification with
-    one
-    label); a reward model is returned unchanged. Scores (`Decoder.logits`) mean nothing until the head is trained.
+    one label); a reward model is returned unchanged. Scores (`Decoder.logits`) mean nothing until the head is trained.
 
     Raises ValueError for a language model with adapters, or another head.
     """
@@ -26,8 +25,7 @@ def reward_model(model: Decoder, seed: int = 0) -> Decoder:
 
 def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     """A model over the same arrays with a new head [outputs, hidden]; one that has that head already is returned
-    unchanged. An
-    embedding that was tied to the old head stays. Passthrough tensors are dropped.
+    unchanged. An embedding that was tied to the old head stays. Passthrough tensors are dropped.
 
       seed: draws the weight as transformers does, normal with initializer_range.
 

@@ -30,8 +30,7 @@ class RotaryFrequencies(NamedTuple):
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> RotaryFrequencies:
     """The angles of a rotary base, by the formulas of transformers' modeling_rope_utils: llama3 from Llama 3.1's
-    reference
-    code, longrope from arXiv 2402.13753, yarn from arXiv 2309.00071.
+    reference code, longrope from arXiv 2402.13753, yarn from arXiv 2309.00071.
 
       max_positions: max_position_embeddings, the original context if `rope` names none.
     """
@@ -84,13 +83,11 @@ def rotary_table(
     rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, lengths: jax.Array | None = None
 ):
     """(cos, sin), each float32[B, T, rotary_dim / 2], times RotaryFrequencies.scale. With llama_4_scaling_beta a third
-    array
-    float32[B, T, 1], the factor on queries: 1 + beta * log(1 + floor(position / original context)).
+    array float32[B, T, 1], the factor on queries: 1 + beta * log(1 + floor(position / original context)).
 
       positions: int32[B, T], each token's position in its document.
       lengths: int32 that broadcasts to [B, T], the length of each token's document, which selects longrope's long
-      factors
-        (transformers decides for a whole batch). None: a row is one document.
+        factors (transformers decides for a whole batch). None: a row is one document.
     """
     short, long, scale = rotary_frequencies(rope, head_dim, max_positions)
     frequencies = jnp.asarray(short, jnp.float32)
@@ -109,8 +106,7 @@ def rotary_table(
 
 def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
     """Rotates queries or keys x [B, T, heads, D] in float32, returned in x's dtype. Dimensions beyond rotary_dim, and
-    all if
-    `table` is None, stay unchanged.
+    all if `table` is None, stay unchanged.
 
       interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2.
     """
@@ -119,8 +115,7 @@ def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
 
 def rotate_normed(x: jax.Array, norm: RMSNorm | LayerNorm, table, interleaved: bool = False) -> jax.Array:
     """Norms each head of x [B, T, heads, D], and rotates it as `rotate` does; one operation, which has kernels, for an
-    RMSNorm
-    and halves.
+    RMSNorm and halves.
     """
     in_one = isinstance(norm, RMSNorm) and norm.compute in (None, "float32") and not interleaved
     if table is None or not in_one:
@@ -131,8 +126,7 @@ def rotate_normed(x: jax.Array, norm: RMSNorm | LayerNorm, table, interleaved: b
 
 def scaled_by_position(query: jax.Array, table) -> jax.Array:
     """The query [B, T, heads, D] times the third array of its rotary table, if it has one; keys get no such factor. The
-    factor
-    is first cast to the query's dtype, as in transformers.
+    factor is first cast to the query's dtype, as in transformers.
     """
     if table is None or len(table) < 3:
         return query

@@ -1,6 +1,5 @@
 """How quantisation-aware training rounds activations [..., in]: a function for each format that returns x's dtype,
-without
-a gradient, and `within_...`, which says which numbers are in its range (clipped gradients pass only to those).
+without a gradient, and `within_...`, which says which numbers are in its range (clipped gradients pass only to those).
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from jaxtune.pallas.formats.division import divide
 
 def int8_by_token(x: jax.Array) -> jax.Array:
     """Rounds to symmetric int8: integers from -128 to 127 times the token's largest magnitude / 127.5, computed in
-    float32, as
-    compressed-tensors has it for W4A8 (dynamic, by token).
+    float32, as compressed-tensors has it for W4A8 (dynamic, by token).
     """
     wide = x.astype(jnp.float32)
     scale = _token_scales(wide)
@@ -33,8 +31,8 @@ def _token_scales(wide: jax.Array) -> jax.Array:
 
 def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
     """Rounds to int8 with a zero point for each token, as torchao's Int8DynamicActivationInt4WeightConfig, computed in
-    float32:
-    the scale is (max - min) / 255, with min at most 0 and max at least 0, and the zero point -128 - round(min / scale).
+    float32: the scale is (max - min) / 255, with min at most 0 and max at least 0, and the zero point -128 - round(min
+    / scale).
     """
     wide = x.astype(jnp.float32)
     scale, zero = _token_zero_points(wide)
@@ -54,8 +52,7 @@ def _token_zero_points(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def fp8_by_token(x: jax.Array) -> jax.Array:
     """Rounds to e4m3 with a float32 scale for each token, largest magnitude / 448, as servers do for FP8 checkpoints
-    with
-    dynamic scales.
+    with dynamic scales.
     """
     return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
 
@@ -67,8 +64,7 @@ def mxfp4_activations(x: jax.Array) -> jax.Array:
 
 def nvfp4_activations(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Rounds to NVFP4 with an e4m3 scale for each block of 16 numbers, as in compressed-tensors' scheme NVFP4. Numbers
-    beyond
-    448 * 6 / scale become that bound.
+    beyond 448 * 6 / scale become that bound.
 
       scale: float32[], the tensor's observed scale (input_global_scale), which divides the scales of blocks.
     """
@@ -85,8 +81,7 @@ def nvfp4_scale(largest: jax.Array, dtype: str) -> jax.Array:
 
 def between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     """bool in the shape of `numbers`: low <= number <= high, with a slack of 2^-22 of the bound, which the rounding of
-    a
-    float32 scale may add.
+    a float32 scale may add.
     """
     slack = np.float32(2**-22)
     return (numbers >= low - slack * jnp.abs(low)) & (numbers <= high + slack * jnp.abs(high))

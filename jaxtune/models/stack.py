@@ -3,8 +3,7 @@
 A layer is a chain of segments between named residuals. A plan keeps a residual in device memory, keeps it in e4m3,
 offloads it to pinned host memory and copies it back one layer ahead of its use, or recomputes it from earlier segments.
 The backward is written by hand (a custom_vjp around the whole stack); it calls jax.vjp on a segment at its saved
-inputs,
-or the segment's own backward.
+inputs, or the segment's own backward.
 
 Layers are unrolled in one jitted step. A scan costs 7 % on an H200 (8B shape) for copies into stacked buffers, and
 slices of a stacked host buffer do not overlap with compute. Layers of one kind are traced once, but compiled each.
@@ -47,8 +46,7 @@ from jaxtune.pallas.quant_matmul import in_e4m3
 
 def _barrier(order, saved_inputs, doutputs, total):
     """The arguments unchanged, but XLA uses none before all are computed, so that what a segment's derivative computes
-    again
-    takes no memory before its gradient arrives. `total`, the sum of weight gradients so far, is tied too only if
+    again takes no memory before its gradient arrives. `total`, the sum of weight gradients so far, is tied too only if
     order.weights_first. `saved_inputs` lacks order.shared.
     """
     if order.weights_first:
@@ -69,8 +67,7 @@ def _differentiated_at_once(segment: Segment, order) -> bool:
 
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
     """Each segment's duration, as the number of multiplications that large products do in that time, by which copies
-    are
-    distributed. Of x [B, T, hidden] only rows and length are read.
+    are distributed. Of x [B, T, hidden] only rows and length are read.
     """
     rows, length = x.shape[:2]
     return [multiplications(segment, block, rows * length, length, backward) for segment in segments]
@@ -78,10 +75,8 @@ def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[
 
 def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment, Any], tuple]:
     """A function (segment, values) -> (Context with the segment's own dropout key, values). Keys do not depend on tiles
-    or
-    auxiliary values. A mask is drawn only when the values are there; otherwise XLA draws the masks of all layers at
-    once, or
-    keeps the forward's.
+    or auxiliary values. A mask is drawn only when the values are there; otherwise XLA draws the masks of all layers at
+    once, or keeps the forward's.
     """
     names = [segment.name for segment in block.segments()]
     keys = {} if key is None else dict(zip(names, jax.random.split(key, len(names)), strict=True))
@@ -112,8 +107,7 @@ def layer_forward(
     taken=None,
 ):
     """Runs one layer, while it copies residuals of the layer before to the host and gathers weights of the next.
-    Returns
-    (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole).
+    Returns (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole).
 
       graph, trainable, frozen: the layer's Block, for nnx.merge.
       wanted: names of residuals and auxiliary values; the layer may lack some.
@@ -163,8 +157,7 @@ def layer_backward(
     dothers=None,
 ):
     """Runs the backward of a layer, with the copies and collectives of its neighbours. Returns (gradients of trainable;
-    of
-    layer_input; {value taken: gradient}; to_device copied; gathers whole; Shards of sums).
+    of layer_input; {value taken: gradient}; to_device copied; gathers whole; Shards of sums).
 
       graph, spec, trainable, frozen, layout, key, tile: as in layer_forward.
       saved: {name: value} of residuals, arrays or FP8, and of what the layer takes; missing ones are recomputed.
@@ -248,8 +241,7 @@ _untuned = jax.jit(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, decoder_inputs):
     """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of auxiliary values).
-    Tuples
-    have one entry for each layer.
+    Tuples have one entry for each layer.
 
       keys: dropout keys, or None.
       sums: to which gradients are added (run_stack's gradient_sums), or None.
@@ -314,8 +306,7 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums,
 
 def _stack_bwd(static: StackProgram, residuals, gradient):
     """Runs the layers' backwards from the last to the first, each with the copies and collectives of its neighbours.
-    With
-    `sums`, their cotangent is sums plus gradients, and trainables get None.
+    With `sums`, their cotangent is sums plus gradients, and trainables get None.
     """
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
     trainables, frozens, whole_weights, resident, hosted, takens, layout, keys, sums = residuals
@@ -404,22 +395,20 @@ def run_stack(
     given: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """Runs all layers of a decoder on x [B, T, hidden], with residuals placed by `plan`: (the last layer's output,
-    {name: sum
-    over the layers} of auxiliary values). Differentiable by x, `given` and `nnx.Param`s; TypeError for `Frozen`
-    tensors.
+    {name: sum over the layers} of auxiliary values). Differentiable by x, `given` and `nnx.Param`s; TypeError for
+    `Frozen` tensors.
 
       layers, specs: the Blocks, and the LayerSpec of each.
       plan: None: everything is kept.
       dropout_key: draws the adapters' dropout masks; None: no dropout.
       gradient_sums: {layer's index: state like that of its `nnx.Param`s}, to which gradients are added layer by layer,
-      so
-        that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s get none.
+        so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s get
+        none.
       aux: names of auxiliary values, such as router_sums.
       given: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes).
 
     Raises ValueError for a plan that does not fit, tiles that do not divide the rows or go with dropout, a name in
-    `aux`
-    that no layer has, or a layer that takes what nothing gives.
+    `aux` that no layer has, or a layer that takes what nothing gives.
     """
     plan = plan or ResidualPlan.uniform(KEEP, len(layers))
     if len(plan.layers) != len(layers):

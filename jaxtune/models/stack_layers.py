@@ -91,8 +91,7 @@ def described(
     """The static description of a layer under a plan. Residuals that later layers take are always kept.
 
       tile: tokens of each row in a tile of tokenwise segments; without effect unless the plan recomputes every value
-      inside
-        them.
+        inside them.
       given: names of what the decoder gives the layer; the others that it takes come from earlier layers.
 
     Raises ValueError for a placement that a residual cannot have.
@@ -127,8 +126,7 @@ def low_rank_inputs(segment: Segment) -> str:
 
 def with_low_rank_kept(segments: Sequence[Segment], dropped: Collection[str]) -> list[Segment]:
     """The segments whose low-rank inputs are kept for the backward, in device memory. A recomputed segment makes them
-    anew,
-    and one with a Backward of its own does not use them. dropped: names of the recomputed residuals.
+    anew, and one with a Backward of its own does not use them. dropped: names of the recomputed residuals.
     """
     linears = [segment for segment in segments if segment.matrices and segment.backward is None]
     return [segment for segment in linears if not set(dropped).intersection(keeps_low_rank(segment))]
@@ -136,8 +134,7 @@ def with_low_rank_kept(segments: Sequence[Segment], dropped: Collection[str]) ->
 
 def keeps_low_rank(segment: Segment) -> tuple[str, ...]:
     """The residuals that must not be recomputed for the segment's low-rank inputs to be kept. Experts have a row for
-    each pair
-    of token and expert: where memory is so short that gate and up are recomputed, these rows are as well.
+    each pair of token and expert: where memory is so short that gate and up are recomputed, these rows are as well.
     """
     return (*segment.outputs, *(segment.reads if segment.experts_per_token else ()))
 

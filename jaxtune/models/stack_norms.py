@@ -19,12 +19,9 @@ from jaxtune.pallas.quant_matmul import low_rank
 
 class NormsApart:
     """The norms that a layer's backward takes out of its segments, because a kernel computes their gradients: a segment
-    then
-    reads the normed stream, a value with the norm's name. Such a gradient is computed once, after those of all segments
-    that
-    read the stream, and the kernel adds it to the stream's other gradients. Without a kernel, and in tiles, no norm is
-    taken
-    out.
+    then reads the normed stream, a value with the norm's name. Such a gradient is computed once, after those of all
+    segments that read the stream, and the kernel adds it to the stream's other gradients. Without a kernel, and in
+    tiles, no norm is taken out.
 
       x: like the residual stream; only shape and dtype matter.
     """
@@ -56,12 +53,10 @@ class NormsApart:
 
     def factors(self, segment: Segment, values: Mapping) -> list[low_rank.Factors | None]:
         """For each value that the segment reads, its Factors if it is a normed stream that only gradients of adapters'
-        A read (all
-        matrices are frozen linears, some with adapters), else None.
+        A read (all matrices are frozen linears, some with adapters), else None.
 
         float16 has none: a gradient times a row's factor, perhaps below a hundredth, would underflow. Nor has a layer
-        with
-        residuals in FP8: memory is short, and XLA then leaves more between buffers (0.1 GB of an 8B).
+        with residuals in FP8: memory is short, and XLA then leaves more between buffers (0.1 GB of an 8B).
         """
         matrices = [matrix_of(self._block, name) for name in segment.matrices]
 
@@ -77,8 +72,7 @@ class NormsApart:
 
     def added(self, segment: Segment, block_of, trainable, values: Mapping, gradients: dict, total):
         """Computes the gradients of the norms that no segment after this one reads, puts those of the stream into
-        `gradients`, and
-        returns `total`, the sum for the trainable tensors or None, with those of the norms' weights.
+        `gradients`, and returns `total`, the sum for the trainable tensors or None, with those of the norms' weights.
 
           segment: the one whose gradients were computed last.
         """

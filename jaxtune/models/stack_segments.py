@@ -37,10 +37,8 @@ def run_segment(
 
 def differentiated(segments: Sequence[Segment], saved: Mapping) -> tuple[Segment, ...]:
     """The segments that a layer's backward differentiates, in the order of the forward. A Segment.with_before stands
-    for its
-    segment and the one before if the latter's outputs are saved as arrays; where they are recomputed or in FP8, memory
-    is
-    short, and it needs more.
+    for its segment and the one before if the latter's outputs are saved as arrays; where they are recomputed or in FP8,
+    memory is short, and it needs more.
     """
     chain: list[Segment] = []
     for segment in segments:

@@ -1,6 +1,5 @@
 """Checks of values from files or callers, such as config.json. Each takes `key`, the name of the value in errors (a
-config
-key, often after a file's name), and raises ValueError unless the value fits.
+config key, often after a file's name), and raises ValueError unless the value fits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """adapter_config.json of PEFT's LoRA adapters: written for a model's adapter, read and checked for one that is loaded.
-An
-unsupported setting is refused with file, key and value. Modules have PEFT's names, with a longer prefix if transformers
-builds the base with a vision tower.
+An unsupported setting is refused with file, key and value. Modules have PEFT's names, with a longer prefix if
+transformers builds the base with a vision tower.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ def peft_name(model: Decoder, name: str) -> str:
 
 def is_nested(model: Decoder) -> bool:
     """Whether transformers builds a model with a vision tower for the model's folder; not if it builds the text model
-    alone
-    (Qwen3.5).
+    alone (Qwen3.5).
     """
     return model.source is not None and model.source.nested
 
@@ -120,8 +118,8 @@ def config_of(model: Decoder) -> dict[str, Any]:
 
 def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     """New target_modules, target_parameters, rank_pattern and alpha_pattern for the families of _TAKEN_FOR_EXPERTS:
-    linears
-    named like experts move from target_modules to target_parameters, as `NAME.weight`; patterns get such entries too.
+    linears named like experts move from target_modules to target_parameters, as `NAME.weight`; patterns get such
+    entries too.
     """
 
     def as_experts(name: str) -> bool:
@@ -191,8 +189,7 @@ def base_of(folder: str | os.PathLike) -> str | None:
     """The folder or hub name of an adapter's base; None if `folder` has no adapter_config.json.
 
     Raises ValueError for a file without a base, for a revision other than main (only main is fetched) unless the base
-    is a
-    local folder, and as read_adapter_config.
+    is a local folder, and as read_adapter_config.
     """
     path = Path(folder).expanduser() / CONFIG_NAME
     if not path.is_file():
@@ -212,8 +209,7 @@ def base_of(folder: str | os.PathLike) -> str | None:
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The checked content of a LoRA adapter's adapter_config.json, without null entries. Raises ValueError, with file,
-    key and
-    value, for a missing or unsupported file or setting, or an initialisation that changed the base ("pissa").
+    key and value, for a missing or unsupported file or setting, or an initialisation that changed the base ("pissa").
     """
     if not folder.is_dir():
         raise ValueError(f"load_adapter: {folder} is not a folder; it must contain {CONFIG_NAME} and {WEIGHTS_NAME}")

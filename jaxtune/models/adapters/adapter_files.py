@@ -110,8 +110,7 @@ def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
 
 def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
     """{PEFT's key, with the text model's module names: variable} of everything that an adapter file contains. A trained
-    head
-    that is tied to the embedding is there under both names.
+    head that is tied to the embedding is there under both names.
     """
     tensors: dict[str, nnx.Variable | ExpertTensor] = {}
     for name, linear in linears(model):
@@ -131,14 +130,12 @@ def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
 
 def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None) -> None:
     """Writes the model's adapter as a PEFT folder that `peft.PeftModel.from_pretrained` loads, in float32. The folder,
-    new or
-    empty before, appears complete or not at all.
+    new or empty before, appears complete or not at all.
 
       tokenizer: saved with its chat template; after training pass Trainer.tokenizer.
 
     Raises ValueError for an adapter that PEFT's config cannot express, other trainable tensors, a value that is not
-    finite,
-    or a path in use.
+    finite, or a path in use.
     """
     files = adapter_content(model)
     with new_folder(path, "save_adapter") as folder:
@@ -150,8 +147,7 @@ def write_adapter(
     folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
     """Writes an adapter's two files (AdapterContent) into `folder`, without flushing them to the disk, which new_folder
-    does
-    for the whole folder.
+    does for the whole folder.
     """
     tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
     shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)
@@ -169,8 +165,7 @@ class AdapterContent(NamedTuple):
 
 def adapter_content(model: Decoder) -> AdapterContent:
     """Collects what `write_adapter` writes in host memory. Every process that has a share of the weights must call it.
-    Raises
-    ValueError as save_adapter.
+    Raises ValueError as save_adapter.
     """
     config = config_of(model)
     variables = adapter_tensors(model)
@@ -199,16 +194,13 @@ def adapter_content(model: Decoder) -> AdapterContent:
 
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     """Adds the adapter of a PEFT folder to a model that has none: a new model over the same base arrays that trains
-    only the
-    adapter, in float32. A warning says if the base has another form than in training. A recorded grid of QAT rounds
-    merged
-    weights as in training. The folder's end-of-text tokens are added.
+    only the adapter, in float32. A warning says if the base has another form than in training. A recorded grid of QAT
+    rounds merged weights as in training. The folder's end-of-text tokens are added.
 
       model: the base; for an adapter that scores texts, the causal model too.
 
     Raises ValueError for damaged or pickled files, an unsupported PEFT feature, targets that match nothing, tensors
-    that do
-    not fit or are not finite, another base by its digest, or a model with an adapter.
+    that do not fit or are not finite, another base by its digest, or a model with an adapter.
     """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
@@ -296,8 +288,7 @@ def _some(names: Sequence[str], limit: int = 8) -> str:
 
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """({PEFT's key: array in the file's dtype}, the file's metadata). Raises ValueError for a missing, pickled or
-    damaged
-    file, or a tensor that is not of 16- or 32-bit floats.
+    damaged file, or a tensor that is not of 16- or 32-bit floats.
     """
     path = folder / WEIGHTS_NAME
     if not path.is_file():
@@ -315,10 +306,8 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """The linears among `names` that PEFT would adapt by target_modules, exclude_modules and layers_to_transform; the
-    last
-    leaves out no linear whose whole name target_modules lists. Raises ValueError for an unsupported layers_pattern, or
-    a
-    bad regular expression.
+    last leaves out no linear whose whole name target_modules lists. Raises ValueError for an unsupported
+    layers_pattern, or a bad regular expression.
     """
 
     def matched(key):
@@ -348,10 +337,9 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
     """The file's tensors with those of experts in PEFT's current layout; what fits neither layout stays.
 
     PEFT before 0.19 assumed that experts' weights are [in, out]. For [out, in] its A was [E r, out] and its B [in, r
-    E], and
-    (B A)^T was added: the current A is its B^T, the current B its A^T. Shapes show the layout; for square weights
-    PEFT's
-    version does. Raises ValueError for one that cannot be determined, or that older versions of Unsloth wrote.
+    E], and (B A)^T was added: the current A is its B^T, the current B its A^T. Shapes show the layout; for square
+    weights PEFT's version does. Raises ValueError for one that cannot be determined, or that older versions of Unsloth
+    wrote.
     """
     layouts = config.get("unsloth_fused_expert_lora", {}).get("parameters") or {}
     values.mapping(f"{folder / CONFIG_NAME}: unsloth_fused_expert_lora.parameters", layouts)
@@ -405,8 +393,7 @@ def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> No
 
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
     """The last parts of names. "classifier" is left out for a model that scores texts: PEFT lists every name that a
-    head may
-    have.
+    head may have.
     """
     names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
     return sorted(names if head_of_task(config.get("task_type")).is_text else names - {"classifier"})

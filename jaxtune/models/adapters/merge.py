@@ -46,13 +46,12 @@ _ROUNDED_COPIES = 11  # where it also rounds to QAT's grid; the formats with sca
 
 def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dtype, fake_quant: FakeQuant | None):
     """Merges an adapter into a weight, and compares its product with `probe` with the adapter's own forward, in fp32:
-    (the
-    merged weight [out, in] in dtype; bool[], whether it is finite; float32[], the largest error / the error allowed).
+    (the merged weight [out, in] in dtype; bool[], whether it is finite; float32[], the largest error / the error
+    allowed).
 
     Rounding each weight to the storage dtype changes output o by at most u sum_i |w_oi x_i|, with its unit roundoff u.
-    fp32
-    sums of n terms change it by at most n u32 times the sum of their magnitudes. So the bound holds for every correct
-    merge.
+    fp32 sums of n terms change it by at most n u32 times the sum of their magnitudes. So the bound holds for every
+    correct merge.
 
       weight: [out, in], decoded; probe: float32[rows, in], random.
       fake_quant: the grid to which the merged weight is rounded after the comparison.
@@ -143,8 +142,8 @@ def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[ja
 @contextlib.contextmanager
 def _compiling_merges(model: Decoder) -> Iterator[None]:
     """Compiles, in threads, the programs that merge a model's matrices while the block runs, one decoded matrix at a
-    time. An
-    error is left to the merge itself. Nothing is compiled for several devices, which must get programs in one order.
+    time. An error is left to the merge itself. Nothing is compiled for several devices, which must get programs in one
+    order.
     """
     one_at_a_time, matrix_by_program = threading.Lock(), {}
     for index, (_, linear) in enumerate(matrices(model)):
@@ -182,14 +181,12 @@ def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
 
 def merged_weights(model: Decoder) -> Weights:
     """The weights of the model with its adapter merged in, computed one by one: Weights.made has the function for each
-    changed
-    tensor. Weights.model is a new model without adapters whose variables are nnx.Param (but NeverTrained); changed ones
-    have
-    only shape and dtype.
+    changed tensor. Weights.model is a new model without adapters whose variables are nnx.Param (but NeverTrained);
+    changed ones have only shape and dtype.
 
     Logits are verified here, each matrix when it is computed. If the device has room for several times as much, a
-    thread
-    verifies the logits, which takes seconds, while first tensors are written; the last tensor's function waits for it.
+    thread verifies the logits, which takes seconds, while first tensors are written; the last tensor's function waits
+    for it.
 
     Raises ValueError without an adapter; ArithmeticError for a failed verification, here or when a tensor is computed.
     """
@@ -261,8 +258,7 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
 
     def check(at_once: bool, making: threading.Event | None = None) -> None:
         """Verifies the logits, while the merges' programs are compiled. making: is set when the first tensor is made,
-        for which
-        this waits, but not long, as a writer may fail before.
+        for which this waits, but not long, as a writer may fail before.
         """
         with dispatch.unsaid(), _compiling_merges(model):
             if making is not None:
@@ -291,8 +287,7 @@ def _made(
     name: str, make: Callable[[], jax.Array], pending_names: set[str], checked: Future[None], making: threading.Event
 ) -> jax.Array:
     """Computes a changed tensor. The last of `pending_names` waits for `checked`, the verification, and each raises its
-    error.
-    `making` lets that begin.
+    error. `making` lets that begin.
     """
     making.set()
     tensor = make()
@@ -304,12 +299,10 @@ def _made(
 
 def merge_adapter(model: Decoder) -> Decoder:
     """The model with its adapter merged into the weights: w + scale b a, rescaled for DoRA, computed in fp32. A new
-    model that
-    shares unchanged arrays and is a base again, without adapters, all `nnx.Param` (but NeverTrained).
+    model that shares unchanged arrays and is a base again, without adapters, all `nnx.Param` (but NeverTrained).
 
-    Weights have the base's stored dtype; all quantised ones are decoded to the compute dtype; QAT's grid rounds merged
-    ones
-    (convert_qat). The device needs room for all changed tensors; `export_model` does not.
+    Weights have the base's stored dtype; quantised ones are decoded to the compute dtype; in a model prepared for QAT
+    merged ones are rounded to its grid. The device needs room for all changed tensors; `export_model` does not.
 
     Raises ValueError without an adapter, ArithmeticError for a failed verification.
     """
@@ -323,10 +316,8 @@ def merge_adapter(model: Decoder) -> Decoder:
 
 def merge_bytes(model: Decoder) -> tuple[int, int]:
     """(bytes on the device, bytes in host memory) that writing the merged model (merged_weights) needs beyond the
-    model: those
-    of the tensor which needs most, plus the embedding and head that are trained whole. Arrays may be abstract. Without
-    an
-    adapter, quantised weights are decoded all the same.
+    model: those of the tensor which needs most, plus the embedding and head that are trained whole. Arrays may be
+    abstract. Without an adapter, quantised weights are decoded all the same.
     """
     device = host = 0
     for _, matrix in matrices(model):

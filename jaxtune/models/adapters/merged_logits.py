@@ -110,14 +110,11 @@ class Merged(Stored):
 @dispatch.unsaid()
 def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], changed: int, at_once: bool) -> None:
     """Compares the logits of a random batch of the model with its adapter and of the merged model, in fp32. Activations
-    are not
-    rounded, so that only the rounding of weights differs.
+    are not rounded, so that only the rounding of weights differs.
 
     Rounding weights with unit roundoff u changes a product by about u / 2 of its size, and errors of `changed` products
-    add
-    up like a random walk. The root mean square of the difference must be at most 8 u sqrt(changed) times that of the
-    logits
-    around their mean, where u includes fp32's own sums.
+    add up like a random walk. The root mean square of the difference must be at most 8 u sqrt(changed) times that of
+    the logits around their mean, where u includes fp32's own sums.
 
       views: {id() of a variable of the merged model: the Merged that computes its value}.
       changed: how many matrices are merged or decoded, or were trained whole.
@@ -167,8 +164,7 @@ def _pairs(copy: Decoder, model: Decoder) -> dict[str, tuple[nnx.Variable, nnx.V
 
 def _logits(model: Decoder) -> np.ndarray:
     """The logits (or scores) of a random batch, float32[rows, tokens, vocabulary] in host memory, with some rows of the
-    head
-    at a time. Sets the model's dtypes to float32: pass a copy.
+    head at a time. Sets the model's dtypes to float32: pass a copy.
     """
     model.dtype = "float32"
     set_compute(model, {})
@@ -185,8 +181,7 @@ def _logits(model: Decoder) -> np.ndarray:
 @on_any_mesh
 def _last_layer(tokens: jax.Array, model: Decoder) -> jax.Array:
     """Decoder.run without the final norm, [rows, tokens, hidden]. What comes before the layers is one program; as
-    single
-    operations it would be thirty.
+    single operations it would be thirty.
     """
     x, layout, layer_inputs = _before_layers(*nnx.split(model), tokens)
     return run_stack(model.layers, model.config.layers, x, layout, given=layer_inputs)[0]

@@ -1,7 +1,6 @@
 """The record of what an adapter was trained over: format and dtype of the base's weights, the grid of QAT, on which the
 adapter depends, and the tokens that end its texts. It is JSON in the safetensors metadata, because PEFT warns of
-unknown
-keys in adapter_config.json. Folders of older versions have most of it in jaxtune_run.json.
+unknown keys in adapter_config.json. Folders of older versions have most of it in jaxtune_run.json.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ RUN_RECORD = "jaxtune_run.json"  # in a folder that a run wrote; see train/folde
 @dataclasses.dataclass(frozen=True)
 class TrainedOver:
     """How the base was loaded when an adapter was trained, and the tokens that end its texts. By default the base was
-    loaded in
-    the format of its own files.
+    loaded in the format of its own files.
     """
 
     # the format (of model.load_in) in which most of the base's quantised weights were, also if its files store them so;
@@ -61,10 +59,9 @@ class TrainedOver:
 
     def words(self, dtype: str, load_in: str | None) -> dict[str, str]:
         """The precision map {module's name: word} for loading the base in `dtype` and the format `load_in`, so that
-        single modules
-        are as in training. Modules in another dtype than the model's keep it. Modules in a further format, or in the
-        model's
-        dtype beside the format, count only if `load_in` is that of training; the latter get `dtype`.
+        single modules are as in training. Modules in another dtype than the model's keep it. Modules in a further
+        format, or in the model's dtype beside the format, count only if `load_in` is that of training; the latter get
+        `dtype`.
         """
         training_word, words = WORDS.get(self.dtype or ""), {}
         for name, word in self.precision.items():
@@ -142,8 +139,7 @@ def _from_record(where: str, record: Any) -> TrainedOver:
 
 def of_run(folder: Path) -> TrainedOver | None:
     """What a run's jaxtune_run.json says that it trained over, without a map's entries for single modules; None for any
-    other
-    folder. Raises ValueError for a damaged file or an unsupported value.
+    other folder. Raises ValueError for a damaged file or an unsupported value.
     """
     file = folder / RUN_RECORD
     run = read_json(file).get("run") if file.is_file() else None
@@ -170,8 +166,7 @@ def _one_of(where: str, value: Any, choices: Sequence[str]) -> None:
 
 def difference(over: TrainedOver, base: Decoder) -> str | None:
     """How the precision of a base differs from that over which an adapter was trained, as a phrase for a warning; None
-    if it
-    does not. FP8 products and the grid of QAT are not compared.
+    if it does not. FP8 products and the grid of QAT are not compared.
     """
     if over.positions and over.positions != json.loads((base.source and base.source.positions) or "{}"):
         positions_text = ", ".join(f"{key} = {value}" for key, value in over.positions.items())

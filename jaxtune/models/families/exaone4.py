@@ -1,6 +1,6 @@
 """EXAONE 4: norms on the outputs of attention and MLP, and on each head's queries and keys. With a window
-(sliding_window;
-4096 if the key is missing), full layers have no position encoding; with null, all layers are full and have one.
+(sliding_window; 4096 if the key is missing), full layers have no position encoding; with null, all layers are full and
+have one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class _Layers(LayerTypes):
 
     def write(self, config: DecoderConfig) -> Fields:
         """The window is null if all layers are full and have rotary positions, because `read` takes full layers beside
-        a window
-        for layers without positions.
+        a window for layers without positions.
         """
         if all(layer.window is None and layer.rotary == 0 for layer in config.layers):
             return {"sliding_window": None, "layer_types": [FULL] * config.num_layers}

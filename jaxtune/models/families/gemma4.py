@@ -1,6 +1,5 @@
 """Gemma 4, the text model: by default every sixth layer is full with wider heads, the others have a window (31B);
-layers
-may have experts beside the MLP (26B-A4B), or embeddings of their own and shared keys and values (E2B, E4B).
+layers may have experts beside the MLP (26B-A4B), or embeddings of their own and shared keys and values (E2B, E4B).
 """
 
 from jaxtune.models.config import PRE_AND_POST_NORM

@@ -1,7 +1,6 @@
 """gpt-oss: experts with biases and a clamped SwiGLU of interleaved columns, attention sinks, windows in every other
-layer.
-Expert weights are [E, in, out] in the model and in 16-bit files; the published MXFP4 files have [E, out, in], which is
-transposed when decoded.
+layer. Expert weights are [E, in, out] in the model and in 16-bit files; the published MXFP4 files have [E, out, in],
+which is transposed when decoded.
 """
 
 from jaxtune.models import values

@@ -1,6 +1,5 @@
 """OLMo 3: OLMo 2 with a window in three of four layers, by default. An extension of the rotary base, such as yarn,
-applies
-only to layers without a window.
+applies only to layers without a window.
 """
 
 from __future__ import annotations

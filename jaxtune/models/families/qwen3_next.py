@@ -1,6 +1,5 @@
 """Qwen3-Next: gated delta nets, gated attention in every fourth layer by default, and experts with a shared expert,
-except
-in layers that config.json gives an MLP.
+except in layers that config.json gives an MLP.
 """
 
 from jaxtune.models.families.common import Family, MLPLayers

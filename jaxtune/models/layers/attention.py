@@ -33,8 +33,7 @@ from jaxtune.pallas.fitted import device_name
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
     """The settings of an attention that differ from the decoder's; a field that is None takes DecoderConfig's of the
-    same
-    name. Window and rotary base are the LayerSpec's.
+    same name. Window and rotary base are the LayerSpec's.
     """
 
     num_heads: int | None = None  # number of query heads
@@ -69,20 +68,16 @@ class AttentionShape:
 
 class Attention(nnx.Module):
     """Grouped-query attention with q_proj, k_proj, v_proj (or one qkv_proj) and o_proj. With `attention_gate`, q_proj
-    gives
-    each head a gate after its query, whose sigmoid multiplies the head's output. With `values_are_keys` values are the
-    keys
-    before norm and rotation.
+    gives each head a gate after its query, whose sigmoid multiplies the head's output. With `values_are_keys` values
+    are the keys before norm and rotation.
 
     Where queries, keys or values are normed, the residuals are the projections before the norm: its derivative reads
-    its
-    input, which a product would otherwise compute again. The backward norms and rotates once more. An attention that
-    gives
-    keys and values to later layers has them as residuals normed and rotated, so that those layers need none of its
-    weights.
+    its input, which a product would otherwise compute again. The backward norms and rotates once more. An attention
+    that gives keys and values to later layers has them as residuals normed and rotated, so that those layers need none
+    of its weights.
 
       gives_keys, takes_keys: the names under which it gives keys and values to later layers, or takes an earlier
-      layer's.
+        layer's.
 
     Raises ValueError for takes_keys with gives_keys, or with a fused qkv_proj.
     """
@@ -210,8 +205,7 @@ class Attention(nnx.Module):
 
     def project(self, x: jax.Array | Normed, rotary, key: jax.Array | None = None):
         """(query [B, T, heads, D], key and value [B, T, kv_heads, D], and with attention_gate gates [B, T, heads, D]),
-        normed and
-        rotated, of an attention that has its own keys and values.
+        normed and rotated, of an attention that has its own keys and values.
 
           x: [B, T, hidden], the layer's normed input.
           rotary: the layer's rotary table; None: queries and keys are not rotated.
@@ -223,8 +217,7 @@ class Attention(nnx.Module):
 
     def _projections(self, x: jax.Array | Normed, key: jax.Array | None):
         """(query, key, value, gates) of x [B, T, hidden] without norms and rotation, each [B, T, its heads, D]; an
-        array that the
-        layer does not have is left out, so that the tuple is shorter.
+        array that the layer does not have is left out, so that the tuple is shorter.
         """
         config = self.config
         if config.fused_qkv:
@@ -279,8 +272,7 @@ class Attention(nnx.Module):
     def attended(self, context: Context, query: jax.Array, key: jax.Array, *value: jax.Array) -> tuple[jax.Array, ...]:
         """(query, key, value) as the attention kernels read them, normed and rotated.
 
-        query, key, value: residuals, or an earlier layer's key and value; no value is passed where it comes from
-        `key`.
+        query, key, value: residuals, or an earlier layer's key and value; no value is passed where it comes from `key`.
         """
         if not self._normed_late:
             return query, key, *value
@@ -303,8 +295,7 @@ class Attention(nnx.Module):
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
         """The caches (keys, values), each [B, kv_heads, capacity, D], filled as attention reads them; () where both are
-        another
-        layer's. With a sliding window they have room for the window at most (rounded up to 128 tokens).
+        another layer's. With a sliding window they have room for the window at most (rounded up to 128 tokens).
         """
         if self.takes:
             return ()
@@ -319,10 +310,9 @@ class Attention(nnx.Module):
 
     def step_giving(self, x: jax.Array, state, at: jax.Array, context: Context):
         """As `step`, with a third result: {name under which later layers take them: (cache, new)} of keys and values;
-        {} if the
-        layer gives none. If N is 1, `cache` contains the new token and `new` is None. Otherwise `cache` is the one
-        before the N
-        tokens, because a window's cache has no room for them and all that they see, and `new` is [B, N, kv_heads, D].
+        {} if the layer gives none. If N is 1, `cache` contains the new token and `new` is None. Otherwise `cache` is
+        the one before the N tokens, because a window's cache has no room for them and all that they see, and `new` is
+        [B, N, kv_heads, D].
         """
         options, chunk = self.options(context.spec.window), x.shape[1] > 1
         if self.takes:
@@ -351,8 +341,7 @@ class Attention(nnx.Module):
 
     def backward_bytes(self, sizes: Sizes) -> float:
         """The gradients of query, key and value, a second array of the query's size, values of the residual stream, and
-        if
-        `_normed_late` what attention reads. In tiles, work space is added, and the stream has one value less.
+        if `_normed_late` what attention reads. In tiles, work space is added, and the stream has one value less.
         """
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
         stream = fit.stream * sizes["layer_input"]
@@ -371,8 +360,7 @@ def _shared_names(name: str) -> tuple[str, str]:
 
 def _written_one(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
     """Writes one token's keys or values [B, 1, kv_heads, D] into a cache [B, kv_heads, capacity, D], at index position
-    %
-    capacity; a row with a negative position stays.
+    % capacity; a row with a negative position stays.
     """
     return written(cache, new[:, 0], positions)
 

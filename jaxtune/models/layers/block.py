@@ -50,8 +50,7 @@ class PartMatrix(NamedTuple):
 
 class Block(nnx.Module):
     """The modules of one layer: its mixers and feed-forwards (each the attribute that its Part names) and norms. Apart
-    from
-    arrays, it contains nothing that differs between layers of a kind, so that their programs are traced once.
+    from arrays, it contains nothing that differs between layers of a kind, so that their programs are traced once.
     """
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, key: jax.Array, dtype):
@@ -146,8 +145,7 @@ class Block(nnx.Module):
         tile: neighbouring tokenwise segments become one, which processes this many tokens of each row at a time.
         aux: names of the auxiliary values (such as router_sums) that are wanted; segments of others are left out.
         apart: names of norms. Segments behind one read the normed stream as a value with the norm's name, which the
-        caller
-          computes.
+          caller computes.
         """
         chain = tuple(s for name in self.parts for s in self.part_segments(name, apart))
         chain = tuple(s for s in chain if not s.aux or s.outputs[0] in aux)
@@ -202,8 +200,7 @@ class Block(nnx.Module):
     @property
     def order(self) -> BackwardOrder:
         """The feed-forwards' settings combined: derivatives_at_once if any has it, weights_first if all do, and all
-        their `shared`
-        and `free`, by the block's names.
+        their `shared` and `free`, by the block's names.
         """
         orders, shared, free = [], [], []
         for part, module in self.parts.items():
@@ -280,8 +277,7 @@ class Block(nnx.Module):
         taken: Mapping[str, object] | None = None,
     ):
         """Runs the next N tokens of each row in generation: (layer_output [B, N, hidden], {mixer's name: its state
-        after them},
-        {name: value} that the layer gives to later layers). Arguments as for Mixer.step.
+        after them}, {name: value} that the layer gives to later layers). Arguments as for Mixer.step.
 
           taken: {name: value} that the layer takes from outside for these tokens.
         """
@@ -309,10 +305,8 @@ class Block(nnx.Module):
 
 def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str], apart: bool) -> tuple[Segment, ...]:
     """One segment of a part as one or two of the block. A norm of the output and the addition are a segment of their
-    own: the
-    norm's derivative reads the output, which a product would otherwise compute again. A segment with its own backward
-    may
-    not read INPUT or make OUTPUT.
+    own: the norm's derivative reads the output, which a product would otherwise compute again. A segment with its own
+    backward may not read INPUT or make OUTPUT.
 
       names: {the part's name of a residual: the block's}.
       apart: INPUT is normed already, a value with the norm's name.

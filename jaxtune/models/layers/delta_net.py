@@ -38,8 +38,7 @@ _OUT = "remembered"  # the recurrence's output, by the name that checkpoints of 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetShape:
     """The sizes of a gated delta net. Raises ValueError, with the key of Hugging Face's config.json, for a size that is
-    not a
-    positive integer, or `heads` that key_heads does not divide.
+    not a positive integer, or `heads` that key_heads does not divide.
     """
 
     hf_name: ClassVar[str] = "linear_attn"  # the part's name in Hugging Face's tensor names
@@ -83,8 +82,7 @@ class DeltaNetShape:
 
     def derivative_bytes(self, sizes: Sizes) -> float:
         """What the kernels keep from the recomputation of `recur` until its gradient arrives: queries and keys after
-        the
-        convolution, prediction errors, and for each chunk two matrices and the state. The reference keeps less.
+        the convolution, prediction errors, and for each chunk two matrices and the state. The reference keeps less.
         """
         numbers = 2 * self.key_size + self.value_size + 2 * self.heads * CHUNK
         state = self.heads * self.key_dim * self.value_dim / CHUNK
@@ -100,8 +98,7 @@ class Convolution(nnx.Module):
 
 class DeltaNet(nnx.Module):
     """The gated delta net; attributes have the names of Hugging Face's tensors. A head's log decay is -exp(A_log)
-    softplus(a +
-    dt_bias), and its beta sigmoid(b); a and b are called rates.
+    softplus(a + dt_bias), and its beta sigmoid(b); a and b are called rates.
     """
 
     state_reads = ("qkv", "rates")
@@ -170,8 +167,7 @@ class DeltaNet(nnx.Module):
 
     def project(self, x: jax.Array, key: jax.Array | None = None):
         """x [B, T, hidden] -> (queries, keys and values, concatenated [B, T, 2 key_size + value_size]; gates [B, T,
-        heads,
-        value_dim]; rates b and a, concatenated [B, T, 2 heads]).
+        heads, value_dim]; rates b and a, concatenated [B, T, 2 heads]).
         """
         shape = self.shape
         if not shape.fused:
@@ -194,8 +190,7 @@ class DeltaNet(nnx.Module):
 
     def tokens(self, qkv: jax.Array, rates: jax.Array, layout):
         """The recurrence's inputs for whole rows: (query and key [B, T, key_heads, key_dim], value [B, T, heads,
-        value_dim], log
-        decay and beta float32[B, T, heads]). The convolution does not cross the documents of `layout`.
+        value_dim], log decay and beta float32[B, T, heads]). The convolution does not cross the documents of `layout`.
         """
         sizes = (self.shape.key_size, self.shape.key_size, self.shape.value_size)
         query, key, value = short_convolution_parts(qkv, self._taps(), layout, sizes)
@@ -231,8 +226,7 @@ class DeltaNet(nnx.Module):
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
         """(qkv of each prompt's last tokens [B, taps - 1, 2 key_size + value_size], zero before the prompt; the
-        recurrence's state
-        float32[B, heads, key_dim, value_dim]). It does not grow.
+        recurrence's state float32[B, heads, key_dim, value_dim]). It does not grow.
         """
         qkv, rates = values["qkv"], values["rates"]
         rows, length = rates.shape[:2]
@@ -263,12 +257,9 @@ class DeltaNet(nnx.Module):
 
     def backward_bytes(self, sizes: Sizes) -> float:
         """Queries, keys and values after the convolution, and their gradients, each as [B, T, ...] and in chunks; two
-        arrays of
-        the output's size; values of the residual stream; and the larger need of the two implementations. The reference
-        stores
-        the first state of each group of chunks and, for one group at a time in float32, what it computes; the kernels
-        two
-        matrices and two states a chunk, the errors and the values' gradients.
+        arrays of the output's size; values of the residual stream; and the larger need of the two implementations. The
+        reference stores the first state of each group of chunks and, for one group at a time in float32, what it
+        computes; the kernels two matrices and two states a chunk, the errors and the values' gradients.
         """
         shape = self.shape
         tokens = sizes[_OUT] / (shape.value_size * sizes.dtype.itemsize)

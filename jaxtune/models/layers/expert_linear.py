@@ -23,8 +23,7 @@ _RANK_STEP = 64  # grouped_matmul's kernels sum over multiples of this many numb
 
 class ExpertLora(nnx.Module):
     """LoRA adapters of one matrix of every expert: a [E, r, in] and b [E, out, r] (zero at the start), float32. There
-    is no
-    dropout, because PEFT has none on experts.
+    is no dropout, because PEFT has none on experts.
 
       alpha: the scale is alpha / r, or alpha / sqrt(r) with rslora, as in PEFT.
     """
@@ -75,15 +74,12 @@ def _merged_and_rounded(
     spec: FakeQuant, transposed: bool, weight: jax.Array | Stored, lora: GroupedLora | None, x: jax.Array
 ) -> jax.Array:
     """The frozen weights of all experts with their adapters merged in, rounded to the grid one expert at a time, in the
-    stored
-    shape. Adapters get the gradient where merged weights are in the grid's range (for clipped gradients alone); weight
-    and
-    x get none.
+    stored shape. Adapters get the gradient where merged weights are in the grid's range (for clipped gradients alone);
+    weight and x get none.
 
       transposed: whether `weight` is [E, in, out].
       x: the activations that the result multiplies; a barrier ties the rounding to them, so that forward and backward
-      each
-        round.
+        each round.
     """
     weight, lora, _ = optimization_barrier((weight, lora, x))
 
@@ -118,17 +114,14 @@ _merged_and_rounded.defvjp(
 
 class ExpertLinear(nnx.Module):
     """One matrix for each of E experts: weight [E, out, in], or [E, in, out] if `transposed` (as in Hugging Face's
-    class), an
-    array or quantised; optional biases [E, out] and adapters.
+    class), an array or quantised; optional biases [E, out] and adapters.
 
     Attributes:
       compute: the dtype's name that a precision map gives the product: its input is cast to it, the output back; None:
-      the
-        input's dtype.
+        the input's dtype.
       fp8: whether a weight stored in FP8 is multiplied as it is, by inputs rounded to FP8; not under `fake_quant`.
       fake_quant: for QAT: the grid to which the weights, with their adapters merged in, are rounded before they
-      multiply,
-        and perhaps the inputs.
+        multiply, and perhaps the inputs.
     """
 
     quantizable = True  # as Linear has, for code that handles both
@@ -167,8 +160,7 @@ class ExpertLinear(nnx.Module):
     @property
     def product_has_weight_gradient(self) -> bool:
         """Whether the product's backward needs the gradient of its weight: the weight trains, or a merged adapter gets
-        its own
-        through it, where `fake_quant` clips.
+        its own through it, where `fake_quant` clips.
         """
         through = self.lora is not None and self.fake_quant is not None and self.fake_quant.clips
         return self.trains or through
@@ -179,10 +171,8 @@ class ExpertLinear(nnx.Module):
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:
         """The weights rounded to the grid of `fake_quant` (not None), in the stored shape: trained ones in their dtype,
-        with the
-        gradient of `straight_through`; frozen ones with their adapters merged in, in the grid's dtype, without a
-        gradient, which
-        the adapters get from here only if the grid clips.
+        with the gradient of `straight_through`; frozen ones with their adapters merged in, in the grid's dtype, without
+        a gradient, which the adapters get from here only if the grid clips.
 
           x: the activations that they multiply, to which the rounding is tied.
         """
@@ -205,8 +195,7 @@ class ExpertLinear(nnx.Module):
 
     def adapter_bytes(self, itemsize: int) -> float:
         """Bytes of the adapters' copies that grouped_matmul's Mosaic kernels read: in the compute dtype, with ranks
-        padded to
-        multiples of 64; 0.0 without adapters. itemsize: bytes of a number.
+        padded to multiples of 64; 0.0 without adapters. itemsize: bytes of a number.
         """
         if self.lora is None:
             return 0.0
@@ -219,9 +208,8 @@ class ExpertLinear(nnx.Module):
 
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
         """Multiplies each token of x [T, in] by the matrices of its experts: [rows, out] in x's dtype, a row for each
-        pair of
-        token and expert, sorted by expert and padded with empty rows to whole tiles. A decoded weight is kept for the
-        derivative, which is expected right after.
+        pair of token and expert, sorted by expert and padded with empty rows to whole tiles. A decoded weight is kept
+        for the derivative, which is expected right after.
         """
         lora, input_dtype = self.adapter(), x.dtype
         x = x.astype(self.compute or input_dtype)
@@ -253,8 +241,7 @@ class ExpertLinear(nnx.Module):
 
     def to_tokens(self, rows: jax.Array, routing: Routing, choice: jax.Array, weights: jax.Array) -> jax.Array:
         """Multiplies rows [rows, in], sorted by expert and already times the router's weights, by the experts'
-        matrices, and sums
-        for each token: [T, out] in the rows' dtype.
+        matrices, and sums for each token: [T, out] in the rows' dtype.
 
           choice: int32[T, k], each token's experts; E for none.
           weights: float32[T, k], the router's, by which biases are multiplied.

@@ -1,6 +1,5 @@
 """A mixture of experts, a feed-forward: a router chooses experts for each token, and tokens' rows are sorted by expert,
-so
-that each expert's matrix multiplies consecutive rows. A token's weight for an expert is applied before the down
+so that each expert's matrix multiplies consecutive rows. A token's weight for an expert is applied before the down
 projection, where rows are narrow; the router's gradient then does not need the experts' outputs.
 """
 
@@ -66,10 +65,8 @@ def _down(
     gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, routing: Routing, choice, earlier_low_rank
 ):
     """The experts' output from gate and up: ([T, hidden], the adapters' low-rank inputs). The backward multiplies the
-    gradient
-    by the weights first, and then computes the inner rows again, with the gradients of gate, up and rows' weights, in
-    one
-    pass over memory.
+    gradient by the weights first, and then computes the inner rows again, with the gradients of gate, up and rows'
+    weights, in one pass over memory.
 
       graph, trainable, frozen: the down projection, from nnx.split(linear, nnx.Param, ...).
       gate_up: [rows, 2 * expert_size], sorted by expert.
@@ -129,12 +126,9 @@ class MoE(nnx.Module):
     """A mixture of experts, perhaps with a shared expert: an MLP that every token passes, times a learned gate.
 
     x is [B, T, hidden], E the number of experts, and choice int32[B * T, k], each token's experts (E for none). Norm
-    and
-    router run in each segment that reads them, because they are cheap; `choice` is computed once, because it must be
-    the
-    same everywhere. A scaled router, whose adapter may have dropout, is a segment of its own; where methods read x for
-    the
-    router's sake, x is then its logits [B, T, E].
+    and router run in each segment that reads them, because they are cheap; `choice` is computed once, because it must
+    be the same everywhere. A scaled router, whose adapter may have dropout, is a segment of its own; where methods read
+    x for the router's sake, x is then its logits [B, T, E].
     """
 
     # Shared: the sort by `choice`, and the norm of the input, which has a tenth of the bytes of the gradient of the
@@ -184,8 +178,7 @@ class MoE(nnx.Module):
     @jax.named_scope("experts")
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
         """The experts' output [B, T, hidden] from gate_up [rows, 2 * expert_size], with the router's weights, which are
-        computed
-        again from x. Products are in x's dtype unless down_proj has its own.
+        computed again from x. Products are in x's dtype unless down_proj has its own.
         """
         weights = self.router.weights(self._logits(x), choice)
         routing = route(choice, self.moe.num_experts)
@@ -286,8 +279,7 @@ class MoE(nnx.Module):
 
     def _contract(self, context: Context, gate_up, choice, x, shared_gate=None, shared_up=None):
         """x is what the router's weights and a shared expert's gate are computed from; MoEConfig refuses a scaled
-        router with a
-        shared expert.
+        router with a shared expert.
         """
         out = self.down(gate_up, choice, x)
         if shared_gate is not None and shared_up is not None:
@@ -309,12 +301,9 @@ class MoE(nnx.Module):
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
         """`own` is a multiple of the layer's input plus twice a shared expert's gate and up. `around` is the larger
-        need of the two
-        moments of ExpertsBytes. Where the product does not gather rows itself (Hopper does, unless a weight must be
-        decoded),
-        sorted rows are added at the first moment and the largest decoded weight at the second. FP8 products of gathered
-        rows add
-        the rows' codes and the weight's transposed codes.
+        need of the two moments of ExpertsBytes. Where the product does not gather rows itself (Hopper does, unless a
+        weight must be decoded), sorted rows are added at the first moment and the largest decoded weight at the second.
+        FP8 products of gathered rows add the rows' codes and the weight's transposed codes.
         """
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up

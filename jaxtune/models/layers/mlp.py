@@ -60,8 +60,7 @@ class MLP(nnx.Module):
 
     def down(self, gate: jax.Array, up: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """down(activation(gate) * up), [B, T, hidden], with a derivative that needs little memory: gated_matmul's if
-        down_proj has
-        an adapter and nothing else that gated_matmul does not know, else that of `_down`.
+        down_proj has an adapter and nothing else that gated_matmul does not know, else that of `_down`.
         """
         linear, activation = self.down_proj, self.config.activation
         if linear.only_adapted(gate.dtype, key is not None):
@@ -105,8 +104,7 @@ class MLP(nnx.Module):
 
     def _joins(self) -> bool:
         """Whether the backward differentiates `expand` and `contract` at once, by gated_mlp: all three matrices
-        multiply in FP8 and
-        have adapters and nothing else, and the weights of gate and up join.
+        multiply in FP8 and have adapters and nothing else, and the weights of gate and up join.
         """
         if self.config.fused_gate_up:
             return False
@@ -128,8 +126,7 @@ class MLP(nnx.Module):
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """The activation's output, gate and up if they are recomputed, and values of the residual stream, or where
-        tokens are few,
-        fewer of them beside a decoded down_proj.
+        tokens are few, fewer of them beside a decoded down_proj.
         """
         dropped = sum(sizes[name] for name in ("gate", "up") if name in sizes.recomputed)
         stream, fit = sizes["layer_input"], self._fitted(sizes)
@@ -141,10 +138,11 @@ class MLP(nnx.Module):
         beside what
         the kernel's products with adapters need (`_joins`). Otherwise it is the activation's output, its gradient, the
         gradients
-        of gate and up, and values of the residual stream, which include the mixer's memory. `around` is gradients of
-        the layer's
-        other segments, and with the kernel at least a decoded down_proj, which is more than all else where tokens are
-        few.
+        of gate and up, and values of the residual stream; these numbers were fitted with the mixer's memory in them.
+        `around`
+        is gradients of the layer's other segments, and with the kernel at least a decoded down_proj, which is more than
+        all else
+        where tokens are few.
         """
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
@@ -192,8 +190,7 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key, earlier_low_
 
     The backward needs three arrays of gate's size where the kernel runs: it overwrites gate, up and the gradient of
     activation(gate) * up with the gradients of gate and up and with that product itself, which trained tensors need.
-    The
-    reference needs up to six.
+    The reference needs up to six.
 
       graph, trainable, frozen: the linear, from nnx.split(linear, nnx.Param, ...).
       earlier_low_rank: low-rank inputs of an earlier run; None: they are computed.

@@ -1,6 +1,5 @@
 """Per-layer embeddings (Gemma 4 E2B and E4B): a second table has an embedding of each token for every layer, which
-enters
-the layer's residual stream through a gate.
+enters the layer's residual stream through a gate.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ class PerLayerGate(nnx.Module):
 
 class PerLayerInputs(nnx.Module):
     """Computes the per-layer embeddings of tokens for all layers, from a table [vocabulary, layers * size] and the
-    usual
-    embedding x:
+    usual embedding x:
 
         given = (norm(projection(x) / sqrt(hidden)) + table[token] * sqrt(size)) / sqrt(2)
 

@@ -34,8 +34,7 @@ class Router(nnx.Module):
 
     def weights(self, logits: jax.Array, choice: jax.Array) -> jax.Array:
         """The factors float32[T, k] on the outputs of each token's experts: softmax over the chosen logits if
-        renormalised, else
-        over all E. Gradients pass to the logits.
+        renormalised, else over all E. Gradients pass to the logits.
 
           choice: int32[T, k], each token's experts; E, which gets 0, where it has none.
         """

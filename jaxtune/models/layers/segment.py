@@ -27,8 +27,7 @@ INPUT, STREAM, OUTPUT = "input", "stream", "output"
 @dataclasses.dataclass(frozen=True)
 class Residual:
     """An intermediate value of a layer's forward that its backward may read. A plan keeps it in device memory, perhaps
-    in FP8,
-    offloads it to host memory, or recomputes it.
+    in FP8, offloads it to host memory, or recomputes it.
     """
 
     name: str  # the name that plans, configs and reports use
@@ -58,16 +57,14 @@ class Context:
     @property
     def rotary(self) -> Any:
         """(cos, sin), each float32[B, T, rotary_dim / 2], and for some models a factor on queries; None for a layer
-        without rotary
-        embedding.
+        without rotary embedding.
         """
         return None if self.spec.rotary is None else self.layout.rotary[self.spec.rotary]
 
 
 class Backward(Protocol):
     """A segment's hand-written derivative, in place of jax.vjp of its `run`: (gradients of the trainable tensors, or
-    None; one
-    gradient for each input).
+    None; one gradient for each input).
 
       module_of: builds the segment's module (part or block) from trainable tensors.
       outputs: None for one that is not there, such as layer_output.
@@ -88,8 +85,7 @@ class Backward(Protocol):
 @dataclasses.dataclass(frozen=True)
 class AuxLoss:
     """A loss that a part computes from its own values, such as a router's load-balancing loss, and that training may
-    add to
-    the objective's.
+    add to the objective's.
     """
 
     # the name of its metric; the config key `{name}_coef` sets the factor by which training multiplies the loss
@@ -104,8 +100,7 @@ class AuxLoss:
 @dataclasses.dataclass(frozen=True)
 class Segment:
     """One step of a layer's computation. Residuals exist only between segments, so the segments decide what a plan can
-    keep or
-    recompute. The first four fields run a segment; the others tell how it may be run and what it costs.
+    keep or recompute. The first four fields run a segment; the others tell how it may be run and what it costs.
     """
 
     name: str  # its name in profiles and among the dropout keys, unique within a part
@@ -171,8 +166,7 @@ class Segment:
 @dataclasses.dataclass(frozen=True)
 class BackwardOrder:
     """When a recomputed segment is differentiated in a layer's backward, and what waits for what, where XLA's own order
-    costs
-    memory or time. The defaults suit an MLP.
+    costs memory or time. The defaults suit an MLP.
     """
 
     # True: a recomputed segment that has no backward of its own is differentiated when it is recomputed, and what its
@@ -215,8 +209,7 @@ class Sizes:
 @dataclasses.dataclass(frozen=True)
 class Scratch:
     """The bytes that the backward of one part needs beyond the residuals, `own` plus `around`. A layer's peak has the
-    largest
-    need of its parts.
+    largest need of its parts.
     """
 
     own: float  # bytes that the computation of the part's own gradients needs
@@ -234,8 +227,8 @@ class LayerPart(Protocol):
     - `takes`, {name of a value: its shape for one token}: the value, [B, T, *shape] in the compute dtype, comes from an
       earlier layer that gives it or from the decoder, and segments read it by this name.
     - `gives`, {name of a residual: the value's name for other layers}: later layers that take the value get this
-      residual,
-      until another layer gives the same. It is always kept (`small`), and its gradient is summed over all that read it.
+      residual, until another layer gives the same. It is always kept (`small`), and its gradient is summed over all
+      that read it.
     """
 
     def segments(self) -> tuple[Segment, ...]:
@@ -245,8 +238,8 @@ class LayerPart(Protocol):
 
 class Mixer(LayerPart, Protocol):
     """A part in which a token reads other tokens; `state_reads` marks it. To add one, write the module and a frozen
-    dataclass
-    whose `make(config, key, dtype)` builds it (PartConfig); a LayerSpec has an instance as the `config` of a Part.
+    dataclass whose `make(config, key, dtype)` builds it (PartConfig); a LayerSpec has an instance as the `config` of a
+    Part.
     """
 
     state_reads: tuple[str, ...]  # names of the residuals from which the state for generation is built after a prompt
@@ -259,8 +252,7 @@ class Mixer(LayerPart, Protocol):
 
     def waiting_bytes(self, sizes: Sizes) -> float:
         """Bytes of the mixer's partial results that exist while the backward of a later feed-forward runs, which comes
-        before its
-        own. They count only if that feed-forward covers the mixer (Scratch.covers_mixer).
+        before its own. They count only if that feed-forward covers the mixer (Scratch.covers_mixer).
         """
         ...
 
@@ -278,13 +270,11 @@ class Mixer(LayerPart, Protocol):
 
     def step(self, x: jax.Array, state: Any, at: jax.Array, context: Context) -> tuple[jax.Array, Any]:
         """Runs the next N tokens of each row in generation: (output [B, N, hidden], the state after them). N is 1 while
-        rows
-        decode; a long prompt is prefilled in chunks.
+        rows decode; a long prompt is prefilled in chunks.
 
           x: [B, N, hidden], the part's input after the norm.
           at: int32[B], the position of the first of them, also the number of tokens in the state; negative for a row
-          that is
-            not decoding, whose results are ignored.
+            that is not decoding, whose results are ignored.
           context: its layout has the rotary tables of these positions; `taken` what the layer takes.
         """
         ...
@@ -316,8 +306,7 @@ class FeedForward(LayerPart, Protocol):
 
 def matrix_of(module: nnx.Module, name: str) -> Any:
     """The module's own Linear or ExpertLinear of a dotted name such as "experts.down_proj" ("mlp.experts.down_proj" in
-    a
-    block).
+    a block).
     """
     for attribute in name.split("."):
         module = getattr(module, attribute)

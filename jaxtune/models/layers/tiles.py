@@ -1,6 +1,5 @@
 """Runs consecutive tokenwise segments of a layer, such as an MLP's, over tiles of tokens, so that the values between
-them
-exist for one tile only. This saves memory with long rows; the backward computes each tile again.
+them exist for one tile only. This saves memory with long rows; the backward computes each tile again.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from jaxtune.models.layers.segment import Context, Segment, multiplications
 
 def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
     """The values that joined segments pass to each other, such as an MLP's gate and up. Tiles are possible only under a
-    plan
-    that recomputes them all.
+    plan that recomputes them all.
     """
     return tuple(name for chain in _chains(segments) for s in chain for name in s.outputs if s is not chain[-1])
 
@@ -50,8 +48,8 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
 
 def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segment:
     """One segment that runs `chain` tile by tile, and computes each tile again in the backward. The last value that the
-    chain
-    reads from outside has the output's shape, and the output overwrites it (the residual stream to which it is added).
+    chain reads from outside has the output's shape, and the output overwrites it (the residual stream to which it is
+    added).
     """
     inner_names = {name for segment in chain for name in segment.outputs}
     reads = tuple(dict.fromkeys(name for segment in chain for name in segment.reads if name not in inner_names))

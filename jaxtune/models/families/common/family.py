@@ -1,6 +1,5 @@
 """A family of models as one declaration: its config.json, and the parts of layers and names of tensors where they
-differ
-from Llama's.
+differ from Llama's.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ class Family:
 
     def from_hf(self, hf: Config) -> DecoderConfig:
         """The DecoderConfig, with a language model's head, of a config.json as transformers 4 or 5 writes it. Raises
-        ValueError for
-        a value or feature that is not supported, or a missing key without a default.
+        ValueError for a value or feature that is not supported, or a missing key without a default.
         """
         checked(hf, self.declared)
         experts = any("moe" in entry.gives for entry in self.entries)
@@ -100,9 +98,8 @@ class Family:
 
     def to_hf(self, config: DecoderConfig) -> Fields:
         """The config.json with which transformers 4 and 5 load a model of this config, without dtype and quantisation,
-        and with
-        null for special tokens. Raises ValueError for what an entry cannot write; fields that no entry writes are not
-        checked.
+        and with null for special tokens. Raises ValueError for what an entry cannot write; fields that no entry writes
+        are not checked.
         """
         self._require_whole_heads(config)
         hf: Fields = {"architectures": [config.head.architecture_of(self.architecture)]}
@@ -112,8 +109,7 @@ class Family:
 
     def _require_whole_heads(self, config: DecoderConfig) -> None:
         """Raises ValueError for a partly rotated head where transformers' class ignores the factor. "proportional" is
-        not checked,
-        because every class reads its factor.
+        not checked, because every class reads its factor.
         """
         if PARTIAL_ROTARY in self.entries:
             return

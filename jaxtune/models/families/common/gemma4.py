@@ -59,10 +59,8 @@ def _default_types(hf: Config) -> list[str]:
 
 def prepared(hf: Config) -> Fields:
     """layer_types is filled in, and the last layer becomes global whatever it says. per_layer_config replaces
-    global_head_dim
-    and num_global_key_value_heads; the latter becomes null if it changes nothing. Raises ValueError for a
-    per_layer_config
-    that these keys cannot express.
+    global_head_dim and num_global_key_value_heads; the latter becomes null if it changes nothing. Raises ValueError for
+    a per_layer_config that these keys cannot express.
     """
     types = [*list(hf["layer_types"] or _default_types(hf))[:-1], FULL]
     hf = {**hf, "layer_types": types}
@@ -74,8 +72,7 @@ def prepared(hf: Config) -> Fields:
 
 def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
     """The two earlier keys from per_layer_config. A size that it lacks is head_dim or num_key_value_heads, even if the
-    file has
-    the earlier keys.
+    file has the earlier keys.
     """
     usual = {"head_dim": hf["head_dim"], "num_key_value_heads": hf["num_key_value_heads"]}
     sizes_by_layer = {int(index): sizes for index, sizes in hf["per_layer_config"].items()}
@@ -163,8 +160,7 @@ def _unshared(layer: LayerSpec) -> LayerSpec:
 
 class _Sharing:
     """The last num_kv_shared_layers layers, which take keys and values of the last layer of their type before all of
-    these, and
-    have an MLP of twice the width if use_double_wide_mlp is true.
+    these, and have an MLP of twice the width if use_double_wide_mlp is true.
     """
 
     gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
@@ -211,8 +207,7 @@ def unused_tensors(config: DecoderConfig) -> tuple[str, ...]:
 
 class _PerLayer:
     """Per-layer embeddings: their sizes, and the stage of every layer that adds them; none if
-    hidden_size_per_layer_input is 0
-    or null.
+    hidden_size_per_layer_input is 0 or null.
     """
 
     gives = ("per_layer_size", "per_layer_vocab_size")

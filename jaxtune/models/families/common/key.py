@@ -1,6 +1,5 @@
 """Declarations of the keys of config.json: allowed values, default, and the field that is set. A family's table
-consists of
-entries: Keys, Records of several keys, or other objects with the interface Entry.
+consists of entries: Keys, Records of several keys, or other objects with the interface Entry.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Entry(Protocol):
     @property
     def gives(self) -> tuple[str, ...]:
         """The fields that it sets; a common entry of the same field is replaced. An entry that only changes `layers`
-        does not name
-        it. "layers" and "moe" have a meaning: the family's stages are set after the first, the second shows experts.
+        does not name it. "layers" and "moe" have a meaning: the family's stages are set after the first, the second
+        shows experts.
         """
         ...
 
@@ -55,10 +54,11 @@ class Entry(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of config.json, its check and the field that it sets.
+    """One key of config.json, its check and the field that it sets. A default that is a function gets the config.json
+    with all earlier keys.
 
-    Key("rms_norm_eps", "norm_eps", values.positive, 1e-6)
-    Key("logit_scale", "logit_scale", values.positive, 0.0625, conversion=FLOAT)
+        Key("rms_norm_eps", "norm_eps", values.positive, 1e-6)
+        Key("logit_scale", "logit_scale", values.positive, 0.0625, conversion=FLOAT)
     """
 
     name: str
@@ -69,9 +69,7 @@ class Key:
     check: Check
     """Raises ValueError for (what errors call the key, a value that is not allowed); not called for null."""
     default: Any = REQUIRED
-    """The value for a missing key, unless Family.defaults has one, or a function of the config.json with all earlier
-    keys.
-    """
+    """The value for a missing key, or a function, unless Family.defaults has one; REQUIRED: such a file is refused."""
     null: Any = LEFT_OUT
     """The value for null, or a function; LEFT_OUT: the default."""
     conversion: Conversion | None = None

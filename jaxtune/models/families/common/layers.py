@@ -1,6 +1,5 @@
 """Keys of config.json by which layers differ from one another: types, windows, position encodings and parts. Functions
-of
-a config.json that return types of layers are defaults for files without layer_types.
+of a config.json that return types of layers are defaults for files without layer_types.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ def alternating(hf: Config) -> list[str]:
 
 
 def by_pattern(hf: Config) -> list[str]:
-    """By sliding_window_pattern: n stands for n - 1 sliding layers before each full one; letters such as LLLG (local,
-    global)
-    are repeated.
+    """sliding_window_pattern n stands for n - 1 sliding layers before each full one; letters such as LLLG (local,
+    global) are repeated.
     """
     pattern, count = hf["sliding_window_pattern"], hf["num_hidden_layers"]
     if isinstance(pattern, int):
@@ -69,8 +67,7 @@ def from_max_window_layers(hf: Config) -> list[str]:
 
 def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: Sequence[str]) -> list[str]:
     """The name of each layer's type, from layer_types or `default`. Raises ValueError for a wrong number, or a type not
-    in
-    `known`.
+    in `known`.
     """
     names, count = list(hf["layer_types"] or default(hf)), hf["num_hidden_layers"]
     if len(names) != count:
@@ -82,8 +79,7 @@ def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: S
 
 def window_of(hf: Config, rotary: Sequence[RopeConfig]) -> int | None:
     """The window in tokens; None if it is at least as long as the context, because full attention is then the same and
-    faster.
-    Raises ValueError if sliding_window is null or below 1.
+    faster. Raises ValueError if sliding_window is null or below 1.
     """
     window = hf["sliding_window"]
     if not isinstance(window, int) or window < 1:
@@ -106,8 +102,7 @@ def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None
 @dataclasses.dataclass(frozen=True)
 class LayerTypes:
     """An entry for layer_types: window, rotary base and mixer of each layer. It stands after the family's entry for
-    rotary
-    bases, because the context that yarn extends limits windows.
+    rotary bases, because the context that yarn extends limits windows.
     """
 
     default: Callable[[Config], Sequence[str]]

@@ -1,7 +1,6 @@
 """The names of a Decoder's tensors in checkpoints, those of transformers 5, where one tensor has a matrix of all
-experts of
-a layer. Weights have the same layout in file and model ([out, in] for a linear), except experts in gpt-oss's MXFP4
-files.
+experts of a layer. Weights have the same layout in file and model ([out, in] for a linear), except experts in gpt-oss's
+MXFP4 files.
 """
 
 from __future__ import annotations

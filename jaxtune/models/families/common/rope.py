@@ -40,8 +40,7 @@ _CHECKS: dict[str, Check] = {
 
 def check_parameters(key: str, value: Any) -> None:
     """Key.check of rope_parameters and rope_scaling, one object or one for each type of layer. Null and unknown
-    parameters are
-    allowed.
+    parameters are allowed.
     """
     values.mapping(key, value)
     for name, check in _CHECKS.items():
@@ -56,8 +55,8 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
     """The rotary parameters as one flat dict with rope_type, without nulls, from the keys of transformers 4 or 5.
 
     rope_scaling goes before rope_parameters, as in transformers, unless the latter has an object for `layer_type`; for
-    full
-    layers rope_scaling then replaces entries of that. rope_theta and partial_rotary_factor may be keys of their own.
+    full layers rope_scaling then replaces entries of that. rope_theta and partial_rotary_factor may be keys of their
+    own.
 
     Raises ValueError for objects by type of layer if layer_type is None.
     """
@@ -78,8 +77,8 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
 
 def rope_config(hf: Config, given: Config) -> RopeConfig:
     """The RopeConfig of flat rotary parameters (`given`), with the defaults of transformers' modeling_rope_utils,
-    without
-    head_dim and llama_4_scaling_beta. original_max_position_embeddings of the config.json goes before that of `given`.
+    without head_dim and llama_4_scaling_beta. original_max_position_embeddings of the config.json goes before that of
+    `given`.
 
     Raises ValueError for an unknown kind, a missing parameter, or values that do not fit the head.
     """
@@ -189,8 +188,7 @@ class Rotary:
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Rotary):
     """An entry for a rotary base of each type of layer, from rope_parameters with an object for each; without these all
-    types
-    have the same base. `default` and `given` are not used.
+    types have the same base. `default` and `given` are not used.
     """
 
     types: tuple[str, ...] = (FULL, SLIDING)
