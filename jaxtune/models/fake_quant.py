@@ -115,7 +115,7 @@ def _as_declared(format: str, weight: jax.Array, group_size: int | None, dtype: 
     return formats.FORMATS[format].encode(weight.astype(jnp.float32)).decode(dtype)
 
 
-# ---- the ranges, beyond which numbers are clipped
+# ---- the ranges, beyond which numbers are clipped: each a bool array, True within
 
 
 def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:

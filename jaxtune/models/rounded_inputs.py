@@ -76,7 +76,7 @@ def nvfp4_scale(largest: jax.Array, dtype: str) -> jax.Array:
     return formats.NVFP4.global_scale(largest, jnp.dtype(dtype))
 
 
-# ---- the ranges, beyond which numbers are clipped
+# ---- the ranges, beyond which numbers are clipped: each a bool array, True within
 
 
 def between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:

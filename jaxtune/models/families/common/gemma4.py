@@ -197,7 +197,7 @@ class _Sharing:
 
 
 def unused_tensors(config: DecoderConfig) -> tuple[str, ...]:
-    """Prefixes of keys' and values' projections and norms in layers that take an earlier layer's; checkpoints have
+    """Prefixes of the tensors of keys and values in layers that take an earlier layer's. Published checkpoints have
     them.
     """
     takers = [index for index, layer in enumerate(config.layers) if _shape_of(layer).takes_keys is not None]
