@@ -27,7 +27,7 @@ class MuonState(NamedTuple):
 
 
 def orthogonal(x: jax.Array) -> jax.Array:
-    """The matrices of [..., m, n] with all singular values near 1, by Newton and Schulz in bfloat16; float32."""
+    """The matrices of [..., m, n] with singular values near 1, float32, by Newton-Schulz in bfloat16."""
     tall = x.shape[-2] > x.shape[-1]
     x = (jnp.swapaxes(x, -1, -2) if tall else x).astype(jnp.float32)
     x = (x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)).astype(jnp.bfloat16)
@@ -46,9 +46,9 @@ def orthogonal(x: jax.Array) -> jax.Array:
 def scale_by_muon(
     momentum: float, beta1: float, beta2: float, eps: float, which: Callable[..., list[bool]]
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon's direction with Nesterov momentum for the tensors that `which` marks, 0.2 sqrt(longer side) times an
-    orthogonal matrix, and Adam's for all others. Where the tensors are a list, the update needs `decayed` and
-    `embeddings`, which `which` takes too."""
+    """Muon's direction for tensors that `which` marks, 0.2 sqrt(longer side) times an orthogonal matrix, with Nesterov
+    momentum; Adam's for others. For a list of tensors, which has no names, the update needs `decayed` and `embeddings`.
+    """
 
     def init(params):
         leaves, structure = jax.tree.flatten(params)

@@ -1,12 +1,9 @@
-"""The choice of a plan: the placement of every residual by layer, the number of micro-batches (`splits`), how many
-logits exist at a time, the tokens of a tile (`tile_tokens_of`), the layers whose weights stay gathered or whole
-(`_residents`, `_with_whole_weights`), and what is on the host beside residuals (`places`, in host_room.py).
+"""The choice of the fastest plan that fits, by forecast: placements of residuals by layer, micro-batches, logits at a
+time, tiles, gathered layers, and what is on the host.
 
-`choose` takes the fastest plan that fits a budget, by forecast, and raises PlanError if none does; `smallest_plan`
-takes the one with the lowest peak. Only the plan that is taken is compiled, and the compiler's own figure is then
-compared with the budget (planner.py). Layer plans are sought as pairs, one for the first layers and one for the rest
-(`_best_pair`), among those that no other layer plan beats (`_best_layers`, `_unbeaten`), and plans that resemble failed
-ones are left out (`_related`, `_Relatives`). `tokens_of` are a micro-batch's tokens."""
+A plan is a pair of layer plans, one for the first layers, whose residuals live longest, and one for the rest. Pairs are
+formed of layer plans that no other beats in every figure. Pairs that resemble failed plans are left out.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +35,9 @@ _WORTH_MOVING, _TABLES_WORTH_MOVING = 1.01, 1.002
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
-    """The numbers of micro-batches into which the `rows` rows of a step can be divided, ascending, so that each of
-    `devices` devices has equally many rows of each micro-batch; [] if they cannot share the rows equally. The planners
-    of steps and of forward passes try plans with each of them. wanted: the number that the config sets, which is then
-    the only one and is not checked here; None: there is none."""
+    """The numbers of micro-batches, ascending, with which each of `devices` devices gets equally many rows of each
+    micro-batch. wanted: the config's number, returned alone and unchecked.
+    """
     if wanted is not None:
         return [wanted]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
@@ -57,29 +53,22 @@ def choose(
     unlike: Sequence[StepPlan] = (),
     alike_bytes: float = math.inf,
 ) -> Forecast:
-    """The forecast of the fastest plan whose predicted peak is within `budget_bytes`; of equally fast plans (to 0.1 ms)
-    one with the tables of embeddings on the device, and of these the one with the lowest peak. A plan with the
-    optimizer's states on the host must be faster than all others by 1 %, and one with the tables there by 0.2 %, unless
-    such plans alone fit. If there is room beside it, it keeps the transposed codes of frozen FP8 weights (with_codes).
+    """The forecast of the fastest plan whose predicted peak is within `budget_bytes`.
 
-    What config.memory.plan and config.micro_batches set is not changed. Plans that are searched for also respect the
-    host memory that the device may pin; that of config.memory.plan is not checked against it. `next_plan` calls it
-    for the planner and --plan; the choice of a mesh (meshes.py) and advice (fitting.py) call it as well.
+    Of equally fast plans (to 0.1 ms) one with the tables of embeddings on the device wins, then the lowest peak.
+    Optimizer states on the host must gain 1 %, tables there 0.2 %, unless only such plans fit. The plan keeps
+    transposed FP8 codes if there is room. What config.memory.plan and config.micro_batches set stays; memory.plan is
+    not checked against host memory.
 
-    Args:
-      parts: the step's costs.
-      config: the run's.
-      device: the device.
       budget_bytes: device memory; None: no limit.
-      chunk_logits: the candidates for the most logits (tokens times vocabulary size) that exist at a time in the loss.
-      resident: the least number of layers whose frozen weights are whole on each device, because they already are. It
-        has no effect on config.memory.plan.
-      unlike: plans that failed; plans that resemble them (`_related`) are left out.
-      alike_bytes: device memory, at most budget_bytes, for plans that run like one of these (`_run_alike`).
-    Raises:
-      PlanError: nothing fits, or all that fits resembles `unlike`.
-      ValueError: the host's memory is too small for the optimizer's states; or config.memory.plan is not for this
-        model.
+      chunk_logits: candidates for the most logits (tokens x vocabulary) that exist at a time in the loss.
+      resident: the least number of layers whose frozen weights are whole on each device; ignored with
+      config.memory.plan.
+      unlike: plans that failed; what resembles them (`_related`) is left out.
+      alike_bytes: device memory, at most budget_bytes, for plans that run like one of `unlike` (`_run_alike`).
+
+    Raises PlanError if nothing fits or all that fits resembles `unlike`; ValueError if the host is too small for the
+    optimizer's states or config.memory.plan is not for this model.
     """
     if device.link and parts.hosted_bytes > device.host_bytes:
         raise ValueError(
@@ -91,7 +80,7 @@ def choose(
 
     @functools.cache
     def layers_of(micro: int, tile: int | None) -> tuple[LayerPlans, LayerForecast]:
-        """The layer plans, which are the same wherever the tables and the states are."""
+        """Layer plans do not depend on the place of tables and states."""
         return _best_layers(parts, tokens_of(parts, micro), device, tile)
 
     for placed in places(parts, device):
@@ -99,7 +88,6 @@ def choose(
         found += _candidates(placed, config, beside, budget, chunk_logits, resident, unlike, layers_of, alike_bytes)
 
     def limit(plan: StepPlan) -> float:
-        """The device memory that a plan may take."""
         run = plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host
         return min(budget, alike_bytes) if any(_run_alike(one, *run) for one in unlike) else budget
 
@@ -111,7 +99,7 @@ def choose(
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
 
     def order(one: Forecast) -> tuple[float, bool, float]:
-        """What is compared: seconds, longer where something must be worth moving, the tables' place, and bytes."""
+        """(seconds, longer where a move must be worth it; tables on the host; bytes)."""
         seconds = one.step_seconds * (_WORTH_MOVING if one.plan.states_on_host else 1.0)
         seconds *= _TABLES_WORTH_MOVING if one.plan.table_on_host else 1.0
         return round(seconds, 4), one.plan.table_on_host, one.peak_bytes
@@ -131,19 +119,12 @@ def _candidates(
     layers_of: Callable[[int, int | None], tuple[LayerPlans, LayerForecast]],
     alike_bytes: float,
 ) -> list[Forecast]:
-    """The forecasts of the plans among which `choose` chooses; some may not fit.
+    """Forecasts of the plans among which `choose` chooses; some may not fit.
 
-    Args:
-      parts: the step's costs, with the tables of embeddings and the optimizer's states in one place.
-      config: the run's; what its memory.plan and micro_batches set is not changed.
-      device: the device, with the host memory that residuals may take.
-      budget: bytes of its memory, infinite if nothing limits them.
-      chunk_logits: the candidates for the most logits (tokens times vocabulary size) that exist at a time.
-      resident: the least number of layers whose frozen weights are whole on each device.
-      unlike: plans that failed. The search leaves out plans that resemble them, but only if another fits, and never a
-        plan that config.memory.plan sets; `choose` takes none of these.
-      layers_of: returns what _best_layers does, for a number of micro-batches and the tokens of a tile.
-      alike_bytes: of memory, for plans that run like one of `unlike`.
+    parts: the step's costs, with tables and states in one place.
+    device: with the host memory that residuals may take.
+    unlike: the search leaves out what resembles these, but only if something else fits, and never config.memory.plan.
+    layers_of: `_best_layers` of (micro-batches, tokens of a tile).
     """
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
     found: list[Forecast] = []
@@ -168,28 +149,24 @@ def _candidates(
 
 
 def _residents(parts: StepCost, least: int) -> list[int]:
-    """The candidates for a plan's `resident`: of how many layers each device keeps the whole frozen weights for the
-    whole run, though weights are divided over devices: `least`, half of the layers (if more), or all, ascending. Only
-    `least` if no frozen weights of layers are divided. `_candidates` seeks plans with each. parts: the step's costs."""
+    """Candidates for the number of layers whose frozen weights stay whole on each device: `least`, half (if more), all.
+    Only `least` if no frozen weights are divided.
+    """
     if not parts.frozen_layer_bytes:
         return [least]
     return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
 
 
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
-    """The forecast of the plan of `found` with as many more whole layers, each taken to be as large as the largest, as
-    the budget has room for; `found` itself if there is no room or weights are not divided over devices. The weights of
-    a whole layer stay gathered on each device, which saves exchanges. `_candidates` so extends each plan it found.
-    parts: the step's costs. budget: bytes of memory of `device`, or infinite.
+    """`found` with as many more whole layers as the budget has room for, which saves exchanges.
 
-    If all weights of the layers are trained, a whole layer keeps its gathered weights from its forward to its backward
-    (ResidualPlan.whole_weights). If some are frozen, each device has a whole layer's frozen weights whole for the whole
-    run, and no share beside them unless the caller keeps its model (ResidualPlan.resident). Gathering them anew in each
-    step would take time, and at the loss, where the most memory is in use, a device would have both its share and the
-    whole weights."""
+    If all layer weights train, a whole layer keeps its gathered weights from forward to backward
+    (ResidualPlan.whole_weights). If some are frozen, these stay whole for the run, without a share beside them
+    (ResidualPlan.resident): to gather them in each step takes time, and at the loss, the peak, a device would hold
+    share and whole.
+    """
 
     def with_(**changes: int) -> Forecast:
-        """The forecast of the plan of `found` with these fields (`changes`) of its residual plan."""
         residuals = dataclasses.replace(found.plan.residuals, **changes)
         return forecast(parts, dataclasses.replace(found.plan, residuals=residuals), device)
 
@@ -205,10 +182,10 @@ def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget
 
 
 def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
-    """The number of tokens of a tile: the MLPs of a long row may run tile by tile, so that their values exist for one
-    at a time. It is the largest number up to 16,384 that divides the row. None, for no tiles, for rows of less than
-    32,768 tokens, if only tiles below 2,048 divide the row, if no layer can run over tiles, and with an adapter's
-    dropout. Plans are tried with such tiles and without. parts: the step's costs. config: the run's."""
+    """Tokens of a tile: MLPs of a long row may run tile by tile. The largest divisor of the row up to 16,384; None (no
+    tiles) for rows below 32,768 tokens, without a divisor of at least 2,048, if no layer can be tiled, and with adapter
+    dropout.
+    """
     dropout = config.adapter is not None and config.adapter.lora_dropout > 0
     if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
         return None
@@ -221,27 +198,26 @@ _NEAR = 0.1
 
 
 def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
-    """bool[plans]: which plans for one layer are near `plan`, that is, place at most a tenth of the residuals' bytes
-    differently. If one of two near plans was too large, the forecast of the other is taken to be as wrong, so
-    `_related` and `_Relatives` ask this. placed: the plans, int[plans, known residuals], indices into PLACEMENTS.
-    parts: the step's costs."""
+    """bool[plans]: which layer plans place at most a tenth of the residuals' bytes otherwise than `plan`. If one of two
+    near plans was too large, the other's forecast is taken to be as wrong. placed: int[plans, known residuals], indices
+    into PLACEMENTS.
+    """
     sizes = np.array([parts.residuals[residual.name] for residual in parts.known])
     there = np.array([PLACEMENTS.index(plan.of(residual)) for residual in parts.known])
     return (placed != there) @ sizes <= _NEAR * sizes.sum()
 
 
 def _run_alike(plan: StepPlan, micro: int, tile: int | None, states_on_host: bool) -> bool:
-    """Whether `plan`, one that failed, has `micro` micro-batches, `tile` tokens in a tile (None: no tiles), and the
-    optimizer's states on the host or not, as `states_on_host` says, so that the forecast of a plan with these may be
-    wrong in the same way. Where tables of embeddings are changes nothing in what a step needs beside them."""
+    """Whether a failed `plan` runs with the same micro-batches, tile and place of states, so that forecasts are wrong
+    in the same way. The place of tables of embeddings does not matter.
+    """
     return (plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host) == (micro, tile, states_on_host)
 
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
-    """Whether `plan` resembles one of `others`, plans that failed: it has the same micro-batches and tile, its tables
-    of embeddings and states are in the same places, and in its first layer and in its last the placements differ in at
-    most a tenth of the residuals' bytes. `choose` takes no such plan, as its forecast may be wrong too. parts: the
-    step's costs."""
+    """Whether `plan` resembles a failed plan: it runs alike, with tables and states in the same places, and its first
+    and last layers are near (`_near`).
+    """
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
     return any(
@@ -253,13 +229,8 @@ def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> boo
 
 
 class _Relatives:
-    """A test of which pairs of layer plans resemble plans that failed, by which `_best_pair` leaves such pairs out. A
-    layer plan places the residuals of a layer; a pair is one for the first layers and one for the rest.
-
-    Args:
-      parts: the step's costs.
-      others: the plans that failed, of which the caller gives those that `_run_alike` says run alike.
-      table: the layer plans that are paired.
+    """Tells which pairs of layer plans of `table` resemble failed plans. others: failed plans that run alike
+    (`_run_alike`).
     """
 
     def __init__(self, parts: StepCost, others: Sequence[StepPlan], table: LayerPlans):
@@ -267,14 +238,10 @@ class _Relatives:
         self._near = [[_near(parts, table.placed, layer) for layer in layers] for layers in ends]
 
     def among(self, rows: slice, number: np.ndarray, count: int) -> np.ndarray:
-        """bool[rows, plans]: which pairs of layer plans resemble a failed plan. The first plan of a pair is one of the
-        plans `rows` in the table; the second can be every plan of the table.
+        """bool[rows, plans]: which pairs resemble a failed plan. The first plan of a pair is one of `rows` of the
+        table, the second any.
 
-        Args:
-          rows: the range of the first plans' indices in the table.
-          number: [rows, plans], whole numbers in any dtype: how many layers each pair has under its first plan; the
-            others are under its second.
-          count: the number of layers.
+          number: [rows, plans], how many of the `count` layers each pair has under its first plan.
         """
         found = np.zeros(number.shape, bool)
         for first, last in self._near:
@@ -285,11 +252,9 @@ class _Relatives:
 
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
-    """The forecast of the plan with the lowest predicted peak, whether it fits or not, and of plans with that peak the
-    fastest, which may have more logits at a time; it is tried last and shown if nothing fits, and advice names a card
-    that has room for it. parts: the step's costs. config: the run's, whose memory.plan and micro_batches are kept.
-    resident: the least number of layers whose frozen weights are whole on each device. Raises ValueError as `choose`
-    does."""
+    """The forecast of the plan with the lowest predicted peak, whether it fits or not; of equal peaks the fastest.
+    Raises ValueError as `choose` does.
+    """
     try:
         return choose(parts, config, device, 0.0, resident=resident)
     except PlanError as error:
@@ -311,17 +276,11 @@ def _best_pairs(
     resident: int,
     relatives: _Relatives | None = None,
 ) -> list[Forecast]:
-    """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time, for
-    `_candidates`. The other arguments are passed to _best_pair: the step's costs (`parts`), the layer plans and their
-    forecasts that _best_layers returned (`table`), the number of micro-batches, the device and its memory in bytes
-    (`budget`), tokens of a tile or None, the number of layers whose frozen weights are whole on each device
-    (`resident`), and pairs to leave out (`relatives`, or None).
+    """`_best_pair` for each number of tokens in `chunks` (ascending) whose logits exist at a time. If one does not fit,
+    it is the last.
 
     More tokens make the head faster and take more memory, and change nothing in the layers. So the best pair for fewer
-    tokens stays the best as long as it fits, and if no pair fits, none fits with more tokens.
-
-    Returns:
-      the forecasts of the pairs; if one does not fit, it is the last.
+    tokens stays the best while it fits, and if none fits, none fits with more.
     """
     found: list[Forecast] = []
     for chunk in chunks:
@@ -337,8 +296,7 @@ def _best_pairs(
 
 
 def tokens_of(parts: StepCost, micro: int) -> float:
-    """Tokens of a micro-batch on one device, padding included, if a step has `micro` micro-batches, as the forecasts of
-    layers and of the head take them; a quotient, so not always a whole number. parts: the step's costs."""
+    """Tokens of a micro-batch on one device, padding included, with `micro` micro-batches; may be a fraction."""
     return parts.rows / micro / parts.devices * parts.length
 
 
@@ -353,20 +311,13 @@ def _best_pair(
     resident: int,
     relatives: _Relatives | None = None,
 ) -> Forecast:
-    """The forecast of the fastest pair of layer plans that fits `budget`: one plan for the first layers, whose
-    residuals live longest, and one for the rest, with as few layers under the first as fit. If no pair fits, the
-    smallest. `_best_pairs` calls it.
+    """The fastest pair of layer plans that fits `budget` bytes, with as few layers under the first plan as fit; if none
+    fits, the smallest.
 
-    Args:
-      parts: the step's costs.
-      table: what _best_layers returned: the layer plans, and their forecasts.
-      micro: number of micro-batches.
-      chunk_tokens: tokens whose logits exist at a time.
-      device: the device.
-      budget: bytes of its memory.
-      tile: tokens of a tile in which MLPs run; None: they run whole.
-      resident: number of layers whose frozen weights are whole on each device.
-      relatives: pairs that are left out, unless no other fits; None: none are.
+      table: layer plans and their forecasts (`_best_layers`).
+      tile: tokens of a tile; None: MLPs run whole.
+      resident: layers whose frozen weights are whole on each device.
+      relatives: pairs to leave out, unless no other fits.
     """
     count = parts.num_layers
     plans, of = table
@@ -380,12 +331,8 @@ def _best_pair(
     budget -= parts.fixed_bytes(micro, resident) + parts.cast_bytes + parts.given_bytes * tokens_of(parts, micro)
 
     def best_of(rows: slice) -> tuple[bool, float, int, int, int]:
-        """The best pair whose first plan is one of `rows`, with as many layers under it as the last moments of the step
-        need.
-
-        Returns:
-          (whether no pair fits; its seconds, or its peak bytes if none fits; layers under the first plan; the index of
-            the first plan; that of the other)
+        """The best pair whose first plan is one of `rows`: (no pair fits; seconds, or peak bytes if none fits; layers
+        under the first plan; index of the first plan; of the other).
         """
         last_work = work + np.maximum(arriving[rows, None] - arriving[None, :], 0.0)
         over = count * kept + np.maximum(np.maximum(loss + hosted, forward + leaving), last_work) - budget
@@ -425,17 +372,8 @@ def _best_pair(
 
 
 def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
-    """The layer plans from which pairs are formed: those of `layer_plans` that no other plan beats in kept bytes, work
-    bytes of the backward, time and bytes on the host at once; of plans with equal forecasts only the first. If the
-    device has no host link, no plan offloads. The search is short because only these are paired.
-
-    Args:
-      parts: the step's costs.
-      tokens: tokens of a micro-batch on one device.
-      device: the device.
-      tile: tokens of a tile in which MLPs run; None: they run whole.
-    Returns:
-      (the plans, their forecasts as one LayerForecast of arrays)
+    """(layer plans, their forecasts) that no other beats in kept bytes, backward work bytes, time and host bytes at
+    once; of equal forecasts the first. Few remain, so pairing them is quick. No plan offloads without a host link.
     """
     plans = layer_plans(parts, device.link > 0)
     of = layer_forecasts(parts, plans.placed, tokens, device, tile)
@@ -447,9 +385,7 @@ def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast
 
 
 def _unbeaten(figures: np.ndarray) -> list[int]:
-    """Indices, ascending, of the rows of `figures` [rows, figures] that no other row beats: the Pareto front. A row
-    beats another if it is smaller in at least one figure and larger in none; the smaller a figure, the better. Equal
-    rows all stay. `_best_layers` leaves out by it the layer plans that another one beats."""
+    """Ascending indices of the Pareto front of `figures` [rows, figures]; smaller is better, and equal rows all stay."""
     left = np.lexsort(figures.T)  # a row comes after every row that beats it, and equal rows are neighbours
     columns, found = figures.T[:, left], []
     while left.size:
@@ -463,16 +399,12 @@ def _unbeaten(figures: np.ndarray) -> list[int]:
 
 
 class PlanError(ValueError):
-    """No plan fits the device. `choose` and `next_plan` raise it; Planner and --plan (shown_plan.py) raise it anew with
-    `fixes`. Its message has them and the smallest plan's three largest parts; the other arguments become attributes.
+    """No plan fits the device. The message has `fixes` and the three largest parts of the smallest plan; the other
+    arguments become attributes.
 
-    Args:
-      smallest: the forecast with the lowest peak, of the plans that were considered.
-      budget_bytes: the device memory that a step may take.
-      fixes: changes of the config with which a plan would fit, for the message.
-      compiled: True: the smallest plan was compiled or run, and was too large. False: only its forecast was too large.
-      need_bytes: bytes that the compiler says the smallest plan needs; None: memory ran out while it ran, or `compiled`
-        is False.
+      fixes: changes of the config with which a plan would fit.
+      compiled: the smallest plan was compiled or run and was too large; False: only its forecast was.
+      need_bytes: what the compiler says the smallest plan needs; None: it ran out of memory, or was not compiled.
     """
 
     def __init__(

@@ -23,8 +23,6 @@ _SHARE_THAT_MATTERS = 0.25  # of the free bytes, from which on they are said
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """Files that a run will write: `count` times `bytes` in `folder`."""
-
     what: str
     folder: Path
     bytes: float
@@ -45,13 +43,8 @@ def written_by(
 ) -> list[Written]:
     """What a run writes to its output folder at most at one time.
 
-    Args:
-      config: the run's.
-      model: its arrays may be abstract.
-      trained_bytes: of the trained weights.
-      checkpoint_bytes: of a checkpoint.
-      there: the number of checkpoints that it has already.
-      steps: of the run; None: any number.
+    there: number of checkpoints that it has already.
+    steps: of the run; None: any number.
     """
     output, wanted = Path(config.output), config.checkpoint
     found, adapted = [], has_adapter(model)
@@ -70,7 +63,9 @@ def written_by(
 
 
 def disk_lines(wanted: Sequence[Written]) -> list[str]:
-    """For each disk on which `wanted` takes much of the free room a line, and a warning where it takes more."""
+    """A line for each disk on which files take over a quarter of the free room, or a warning where they take more than
+    all.
+    """
     disks: dict[int, list[Written]] = {}
     for one in wanted:
         disks.setdefault(os.stat(_existing(one.folder)).st_dev, []).append(one)

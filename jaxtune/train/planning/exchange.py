@@ -1,5 +1,4 @@
-"""The bytes that the devices of a mesh receive from each other in a step (`Exchange`, from `exchange_of`), and what a
-quantised sync of gradients keeps and takes (`sync_bytes`), for the costs of a step (cost.py)."""
+"""Bytes that the devices of a mesh receive from each other in a step."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ SYNC_ERRORS = "errors of the gradient sync"  # a name of bytes in StepCost.fixed
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Bytes that a device receives from the other devices of its mesh, by what they are, from which the planner
-    forecasts how long collectives take: `sums` once a step, all others once in each micro-batch."""
+    """Bytes that one device receives from the others; `sums` once a step, the rest once in each micro-batch."""
 
     weights: float = 0.0  # of all layers' divided weights, gathered once; the backward may gather them again
     gradients: float = 0.0  # of the layers' trained weights that are divided over devices, in the backward
@@ -33,14 +31,15 @@ NO_EXCHANGE = Exchange()  # of a single device
 
 
 def exchange_of(trained, frozen, shape: partition.MeshShape, sync: GradientSync | None) -> Exchange:
-    """The bytes that a device receives from the other devices of a mesh of this shape, for StepCost. trained, frozen:
-    nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not. sync: how
-    gradients are exchanged; None: in float32, but those of divided weights in the weights' dtype if there are only two
-    parts (gathers.scatter)."""
+    """What one device of a mesh receives.
+
+    trained, frozen: nnx.States of the weights, trained ones in the dtypes in which they are stored.
+    sync: how gradients are exchanged; None: in float32, but divided weights' gradients in the weights' dtype if there
+    are only two parts (gathers.scatter).
+    """
     parts = shape.parts
 
     def of_layers(tree) -> float:
-        """Bytes of the weights of all layers in `tree` that are divided over devices, whole; 0 if it has no layers."""
         return partition.divided_sizes(tree["layers"], parts)[0] if "layers" in tree else 0.0
 
     received, weights = 1 - 1 / parts, of_layers(trained) + of_layers(frozen)
@@ -61,9 +60,9 @@ def exchange_of(trained, frozen, shape: partition.MeshShape, sync: GradientSync 
 
 
 def sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
-    """({name: bytes of the errors that a quantised sync of gradients keeps on a device}, if it keeps any; bytes that
-    the sync takes in the update); ({}, 0.0) if gradients are exchanged in float32. masters: the trained weights'
-    shapes. config: says how gradients are exchanged. shape: of the mesh. Both are for StepCost."""
+    """({name: bytes of the errors that a quantised gradient sync keeps on a device}, bytes that it takes in the
+    update); ({}, 0.0) if gradients are exchanged in float32. masters: shapes of the trained weights.
+    """
     sync = gradient_sync_of(config.mesh)
     kept, taken = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
     return {SYNC_ERRORS: kept} if kept else {}, taken

@@ -1,6 +1,4 @@
-"""Advice on what fits, by forecast: where no plan does, changes of the config with which one would, for the PlanError
-(`fitting_settings`); and where one does, the longest row that fits, for the report of --plan (`longest_row`, which
-`_surely_fits` makes fast)."""
+"""Advice by forecast: changes of the config with which a plan would fit, and the longest row that fits."""
 
 from __future__ import annotations
 
@@ -39,27 +37,15 @@ def fitting_settings(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> list[str]:
-    """Up to `wanted` changes of the config, each of which alone lets a plan fit by forecast; the least intrusive first.
-    Of changes that begin with the same key, only the first that fits is taken (such as the longest data.length). A
-    PlanError shows them; none is applied.
+    """Up to `wanted` changes, each of which alone lets a plan fit; least intrusive first, one for each key. If there
+    are fewer, the last entry is the memory of a card that would do ("a card of 24.0 GB").
 
-    Args:
       shape: the model's DecoderConfig.
-      config: the config for which nothing fits.
-      device: the device.
-      budget_bytes: the bytes of its memory that a step may take.
-      wanted: how many changes to look for.
-      optimizer: updates the weights; None: the one that config.optim asks for. With one of the caller's own, no change
-        of config.optim is proposed.
-      reference_runs: how many forward passes of a frozen reference model each loss has.
-    Returns:
-      changes as they are written on the command line, such as "model.load_in=nf4", some with a remark in parentheses;
-        if there are fewer than `wanted`, one more entry is the memory of a device on which the config as it is would
-        fit, such as "a card of 24.0 GB".
+      optimizer: the caller's own; then no change of config.optim is proposed.
+      reference_runs: forwards of a frozen reference in each loss.
     """
 
     def changed(section: str, **values) -> TrainConfig:
-        """The config with these values in its section `section`, such as memory."""
         return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
     options: list[tuple[str, TrainConfig]] = []
@@ -91,7 +77,6 @@ def fitting_settings(
     models: dict[tuple, Decoder] = {}
 
     def parts_of(option: TrainConfig) -> StepCost:
-        """The costs of a step with the config `option`; models with the same weights and adapters are made once."""
         key = (option.model, repr(option.adapter))
         if key not in models:
             models[key] = abstract_model(shape, option)
@@ -111,14 +96,12 @@ def fitting_settings(
 
 
 def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
-    """Whether some plan of one micro-batch fits `budget` bytes of `device` (True) or none does (False), if that can be
-    decided without a search; None if it cannot. It makes longest_row fast, which calls it if config.memory.plan is
-    not set: plans are free here. parts: the step's costs. config: the run's, of which only dropout counts.
+    """Whether a plan of one micro-batch fits; None if that needs a search.
 
-    A step fits if a plan that is the same for all layers does. It does not fit if the least bytes of layers under any
-    plans are too many. For the second test, bytes on the host get a price in bytes on the device (a Lagrange
-    multiplier): at any price, a mixture of plans that fits the host keeps at least the minimum of both combined minus
-    the price of the host's room."""
+    It fits if one layer plan for all layers does. It does not if the least bytes under any plans are too many: with a
+    price for host bytes (a Lagrange multiplier), a mixture of plans that fits the host keeps at least the minimum of
+    both bytes, less the price of the host's room.
+    """
     count, device = parts.num_layers, beside_states(parts, device)
     chunk = max(1, min(int(tokens_of(parts, 1)), CHUNK_LOGITS[-1] // parts.vocab_size))
     head, _ = head_forecast(parts, chunk, tokens_of(parts, 1), device)
@@ -141,21 +124,11 @@ def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: f
 
 
 def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
-    """The longest single row with which some plan fits by forecast, for the report of --plan alone: it limits no run.
-    The step then has one row on each device and one micro-batch; what config.memory.plan sets stays.
-
-    Args:
-      parts: the step's costs.
-      config: the run's.
-      device: the device.
-      budget_bytes: the bytes of its memory that a step may take.
-      step: the result is a multiple of this number of tokens.
-    Returns:
-      tokens of a row, less than 4,096 times `step`; 0 if no row of `step` tokens fits.
+    """Tokens of the longest row, a multiple of `step` below 4,096 x `step`, with which some plan fits, with one row on
+    each device and one micro-batch; 0 if none does.
     """
 
     def fits(length: int) -> bool:
-        """Whether some plan fits with rows of `length` tokens."""
         row = dataclasses.replace(parts, rows=parts.devices, length=length)
         one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
         if config.memory.plan is None:

@@ -1,6 +1,4 @@
-"""Forecasts: the bytes and seconds of a step under a plan, by which plans are compared. `forecast` makes the `Forecast`
-of a step, from those of its layers (layer_forecasts.py), `head_forecast`, `gathered_bytes` and `state_seconds`;
-`with_codes` has transposed codes of FP8 weights in its plan where they make a step faster (`codes_seconds`)."""
+"""Forecasts of a step's bytes and seconds under a plan."""
 
 from __future__ import annotations
 
@@ -27,8 +25,6 @@ from jaxtune.train.planning.sums_memory import in_sums
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Bytes and seconds of a step under a plan, on one device, for the choice of a plan and for reports."""
-
     plan: StepPlan  # the plan that is forecast
     parts: Mapping[str, float]  # {what: device bytes} at the moment of the peak
     step_seconds: float  # the whole step
@@ -41,19 +37,15 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> float:
-        """The predicted device bytes at a step's peak, the sum of `parts`, for the choice of a plan and reports."""
         return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """The predicted speed on all devices, padding counted as tokens, for reports and the words about a mesh."""
+        """On all devices, padding included."""
         return self.tokens / self.step_seconds
 
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
-    """The forecast of a step under `plan` on `device`, by which plans are compared, from the step's costs `parts`,
-    with the tables of embeddings and the optimizer's states where the plan has them, and the transposed codes that it
-    keeps (StepCost.placed)."""
     parts = parts.placed(plan)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     different, tile = dict.fromkeys(plan.residuals.layers), plan.residuals.tile_tokens
@@ -63,11 +55,9 @@ def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
 
 
 def with_codes(parts: StepCost, found: Forecast, device: Device) -> Forecast:
-    """The forecast of the plan of `found` that also keeps the transposed codes of frozen FP8 weights; `found` itself if
-    there are none to keep, or if a step would not be faster. `choose` takes it if it fits, and seeks no other plans
-    that keep the codes, as residuals mostly make more of the same memory (README.md). Only for Hopper, whose kernel
-    reads the codes of weights that share x where they are; elsewhere they would be joined in each step. parts: the
-    step's costs."""
+    """`found` with transposed codes of frozen FP8 weights kept, if that is faster. Hopper only: its kernel reads the
+    codes where they are; elsewhere they would be joined in each step.
+    """
     if not (parts.codes_bytes and device.hopper):
         return found
     more = forecast(parts, dataclasses.replace(found.plan, transposed_codes=True), device)
@@ -75,22 +65,21 @@ def with_codes(parts: StepCost, found: Forecast, device: Device) -> Forecast:
 
 
 def codes_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds by which a micro-batch is shorter if the transposed codes of FP8 weights are kept, for reports too; 0 if
-    the plan of `parts`, the step's costs, does not keep them. A copy of the codes is taken to move as many bytes, as
-    fast, as decoding them, as it does where it is counted (FP8.decoded_share)."""
+    """Seconds that kept transposed codes save in a micro-batch: a copy of codes takes as long as decoding them
+    (FP8.decoded_share).
+    """
     fit = product_time(device)
     return parts.transposed_codes * parts.codes_bytes * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
 def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tuple[float, float, float]:
-    """Bytes of gathered weights in a step with the costs `parts`: (at the loss, with the head's; in a layer's forward;
-    in a layer's backward, with its gradients). The loss has one layer's, the others two layers' (the next ones arrive),
-    but all have those of `whole_weights` layers, which stay gathered from forward to backward, if that is more. Frozen
-    weights of `resident` layers, whole for the whole run, do not count. All are 0 if weights are not divided."""
+    """Bytes of gathered weights (at the loss, in a layer's forward, in its backward with gradients). The loss has one
+    layer's and the head's, the others two layers' (the next ones arrive), or those of `whole_weights` layers if more.
+    `resident` layers' frozen weights do not count. 0 if undivided.
+    """
     frozen = parts.frozen_layer_bytes
 
     def of(layers: int) -> float:
-        """Bytes of the gathered weights of this number of layers."""
         return layers * (parts.whole_layer_bytes - frozen) + min(layers, parts.num_layers - resident) * frozen
 
     head = 0.0 if _all_resident(parts, resident) and not parts.head_trains else parts.whole_head_bytes
@@ -99,18 +88,13 @@ def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tu
 
 
 def _all_resident(parts: StepCost, resident: int) -> bool:
-    """Whether the number `resident` of layers whose frozen weights a plan keeps whole on each device is that of all
-    layers. The frozen embedding and head are then whole as well, and need not be gathered. parts: the step's costs."""
+    """Then the frozen embedding and head are whole, too."""
     return resident == parts.num_layers
 
 
 def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
-    """The cost of the output head and the loss, for a micro-batch of `tokens` tokens on `device` (a mean over devices,
-    so perhaps a fraction). parts: the step's costs. chunk_tokens: the number of tokens whose logits exist at a time.
-
-    Returns:
-      (device bytes that they add at the loss: a chunk's logits, what XLA keeps around them, copies of the head, and a
-        trained head's gradient; seconds of their forward and backward)
+    """(device bytes at the loss, seconds) of output head and loss for a micro-batch. tokens: a mean over devices,
+    perhaps a fraction. chunk_tokens: tokens whose logits exist at a time.
     """
     rows = max(round(tokens / parts.length), 1)
     chunk = rows * chunk_length(rows, parts.length, int(chunk_tokens))
@@ -129,27 +113,24 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
 
 
 def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
-    """(seconds, device bytes of a layer's values) of a forward of a frozen reference or teacher, for a step's forecast.
-    parts: the costs of that model: StepCost.teacher for a teacher with weights of its own, otherwise the step's costs.
-    plan: has the number of tokens whose logits exist at a time. tokens: of a micro-batch on `device`. The head needs
-    one matrix product, of the two or three that head_forecast counts. The bytes count only with StepCost.teacher."""
+    """(seconds, bytes of a layer's values) of a frozen model's forward; its head takes one of the products that
+    head_forecast counts. parts: of that model.
+    """
     layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)
     seconds = layer.forward * parts.num_layers + head[1] / (3 if parts.head_trains else 2)
     return seconds, layer.kept + layer.work_forward
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds a step to copy optimizer states on the host to `device` and back, 0 without any, for reports too. Of
-    these and the update's other work a forecast counts what takes longer."""
+    """Seconds a step to copy optimizer states from the host and back. They overlap with the update."""
     copies = parts.states.arrays * parts.states_on_host * step_time(device).copy_seconds
     return 2 * (copies + parts.hosted_bytes / (device.link or device.copy))
 
 
 def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
-    """Seconds of a step's collective operations between devices. parts: the step's costs, with the bytes. plan: the
-    StepPlan. forward, backward: seconds of all layers in a micro-batch, when collectives can run. device: has the rate.
-    Returns (seconds of all collectives, seconds in which the step waits for them), both for a step's Forecast; only
-    the second are part of its seconds."""
+    """(seconds of all collectives of a step, seconds in which it waits for them). forward, backward: of all layers in a
+    micro-batch, when collectives can run.
+    """
     of, rate, micro, fit = parts.exchange, device.peer, plan.micro_batches, step_time(device)
     resident, trained = plan.residuals.resident, of.weights - of.frozen
     divided, whole = 1 - resident / parts.num_layers, max(plan.residuals.whole_weights, 1) / parts.num_layers
@@ -164,14 +145,8 @@ def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, 
 
 
 def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
-    """The forecast of a step from those of its layers and head, for `forecast`.
-
-    Args:
-      parts: the step's costs.
-      plan: the StepPlan.
-      groups: (forecast of a layer, number of layers) of consecutive layers with the same plan, the first layers first.
-      head: (device bytes, seconds) of the head and loss, from head_forecast.
-      tokens, device: the tokens of a micro-batch on one device, and that device.
+    """The forecast of a step. groups: (forecast of a layer, number of layers) of consecutive layers with one plan.
+    head: (bytes, seconds).
     """
     head_bytes, head_seconds = head
     reference = (0.0, 0.0)

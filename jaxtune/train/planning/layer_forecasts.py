@@ -1,10 +1,6 @@
-"""Forecasts of one layer: its bytes and seconds under a plan, a `LayerForecast` (`layer_forecast`; `layer_forecasts`
-for many plans at once), of which forecasts.py makes that of a step; and the fitted numbers of both (`product_time`,
-`step_time`, `bytes_with_gaps`).
-
-Bytes of residuals (what the parts of a layer return and a plan keeps, recomputes or offloads) are exact, from shapes.
-What the compiler adds around them, and the rates, are fitted (models/fitted.py). `_remade` is about recomputed
-residuals, `_travelling` about offloaded ones on their way, `_backward_bytes` about a backward's peak."""
+"""Forecasts of one layer's bytes and seconds under many plans at once. Bytes of residuals are exact, from shapes; what
+the compiler adds, and the rates, are fitted (models/fitted.py).
+"""
 
 from __future__ import annotations
 
@@ -28,9 +24,9 @@ type Figure = Any  # a float, or an array of floats, one for each plan
 
 @dataclasses.dataclass(frozen=True)
 class LayerForecast:
-    """Bytes and seconds of one layer under a plan, for one micro-batch: means over the layers, but in `work_forward`
-    and `work` the largest kind of layer decides. Each field is a float, or, if several plans are forecast at once, an
-    array with a value for each plan. Layer plans are compared by it, and a step is forecast from it."""
+    """Bytes and seconds of one layer for one micro-batch: means over the layers, but in `work_forward` and `work` the
+    largest kind of layer. Fields are floats, or arrays with a value for each plan.
+    """
 
     kept: Figure  # bytes on the device from forward to backward
     hosted: Figure  # bytes on the host from forward to backward
@@ -44,43 +40,40 @@ class LayerForecast:
     wait: Figure  # the part of the seconds that waits for the host link
 
     def at(self, index: Any) -> LayerForecast:
-        """The forecasts of some plans, such as the best: those at `index` (as numpy indexes) of arrays of them."""
+        """The forecasts at `index` (a numpy index) of arrays of forecasts."""
         return LayerForecast(*(array[index] for array in vars(self).values()))
 
 
 def product_time(device: Device) -> ProductTime:
-    """The numbers by which seconds of matrix products on a device are predicted, as `step_time` has others."""
+    """Fitted numbers that predict seconds of matrix products on `device`."""
     return PRODUCT_TIME.of("mosaic", device.name)
 
 
 def step_time(device: Device) -> StepTime:
-    """The numbers by which a step's overheads on a device, such as seconds of kernel launches, are predicted. They were
-    fitted to measurements (models/fitted.py); a device that was not measured gets those of the first one there."""
+    """Fitted numbers that predict a step's overheads, such as kernel launches. A device that was not measured gets
+    those of the first that was.
+    """
     return STEP_TIME.of("xla", device.name)
 
 
 def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
-    """Bytes that values on their way to the host take in the memory of `device`: their own (`leaving`), and the gaps
-    that they leave in the allocator's memory. The forecast of a layer's forward counts them."""
+    """Device bytes of values on their way to the host, with the gaps that they leave in the allocator's memory."""
     return ALLOCATOR_BYTES.of("xla", device.name).leaving * leaving
 
 
 def _decode_seconds(work: Work, tokens: float, device: Device, devices: int) -> float:
-    """Seconds to decode the quantised weights of a segment's `work` once on `device`; 0 if none is quantised. Forward
-    and backward each count them once; a recomputation does too, except of segments with SegmentCost.decodes_once.
-    tokens: those of a micro-batch on `device`. devices: of the run; on several, no kernel decodes experts' weights
-    while it multiplies (grouped_matmul)."""
+    """Seconds to decode a segment's quantised weights once. tokens: of a micro-batch on one device. On several
+    `devices` no kernel decodes experts' weights while it multiplies.
+    """
     fit = product_time(device)
     numbers = work.decoded_numbers(tokens, fit.beside_rows if device.hopper and devices == 1 else math.inf)
     return numbers * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
 def _segment_seconds(work: Work, tokens: float, length: int, device: Device, devices: int) -> tuple[float, float]:
-    """Returns (seconds of the forward, seconds of the backward) of one segment, which is a part of a layer such as the
-    attention, for layer_forecasts. The backward's seconds contain no recomputation.
-
-    work: the segment's. tokens: those of a micro-batch on `device`. length: the tokens of a document. devices: of the
-    run."""
+    """(forward, backward) seconds of one segment, without recomputation. length: tokens of a document. devices: of the
+    run.
+    """
     fit, attend = product_time(device), ATTENTION_TIME.of("cudnn", device.name)
     rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy
@@ -100,9 +93,7 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device, dev
 def layer_forecast(
     parts: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
-    """The forecast of the mean layer of a step (costs `parts`) under `plan`, as floats: `layer_forecasts` of this plan
-    alone. `forecast` makes one for each different layer plan. tokens: of a micro-batch on `device`. tile_tokens: of a
-    tile in which MLPs run if `plan` recomputes all of parts.tiled; otherwise, and with None, they run whole."""
+    """The forecast of the mean layer under one plan, as floats; see `layer_forecasts`."""
     placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in parts.known]])
     return LayerForecast(*map(float, vars(layer_forecasts(parts, placed, tokens, device, tile_tokens).at(0)).values()))
 
@@ -110,15 +101,19 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """The forecasts of the mean layer under many plans: a LayerForecast of arrays [plans], in whose `work_forward` and
-    `work` the largest kind of layer decides. placed: int[plans, len(parts.known)], indices into PLACEMENTS. tokens: of
-    a micro-batch on `device`. tile_tokens: of an MLP's tile if a plan recomputes all of parts.tiled; None: no tiles."""
+    """Forecasts of the mean layer under many plans, as arrays [plans].
+
+    parts: costs of the step.
+    placed: int[plans, len(parts.known)], indices into PLACEMENTS.
+    tokens: of a micro-batch on one device.
+    tile_tokens: tokens of a tile in which MLPs run, under plans that recompute all of parts.tiled; None: no tiles.
+    """
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
 
     def segment_seconds(tiles: int) -> list[tuple[float, float]]:
-        """(forward, backward) seconds of each segment if those that need no whole rows run over `tiles` tiles."""
+        """(forward, backward) seconds of each segment if segments that need no whole rows run over `tiles` tiles."""
         seconds = []
         for segment in parts.segments:
             work = segment.work
@@ -135,28 +130,26 @@ def layer_forecasts(
     kept, offloaded, dropped, rounded = ((placed == at) @ bits for at, _ in enumerate(PLACEMENTS))
 
     def names(mask: int) -> tuple[str, ...]:
-        """The names of the residuals of a set; bit i of `mask` stands for parts.known[i]."""
+        """Names of a set of residuals; bit i of `mask` stands for parts.known[i]."""
         return tuple(residual.name for at, residual in enumerate(parts.known) if mask >> at & 1)
 
     def of_sets(masks: np.ndarray, function: Callable[[int], Any]) -> np.ndarray:
-        """function(mask) for each mask, computed once for equal ones: [plans, ...]."""
+        """function(mask) for each mask, computed once for equal masks: [plans, ...]."""
         values, where = np.unique(masks, return_inverse=True)
         return np.array([function(int(mask)) for mask in values])[where]
 
     def size(mask: int, most: float = math.inf) -> float:
-        """Bytes of the residuals of a set in a micro-batch, without those larger than `most`."""
+        """Bytes of a set in a micro-batch, without residuals larger than `most`."""
         return sum(whole[name] for name in names(mask) if whole[name] <= most)
 
     def remade(mask: int) -> tuple[float, ...]:
-        """What `_remade` returns for a set of recomputed residuals, and the number of tiles; bits of `mask` from
-        `count` up are residuals kept in FP8."""
+        """`_remade` of a set, and its number of tiles; bits from `count` up are residuals kept in FP8."""
         dropped, rounded = names(mask), names(mask >> count)
         tiles = most_tiles if set(dropped).issuperset(parts.tiled) else 1
         return *_remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], tokens, device, tiles), tiles
 
     def travelling(mask: int) -> tuple[float, float]:
-        """(forward, backward) bytes of an offloaded set that are being copied while the next layer's feed-forward
-        runs; the bit `count` of `mask` says that MLPs run over tiles."""
+        """`_travelling` of a set; bit `count` says that MLPs run over tiles."""
         seconds = seconds_of[most_tiles if mask >> count else 1]
         return _travelling(parts, names(mask), whole, size(mask & (1 << count) - 1), seconds, device)
 
@@ -190,27 +183,22 @@ def layer_forecasts(
 
 
 def _low_rank_bytes(parts: StepCost, dropped, tokens: float) -> float:
-    """Bytes of the low-rank inputs of `tokens` tokens that an average layer keeps if it recomputes the residuals whose
-    names are in `dropped`: those of the segments for which it does not recompute what they need (low_rank_with)."""
+    """Bytes of low-rank inputs that the mean layer keeps: those of segments that need none of the `dropped` residuals
+    for them.
+    """
     return tokens * sum(one.low_rank for one in parts.segments if set(dropped).isdisjoint(one.low_rank_with))
 
 
 def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens, device, tiles) -> tuple[float, ...]:
-    """Forecasts the time and the memory that an average layer needs to recompute residuals. `layer_forecasts` calls it.
+    """What recomputation takes: (seconds of the mean layer, bytes in a feed-forward's backward, in a mixer's backward,
+    at the end of the forward).
 
-    Args:
-      parts: the costs of the whole step, by segment.
-      tokens: the number of tokens of a micro-batch on one device.
-      device: the device that runs the step.
-      dropped, rounded: names of residuals that are recomputed, and of those that are kept in FP8.
-      whole: {residual: its bytes in a micro-batch, as the mean of all layers}.
-      of_kinds: for each kind of layer, {residual: its bytes in a micro-batch}.
-      seconds: (forward, backward) of each segment, a function in the chain by which a layer is computed.
-      tiles: number of tiles of a row's tokens over which segments run that need no whole rows.
-    Returns:
-      (seconds of recomputation of an average layer; bytes in the feed-forward's backward; in the mixer's backward; at
-        the end of the layer's forward). The bytes are those of temporary arrays and, in the backward, of recomputed
-        residuals, without copies from the host; each is the largest of all kinds of layers; -inf: no such backward.
+    Bytes are temporaries and, in the backward, recomputed residuals, without copies from the host; the largest of all
+    kinds of layers, -inf if there is no such backward.
+
+      dropped, rounded: residuals that are recomputed, and kept in FP8.
+      whole, of_kinds: {residual: bytes in a micro-batch} of the mean layer, and of each kind.
+      seconds: (forward, backward) of each segment.
     """
 
     def in_tiles(sizes):
@@ -242,16 +230,13 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens,
 
 
 def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, device) -> tuple[float, float]:
-    """(in the forward, in the backward) bytes that are still being copied over the host link while the feed-forward of
-    the next layer runs, and therefore take device memory there: `leaving` and `arriving` of a LayerForecast.
-    The largest offloaded residuals are copied out first and back last, while the mixer runs if its time is enough.
+    """(forward, backward) bytes still on the host link while the next layer's feed-forward runs, which take device
+    memory there. The largest offloaded residuals leave first and return last, while the mixer runs if its time is
+    enough.
 
-    Args:
-      parts, device: the step's costs, and the device.
-      offloaded: names of the residuals that are offloaded.
-      whole: {residual: its bytes in a micro-batch}.
+      whole: {residual: bytes in a micro-batch}.
       hosted: bytes of all offloaded residuals.
-      seconds: (forward, backward) of each segment, a function in the chain by which a layer is computed.
+      seconds: (forward, backward) of each segment.
     """
     travelling = [hosted, hosted]
     offloaded = sorted(offloaded, key=lambda name: whole[name], reverse=True)
@@ -271,14 +256,9 @@ def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, devic
 
 
 def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
-    """The most device bytes that a layer's backward takes for recomputed residuals and its own values, for `_remade`.
-
-    Args:
-      kind: the layer.
-      sizes: the sizes of its residuals, and which are recomputed.
-    Returns:
-      (bytes at a feed-forward's backward, bytes at a mixer's backward). A feed-forward whose scratch memory covers
-      the mixer (Scratch.covers_mixer) counts in the second, in place of the mixers before it. -inf: no such part.
+    """The most device bytes of (a feed-forward's, a mixer's) backward, for recomputed residuals and its own values;
+    -inf: no such part. A feed-forward whose scratch memory covers the mixer (Scratch.covers_mixer) counts as a mixer,
+    in place of the mixers before it.
     """
     block = kind.block
     dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
@@ -306,18 +286,14 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
 
 
 def _mixers_before(kind: LayerKind, part: str) -> list[str]:
-    """The names of all mixers before `part`, a feed-forward. At its backward `_backward_bytes` adds their waiting bytes
-    if `part` covers the mixer (Scratch.covers_mixer), and else subtracts what `_not_made_yet` says of each."""
     before = itertools.takewhile(lambda name: name != part, kind.outputs)
     return [name for name in before if name in kind.mixer_outputs]
 
 
 def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, float]) -> float:
-    """Bytes that are not in memory yet while a layer's feed-forward is differentiated, so that `_backward_bytes`
-    subtracts them there: the dropped residuals that the mixer's first segment makes.
-    They count as 0 if a middle segment of the mixer is recomputed as well: it reads them, so they come back earlier.
-    outputs: for each segment of the mixer, the names of the residuals that it makes. dropped: bytes by name of the
-    residuals that are recomputed in the backward pass."""
+    """Bytes of the dropped residuals of a mixer's first segment: they are not in memory while the feed-forward is
+    differentiated. 0 if a middle segment is recomputed, too: it reads them, so they come back earlier.
+    """
     if any(name in dropped for made in outputs[1:-1] for name in made):
         return 0.0
     return sum(dropped.get(name, 0.0) for name in outputs[0])

@@ -1,5 +1,4 @@
-"""The choice of a mesh for a run whose config names none (`mesh_of`), by what each possible mesh would need and how
-fast it would be (`choose_mesh`)."""
+"""The choice of a mesh for a run whose config names none, by forecasts of each possible mesh."""
 
 from __future__ import annotations
 
@@ -24,21 +23,16 @@ _ALIKE = 0.92
 
 
 def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -> tuple[MeshConfig, str | None]:
-    """The mesh of a run and the reason for it: what the config names, or a choice for the GPUs of the run. The
-    trainer, the loading of weights and --plan call it. All processes must call it, and the first one chooses for all.
+    """(mesh, reason in words or None) of a run: the config's, or a choice for its GPUs. Every process must call; the
+    first one chooses for all.
 
-    Args:
-      config: the run's.
-      model: a function that returns the model that trains, whose arrays may be abstract; it is called only if there is
-        a choice.
-      changes: further arguments of step_cost, such as the optimizer.
-    Returns:
-      (mesh, reason in words); the reason is None if there was no choice: the config names a mesh, there is one device,
-        or the devices are CPUs. The CPUs that JAX shows in one process are one machine, and get a mesh of one device;
-        those of several processes share the rows (data=-1).
-    Raises:
-      ValueError: the GPU is refused; the host's memory is too small for the optimizer's states; or config.memory.plan
-        is not for this model. It is no error here if no plan fits.
+      model: returns the model that trains, which may be abstract; called only if there is a choice.
+      changes: further arguments of step_cost.
+
+    Without a choice the reason is None: the config names a mesh, there is one device, or devices are CPUs. CPUs of one
+    process are one machine, hence a mesh of one device; those of several processes share the rows (data=-1). It is no
+    error if no plan fits. Raises ValueError if the GPU is refused, the host is too small for the optimizer's states or
+    config.memory.plan is not for this model.
     """
     found, here = jax.devices(), jax.local_devices()[0]
     if config.mesh is not None or len(found) == 1 or (here.platform == "cpu" and processes.count() == 1):
@@ -50,13 +44,12 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
     device = devices.find_device(here.device_kind, limit, sharing=devices.devices_here(len(found)))
 
     def cost_on(mesh: MeshConfig) -> StepCost:
-        """The costs of a step of the run on `mesh`."""
         return step_cost(what, dataclasses.replace(config, mesh=mesh), **changes)
 
     budget_bytes, on_one_host = devices.budget(config, device), len(found) // processes.hosts()
 
     def chosen() -> tuple[str, tuple[int, ...]]:
-        """(the reason, the sizes of the chosen mesh), values that processes can exchange."""
+        """Strings and numbers, which processes can exchange."""
         mesh, why = choose_mesh(cost_on, config, device, budget_bytes, len(found), on_one_host)
         return why, mesh.sizes
 
@@ -72,28 +65,18 @@ def choose_mesh(
     count: int,
     on_one_host: int | None = None,
 ) -> tuple[MeshConfig, str]:
-    """The mesh with the fastest plan by forecast, over as many of `count` devices as can share the rows of a step
-    equally, or those of a micro-batch if config.micro_batches is set. `mesh_of` calls it in the first process.
+    """(mesh, reason) with the fastest plan by forecast, over as many of `count` devices as can share the rows of a step
+    (or of a set micro-batch) equally. The reason gives the figures of other meshes and the devices left out.
 
-    Meshes that divide weights are left out for runs that cannot divide them: with optim.offload, or if the model
-    generates during the run. Of meshes whose forecasts are too close to tell apart, the one that divides weights over
-    the fewest devices is chosen. Weights are divided only within one host if any such plan fits, because dividing them
-    between hosts has not been measured. If no plan fits on any mesh, the one that needs the least memory is returned,
-    and the planner then raises an error that says what would fit.
+    Of meshes too close to tell apart, the one that divides weights over the fewest devices wins. Weights are divided
+    within one host if such a plan fits; division between hosts is unmeasured. If nothing fits, the mesh that needs
+    least is returned, and the planner then raises. Runs with optim.offload or generation do not divide weights.
 
-    Args:
-      cost_on: a function that returns the costs of a step on a mesh.
-      config: the run's.
-      device: one of the devices, which are all alike.
-      budget_bytes: its memory; None: no limit.
-      count: number of devices.
-      on_one_host: number of devices of one host; None: all are on one host.
-    Returns:
-      (mesh, reason in words); the reason also says how fast the other meshes would be or what they need, and how many
-        devices are left out.
-    Raises:
-      ValueError: the host's memory is too small for the optimizer's states; or config.memory.plan is not for this
-        model.
+      cost_on: returns the costs of a step on a mesh.
+      budget_bytes: memory of a device; None: no limit.
+      on_one_host: devices of one host; None: all.
+
+    Raises ValueError as `mesh_of` does.
     """
     rows = config.rows_per_step // (config.micro_batches or 1)
     used = next(number for number in range(count, 0, -1) if rows % number == 0)
@@ -125,11 +108,8 @@ def choose_mesh(
 
 
 def _name(mesh: MeshConfig) -> str:
-    """The sizes of the axes of `mesh` in words, such as "data=2 fsdp=4", for the reason that is printed with a chosen
-    mesh."""
     return " ".join(f"{key}={value}" for key, value in mesh.axes.items())
 
 
 def _figures(forecast: Forecast) -> str:
-    """The predicted speed (tokens/s) and memory (GB a device) of a forecast as text, for the words about a mesh."""
     return f"{forecast.tokens_per_second:,.0f} tokens/s at {forecast.peak_bytes / 1e9:.1f} GB a device"

@@ -1,6 +1,5 @@
-"""Stored plans of the packaged recipes on usual cards, which `jaxtune info --device` shows: to make them takes minutes.
-
-`python -m scripts.recipe_plans` writes the file anew.
+"""Stored plans of the packaged recipes on usual cards, as planning takes minutes; `python -m scripts.recipe_plans`
+writes them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ CARDS = (
 
 @functools.cache
 def costs(recipe: str, like: str) -> tuple[TrainConfig, StepCost, DecoderConfig]:
-    """(config, costs of a step, the model's config) of a recipe; `like`: a card whose fitted numbers count."""
+    """(config, costs of a step, the model's config). like: a card whose fitted numbers count."""
     config = load_config(recipe, [], rows_needed=False)
     with planned_for(like):
         hf = find_config(config.model.path or "")
@@ -51,12 +50,11 @@ def costs(recipe: str, like: str) -> tuple[TrainConfig, StepCost, DecoderConfig]
 
 
 def parameters_of(shape: DecoderConfig) -> int:
-    """The number of parameters of a model."""
     return parameters(nnx.state(nnx.eval_shape(lambda: Decoder(shape, jax.random.key(0), "bfloat16"))))
 
 
 def forecast(recipe: str, card: str) -> dict[str, float] | None:
-    """{"gb": peak memory, "tokens_per_second"} of a recipe on a card, by its best plan; None: it does not fit."""
+    """{"gb": peak memory, "tokens_per_second"} of a recipe's best plan on a card; None: it does not fit."""
     # Costs have fitted numbers of the cards that were measured: H100, and H200 for all others.
     config, parts, _ = costs(recipe, "H100" if card == "H100" else "")
     device = devices.find_device(card)
@@ -72,8 +70,6 @@ def forecast(recipe: str, card: str) -> dict[str, float] | None:
 
 @dataclasses.dataclass(frozen=True)
 class RecipePlan:
-    """A recipe on a card where it fits."""
-
     recipe: str
     model: str
     trains: str  # "adapter" or "all" parameters
@@ -85,7 +81,6 @@ class RecipePlan:
 
 @functools.cache
 def stored() -> dict[str, dict[str, Any]]:
-    """{recipe: {"model", "trains": "adapter" or "all", "parameters", "cards": {card: as `forecast` returns it}}}."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
@@ -95,7 +90,7 @@ def unplanned() -> list[str]:
 
 
 def on_card(card: str) -> tuple[list[RecipePlan], list[str]]:
-    """(the recipes that fit one of CARDS, by size of the model, the names of the others)."""
+    """(recipes that fit one of CARDS, largest model first; names of the others)."""
     fitting, too_large = [], []
     for recipe, facts in stored().items():
         plan = facts["cards"][card]
@@ -111,7 +106,7 @@ def on_card(card: str) -> tuple[list[RecipePlan], list[str]]:
 
 
 def choice(fitting: Sequence[RecipePlan]) -> RecipePlan:
-    """The recipe to take: of adapters' the largest model at FAST tokens/s or more, else the fastest of all."""
+    """The recipe to take: the largest adapter model at FAST tokens/s or more, else the fastest of all."""
     fast = [plan for plan in fitting if plan.tokens_per_second >= FAST and plan.trains == "adapter"]
     if fast:
         return max(fast, key=lambda plan: (plan.parameters, plan.tokens_per_second))
@@ -119,8 +114,9 @@ def choice(fitting: Sequence[RecipePlan]) -> RecipePlan:
 
 
 def nearest(card: str) -> str:
-    """The card with stored plans that is most like `card`: of those with no more memory the largest, and of these the
-    nearest in speed. Raises ValueError for a card that is not known, or smaller than all."""
+    """The card with stored plans most like `card`: the largest with no more memory, then the nearest in speed.
+    ValueError if it is unknown or smaller than all.
+    """
     devices.find_device(card)
     sheet = data_sheet(card)
     assert sheet is not None

@@ -1,7 +1,7 @@
-"""What is in the memory of a step's gradient sums before gradients are written there. A step of one micro-batch does
-not read its first sums (StepProgram._reads_sums), so XLA places other values in their memory: one value at a time in
-the memory of each tensor, if it is no larger. `sums_memory` makes a model's `SumsMemory`, and forecasts subtract what
-`in_sums` finds there under a plan."""
+"""What lies in the memory of gradient sums before gradients are written. A step of one micro-batch does not read its
+first sums (StepProgram._reads_sums), so XLA places other values in their memory: one at a time in each tensor's, if it
+is no larger. Forecasts subtract these bytes.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +26,19 @@ type _Values = list[tuple[float, float]]  # (bytes of a value, number of such va
 
 @dataclasses.dataclass(frozen=True)
 class SumsMemory:
-    """Bytes of the gradient sums of a model's trained matrices on a device. With an adapter, whose sums are small, and
-    on several devices, which exchange gradients first, nothing is taken to lie in them, and they are not listed."""
+    """Bytes of the gradient sums of trained matrices on a device. Empty with an adapter, whose sums are small, and on
+    several devices, which exchange gradients first.
+    """
 
     layers: tuple[tuple[float, ...], ...] = ()  # of each matrix of each layer
     around: tuple[float, ...] = ()  # of embedding and head, if they are in bfloat16
     head: float = 0.0  # of a head in float32: from the loss on, its gradient is added up where its sum is
 
     def bytes(self, values: _Values, layers: int, backward: bool) -> float:
-        """How many bytes of `values` XLA places in the memory of sums. The largest values are placed first.
+        """Bytes of `values` that XLA places in the memory of sums, largest values first.
 
-        Args:
-          values: the sizes of the values, and how many there are of each.
-          layers: the number of first layers whose sums have no gradients yet.
-          backward: False: at the loss and in the forward. True: in the backward of the last of these layers; the sum of
-            the head has its gradient then.
+        layers: number of first layers whose sums have no gradients yet.
+        backward: whether the backward of the last of these layers runs, when the head's sum has its gradient.
         """
         around = sorted(self.around)[: -1 if backward else None]  # the head's gradient is there in the backward
         free = np.sort([*around, *(size for layer in self.layers[:layers] for size in layer)])
@@ -51,8 +49,9 @@ class SumsMemory:
         return float(found)
 
     def copies(self, layers: int, bytes_of_all: float) -> _Values:
-        """The copies of the first `layers` layers' weights in the compute dtype, as values that may be in sums.
-        bytes_of_all: of all layers' copies (StepCost.cast_bytes); 0 if there are none."""
+        """Copies of the first `layers` layers' weights in the compute dtype, as values. bytes_of_all: of all layers'
+        copies.
+        """
         share = bytes_of_all / max(sum(map(sum, self.layers)), 1.0)
         return [(share * size, 1.0) for layer in self.layers[:layers] for size in layer] if share else []
 
@@ -61,13 +60,11 @@ NO_SUMS = SumsMemory()
 
 
 def sums_memory(model: Decoder, kept: nnx.State, config: TrainConfig, devices: int) -> SumsMemory:
-    """The memory of the gradient sums of `kept`, the State of the trained weights of `model` in the dtypes in which
-    they are stored. config: the run's. devices: the number of its mesh's devices."""
+    """The memory of the gradient sums of `kept`, the trained weights in the dtypes in which they are stored."""
     if config.adapter is not None or devices > 1:
         return NO_SUMS
 
     def sizes(tree) -> list[float]:
-        """The size in bytes of each matrix of `tree`, in the order of its leaves."""
         return [nbytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.ndim > 1]
 
     layers = tuple(tuple(sizes(layer)) for layer in kept.get("layers", {}).values())
@@ -88,26 +85,20 @@ def in_sums(
     plan: StepPlan,
     tokens: float,
 ) -> Callable[[int, bool], float]:
-    """What is in the memory of gradient sums in a step under `plan`, for its forecast.
+    """A function of (number of first layers whose backward is not done, whether the backward runs) that returns the
+    bytes in sums: kept residuals, copies of weights, and the head's gradient. Always 0 with several micro-batches,
+    which read their sums.
 
-    Args:
-      sums: the memory.
       kinds, counts: the kinds of layers, and how many layers are of each.
-      known: the residuals of all layers.
+      known: residuals of all layers.
       cast_bytes: of the copies of all layers' weights in the compute dtype.
-      plan: the plan.
       tokens: of a micro-batch on the device.
-    Returns:
-      a function of (the number of first layers whose backward is not done, whether the backward is under way) that
-        returns the bytes, in sums, of their kept residuals, of the copies of their weights and of the head's gradient:
-        0 with several micro-batches, which read their sums.
     """
     if plan.micro_batches > 1 or not sums.layers:
         return lambda layers, backward: 0.0
     each = {layer: _kept(kinds, counts, layer, known, tokens) for layer in set(plan.residuals.layers)}
 
     def found(layers: int, backward: bool) -> float:
-        """The bytes, as described above."""
         groups = collections.Counter(plan.residuals.layers[:layers])
         kept = [(size, count * number) for layer, count in groups.items() for size, number in each[layer]]
         return sums.bytes(kept + sums.copies(layers, cast_bytes), layers, backward) + sums.head
@@ -118,8 +109,9 @@ def in_sums(
 def _kept(
     kinds: Sequence[LayerKind], counts: Sequence[int], plan: LayerPlan, known: Sequence[Residual], tokens: float
 ) -> _Values:
-    """The residuals that a layer keeps on the device under `plan`, for `in_sums` (which says what the other arguments
-    are): for the mean layer, of each residual its largest size in any kind, and how many of that size a layer has."""
+    """Residuals of the mean layer on the device under `plan`: each one's largest size in any kind, and how many of that
+    size.
+    """
     found = []
     for name in plan.named("keep", known):
         sizes = [
