@@ -1,4 +1,4 @@
-"""Digests of the user's code and of values of the user's rows, by which a run that continues sees that they changed."""
+"""Digests of the user's code and rows, by which a continued run sees that they changed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 def code_digest(function: Callable) -> str | None:
-    """16 hexadecimal digits of a function's, class's or callable object's code: of its whole file if it is in a module,
-    of its own source if it is in a script or a notebook, and of its instructions if it has no source; with the
-    arguments of a functools.partial and the plain values of a closure. None for code of this package, whose version
-    is another matter."""
+    """16 hex digits of a function's, class's or callable's code: its module's whole file, or its own source in a script
+    or notebook, or its instructions; with arguments of a partial and plain values of a closure. None for this
+    package's.
+    """
     parts = _parts(function)
     return None if parts is None else hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def code_of(functions: Mapping[str, Callable]) -> dict[str, str]:
-    """{name: code_digest} of those functions that are not of this package."""
     return {name: digest for name, function in functions.items() if (digest := code_digest(function)) is not None}
 
 
 def values_crc32(values: Iterable[object]) -> int:
-    """A CRC-32 of values that rows may hold: JSON values, whatever the order of keys, and bytes, arrays and others."""
+    """CRC-32 of values of rows: JSON whatever the order of keys, bytes, arrays and others."""
     digest = 0
     for value in values:
         text = json.dumps(value, sort_keys=True, default=_described, skipkeys=False)
@@ -99,7 +98,7 @@ def _text(value: object) -> bytes:
 
 
 def _instructions(code: object) -> list[bytes]:
-    """The instructions and constants of a function, or of all functions of a class, without line numbers."""
+    """Instructions and constants of a function, or of a class's functions, without line numbers."""
     if isinstance(code, type):
         return [part for _, value in sorted(vars(code).items()) if callable(value) for part in _instructions(value)]
     compiled = getattr(code, "__code__", None)

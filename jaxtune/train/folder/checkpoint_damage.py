@@ -1,5 +1,4 @@
-"""The names of the files of a checkpoint, and the check (`find_damage`) that each still has the size and checksum that
-its manifest lists. checkpoint.py uses both."""
+"""Names of a checkpoint's files, and the check of their sizes and checksums."""
 
 from __future__ import annotations
 
@@ -15,10 +14,9 @@ FORMAT = 1
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with the checkpoint folder `path`, in words; None if every file that its manifest lists has the
-    size and checksum with which it was written. Every byte of them is read; files that are not listed are ignored. A
-    missing folder or manifest is damage too, and a manifest that cannot be read, has another FORMAT, does not list
-    meta.json, or lists a path outside the folder. `Checkpointer.restore` calls it before it uses a checkpoint."""
+    """What is wrong with a checkpoint folder, in words; None if every file of its manifest has its size and checksum.
+    Reads every byte; unlisted files are ignored.
+    """
     if not path.is_dir():
         return "there is no such checkpoint"
     try:

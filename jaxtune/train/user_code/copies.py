@@ -12,14 +12,16 @@ _TYPES = (list, dict, tuple, set, collections.deque, bytearray)
 
 
 def own_copy[T](value: T) -> T:
-    """A copy in which lists, dicts, tuples and sets are new, at any depth, also of subclasses; all other objects, such
-    as arrays and pictures, are shared. A list that occurs twice within `value`, or in itself, does so in the copy."""
+    """A copy with new lists, dicts, tuples and sets at any depth, subclasses included; arrays and other objects are
+    shared. Repeated and cyclic references stay so.
+    """
     return _copied(value, {})
 
 
 def own_copies(given: Mapping[str, object], shared: frozenset[str] = frozenset()) -> dict[str, object]:
-    """Arguments, {name: a list with an entry for each answer}, with copies for each entry, so that entries share
-    nothing. shared: names of lists whose entries are objects to be shared."""
+    """{name: list with an entry for each answer}, with copies of entries. shared: names of lists whose entries are
+    shared.
+    """
     return {
         name: (list(value) if name in shared else [own_copy(entry) for entry in value])
         if isinstance(value, list)

@@ -1,4 +1,4 @@
-"""What is said of an exception of the user's code. Of the standard library alone."""
+"""Texts about exceptions of the user's code. Standard library alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _FRAMES = 12  # of a traceback, the last ones
 
 
 class UserCodeError(ValueError):
-    """A function of the user's failed, or its result cannot be used. Its text has the function's name, the exception
-    with file and line, and the traceback."""
+    """A function of the user's failed, or its result is unusable. The text has name, exception, place and traceback."""
 
 
 class Elsewhere(UserCodeError):
@@ -65,15 +64,13 @@ def trace(error: BaseException) -> str:
 
 
 def described(what: str, error: BaseException, *lines: str) -> str:
-    """The text of a UserCodeError: "WHAT: Type: message (file, line)", further lines, and the traceback."""
+    """ "WHAT: Type: message (file, line)", further lines, and the traceback."""
     return "\n".join([f"{what}: {in_words(error)}{place(error)}", *lines, trace(error)]).rstrip()
 
 
 def is_users(file: str) -> bool:
-    """Whether a file of a traceback is neither jaxtune's nor asyncio's."""
     return not file.startswith(_OURS)
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is the standard library's, or of an installed package."""
     return file.startswith(_LIBRARIES)

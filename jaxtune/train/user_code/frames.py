@@ -1,4 +1,4 @@
-"""Messages between a run and its functions' processes: a length and as many bytes. Of the standard library alone."""
+"""Messages to functions' processes: a length and as many bytes. Standard library alone."""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ _limits: list[_Limit] = []  # of the main thread
 
 @contextlib.contextmanager
 def limit(seconds: float | None) -> Iterator[None]:
-    """Raises Over within it after that time, where Python code runs or waits. C code that keeps Python's lock is not
-    interrupted, nor, in another thread than the main one, any wait."""
+    """Raises Over within it after that time, where Python code runs or waits. C code that keeps the GIL is not
+    interrupted, nor any wait outside the main thread.
+    """
     if seconds is None:
         yield
         return

@@ -12,13 +12,8 @@ from jaxtune.train.user_code.modules import module_of
 
 
 def load_from_file(name: str, key: str) -> Callable:
-    """The function or class that a recipe names as `file.py:name`, of the file's one module.
-
-    Args:
-      name: a relative path is of the current folder, as the recipe's others are.
-      key: the config key that has the name, for errors.
-    Raises:
-      ConfigError: the name has another form, there is no such file or function, or the file does not run.
+    """The function or class that a recipe names as `file.py:name`; a relative path is of the current folder. key: the
+    config key, for errors. ConfigError if the form, file or function is wrong, or the file does not run.
     """
     path, separator, wanted = name.rpartition(":")
     if not separator:

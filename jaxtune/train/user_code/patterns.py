@@ -1,5 +1,6 @@
-"""Regular expressions that come from data, in a process that is killed at a limit: some backtrack without end on some
-texts, and nothing in their process can stop them. Of the standard library alone, as the process imports it."""
+"""Regular expressions from data, in a process that is killed at a limit, as some backtrack without end. Standard
+library alone.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ _MEMORY_BYTES = 1 << 30
 
 
 def searched(patterns: Sequence[str], texts: Sequence[str]) -> list[bool]:
-    """Whether each pattern is found in its text. ValueError: one is no regular expression, or the search takes longer
-    than LIMIT_SECONDS or 1 GiB."""
+    """Whether each pattern is found in its text. ValueError for no regular expression, or beyond LIMIT_SECONDS or 1
+    GiB.
+    """
     from jaxtune.train.user_code.processes import process_of
 
     sent = pickle.dumps(dict(patterns=list(patterns), texts=list(texts)))

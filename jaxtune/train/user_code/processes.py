@@ -1,4 +1,4 @@
-"""Functions in processes of their own, which can be ended at any time, whatever their code does."""
+"""Functions in processes that can be ended at any time, whatever their code does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _processes: dict[str, Process] = {}  # by what the functions share: their file, 
 
 
 class Process:
-    """A process that runs functions, one call at a time. It starts when it is needed, also after it was ended."""
+    """Runs functions, one call at a time; starts when needed, also after its end."""
 
     def __init__(self) -> None:
         self._popen: subprocess.Popen | None = None
@@ -40,19 +40,16 @@ class Process:
 
     @property
     def number(self) -> int | None:
-        """Its process id; None if it does not run."""
+        """Process id; None if it does not run."""
         return None if self._popen is None or self._popen.poll() is not None else self._popen.pid
 
     def ask(
         self, reference: bytes, given: bytes | None, name: str, seconds: float | None = None, looks: bool = True
     ) -> bytes:
-        """The pickled result of a call, or b"" for `given` None, which only loads the function. An exception of any
-        kind, such as a signal's or of a limit, ends the process. looks: False where a signal or a limit may interrupt
-        the caller, so that neither interrupts what a look does, such as a save.
+        """The pickled result of a call; b"" for `given` None, which only loads. Any exception, such as a signal's, ends
+        the process. looks: False where nothing may interrupt the caller.
 
-        Raises:
-          Elsewhere: what the function raised, or how its process ended.
-          TimeoutError: there is no result after `seconds`.
+        Raises Elsewhere (what the function raised, or how the process ended), TimeoutError after `seconds`.
         """
         if self.number is None:
             self._start()
@@ -73,7 +70,7 @@ class Process:
         return value
 
     def end(self) -> None:
-        """Kills the process, and those that it started."""
+        """Kills the process and its children."""
         popen, connection, self._popen, self._connection = self._popen, self._connection, None, None
         if popen is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -107,24 +104,17 @@ class Process:
 
 
 def process_of(shared: str) -> Process:
-    """The process of the functions of one file or module."""
     return _processes.setdefault(shared, Process())
 
 
 def end_all() -> None:
-    """Ends all processes; a later call starts them again."""
     for process in _processes.values():
         process.end()
 
 
 class Isolated:
-    """A function that is called in a process without devices, whose own code may be killed.
-
-    Args:
-      function: a function of a file, or one that pickle stores by its module and name.
-      key: the config key that asks for the process, for errors.
-    Raises:
-      UserCodeError: another process cannot find it: a lambda, a function within another, or of the script itself.
+    """A function in a process without devices that may be killed. key: the config key, for errors. UserCodeError if
+    another process cannot find it: a lambda, a nested function, or the script's.
     """
 
     def __init__(self, function: Callable, key: str):
@@ -144,11 +134,8 @@ class Isolated:
         return self.within(None, given)
 
     def within(self, seconds: float | None, given: Mapping[str, object]) -> object:
-        """Calls it with keyword arguments; a limit does not count the time to load its file.
-
-        Raises:
-          UserCodeError: it raised an exception, or the arguments or the result cannot be sent.
-          TimeoutError: it took longer than `seconds`, and its process was ended.
+        """Calls it; the limit excludes loading its file. UserCodeError if it raised, or arguments or result cannot be
+        sent; TimeoutError at the limit, which ends the process.
         """
         self._process.ask(self._reference, None, self._name)
         logs = {name: value for name, value in given.items() if name in LOGS and callable(value)}
@@ -174,7 +161,7 @@ class Isolated:
             ) from None
 
     def _sendable(self, given: Mapping[str, object]) -> bytes:
-        """The pickled arguments, without those that cannot be pickled and that the function does not name."""
+        """Pickled arguments, without unpicklable ones that the function does not name."""
         with contextlib.suppress(Exception):
             return pickle.dumps(dict(given))
         sent = {}
