@@ -1,6 +1,4 @@
-"""Loads the model, the adapter and the tokenizer that a config asks for. `loading` loads the weights in a thread while
-rows are read and programs compiled; the train command uses it. `load_model` waits for them; `jaxtune evaluate` and
-`jaxtune sensitivity` use it. `adapted` gives a loaded model its head and adapter."""
+"""Loads the model, adapter and tokenizer that a config asks for."""
 
 from __future__ import annotations
 
@@ -31,37 +29,28 @@ from jaxtune.train.planning.meshes import mesh_of
 
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
-    """Loads what a config asks for, the model with its adapter (and the teacher of a distillation, as `loading` does)
-    and the tokenizer: (model with its arrays, tokenizer). It waits until the weights are loaded. `jaxtune evaluate` and
-    `jaxtune sensitivity` call it; a run uses `loading`, and the other commands load models by other means. Raises
-    ValueError as `loading` does, and if the weights or the adapter cannot be loaded."""
+    """(model with its arrays, tokenizer), waiting for the weights. ValueError as `loading`, or if weights or adapter
+    cannot be loaded.
+    """
     with loading(config, trains=False) as (weights, tokenizer, model):
         return model if weights is None else weights.result(), tokenizer
 
 
 @contextlib.contextmanager
 def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
-    """A context that loads the model with its adapter, and the tokenizer, that a config asks for. It gives (weights,
-    tokenizer, model). The train command uses it, also for --check and --plan, and so does `load_model`. In a
-    distillation the teacher that the config names is attached to the model, unless its log-probabilities are stored
-    before the run, or it is the model itself with its adapter off.
+    """A context of (weights, tokenizer, model), with a distillation's teacher attached unless its values are stored or
+    it is the model itself.
 
-    Usually a thread loads the weights while the caller tokenises rows and compiles programs: `weights` is the future of
-    the model, and `model` has jax.ShapeDtypeStruct in place of its arrays.
-    In three cases `weights` is None, and `model` has its arrays: the model is made from a config with random weights;
-    its adapter comes from a file; its checkpoint or its teacher's stores quantised weights, whose shapes only its bytes
-    show. The tables of embeddings that a plan may have on the host are left there (left_on_host), unless no step is
-    made (trains=False), because only plans of steps have them there.
+    Usually a thread loads: `weights` is a future, and `model` has shapes. `weights` is None and `model` has arrays for
+    random weights, an adapter from a file, and checkpoints of quantised weights (the teacher's, too), whose shapes only
+    their bytes show. With `trains`, tables of embeddings that a plan may have on the host are left there.
 
-    Leaving the context cancels the loading that is in progress. Raises ValueError on entering if there is no tokenizer,
-    if the teacher's gives a token another id, or if a checkpoint cannot be opened or, in these three cases, loaded;
-    errors of the thread are raised by `weights.result()`.
+    Leaving the context cancels loading. ValueError without a tokenizer, if the teacher's gives a token another id, or
+    if a checkpoint cannot be opened; errors of the thread come from `weights.result()`.
     """
     wanted, teacher = config.model, open_teacher(config)
 
     def tokenizer(folder: Path | None) -> Any:
-        """The run's tokenizer, that of the model's folder `folder` unless model.tokenizer names another. Raises
-        ValueError if there is none, or the teacher's differs from it."""
         made = _tokenizer(config, folder)
         require_same_tokens(made, teacher)
         return made
@@ -82,8 +71,6 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     cancelled = threading.Event()
 
     def load() -> Decoder:
-        """Loads and returns the model with its weights, its adapter and its teacher; it runs in the thread, or at once
-        if the shapes are not known without it."""
         stay = left_on_host(config, pretrained.config.tie_embeddings) if trains and mesh is None else []
         model = adapted(pretrained.load(cancelled, mesh, stay), config)
         return with_teacher(model, load_teacher(teacher, cancelled, mesh))
@@ -105,8 +92,7 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
 
 
 def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
-    """The tokenizer in the folder config.model.tokenizer, or, if that is not set, in the model's folder `folder` (None
-    for a model that is made from a config). `loading` asks for it. Raises ValueError if there is none."""
+    """model.tokenizer's, or the one in the model's `folder`."""
     wanted = config.model
     if wanted.tokenizer is not None:
         tokenizer = load_tokenizer(Path(wanted.tokenizer).expanduser())
@@ -120,10 +106,9 @@ def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
 
 
 def adapted(model: Decoder, config: TrainConfig) -> Decoder:
-    """Returns the loaded `model` as `config` asks for a run: with matrix products in FP8 (model.compute), a new head if
-    the objective needs one of another kind, and the adapter from adapter.path or a new one. `loading` calls it. It
-    shares the arrays of `model` (but not a head that is replaced), which is returned itself if nothing of this is asked
-    for. Raises ValueError if the model cannot be changed so."""
+    """The loaded model as a run needs it: FP8 products, the objective's head, adapter. Shares its arrays; itself if
+    nothing changes. ValueError if it cannot be changed so.
+    """
     if config.model.compute == "fp8":
         model = compute_in_fp8(model)
     model = with_head(model, objective_of(config).head, config.seed)

@@ -59,13 +59,13 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 class Checkpointer:
-    """Saves and restores the checkpoints of one run, as a context that holds the folder's lock. All count as proven but
-    the last saved (with proven=False) or restored, until `confirm`; `reject` removes it.
+    """Saves and restores the checkpoints of one run; a context that holds the folder's lock. All count as proven but
+    the last saved (proven=False) or restored, until `confirm`; `reject` removes it.
 
       keep: newest proven checkpoints that stay, at least 1.
 
-    `best`: steps of ever better evaluations; the newest proven of them stays, too. ValueError if the folder cannot be
-    written or another run uses it.
+    `best`: steps of ever better evaluations, of which the newest proven one stays. ValueError if the folder is not
+    writable or in use.
     """
 
     def __init__(self, folder: str | os.PathLike, keep: int = 2):
@@ -99,14 +99,14 @@ class Checkpointer:
     # ---- writing
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any], proven: bool = True) -> None:
-        """Starts a save, written by a thread; returns once arrays are on the host, so that they may be donated. First
-        waits for the last save and raises its error. Older checkpoints go when it is complete.
+        """Starts a save, which a thread finishes; returns once arrays are on the host and may be donated. First waits
+        for the last save and raises its error.
 
           state: pytree of jax.Array (any sharding, PRNG keys too) or numpy arrays.
-          meta: JSON values, which `restore` returns.
-          proven: False: no older checkpoint is removed for it until `confirm` or the next save.
+          meta: JSON values.
+          proven: False: until `confirm` or the next save no older checkpoint goes.
 
-        CheckpointError without room, or if a leaf or `meta` cannot be stored; no file stays.
+        CheckpointError without room or if something cannot be stored; no file stays.
         """
         self.wait()
         arrays, described = _describe(state)
@@ -138,7 +138,7 @@ class Checkpointer:
         self._thread.start()
 
     def lacks_room(self, state: object, record_bytes: int = 0) -> str | None:
-        """What a checkpoint of `state` (arrays or shapes) needs and the disk has, if that is too little; else None."""
+        """What a checkpoint of `state` (arrays or shapes) needs and the disk has, if that is too little."""
         need_bytes, free_bytes = checkpoint_bytes(state) + record_bytes, shutil.disk_usage(self.folder).free
         if free_bytes >= need_bytes:
             return None
@@ -148,7 +148,7 @@ class Checkpointer:
         )
 
     def unlock(self) -> None:
-        """Gives the folder to other runs, for a process that ends without `close`."""
+        """For a process that ends without `close`."""
         if self._lock is not None:
             self._lock.release()
 
@@ -162,17 +162,15 @@ class Checkpointer:
             raise error
 
     def confirm(self) -> None:
-        """The last saved or restored state is good: older checkpoints go. Nothing happens while that save is in
-        progress, so call it after every good step.
+        """The last state is good: older checkpoints go. Call it after every good step; nothing happens while that save
+        is in progress.
         """
         if self._unproven is not None and (self._thread is None or not self._thread.is_alive()):
             newest, self._unproven = self._unproven, None
             self._purge(newest)
 
     def reject(self) -> None:
-        """Removes the last saved or restored checkpoint, if it is unproven and another undamaged one exists. Waits and
-        raises as `wait`.
-        """
+        """Removes the last checkpoint, if it is unproven and another undamaged one exists. Waits and raises as `wait`."""
         self.wait()
         others = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
         if self._unproven in self.steps() and others:
@@ -193,9 +191,7 @@ class Checkpointer:
                 self._lock.release()
 
     def _finish(self, step: int, temporary: Path, record_text: str) -> None:
-        """The thread of a save: metadata, manifest and the final name, once arrays are written. Errors are kept for
-        `wait`.
-        """
+        """A save's thread: metadata, manifest, final name. Errors are kept for `wait`."""
         try:
             self._orbax.wait_until_finished()  # in the first process this waits until all have written
             if not processes.first():
@@ -230,8 +226,8 @@ class Checkpointer:
         self._error.__cause__ = error
 
     def _purge(self, newest: int) -> None:
-        """Keeps, up to step `newest`, the last `keep` proven undamaged checkpoints, the best and an unproven one. Later
-        ones go: the run repeats their steps.
+        """Keeps, up to `newest`, the last `keep` proven undamaged checkpoints, the best and an unproven one. Later ones
+        go, too: the run repeats their steps.
         """
         self._damaged.discard(newest)
         steps = self.steps()
@@ -259,7 +255,7 @@ class Checkpointer:
             logger.warning("old checkpoint %s could not be removed: %s", path, error)
 
     def _remove_leftovers(self) -> None:
-        """Removes a dead process's incomplete saves; a checkpoint that it was replacing gets its name back."""
+        """A checkpoint that a dead process was replacing gets its name back."""
         for path in self.folder.iterdir():
             try:
                 if path.name.startswith(".old_step_") and not (final := self.folder / path.name[5:]).exists():
@@ -279,13 +275,13 @@ class Checkpointer:
         check: Callable[[dict[str, Any]], None] | None = None,
         partial: bool = False,
     ) -> tuple[int, Any, dict[str, Any]]:
-        """Reads (step, state, meta); the step is unproven until `confirm`. Collective.
+        """(step, state, meta); unproven until `confirm`. Collective.
 
-          step: None: the newest intact one; damaged ones are logged and skipped. A given step is never replaced.
-          like: pytree of arrays or jax.ShapeDtypeStruct with wanted shapes, dtypes and shardings; without a sharding a
-          leaf is uncommitted, a numpy leaf numpy. None: nested dicts of numpy arrays.
+          step: None: the newest intact one; damaged ones are logged. A given step is never replaced.
+          like: pytree of arrays or jax.ShapeDtypeStruct; without a sharding a leaf is uncommitted, a numpy leaf numpy.
+          None: nested dicts of numpy arrays.
           check: gets meta before arrays are read; may raise, or fill in `like`.
-          partial: `like` has only some arrays; only these are read.
+          partial: `like` has only some arrays.
 
         CheckpointError if none is intact, `like` does not fit, or the last save failed.
         """
@@ -298,7 +294,7 @@ class Checkpointer:
         return found, *_read(path, like, partial)
 
     def _intact(self, step: int | None) -> int:
-        """The newest intact step, or `step`. Damaged checkpoints are logged and go at the next save or `confirm`."""
+        """The newest intact step, or `step`; damaged ones are logged."""
         damaged: list[str] = []
         if not (candidates := self.steps()[::-1] if step is None else [step]):
             raise CheckpointError(f"there is no checkpoint in {self.folder}")

@@ -28,23 +28,20 @@ type StateName = Literal["running", "finished", "stopped", "failed", "killed", "
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """How a run stands. "stopped" (by a signal or the user) can be continued; "failed" ended with an error; of a
-    "killed" one the process is gone without a word.
+    """How a run stands. "stopped" can be continued; "failed" ended with an error; of a "killed" one the process is gone
+    without a word.
     """
 
     name: StateName
     why: str = ""
-    """The error's message, what stopped the run, or a sentence about a killed one."""
+    """The error, what stopped it, or a sentence about a killed one."""
     total_steps: int | None = None
-    """None if the folder does not say."""
 
 
 @contextlib.contextmanager
 def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseException], ...]) -> Iterator[None]:
-    """A context around a run: state.json says that it is running, and at the end how it ended. Exceptions pass on.
-
-    stops: exceptions after which the run can be continued, as KeyboardInterrupt and SystemExit; others mean that it
-    failed.
+    """A context around a run, which state.json tells of. stops: exceptions after which it can be continued, as after
+    KeyboardInterrupt and SystemExit; others mean that it failed.
     """
     write_state(folder, "running", "", total_steps)
     try:
@@ -68,8 +65,8 @@ def write_state(folder: Path, name: StateName, why: str, total_steps: int) -> No
 
 
 def read_state(folder: Path) -> RunState:
-    """The state in `folder`; nothing is raised for bad files. "killed": it says "running", and by the lock's file its
-    process is gone. A process of another machine cannot be asked and is taken to live.
+    """The state in `folder`; bad files raise nothing. "killed": it says "running", and its process is gone by the
+    lock's file. Another machine's process is taken to live.
     """
     try:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
@@ -85,8 +82,8 @@ def read_state(folder: Path) -> RunState:
 
 
 def _lives(lock: Path) -> bool:
-    """Whether the lock's process lives; True for another machine's. Another boot or start time means another process
-    with the same pid. The lock itself is not tried: a run that starts at that moment would find its folder in use.
+    """Another boot or start time means another process with the same pid. The lock is not tried: a run that starts just
+    then would find its folder in use.
     """
     try:
         owner = json.loads(lock.read_text(encoding="utf-8"))

@@ -1,6 +1,5 @@
-"""When a run's state is saved: as the config's section `checkpoint` says, after a signal, before an error ends the run,
-and for callbacks, but never while updates are skipped. A save that fails between two steps is reported and tried again
-when the next is due.
+"""When a run's state is saved: as `checkpoint` of the config says, after a signal, before an error ends the run, and
+for callbacks, but never while updates are skipped. A failed save is reported and tried again when the next is due.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _OTHERS_SECONDS = 60.0  # that a process which fails waits for the others to sav
 
 @dataclasses.dataclass
 class SavePolicy:
-    """Says when a save is due: after steps, after minutes, or after either. Times are of any monotonic clock; minutes
-    count from the first `should_save`, then from each save.
+    """Says when a save is due, after steps or minutes. Times are of any monotonic clock; minutes count from the first
+    `should_save`, then from each save.
     """
 
     every_steps: float | None = None  # whole steps between saves; None or 0: not by steps
@@ -69,16 +68,15 @@ class SavePolicy:
 
 
 class Saver:
-    """Saves the state of one run; all processes save at the same steps.
-
-    A saved state is proven once a later update was made, or at the end if its numbers are finite; until then earlier
-    checkpoints stay (Checkpointer.confirm). Nothing is saved while updates are skipped, as the weights may be ruined.
+    """Saves the state of one run; all processes save at the same steps. A state is proven once a later update was made,
+    or at the end if its numbers are finite; until then earlier checkpoints stay. Nothing is saved while updates are
+    skipped, as the weights may be ruined.
 
       start: steps done when the process starts.
-      meta: steps done -> what the checkpoint stores with the arrays.
+      meta: steps done -> what the checkpoint stores.
 
-    `enabled`: the config asks for saves after steps or minutes; only then the last state is saved, too. `saved`: steps
-    done in the last saved state. `failed`: why the last save failed, until one succeeds.
+    `enabled`: the config asks for saves by steps or minutes; only then the last state is saved, too. `saved`: steps
+    done in the last saved state. `failed`: why the last save failed.
     """
 
     def __init__(
@@ -102,8 +100,8 @@ class Saver:
         self._looked = time.monotonic()  # at the disk
 
     def after_step(self, done: int, state: TrainState, last: bool) -> None:
-        """After each step: saves if due, and raises after a signal. After the last step it does neither, as final save,
-        evaluation and `poll` follow. An update since the last save proves that checkpoint. Raises as `poll`.
+        """Saves if due, and raises after a signal; after the last step neither, as final save, evaluation and `poll`
+        follow. An update since the last save proves that checkpoint. Raises as `poll`.
         """
         if self.monitor.applied > self.saved:
             self.checkpointer.confirm()
@@ -112,8 +110,8 @@ class Saver:
             self.poll(done, state)
 
     def poll(self, done: int, state: TrainState) -> None:
-        """Saves if due; after a signal saves, waits for the files and raises TrainingInterrupted. Whenever the state is
-        complete. Collective. Raises as `save`, too.
+        """Saves if due; after a signal saves, waits for the files and raises TrainingInterrupted. For whenever the
+        state is complete. Collective. Raises as `save`, too.
         """
         due = self._due or self.policy.time_is_up(time.monotonic())
         self._follow(*processes.agree(self._signal(), due), done, state)
@@ -136,8 +134,8 @@ class Saver:
     @contextlib.contextmanager
     def listening(self, done: int, state: TrainState) -> Iterator[None]:
         """A context of waits and user's code, while `state` is whole: a signal saves and raises TrainingInterrupted,
-        time saves, a disk that is too full is reported, an exception ends the run after a save. With several processes
-        none acts alone in it; `result` makes them agree.
+        time saves, a full disk is reported, an exception ends the run after a save. Several processes do not act in it;
+        `result` makes them agree.
         """
         alone = processes.count() == 1
         saying = f"saving step {done}, then leaving" if done else "leaving, as no step is done"
@@ -259,9 +257,8 @@ class Saver:
         self.save(done, state)
 
     def save(self, done: int, state: TrainState) -> None:
-        """Saves `state` unless it is saved already or updates are being skipped (a due save follows later), and calls
-        Callback.saved, before the files are complete. A failure is reported, and the next save tries again. May raise
-        TrainingStopped.
+        """Saves `state`, unless it is saved or updates are being skipped (then later), and calls Callback.saved before
+        the files are complete. A failure is reported, and the next save tries again. May raise TrainingStopped.
         """
         try:
             self._save(done, state)
@@ -314,8 +311,8 @@ class Saver:
             self._tell(error)
 
     def evaluated(self, done: int, state: TrainState, values: Mapping[str, float]) -> None:
-        """Saves `state` if checkpoint.best names a metric that is the best so far; not at step 0 or while updates are
-        skipped. ConfigError if `values` lack the metric; else as `save`.
+        """Saves `state` if checkpoint.best's metric is the best so far; not at step 0 or while updates are skipped.
+        ConfigError if `values` lack it; else as `save`.
         """
 
         def save() -> bool:
@@ -326,8 +323,8 @@ class Saver:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """A context around all steps. If a guard ends the run and all updates since the last checkpoint were skipped,
-        that one is removed if there is an older one.
+        """A context around all steps: if a guard ends the run and all updates since the last checkpoint were skipped,
+        it goes if there is an older one.
         """
         try:
             yield
@@ -337,9 +334,7 @@ class Saver:
             raise
 
     def finish(self, good: bool) -> None:
-        """Waits for the last save; `failed` says if it failed. good: the last numbers are finite, so checkpoints beyond
-        checkpoint.keep go.
-        """
+        """Waits for the last save. good: the last numbers are finite, so checkpoints beyond checkpoint.keep go."""
         if self.enabled or self.saved:
             with self.monitor.pause("save", self.saved):
                 self._await_save()

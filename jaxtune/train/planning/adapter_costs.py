@@ -1,6 +1,4 @@
-"""Memory of adapters in a step beside their parameters, gradients and optimizer states: copies of experts' adapters,
-low-rank inputs, masked inputs of dropout.
-"""
+"""Memory of adapters in a step beside parameters, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -21,17 +19,15 @@ def experts_adapters(layers: Sequence[Block], dtype) -> float:
 
 
 def low_rank_bytes(layer: Block, segment: tuple[str, tuple[str, ...]], dtype) -> float:
-    """Bytes per token of the low-rank inputs that a layer keeps for a segment (name, outputs), if the plan does not
-    recompute what they need. 0 if the layer has no such segment. dtype: the compute dtype.
+    """Bytes per token of the low-rank inputs that a layer keeps for a segment (name, outputs), unless the plan
+    recomputes what they need. dtype: the compute dtype.
     """
     kept = with_low_rank_kept(layer.segments(), ())
     return sum(_low_rank_bytes(layer, s, dtype) for s in kept if (s.name, s.outputs) == segment)
 
 
 def _low_rank_bytes(layer: Block, segment: Segment, dtype) -> float:
-    """One number for each rank of each adapter and, with experts, each of the token's experts. None under
-    quantisation-aware training.
-    """
+    """One number for each rank, for experts times the token's experts; none under quantisation-aware training."""
     matrices = [matrix_of(layer, name) for name in segment.matrices]
     adapted = [matrix for matrix in matrices if matrix.lora is not None and matrix.fake_quant is None]
     each = [(matrix.low_rank_bytes(dtype.itemsize), matrix.num_experts) for matrix in adapted]
@@ -39,7 +35,7 @@ def _low_rank_bytes(layer: Block, segment: Segment, dtype) -> float:
 
 
 def masked_sizes(model: Decoder) -> list[int]:
-    """Input features of each adapter that has dropout. One masked input and its mask exist at a time, so the largest
+    """Input features of each adapter with dropout. One masked input and its mask exist at a time, so the largest
     counts.
     """
     return [m.sizes[1] for layer in model.layers for *_, m in layer.matrices() if m.lora is not None and m.lora.rate]

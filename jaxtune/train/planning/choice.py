@@ -1,8 +1,6 @@
-"""The choice of the fastest plan that fits, by forecast: placements of residuals by layer, micro-batches, logits at a
-time, tiles, gathered layers, and what is on the host.
-
-A plan is a pair of layer plans, one for the first layers, whose residuals live longest, and one for the rest. Pairs are
-formed of layer plans that no other beats in every figure. Pairs that resemble failed plans are left out.
+"""The choice of the fastest plan that fits, by forecast. A plan is a pair of layer plans, one for the first layers,
+whose residuals live longest, and one for the rest. Pairs are formed of layer plans that no other beats in every figure,
+without those that resemble failed plans.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ _WORTH_MOVING, _TABLES_WORTH_MOVING = 1.01, 1.002
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
-    """The numbers of micro-batches, ascending, with which each of `devices` devices gets equally many rows of each
-    micro-batch. wanted: the config's number, returned alone and unchecked.
+    """Numbers of micro-batches, ascending, with which devices share the rows equally. wanted: the config's number,
+    returned alone and unchecked.
     """
     if wanted is not None:
         return [wanted]
@@ -55,20 +53,18 @@ def choose(
 ) -> Forecast:
     """The forecast of the fastest plan whose predicted peak is within `budget_bytes`.
 
-    Of equally fast plans (to 0.1 ms) one with the tables of embeddings on the device wins, then the lowest peak.
-    Optimizer states on the host must gain 1 %, tables there 0.2 %, unless only such plans fit. The plan keeps
-    transposed FP8 codes if there is room. What config.memory.plan and config.micro_batches set stays; memory.plan is
-    not checked against host memory.
+    Of equally fast plans (to 0.1 ms) tables of embeddings on the device win, then the lowest peak. Optimizer states on
+    the host must gain 1 %, tables there 0.2 %, unless only such plans fit. config.memory.plan and micro_batches stay;
+    memory.plan is not checked against host memory.
 
-      budget_bytes: device memory; None: no limit.
-      chunk_logits: candidates for the most logits (tokens x vocabulary) that exist at a time in the loss.
-      resident: the least number of layers whose frozen weights are whole on each device; ignored with
-      config.memory.plan.
-      unlike: plans that failed; what resembles them (`_related`) is left out.
-      alike_bytes: device memory, at most budget_bytes, for plans that run like one of `unlike` (`_run_alike`).
+      budget_bytes: None: no limit.
+      chunk_logits: candidates for the most logits (tokens x vocabulary) at a time in the loss.
+      resident: least number of layers whose frozen weights are whole on each device; ignored with config.memory.plan.
+      unlike: failed plans; what resembles them (`_related`) is left out.
+      alike_bytes: device memory for plans that run like these (`_run_alike`), at most budget_bytes.
 
-    Raises PlanError if nothing fits or all that fits resembles `unlike`; ValueError if the host is too small for the
-    optimizer's states or config.memory.plan is not for this model.
+    PlanError if nothing else fits; ValueError if the host is too small for optimizer states or config.memory.plan is
+    not for this model.
     """
     if device.link and parts.hosted_bytes > device.host_bytes:
         raise ValueError(
@@ -99,7 +95,6 @@ def choose(
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
 
     def order(one: Forecast) -> tuple[float, bool, float]:
-        """(seconds, longer where a move must be worth it; tables on the host; bytes)."""
         seconds = one.step_seconds * (_WORTH_MOVING if one.plan.states_on_host else 1.0)
         seconds *= _TABLES_WORTH_MOVING if one.plan.table_on_host else 1.0
         return round(seconds, 4), one.plan.table_on_host, one.peak_bytes
@@ -119,11 +114,10 @@ def _candidates(
     layers_of: Callable[[int, int | None], tuple[LayerPlans, LayerForecast]],
     alike_bytes: float,
 ) -> list[Forecast]:
-    """Forecasts of the plans among which `choose` chooses; some may not fit.
+    """Forecasts of the plans to choose from; some may not fit.
 
-    parts: the step's costs, with tables and states in one place.
     device: with the host memory that residuals may take.
-    unlike: the search leaves out what resembles these, but only if something else fits, and never config.memory.plan.
+    unlike: what resembles these is left out if something else fits, but never config.memory.plan.
     layers_of: `_best_layers` of (micro-batches, tokens of a tile).
     """
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
@@ -149,8 +143,8 @@ def _candidates(
 
 
 def _residents(parts: StepCost, least: int) -> list[int]:
-    """Candidates for the number of layers whose frozen weights stay whole on each device: `least`, half (if more), all.
-    Only `least` if no frozen weights are divided.
+    """Candidates for `resident`: `least`, half of the layers (if more), all; only `least` if no frozen weights are
+    divided.
     """
     if not parts.frozen_layer_bytes:
         return [least]
@@ -158,12 +152,9 @@ def _residents(parts: StepCost, least: int) -> list[int]:
 
 
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
-    """`found` with as many more whole layers as the budget has room for, which saves exchanges.
-
-    If all layer weights train, a whole layer keeps its gathered weights from forward to backward
-    (ResidualPlan.whole_weights). If some are frozen, these stay whole for the run, without a share beside them
-    (ResidualPlan.resident): to gather them in each step takes time, and at the loss, the peak, a device would hold
-    share and whole.
+    """`found` with as many more whole layers as fit, which saves exchanges. If all weights train, these stay gathered
+    from forward to backward (whole_weights); else the frozen ones stay whole for the run, without a share (resident):
+    to gather them in each step takes time, and at the loss, the peak, a device would hold share and whole.
     """
 
     def with_(**changes: int) -> Forecast:
@@ -182,9 +173,8 @@ def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget
 
 
 def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
-    """Tokens of a tile: MLPs of a long row may run tile by tile. The largest divisor of the row up to 16,384; None (no
-    tiles) for rows below 32,768 tokens, without a divisor of at least 2,048, if no layer can be tiled, and with adapter
-    dropout.
+    """Tokens of a tile of MLPs: the largest divisor of the row up to 16,384. None for rows below 32,768 tokens, without
+    a divisor of at least 2,048, if no layer can be tiled, and with adapter dropout.
     """
     dropout = config.adapter is not None and config.adapter.lora_dropout > 0
     if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
@@ -198,9 +188,8 @@ _NEAR = 0.1
 
 
 def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
-    """bool[plans]: which layer plans place at most a tenth of the residuals' bytes otherwise than `plan`. If one of two
-    near plans was too large, the other's forecast is taken to be as wrong. placed: int[plans, known residuals], indices
-    into PLACEMENTS.
+    """bool[plans]: which layer plans place at most a tenth of the residuals' bytes otherwise than `plan`; their
+    forecasts are taken to be equally wrong. placed: int[plans, known residuals], indices into PLACEMENTS.
     """
     sizes = np.array([parts.residuals[residual.name] for residual in parts.known])
     there = np.array([PLACEMENTS.index(plan.of(residual)) for residual in parts.known])
@@ -208,15 +197,15 @@ def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
 
 
 def _run_alike(plan: StepPlan, micro: int, tile: int | None, states_on_host: bool) -> bool:
-    """Whether a failed `plan` runs with the same micro-batches, tile and place of states, so that forecasts are wrong
-    in the same way. The place of tables of embeddings does not matter.
+    """Whether a failed `plan` has these micro-batches, tile and place of states, so that forecasts are wrong in the
+    same way. The tables' place does not matter.
     """
     return (plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host) == (micro, tile, states_on_host)
 
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
-    """Whether `plan` resembles a failed plan: it runs alike, with tables and states in the same places, and its first
-    and last layers are near (`_near`).
+    """Whether `plan` resembles a failed one: it runs alike, with tables and states in the same places, and first and
+    last layers are near.
     """
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
@@ -229,19 +218,15 @@ def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> boo
 
 
 class _Relatives:
-    """Tells which pairs of layer plans of `table` resemble failed plans. others: failed plans that run alike
-    (`_run_alike`).
-    """
+    """Which pairs of layer plans of `table` resemble failed plans that run alike (`others`)."""
 
     def __init__(self, parts: StepCost, others: Sequence[StepPlan], table: LayerPlans):
         ends = [(plan.residuals.layers[0], plan.residuals.layers[-1]) for plan in others]
         self._near = [[_near(parts, table.placed, layer) for layer in layers] for layers in ends]
 
     def among(self, rows: slice, number: np.ndarray, count: int) -> np.ndarray:
-        """bool[rows, plans]: which pairs resemble a failed plan. The first plan of a pair is one of `rows` of the
-        table, the second any.
-
-          number: [rows, plans], how many of the `count` layers each pair has under its first plan.
+        """bool[rows, plans]: which pairs resemble a failed plan; the first of a pair is one of `rows`. number: [rows,
+        plans], how many of the `count` layers are under the first.
         """
         found = np.zeros(number.shape, bool)
         for first, last in self._near:
@@ -252,8 +237,8 @@ class _Relatives:
 
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
-    """The forecast of the plan with the lowest predicted peak, whether it fits or not; of equal peaks the fastest.
-    Raises ValueError as `choose` does.
+    """The forecast of the plan with the lowest predicted peak, fitting or not; of equal peaks the fastest. ValueError
+    as `choose`.
     """
     try:
         return choose(parts, config, device, 0.0, resident=resident)
@@ -276,11 +261,9 @@ def _best_pairs(
     resident: int,
     relatives: _Relatives | None = None,
 ) -> list[Forecast]:
-    """`_best_pair` for each number of tokens in `chunks` (ascending) whose logits exist at a time. If one does not fit,
-    it is the last.
-
-    More tokens make the head faster and take more memory, and change nothing in the layers. So the best pair for fewer
-    tokens stays the best while it fits, and if none fits, none fits with more.
+    """`_best_pair` for each number of tokens in `chunks` (ascending) whose logits exist at a time; one that does not
+    fit is the last. More tokens make the head faster and larger, and change nothing in the layers: a pair stays the
+    best while it fits.
     """
     found: list[Forecast] = []
     for chunk in chunks:
@@ -296,7 +279,7 @@ def _best_pairs(
 
 
 def tokens_of(parts: StepCost, micro: int) -> float:
-    """Tokens of a micro-batch on one device, padding included, with `micro` micro-batches; may be a fraction."""
+    """Tokens of a micro-batch on one device, padding included; may be a fraction."""
     return parts.rows / micro / parts.devices * parts.length
 
 
@@ -311,13 +294,8 @@ def _best_pair(
     resident: int,
     relatives: _Relatives | None = None,
 ) -> Forecast:
-    """The fastest pair of layer plans that fits `budget` bytes, with as few layers under the first plan as fit; if none
-    fits, the smallest.
-
-      table: layer plans and their forecasts (`_best_layers`).
-      tile: tokens of a tile; None: MLPs run whole.
-      resident: layers whose frozen weights are whole on each device.
-      relatives: pairs to leave out, unless no other fits.
+    """The fastest pair of layer plans within `budget`, with as few layers under the first as fit; if none fits, the
+    smallest. relatives: pairs to leave out, unless no other fits.
     """
     count = parts.num_layers
     plans, of = table
@@ -331,8 +309,8 @@ def _best_pair(
     budget -= parts.fixed_bytes(micro, resident) + parts.cast_bytes + parts.given_bytes * tokens_of(parts, micro)
 
     def best_of(rows: slice) -> tuple[bool, float, int, int, int]:
-        """The best pair whose first plan is one of `rows`: (no pair fits; seconds, or peak bytes if none fits; layers
-        under the first plan; index of the first plan; of the other).
+        """The best pair whose first plan is one of `rows`: (none fits; seconds, or peak bytes; layers under the first;
+        index of the first; of the other).
         """
         last_work = work + np.maximum(arriving[rows, None] - arriving[None, :], 0.0)
         over = count * kept + np.maximum(np.maximum(loss + hosted, forward + leaving), last_work) - budget
@@ -372,8 +350,8 @@ def _best_pair(
 
 
 def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
-    """(layer plans, their forecasts) that no other beats in kept bytes, backward work bytes, time and host bytes at
-    once; of equal forecasts the first. Few remain, so pairing them is quick. No plan offloads without a host link.
+    """(layer plans, forecasts) that no other beats in kept bytes, backward work bytes, time and host bytes at once. Few
+    remain, so that pairing is quick.
     """
     plans = layer_plans(parts, device.link > 0)
     of = layer_forecasts(parts, plans.placed, tokens, device, tile)
@@ -385,7 +363,7 @@ def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast
 
 
 def _unbeaten(figures: np.ndarray) -> list[int]:
-    """Ascending indices of the Pareto front of `figures` [rows, figures]; smaller is better, and equal rows all stay."""
+    """Ascending indices of the Pareto front of `figures` [rows, figures], smaller is better; equal rows all stay."""
     left = np.lexsort(figures.T)  # a row comes after every row that beats it, and equal rows are neighbours
     columns, found = figures.T[:, left], []
     while left.size:
@@ -399,12 +377,11 @@ def _unbeaten(figures: np.ndarray) -> list[int]:
 
 
 class PlanError(ValueError):
-    """No plan fits the device. The message has `fixes` and the three largest parts of the smallest plan; the other
-    arguments become attributes.
+    """No plan fits. The message has `fixes` (changes of the config that would) and the smallest plan's three largest
+    parts.
 
-      fixes: changes of the config with which a plan would fit.
-      compiled: the smallest plan was compiled or run and was too large; False: only its forecast was.
-      need_bytes: what the compiler says the smallest plan needs; None: it ran out of memory, or was not compiled.
+      compiled: the smallest plan was compiled or run; False: its forecast was too large.
+      need_bytes: what the compiler says that it needs; None: memory ran out, or it was not compiled.
     """
 
     def __init__(

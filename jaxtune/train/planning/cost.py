@@ -331,7 +331,7 @@ def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float, jnp.
 
 
 def _whole_layer_bytes(trees, layers: int, parts: int) -> float:
-    """Gathered bytes of the largest layer; only divided weights count. trees: nnx.States of trained and frozen weights."""
+    """Gathered bytes of the largest layer's divided weights. trees: nnx.States of trained and frozen weights."""
     by_layer = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
     return max(sum(partition.divided_sizes(tree, parts)[0] for tree in layer) for layer in by_layer)
 

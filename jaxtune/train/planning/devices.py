@@ -91,8 +91,8 @@ _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def _group_limits() -> Iterator[int]:
-    """Memory limits, in bytes, of this process's control groups and the groups around them (cgroups versions 1 and 2).
-    Nothing outside Linux. A container sees its own group as the root; SLURM and systemd make theirs further down.
+    """Memory limits of this process's control groups and those around them (cgroups versions 1 and 2). A container sees
+    its own as root; SLURM and systemd make theirs further down.
     """
     lines = []
     with contextlib.suppress(OSError):  # no Linux
@@ -111,7 +111,7 @@ def _group_limits() -> Iterator[int]:
 
 
 def _limited_note() -> str:
-    """How much memory a container or job leaves this process, in words; "" if all."""
+    """How much memory a container or job leaves, in words; "" if all."""
     allowed, there = host_memory_bytes(), _machine_bytes()
     if allowed >= there:
         return ""
@@ -122,32 +122,30 @@ def _limited_note() -> str:
 
 
 def allow_pinned_memory() -> None:
-    """Lets XLA pin as much host memory as plans count on (70 % of what this process may use) and what loading pins
-    beside it; XLA's default is 64 GiB. Call it before JAX starts its devices, when XLA reads the environment variable.
-    A limit already set there stays.
+    """Lets XLA pin as much host memory as plans count on (70 %) and loading needs; its default is 64 GiB. Call it
+    before JAX starts its devices, when XLA reads the environment variable. A limit there stays.
     """
     os.environ.setdefault(_PINNED_LIMIT, str(math.ceil(host_memory_bytes() * _PINNED_SHARE / 2**30) + _STAGED_GIB))
 
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
-    """Bytes that one device may pin: the smaller of its share of 70 % of the host's memory, and its share of XLA's
-    limit without what loading pins. on_host, in_process: devices of the run on this host, in this process.
+    """Bytes that one device may pin: its share of 70 % of the host's memory, or of XLA's limit without what loading
+    pins, if less.
     """
     limit = max(int(os.environ.get(_PINNED_LIMIT, 64)) - _STAGED_GIB, 0) * 2.0**30
     return min(host_memory_bytes() * _PINNED_SHARE / on_host, limit / in_process)
 
 
 def pool_bytes(pinned: float) -> float:
-    """Bytes of XLA's pool of pinned memory once a step has pinned `pinned` bytes: the next power of two, as the pool
-    grows by such regions (tsl::BFCAllocator) and a step takes its part in one piece. The process keeps the pool until
-    it ends. An 8B whose step pins 19.4 GB takes 34.4 GB.
+    """Bytes of XLA's pinned pool once a step has pinned `pinned` bytes: the next power of two (tsl::BFCAllocator), kept
+    until the process ends. An 8B that pins 19.4 GB takes 34.4 GB.
     """
     return 2.0 ** math.ceil(math.log2(pinned)) if pinned > 0 else 0.0
 
 
 def most_pinned_bytes(device: Device, room: float) -> float:
-    """The most bytes that a step may pin so that XLA's pool fits into `room` bytes: Device.host_bytes if that fits, as
-    the pool grows no further; else the largest power of two within `room`.
+    """The most bytes that a step may pin so that XLA's pool fits into `room` bytes: Device.host_bytes, beyond which the
+    pool does not grow, or the largest power of two.
     """
     if device.host_bytes <= room:
         return device.host_bytes
@@ -155,9 +153,7 @@ def most_pinned_bytes(device: Device, room: float) -> float:
 
 
 def devices_here(count: int) -> tuple[int, int]:
-    """(devices on this host, devices of this process) among JAX's first `count`. Hosts are told apart by host name. A
-    collective call: every process must call.
-    """
+    """(devices on this host, of this process) among JAX's first `count`; hosts are told apart by name. Collective."""
     import jax
 
     own = sum(device.process_index == processes.index() for device in jax.devices()[:count])
@@ -166,13 +162,13 @@ def devices_here(count: int) -> tuple[int, int]:
 
 
 def card_bytes(size_gb: float) -> float:
-    """Bytes that JAX's allocator may give out on a card sold with `size_gb` GiB: all but the CUDA context (0.6 GB)."""
+    """Bytes that JAX's allocator may give out on a card of `size_gb` GiB: all but the CUDA context (0.6 GB)."""
     return size_gb * _CARD_GB - CONTEXT_BYTES
 
 
 def card_gb(needed: float) -> float:
-    """GiB that a card must have for a plan of `needed` bytes, CUDA context and fragmentation included, rounded up to
-    0.1; it may be no size that is sold.
+    """GiB of a card that holds a plan of `needed` bytes, context and fragments included, rounded up to 0.1; perhaps
+    none that is sold.
     """
     return math.ceil((with_fragments(needed) + CONTEXT_BYTES) / _CARD_GB * 10) / 10
 
@@ -183,17 +179,16 @@ def find_device(
     host_gb: float | None = None,
     sharing: tuple[int, int] = (1, 1),
 ) -> Device:
-    """The Device of this name, with rates measured on it (`jaxtune profile ceilings`) or from its data sheet. A GPU of
-    this machine with neither gets an RTX 3060's rates, which only rank plans.
+    """The Device of this name, with measured rates (`jaxtune profile ceilings`) or its data sheet's. A GPU of this
+    machine with neither gets an RTX 3060's, which only rank plans.
 
-      name: jax.Device.device_kind, a card's name, or "cpu", whose rates are made up and which has no host link.
-      memory_bytes: what the allocator of this machine's device may give out; None: a device of another machine, with
-      the memory of its data sheet less the CUDA context ("cpu": no limit).
-      host_gb: GB of host memory for each device of another machine; None: the usual.
-      sharing: `devices_here`, which share this host's memory; no effect for another machine.
+      name: jax.Device.device_kind, a card's name, or "cpu", whose rates are made up.
+      memory_bytes: what the allocator here may give out; None: a device of another machine, with its data sheet's
+      memory less the CUDA context ("cpu": no limit).
+      host_gb: host memory for each device of another machine; None: the usual.
+      sharing: `devices_here`; no effect for another machine.
 
-    Raises ValueError if the device is refused, is unknown and of another machine, or its file of measured rates is
-    damaged.
+    ValueError if it is refused, unknown and of another machine, or its measured rates cannot be read.
     """
     if name == "cpu":  # for tests and tiny runs: one memory for device and host, and rates that only rank plans
         return Device("cpu", memory_bytes, 1e11, 2e10, 0.0, 0.0, "not measured")
@@ -251,8 +246,8 @@ def find_device(
 
 
 def limit(config: TrainConfig, device: Device) -> float | None:
-    """Bytes that the allocator may give out to a run: the device's memory, or that of a card of memory.budget_gb GiB if
-    less. None: no limit, as on a CPU. Plans should fit in `budget`; only the smallest may use all of this.
+    """Bytes that the allocator may give out to a run: the device's, or of a card of memory.budget_gb GiB if less; None:
+    no limit. Only the smallest plan may use all of it.
     """
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
     if config.memory.budget_gb is not None:
@@ -262,22 +257,20 @@ def limit(config: TrainConfig, device: Device) -> float | None:
 
 
 def budget(config: TrainConfig, device: Device) -> float | None:
-    """`limit` without what fragmentation loses (2 %, on a GPU at least 0.5 GB): what forecasts of a step must fit in.
-    None: no limit.
-    """
+    """`limit` without what fragmentation loses (2 %, on a GPU at least 0.5 GB): what forecasts must fit in."""
     if (most := limit(config, device)) is None:
         return None
     return most - max(most * _FRAGMENTS, 0.0 if device.name == "cpu" else _FRAGMENT_BYTES)
 
 
 def with_fragments(needed: float) -> float:
-    """Bytes that a GPU's allocator must have so that `needed` bytes are usable: the inverse of what `budget` subtracts."""
+    """Bytes that a GPU's allocator needs so that `needed` are usable; the inverse of `budget`."""
     return max(needed / (1 - _FRAGMENTS), needed + _FRAGMENT_BYTES)
 
 
 def memory_peak_bytes(device: int = 0) -> int:
-    """The largest memory use so far, in bytes, of this process's device `device`; of the process on the host where
-    devices do not record it (CPU).
+    """The largest memory use so far of this process's device `device`; of the process where devices do not record it
+    (CPU).
     """
     import jax
 
@@ -289,9 +282,7 @@ def memory_peak_bytes(device: int = 0) -> int:
 
 
 def free_bytes(devices: Sequence) -> float | None:
-    """Bytes that the fullest of these devices of this process can still give out, perhaps in no single block; None if
-    one does not record them (CPU).
-    """
+    """Bytes that the fullest of these devices can still give out, perhaps in no single block; None if unrecorded (CPU)."""
     stats = [device.memory_stats() or {} for device in devices]
     if not all({"bytes_limit", "bytes_in_use"} <= of.keys() for of in stats):
         return None
@@ -314,8 +305,8 @@ def float32_time(device_kind: str) -> float:
 
 
 def device_peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
-    """Dense peak FLOP/s of matrix products in `dtype` (bfloat16, float16, float32 without TF32, float8_e4m3fn,
-    float8_e5m2); None for other dtypes and if no data sheet states it.
+    """Dense peak FLOP/s in `dtype` (bfloat16, float16, float32 without TF32, float8_e4m3fn, float8_e5m2); None if no
+    data sheet states it.
     """
     sheet = data_sheet(device_kind)
     tflops = None if sheet is None or dtype not in _WIDTH else getattr(sheet, _WIDTH[dtype])

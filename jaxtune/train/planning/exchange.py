@@ -31,11 +31,8 @@ NO_EXCHANGE = Exchange()  # of a single device
 
 
 def exchange_of(trained, frozen, shape: partition.MeshShape, sync: GradientSync | None) -> Exchange:
-    """What one device of a mesh receives.
-
-    trained, frozen: nnx.States of the weights, trained ones in the dtypes in which they are stored.
-    sync: how gradients are exchanged; None: in float32, but divided weights' gradients in the weights' dtype if there
-    are only two parts (gathers.scatter).
+    """What one device receives. trained, frozen: nnx.States, in stored dtypes. sync: None: gradients in float32, but in
+    the weights' dtype for divided weights in two parts (gathers.scatter).
     """
     parts = shape.parts
 
@@ -60,8 +57,8 @@ def exchange_of(trained, frozen, shape: partition.MeshShape, sync: GradientSync 
 
 
 def sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
-    """({name: bytes of the errors that a quantised gradient sync keeps on a device}, bytes that it takes in the
-    update); ({}, 0.0) if gradients are exchanged in float32. masters: shapes of the trained weights.
+    """({name: bytes of a quantised sync's errors on a device}, bytes that it takes in the update); ({}, 0.0) in
+    float32. masters: shapes of the trained weights.
     """
     sync = gradient_sync_of(config.mesh)
     kept, taken = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)

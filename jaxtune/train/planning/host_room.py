@@ -12,12 +12,10 @@ _HOST_OTHER_BYTES = 4e9  # host memory of Python, its libraries and the compiler
 
 
 def places(parts: StepCost, device: Device) -> list[StepCost]:
-    """The costs with tables of embeddings and an adapter's optimizer states in each place where a plan may have them;
-    `parts` itself first.
-
-    Nothing more moves to the host if `device` shares its memory with it, or if the host is too small beside a
-    checkpoint's copy. A table moves only if the rows of two steps take less than it does. States move without the
-    tables only if they free more: the tables' rows are looked up while the device computes, and cost no time.
+    """The costs with tables of embeddings and an adapter's states in each place where a plan may have them; `parts`
+    itself first. Nothing moves if `device` shares the host's memory, or the host is too small beside a checkpoint's
+    copy. States move without the tables only if they free more: the tables' rows are looked up while the device
+    computes.
     """
     found = [parts]
     if not device.link:
@@ -39,21 +37,19 @@ def _pinnable(parts: StepCost, device: Device) -> float:
 
 
 def beside_states(parts: StepCost, device: Device) -> Device:
-    """`device` with the host memory that residuals may pin (`host_bytes`, at least 0) beside the optimizer's offloaded
-    states. XLA's pool of pinned memory must fit beside 4 GB for Python and the compiler, tables on the host, and a
-    checkpoint's copy; without room for that copy the first save would kill the run.
+    """`device` with the host memory that residuals may pin beside offloaded optimizer states. XLA's pool must fit
+    beside 4 GB for Python and the compiler, tables, and a checkpoint's copy, without whose room the first save would
+    kill the run.
     """
     return dataclasses.replace(device, host_bytes=max(_pinnable(parts, device) - parts.hosted_bytes, 0.0))
 
 
 def trained_bytes(parts: StepCost) -> float:
-    """Bytes of the trained parameters on one device, in their stored dtype."""
+    """On one device, in their stored dtype."""
     return sum(size for name, size in parts.fixed.items() if name.startswith("trainable parameters"))
 
 
 def saved_bytes(parts: StepCost) -> float:
-    """Bytes of one device that a checkpoint copies to host memory: trained parameters, optimizer states wherever they
-    are, errors of the gradient sync.
-    """
+    """Bytes of one device that a checkpoint copies to host memory."""
     states = parts.fixed["optimizer states"] + parts.fixed.get(SYNC_ERRORS, 0.0)
     return trained_bytes(parts) + states + parts.hosted_bytes

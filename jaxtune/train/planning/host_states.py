@@ -1,7 +1,6 @@
-"""Where an adapter's optimizer states may be: on the device, or on the host and copied for each update
-(optimizer_offload.py). A plan has them on the host if that is faster, because the micro-batch may be larger, or if
-nothing else fits. Tensors are then updated one by one, so last bits may differ. In full fine-tuning the config decides
-(optim.offload).
+"""An adapter's optimizer states on the device, or on the host and copied for each update (optimizer_offload.py), if
+that is faster or nothing else fits. Tensors are then updated one by one, so last bits may differ. In full fine-tuning
+the config decides (optim.offload).
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ NO_STATES = States()  # of a run whose states are where its config says
 
 
 def states_of(states, config: TrainConfig) -> States:
-    """The states (arrays, possibly abstract) that a plan may move to the host, for a run on one device. None in full
-    fine-tuning, and none if the update has no bound (`update_bound`), because it would be computed twice.
+    """The states that a plan may move to the host, in a run on one device; none without an update bound
+    (`update_bound`), as the update would be computed twice.
     """
     hosted_optimizer = config.optim.name in HOSTED_OPTIMIZERS
     if config.adapter is None or not hosted_optimizer or update_bound(config.optim, config.max_grad_norm) is None:
@@ -43,8 +42,8 @@ def states_of(states, config: TrainConfig) -> States:
 
 
 def update_bytes(masters, config: TrainConfig) -> float:
-    """Device bytes of the update beside weights, states and gradients, undivided: what the largest tensor takes, as
-    tensors are updated one by one. 0 with an adapter. masters: float32 shapes of the trained weights.
+    """Device bytes of the update beside weights, states and gradients: the largest tensor's, as they are updated one by
+    one. 0 with an adapter. masters: float32 shapes of the trained weights.
     """
     if config.adapter is not None:
         return 0.0

@@ -1,5 +1,5 @@
-"""Memory of transposed codes of frozen FP8 weights (models/placement/transposed_codes.py). A plan keeps the codes of
-all layers where memory is left, or none; results are bitwise equal.
+"""Memory of transposed codes of frozen FP8 weights (models/placement/transposed_codes.py), kept for all layers where
+memory is left, or for none; results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from jaxtune.train.planning.sizes import nbytes
 
 
 def codes_bytes(model: Decoder, config: TrainConfig, parts: int) -> float:
-    """Bytes of the transposed codes that a plan may keep: one for each number of frozen FP8 weights that are multiplied
-    without decoding.
-
-    0 with quantisation-aware training, which multiplies by rounded weights, with weights divided over `parts` > 1
-    devices, and if the run generates, where memory is better spent on more answers at a time.
+    """Bytes of the transposed codes that a plan may keep, one for each frozen FP8 weight that is multiplied without
+    decoding. 0 with QAT, which multiplies by rounded weights, with weights divided over `parts` > 1 devices, and if the
+    run generates, where memory is better spent on more answers.
     """
     if parts > 1 or config.qat is not None or config.objective.samples or config.evaluation.asking:
         return 0.0

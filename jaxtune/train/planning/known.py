@@ -53,7 +53,7 @@ class KnownFailures:
         return None
 
     def add(self, failed: Failed, budget_bytes: float | None) -> None:
-        """Records a failure, in the cache by the first process. budget_bytes: what the plan might take; None: no limit."""
+        """Records a failure. budget_bytes: what the plan might take; None: no limit."""
         facts = {"need": failed.need_bytes, "short": failed.short_bytes, "budget": budget_bytes}
         self._found.append({"plan": failed.plan.to_record(), **facts})
         if self._cache is not None and processes.first():

@@ -1,5 +1,5 @@
-"""Forecasts of one layer's bytes and seconds under many plans at once. Bytes of residuals are exact, from shapes; what
-the compiler adds, and the rates, are fitted (models/fitted.py).
+"""Forecasts of one layer's bytes and seconds under many plans at once. Bytes of residuals are exact; what the compiler
+adds, and the rates, are fitted (models/fitted.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ type Figure = Any  # a float, or an array of floats, one for each plan
 
 @dataclasses.dataclass(frozen=True)
 class LayerForecast:
-    """Bytes and seconds of one layer for one micro-batch: means over the layers, but in `work_forward` and `work` the
-    largest kind of layer. Fields are floats, or arrays with a value for each plan.
+    """Bytes and seconds of one layer for one micro-batch: means over the layers, but the largest kind's in
+    `work_forward` and `work`. Fields are floats, or arrays with a value for each plan.
     """
 
     kept: Figure  # bytes on the device from forward to backward
@@ -40,7 +40,6 @@ class LayerForecast:
     wait: Figure  # the part of the seconds that waits for the host link
 
     def at(self, index: Any) -> LayerForecast:
-        """The forecasts at `index` (a numpy index) of arrays of forecasts."""
         return LayerForecast(*(array[index] for array in vars(self).values()))
 
 
@@ -50,30 +49,24 @@ def product_time(device: Device) -> ProductTime:
 
 
 def step_time(device: Device) -> StepTime:
-    """Fitted numbers that predict a step's overheads, such as kernel launches. A device that was not measured gets
-    those of the first that was.
-    """
+    """Fitted numbers of a step's overheads, such as kernel launches. An unmeasured device gets the first one's."""
     return STEP_TIME.of("xla", device.name)
 
 
 def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
-    """Device bytes of values on their way to the host, with the gaps that they leave in the allocator's memory."""
+    """Device bytes of values that leave for the host, with their gaps in the allocator's memory."""
     return ALLOCATOR_BYTES.of("xla", device.name).leaving * leaving
 
 
 def _decode_seconds(work: Work, tokens: float, device: Device, devices: int) -> float:
-    """Seconds to decode a segment's quantised weights once. tokens: of a micro-batch on one device. On several
-    `devices` no kernel decodes experts' weights while it multiplies.
-    """
+    """Seconds to decode a segment's quantised weights once. On several devices no kernel decodes while it multiplies."""
     fit = product_time(device)
     numbers = work.decoded_numbers(tokens, fit.beside_rows if device.hopper and devices == 1 else math.inf)
     return numbers * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
 def _segment_seconds(work: Work, tokens: float, length: int, device: Device, devices: int) -> tuple[float, float]:
-    """(forward, backward) seconds of one segment, without recomputation. length: tokens of a document. devices: of the
-    run.
-    """
+    """(forward, backward) seconds of a segment, without recomputation. length: tokens of a document."""
     fit, attend = product_time(device), ATTENTION_TIME.of("cudnn", device.name)
     rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy
@@ -103,17 +96,16 @@ def layer_forecasts(
 ) -> LayerForecast:
     """Forecasts of the mean layer under many plans, as arrays [plans].
 
-    parts: costs of the step.
     placed: int[plans, len(parts.known)], indices into PLACEMENTS.
     tokens: of a micro-batch on one device.
-    tile_tokens: tokens of a tile in which MLPs run, under plans that recompute all of parts.tiled; None: no tiles.
+    tile_tokens: of a tile of MLPs, under plans that recompute all of parts.tiled; None: no tiles.
     """
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
 
     def segment_seconds(tiles: int) -> list[tuple[float, float]]:
-        """(forward, backward) seconds of each segment if segments that need no whole rows run over `tiles` tiles."""
+        """(forward, backward) of each segment, if those that need no whole rows run over tiles."""
         seconds = []
         for segment in parts.segments:
             work = segment.work
@@ -143,13 +135,13 @@ def layer_forecasts(
         return sum(whole[name] for name in names(mask) if whole[name] <= most)
 
     def remade(mask: int) -> tuple[float, ...]:
-        """`_remade` of a set, and its number of tiles; bits from `count` up are residuals kept in FP8."""
+        """Bits from `count` up are residuals kept in FP8."""
         dropped, rounded = names(mask), names(mask >> count)
         tiles = most_tiles if set(dropped).issuperset(parts.tiled) else 1
         return *_remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], tokens, device, tiles), tiles
 
     def travelling(mask: int) -> tuple[float, float]:
-        """`_travelling` of a set; bit `count` says that MLPs run over tiles."""
+        """Bit `count` says that MLPs run over tiles."""
         seconds = seconds_of[most_tiles if mask >> count else 1]
         return _travelling(parts, names(mask), whole, size(mask & (1 << count) - 1), seconds, device)
 
@@ -183,22 +175,16 @@ def layer_forecasts(
 
 
 def _low_rank_bytes(parts: StepCost, dropped, tokens: float) -> float:
-    """Bytes of low-rank inputs that the mean layer keeps: those of segments that need none of the `dropped` residuals
-    for them.
-    """
     return tokens * sum(one.low_rank for one in parts.segments if set(dropped).isdisjoint(one.low_rank_with))
 
 
 def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens, device, tiles) -> tuple[float, ...]:
-    """What recomputation takes: (seconds of the mean layer, bytes in a feed-forward's backward, in a mixer's backward,
-    at the end of the forward).
-
-    Bytes are temporaries and, in the backward, recomputed residuals, without copies from the host; the largest of all
-    kinds of layers, -inf if there is no such backward.
+    """What recomputation takes: (seconds of the mean layer, bytes in a feed-forward's backward, in a mixer's, at the
+    forward's end). Bytes are temporaries and recomputed residuals, the largest of all kinds of layers; -inf: no such
+    backward.
 
       dropped, rounded: residuals that are recomputed, and kept in FP8.
       whole, of_kinds: {residual: bytes in a micro-batch} of the mean layer, and of each kind.
-      seconds: (forward, backward) of each segment.
     """
 
     def in_tiles(sizes):
@@ -230,13 +216,8 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens,
 
 
 def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, device) -> tuple[float, float]:
-    """(forward, backward) bytes still on the host link while the next layer's feed-forward runs, which take device
-    memory there. The largest offloaded residuals leave first and return last, while the mixer runs if its time is
-    enough.
-
-      whole: {residual: bytes in a micro-batch}.
-      hosted: bytes of all offloaded residuals.
-      seconds: (forward, backward) of each segment.
+    """(forward, backward) bytes still on the host link while the next layer's feed-forward runs. The largest residuals
+    leave first and return last, while the mixer runs if its time is enough. hosted: bytes of all offloaded residuals.
     """
     travelling = [hosted, hosted]
     offloaded = sorted(offloaded, key=lambda name: whole[name], reverse=True)
@@ -256,9 +237,8 @@ def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, devic
 
 
 def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
-    """The most device bytes of (a feed-forward's, a mixer's) backward, for recomputed residuals and its own values;
-    -inf: no such part. A feed-forward whose scratch memory covers the mixer (Scratch.covers_mixer) counts as a mixer,
-    in place of the mixers before it.
+    """The most device bytes of (a feed-forward's, a mixer's) backward; -inf: none. A feed-forward whose scratch memory
+    covers the mixer (Scratch.covers_mixer) counts as a mixer, in place of those before it.
     """
     block = kind.block
     dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
@@ -291,8 +271,8 @@ def _mixers_before(kind: LayerKind, part: str) -> list[str]:
 
 
 def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, float]) -> float:
-    """Bytes of the dropped residuals of a mixer's first segment: they are not in memory while the feed-forward is
-    differentiated. 0 if a middle segment is recomputed, too: it reads them, so they come back earlier.
+    """Bytes of the mixer's first dropped residuals, not in memory while the feed-forward is differentiated; 0 if a
+    middle segment is recomputed, too, which reads them and brings them back earlier.
     """
     if any(name in dropped for made in outputs[1:-1] for name in made):
         return 0.0

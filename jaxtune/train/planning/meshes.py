@@ -23,16 +23,15 @@ _ALIKE = 0.92
 
 
 def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -> tuple[MeshConfig, str | None]:
-    """(mesh, reason in words or None) of a run: the config's, or a choice for its GPUs. Every process must call; the
-    first one chooses for all.
+    """(mesh, reason or None) of a run: the config's, or a choice for its GPUs. Collective; the first process chooses
+    for all.
 
-      model: returns the model that trains, which may be abstract; called only if there is a choice.
+      model: returns the model that trains, perhaps abstract; called if there is a choice.
       changes: further arguments of step_cost.
 
-    Without a choice the reason is None: the config names a mesh, there is one device, or devices are CPUs. CPUs of one
-    process are one machine, hence a mesh of one device; those of several processes share the rows (data=-1). It is no
-    error if no plan fits. Raises ValueError if the GPU is refused, the host is too small for the optimizer's states or
-    config.memory.plan is not for this model.
+    No choice, hence no reason: the config names a mesh, there is one device, or CPUs. CPUs of one process are one
+    machine; those of several share the rows (data=-1). ValueError if the GPU is refused, the host is too small for
+    optimizer states or config.memory.plan is not for this model; no error if nothing fits.
     """
     found, here = jax.devices(), jax.local_devices()[0]
     if config.mesh is not None or len(found) == 1 or (here.platform == "cpu" and processes.count() == 1):
@@ -49,7 +48,6 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
     budget_bytes, on_one_host = devices.budget(config, device), len(found) // processes.hosts()
 
     def chosen() -> tuple[str, tuple[int, ...]]:
-        """Strings and numbers, which processes can exchange."""
         mesh, why = choose_mesh(cost_on, config, device, budget_bytes, len(found), on_one_host)
         return why, mesh.sizes
 
@@ -65,18 +63,15 @@ def choose_mesh(
     count: int,
     on_one_host: int | None = None,
 ) -> tuple[MeshConfig, str]:
-    """(mesh, reason) with the fastest plan by forecast, over as many of `count` devices as can share the rows of a step
-    (or of a set micro-batch) equally. The reason gives the figures of other meshes and the devices left out.
+    """(mesh, reason) with the fastest plan, over as many of `count` devices as share the rows of a step (or set
+    micro-batch) equally.
 
-    Of meshes too close to tell apart, the one that divides weights over the fewest devices wins. Weights are divided
-    within one host if such a plan fits; division between hosts is unmeasured. If nothing fits, the mesh that needs
-    least is returned, and the planner then raises. Runs with optim.offload or generation do not divide weights.
+    Of meshes too close to tell apart, the one that divides weights least wins, and within one host if any fits:
+    division between hosts is unmeasured. If nothing fits, the mesh that needs least is returned, and the planner then
+    raises. ValueError as `mesh_of`.
 
-      cost_on: returns the costs of a step on a mesh.
-      budget_bytes: memory of a device; None: no limit.
+      cost_on: costs of a step on a mesh.
       on_one_host: devices of one host; None: all.
-
-    Raises ValueError as `mesh_of` does.
     """
     rows = config.rows_per_step // (config.micro_batches or 1)
     used = next(number for number in range(count, 0, -1) if rows % number == 0)

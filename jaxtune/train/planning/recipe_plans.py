@@ -54,7 +54,7 @@ def parameters_of(shape: DecoderConfig) -> int:
 
 
 def forecast(recipe: str, card: str) -> dict[str, float] | None:
-    """{"gb": peak memory, "tokens_per_second"} of a recipe's best plan on a card; None: it does not fit."""
+    """{"gb": peak, "tokens_per_second"} of the best plan; None: none fits."""
     # Costs have fitted numbers of the cards that were measured: H100, and H200 for all others.
     config, parts, _ = costs(recipe, "H100" if card == "H100" else "")
     device = devices.find_device(card)
@@ -114,8 +114,8 @@ def choice(fitting: Sequence[RecipePlan]) -> RecipePlan:
 
 
 def nearest(card: str) -> str:
-    """The card with stored plans most like `card`: the largest with no more memory, then the nearest in speed.
-    ValueError if it is unknown or smaller than all.
+    """The card with stored plans most like `card`: the largest with no more memory, then by speed. ValueError if
+    unknown or smaller than all.
     """
     devices.find_device(card)
     sheet = data_sheet(card)

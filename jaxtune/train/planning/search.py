@@ -1,12 +1,11 @@
-"""The search for a plan that fits. Forecasts propose plans, the compiler's figure decides, and failures correct the
+"""The search for a plan that fits: forecasts propose plans, the compiler's figure decides, failures correct the
 forecasts.
 
-At most four plans are compiled. The first is the fastest by forecast. The second assumes that plans that run like the
-first (`choice._run_alike`) are forecast as wrongly as it was, and others rightly. The third assumes that every forecast
-is as wrong as the worst so far, with some memory to spare. Plans that resemble a failed one (`choice._related`) are
-left out, as their forecasts are wrong in the same way. But after a plan that compiled to fit and ran out of memory, the
-next is smaller by the bytes that were short, and may resemble it. The last is the smallest plan, taken earlier if no
-other is left.
+At most four plans are compiled. The first is the fastest by forecast. The second takes forecasts of plans that run like
+the first (`choice._run_alike`) to be as wrong as it was. The third takes all to be as wrong as the worst so far, with
+some memory to spare. Plans that resemble a failed one are left out, as they are wrong in the same way; but after one
+that fitted as compiled and ran out of memory, the next is smaller by what was short, and may resemble it. The last is
+the smallest plan.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _EXCESS = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """A plan that was compiled or run, in this run or an earlier one, and needed more device memory than there was."""
+    """A plan that needed more device memory than there was, in this run or an earlier one."""
 
     plan: StepPlan  # the plan that was too large
     peak_bytes: float  # as predicted
@@ -45,11 +44,9 @@ class Failed:
     short_bytes: float | None = None
 
     def goal(self, budget_bytes: float | None) -> float:
-        """The largest predicted peak, in bytes, for the next plan; never above this plan's peak.
-
-        It assumes that the next forecast is wrong by the same ratio, and spares 1 % of the budget or a quarter of this
-        forecast's error, whichever is less. Without a budget or a known need it is the peak / 1.15; if the step lacked
-        known bytes when it ran, the peak without these.
+        """The largest predicted peak for the next plan, at most this one's. The next forecast is taken to be wrong by
+        the same ratio; 1 % of the budget or a quarter of this error is spared. With an unknown need or no budget: the
+        peak / 1.15; if a step lacked known bytes when it ran: the peak without these.
         """
         if self.short_bytes is not None:
             return self.peak_bytes - self.short_bytes
@@ -60,7 +57,7 @@ class Failed:
 
     @property
     def ratio(self) -> float:
-        """Needed over predicted bytes; 1.15 if the need is unknown, 1 if the plan fits as compiled."""
+        """Needed over predicted bytes; 1.15 if unknown, 1 if the plan fits as compiled."""
         if self.short_bytes is not None:
             return 1.0
         return (self.need_bytes or self.peak_bytes * _MORE) / self.peak_bytes
@@ -68,14 +65,14 @@ class Failed:
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Device memory for a step, in bytes; both None if nothing limits it."""
+    """Device bytes for a step; None: no limit."""
 
     budget_bytes: float | None  # what a plan may take: limit_bytes without what fragmentation loses (devices.budget)
     limit_bytes: float | None  # all that the allocator may give out, at most memory.budget_gb (devices.limit)
 
     def fits(self, need_bytes: float, smallest: bool) -> bool:
-        """Whether a compiled step may run: within the budget and half a percent, or, if its plan is the `smallest`
-        there is, within `limit_bytes`.
+        """Whether a compiled step may run: within the budget and half a percent; the `smallest` plan within
+        `limit_bytes`.
         """
         if self.budget_bytes is None or self.limit_bytes is None:
             return True
@@ -84,9 +81,9 @@ class Room:
 
 
 def short_bytes(room: Room, refused: float | None, free: float | None) -> float | None:
-    """Bytes by which the next step must need less after one that fits as compiled ran out of memory. At least half of
-    what fragmentation was expected to lose, because the `refused` block may be smaller than what is `free` in all (both
-    None if unknown). None if nothing limits the memory.
+    """Bytes by which the next step must be smaller after one that compiled to fit ran out: at least half of what
+    fragmentation was expected to lose, because the `refused` block may be smaller than what is `free` in all (None:
+    unknown).
     """
     if room.budget_bytes is None or room.limit_bytes is None:
         return None
@@ -95,10 +92,8 @@ def short_bytes(room: Room, refused: float | None, free: float | None) -> float 
 
 
 def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
-    """The largest predicted peak, in bytes, for the next plan; `budget_bytes` without failures (None: no limit).
-
-    Else the least `Failed.goal`; after several failures divided by 1.03, or by the largest over the smallest
-    `Failed.ratio` if that is more: the more forecasts differ in error, the more room is left.
+    """The largest predicted peak for the next plan: the budget, or the least `Failed.goal`, after several failures
+    divided by 1.03 or by the largest over the smallest `Failed.ratio`.
     """
     if not failed:
         return budget_bytes
@@ -110,15 +105,14 @@ def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
 def next_plan(
     parts: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = (), resident: int = 0
 ) -> tuple[Forecast, bool]:
-    """(forecast, whether it is the smallest plan) of the plan to compile next: after fewer than three failures the
-    fastest within `goal` that resembles none of them (`choice._related`), else the smallest. After one failure whose
-    need is known, `goal` binds only plans that run like it (`choice._run_alike`).
+    """(forecast, whether it is the smallest) of the plan to compile next: up to two failures the fastest within `goal`
+    that resembles none, else the smallest. After one failure of known need, `goal` binds only plans that run like it.
 
-      failed: plans that were compiled or run and were too large.
-      resident: the least number of layers whose frozen weights are whole on each device.
+      failed: plans that were too large.
+      resident: least number of layers whose frozen weights are whole.
 
-    Raises PlanError if the smallest plan failed or its forecast exceeds room.limit_bytes; ValueError if
-    config.memory.plan cannot be read or the host is too small for the optimizer's states.
+    PlanError if the smallest failed or is forecast above room.limit_bytes; ValueError if config.memory.plan cannot be
+    read or the host is too small for optimizer states.
     """
     if len(failed) < _BEFORE_SMALLEST:
         try:

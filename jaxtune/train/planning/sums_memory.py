@@ -1,6 +1,5 @@
 """What lies in the memory of gradient sums before gradients are written. A step of one micro-batch does not read its
-first sums (StepProgram._reads_sums), so XLA places other values in their memory: one at a time in each tensor's, if it
-is no larger. Forecasts subtract these bytes.
+first sums, so XLA places other values there: one at a time in each tensor's, if it fits. Forecasts subtract them.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ type _Values = list[tuple[float, float]]  # (bytes of a value, number of such va
 
 @dataclasses.dataclass(frozen=True)
 class SumsMemory:
-    """Bytes of the gradient sums of trained matrices on a device. Empty with an adapter, whose sums are small, and on
-    several devices, which exchange gradients first.
+    """Bytes of the gradient sums of trained matrices. Empty with an adapter, whose sums are small, and on several
+    devices, which exchange gradients first.
     """
 
     layers: tuple[tuple[float, ...], ...] = ()  # of each matrix of each layer
@@ -35,10 +34,8 @@ class SumsMemory:
     head: float = 0.0  # of a head in float32: from the loss on, its gradient is added up where its sum is
 
     def bytes(self, values: _Values, layers: int, backward: bool) -> float:
-        """Bytes of `values` that XLA places in the memory of sums, largest values first.
-
-        layers: number of first layers whose sums have no gradients yet.
-        backward: whether the backward of the last of these layers runs, when the head's sum has its gradient.
+        """Bytes of `values` that XLA places there, largest first. layers: first layers whose sums have no gradients
+        yet. backward: the last of these is in its backward, when the head's sum has its gradient.
         """
         around = sorted(self.around)[: -1 if backward else None]  # the head's gradient is there in the backward
         free = np.sort([*around, *(size for layer in self.layers[:layers] for size in layer)])
@@ -49,9 +46,7 @@ class SumsMemory:
         return float(found)
 
     def copies(self, layers: int, bytes_of_all: float) -> _Values:
-        """Copies of the first `layers` layers' weights in the compute dtype, as values. bytes_of_all: of all layers'
-        copies.
-        """
+        """Copies of the first `layers` layers' weights in the compute dtype. bytes_of_all: of all layers."""
         share = bytes_of_all / max(sum(map(sum, self.layers)), 1.0)
         return [(share * size, 1.0) for layer in self.layers[:layers] for size in layer] if share else []
 
@@ -60,7 +55,7 @@ NO_SUMS = SumsMemory()
 
 
 def sums_memory(model: Decoder, kept: nnx.State, config: TrainConfig, devices: int) -> SumsMemory:
-    """The memory of the gradient sums of `kept`, the trained weights in the dtypes in which they are stored."""
+    """The sums of `kept`, the trained weights in stored dtypes."""
     if config.adapter is not None or devices > 1:
         return NO_SUMS
 
@@ -85,14 +80,11 @@ def in_sums(
     plan: StepPlan,
     tokens: float,
 ) -> Callable[[int, bool], float]:
-    """A function of (number of first layers whose backward is not done, whether the backward runs) that returns the
-    bytes in sums: kept residuals, copies of weights, and the head's gradient. Always 0 with several micro-batches,
-    which read their sums.
+    """A function of (first layers whose backward is not done, whether the backward runs) -> bytes in sums: kept
+    residuals, copies of weights, the head's gradient. 0 with several micro-batches, which read their sums.
 
-      kinds, counts: the kinds of layers, and how many layers are of each.
-      known: residuals of all layers.
-      cast_bytes: of the copies of all layers' weights in the compute dtype.
-      tokens: of a micro-batch on the device.
+      kinds, counts: kinds of layers, and their numbers.
+      cast_bytes: copies of all layers' weights in the compute dtype.
     """
     if plan.micro_batches > 1 or not sums.layers:
         return lambda layers, backward: 0.0
@@ -109,9 +101,7 @@ def in_sums(
 def _kept(
     kinds: Sequence[LayerKind], counts: Sequence[int], plan: LayerPlan, known: Sequence[Residual], tokens: float
 ) -> _Values:
-    """Residuals of the mean layer on the device under `plan`: each one's largest size in any kind, and how many of that
-    size.
-    """
+    """Residuals on the device under `plan`: each one's largest size in any kind, and how many of it the mean layer has."""
     found = []
     for name in plan.named("keep", known):
         sizes = [

@@ -1,6 +1,6 @@
-"""The plan of the pass that stores a teacher's log-probabilities before a run (objective.teacher_top_k). It needs the
-teacher beside the student, but no optimizer and no gradients, so it may need more memory than a step. A teacher that
-does not fit is found from shapes, before its weights are loaded.
+"""The plan of the pass that stores a teacher's log-probabilities before a run (objective.teacher_top_k). It needs
+teacher and student, but no optimizer, so it may need more memory than a step; that shows from shapes, before the
+teacher is loaded.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SHORTEST = 256  # tokens of the shortest rows that are proposed
 
 @dataclasses.dataclass(frozen=True)
 class TeacherPass:
-    """What a teacher's pass over the rows of a run depends on, and its memory.
+    """A teacher's pass over the rows of a run, and its memory.
 
-    student: nnx.State of the model that trains, on the devices during the pass; may be shapes.
-    given: a teacher attached to the student in Python; None: the objective names it.
-    name: the teacher's folder or hub name; "base" or None: the base model.
+    student: nnx.State of the model that trains, on the devices meanwhile; may be shapes.
+    given: a teacher attached in Python; None: the objective's.
+    name: the teacher's folder or hub name; "base" or None: the base.
     """
 
     config: TrainConfig
@@ -48,30 +48,24 @@ class TeacherPass:
 
     @property
     def own_config(self) -> TrainConfig:
-        """The run's config with the mesh of `shape`, without QAT and with the compute dtype for all modules: QAT and a
-        precision map are the student's alone.
-        """
+        """The run's config on the mesh of `shape`, without QAT and precision map, which are the student's alone."""
         mesh = MeshConfig(data=self.shape.copies, fsdp=self.shape.parts)
         return dataclasses.replace(self.config, qat=None, precision=self.config.computes_in, mesh=mesh)
 
     def teacher(self, load_in: str | None = None) -> Decoder:
-        """The teacher as shapes, or itself if it was attached in Python. load_in: a format in place of the config's,
-        without effect on an attached teacher.
+        """The teacher as shapes, or itself if attached in Python. load_in: a format in place of the config's, for one
+        that is loaded.
         """
         return self.given or pass_shapes(self.config, self.name, load_in)
 
     def planner(self, teacher: Decoder, length: int | None = None) -> ForwardPlanner:
-        """A planner of the pass of `teacher`, whose arrays may be shapes; it counts the student's weights, too. length:
-        tokens of a row; None: the run's.
-        """
+        """A planner of the pass, with the student's weights beside. length: tokens of a row; None: the run's."""
         beside = partition.bytes_per_device(self.student, self.shape.parts)
         return ForwardPlanner(teacher, self.own_config, length or self.length, self.device, beside)
 
     @functools.cached_property
     def phase(self) -> Phase:
-        """The peak memory of the pass, loading included, with changes of the config by which it would fit (not checked
-        if it fits).
-        """
+        """Peak memory of the pass, loading included, with changes of the config by which it would fit."""
         teacher = self.teacher()
         planner = self.planner(teacher)
         need, host = self._need(teacher, planner)
@@ -81,8 +75,8 @@ class TeacherPass:
         return Phase("teacher", need, host, remedy)
 
     def warnings(self) -> list[str]:
-        """A line for each memory, of device or host, that is too small. Raises ConfigError if the teacher has to be
-        loaded and its weights and the student's alone are more than a device holds.
+        """A line for each memory, of device or host, that is too small. ConfigError if a teacher must be loaded and
+        both models' weights alone are more than a device holds.
         """
         planner = self.planner(self.teacher())
         phase, budget = self.phase, planner.budget_bytes
@@ -96,16 +90,14 @@ class TeacherPass:
         return phase_warnings([phase], budget, host_memory_bytes())
 
     def _need(self, teacher: Decoder, planner: ForwardPlanner) -> tuple[float, float]:
-        """(device bytes, host bytes) at the peak; on the device both models' weights and the larger of the forward pass
-        and loading.
-        """
+        """(device, host) bytes at the peak."""
         device, host = loading_bytes(teacher, planner.cost.dtype.itemsize, stored_in(teacher) in LOADED)
         weights = planner.beside_bytes + planner.weight_bytes
         return weights + max(planner.working_bytes(planner.plan), device), host
 
     def _changes(self, teacher: Decoder, budget_bytes: float | None) -> Iterator[str]:
-        """Changes of the config, as on the command line, each of which alone lets the pass fit `budget_bytes` (None:
-        unchecked): the teacher in NF4, or the longest row of half, a quarter ... of the tokens, down to 256.
+        """Changes of the config that each let the pass fit (None: unchecked): the teacher in NF4, or the longest row of
+        half, a quarter ... of the tokens, down to 256.
         """
 
         def fits(made: Callable[[], Decoder], length: int | None = None) -> bool:
@@ -124,9 +116,8 @@ class TeacherPass:
 
 
 def pass_lines(config: TrainConfig, shape: DecoderConfig, device: Device) -> list[str]:
-    """The lines of --plan about the teacher's pass, from shapes alone; [] without such a pass. Raises ValueError if the
-    teacher's config.json cannot be used, ConfigError if the teacher is an adapter's folder or the base of a model with
-    random weights.
+    """Lines of --plan about the pass, from shapes; [] without one. ValueError if the teacher's config.json cannot be
+    used, ConfigError if it is an adapter's folder or the base of random weights.
     """
     objective = objective_of(config)
     if not isinstance(objective, Distill) or objective.teacher_top_k is None:

@@ -1,16 +1,15 @@
 """How the gradients of a step are added over devices: in float32, or quantised (`mesh.gradient_sync`).
 
-A quantised sync sends a low format in both legs of the sum. With error feedback (arXiv 1901.09847) each device keeps
-what rounding took from what it sent, and sends it with the next step's. The errors are part of the train state, in
-bfloat16, and are of the mean gradient, so that they hold when the number of targets or the loss scale changes.
+A quantised sync sends a low format in both legs of the sum. With error feedback (arXiv 1901.09847) each device keeps,
+in bfloat16, what rounding took, and sends it with the next step. The errors are of the mean gradient, so that they hold
+when targets or loss scale change.
 
-Adam divides each gradient by its usual size, so errors small beside a block's largest gradient may be large beside
-others. In int4 each device therefore keeps usual sizes (roots of running means of squares, equal on all devices), by
-which numbers are weighted before encoding.
+Adam divides each gradient by its usual size, so errors small beside a block's largest may be large beside others. In
+int4 each device also keeps usual sizes (roots of running means of squares), by which numbers are weighted before
+encoding.
 
-Whole tensors are added over all devices, tensors that `fsdp` divides over `data`, once a step in the update. Sums over
-`fsdp` are made in each micro-batch's backward (gathers.scatter), rounded stochastically, as errors would be a whole
-gradient on each device.
+Whole tensors are added over all devices, those that `fsdp` divides over `data`, once a step. Sums over `fsdp` are made
+in each backward (gathers.scatter), rounded stochastically, as errors would be a whole gradient on each device.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ class GradientSync:
 
     @staticmethod
     def buffers(tensors: Sequence[tuple[int, bool]], shape: MeshShape) -> list[Buffer]:
-        """The buffers: whole tensors' first, then divided ones', of at most 2**24 numbers or one larger tensor. None
-        for axes with one device. tensors: (numbers on a device, whether `fsdp` divides it) of each.
+        """Whole tensors' buffers, then divided ones', of at most 2**24 numbers or one larger tensor. tensors: (numbers
+        on a device, whether `fsdp` divides it) of each.
         """
         names = tuple(axis.name for axis in partition.AXES)
         rest = tuple(name for name in names if name != partition.TENSORS)
@@ -211,8 +210,8 @@ def gradient_sync_of(mesh: MeshConfig | None) -> GradientSync | None:
 
 
 def as_saved(like, saved: Mapping):
-    """`like`, the shapes of this run's state, with `sync_errors` as the checkpoint has them, so that it can be read.
-    Errors of another mesh or format have no shardings, by which `fitted` knows them. saved: the checkpoint's record.
+    """`like`, this run's state as shapes, with `sync_errors` as the checkpoint's record says, so that it can be read;
+    errors of another mesh or format have no shardings, by which `fitted` knows them.
     """
     if isinstance(like, dict):
         return like
@@ -231,9 +230,8 @@ def as_saved(like, saved: Mapping):
 
 
 def fitted(state, like, note: Callable[[list[str]], object]):
-    """A state that was read by `as_saved`, with errors that this run can use; errors of another mesh or format start
-    from zero, and `note` gets a list of one sentence. No run is refused for its errors. like: the shapes of this run's
-    state, with shardings.
+    """A state read by `as_saved`, with errors that this run can use; those of another mesh or format start from zero,
+    and `note` gets [a sentence]. like: shapes of this run's state.
     """
     if isinstance(state, dict) or not (jax.tree.leaves(state.sync_errors) or jax.tree.leaves(like.sync_errors)):
         return state

@@ -1,5 +1,5 @@
-"""The compiled programs of a run, and the engine that compiles and runs them: once for all data, and again under other
-plans until one fits the memory.
+"""The compiled programs of a run, and the engine that compiles and runs them: again under other plans until one fits
+the memory.
 """
 
 from __future__ import annotations
@@ -63,14 +63,13 @@ def abstract(tree):
 class Engine:
     """Compiles and runs the programs of a run, an evaluation or a teacher's pass on a mesh, under its planner's plan.
 
-      program: its fields that plan, mesh and NEFTune decide are filled in here.
+      program: fields of plan, mesh and NEFTune are filled in here.
       before_qat: the step without rounded weights, before qat.start.
-      planner: a ForwardPlanner if no step is made. A Planner at once skips plans that failed in earlier runs.
-      batches: makes the batch of each step.
-      held_out: rows of an evaluation, compiled with the step; None: no evaluation.
+      planner: a ForwardPlanner if no step is made. A Planner at once skips plans that failed earlier.
+      held_out: rows of an evaluation, compiled with the step.
 
-    `micro_index` has the int32 numbers of micro-batches on the mesh. `tables` has {name: [vocabulary, size]} of tables
-    of embeddings on the host, or their shapes until weights are loaded; TrainedModel sets it.
+    `micro_index`: int32 numbers of micro-batches on the mesh. `tables`: {name: [vocabulary, size]} of tables of
+    embeddings on the host, shapes until weights are loaded; TrainedModel sets it.
     """
 
     def __init__(
@@ -98,12 +97,12 @@ class Engine:
 
     @property
     def _search(self) -> Planner:
-        """The planner of steps; AssertionError for forward passes alone."""
+        """AssertionError for forward passes alone."""
         assert isinstance(self.planner, Planner)
         return self.planner
 
     def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
-        """JSON values that identify the programs in KnownFailures: all that they depend on, except plan, device and
+        """JSON values that identify the programs in KnownFailures: what they depend on, except plan, device and
         versions.
         """
         asked = config_to_dict(config)
@@ -117,7 +116,7 @@ class Engine:
         ]
 
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
-        """Sets mesh and shardings of programs compiled from now on. Compiled programs and placed arrays stay."""
+        """For programs compiled from now on; placed arrays stay."""
         self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
         self._by_rows = NamedSharding(mesh, partition.ROWS)
         self.program = dataclasses.replace(self.program, mesh=mesh)
@@ -144,13 +143,11 @@ class Engine:
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch over all devices. Evaluations and passes use as many, so that they fit."""
+        """Rows of a micro-batch over all devices; evaluations and passes use as many, so that they fit."""
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
-        """Micro-batch `part` of `parts`, consecutive rows, on the devices. Rows of tables on the host are looked up and
-        placed with it, so that no program copies a part of larger rows.
-        """
+        """Micro-batch `part` of `parts`, consecutive rows, on the devices, with their rows of tables on the host."""
         size = batch.tokens.shape[0] // parts
         batch = dataclasses.replace(batch, table_rows={})
         batch = jax.tree.map(lambda array: array[part * size : (part + 1) * size], batch)
@@ -159,9 +156,9 @@ class Engine:
         return partition.put(batch, self._by_rows)
 
     def load_step(self, step: int, model: Callable[[], Decoder] | None = None) -> LoadedStep:
-        """Makes and places the batch of `step`: (micro-batches, {"tokens" without padding, "trained_tokens" (sum of
-        weights), "lengths" of documents, "metrics" of the source, "filled" micro-batches}). model: returns the model
-        before the step, for sources that sample.
+        """Makes and places a batch: (micro-batches, {"tokens" without padding, "trained_tokens" (sum of weights),
+        "lengths" of documents, "metrics", "filled" micro-batches}). model: the model before the step, for sources that
+        sample.
         """
         batch = self.batches.batch_at(step, model)
         parts = self.planner.plan.micro_batches
@@ -175,8 +172,8 @@ class Engine:
         return [self.place(batch, part, parts) for part in range(parts)], counts
 
     def _filled(self, batch: Batch, parts: int) -> int:
-        """Micro-batches with tokens, at least one; `parts` for sources that do not sample and in several processes. A
-        source that samples may leave a step's last rows empty.
+        """Micro-batches with tokens: a source that samples may leave a step's last rows empty. `parts` for others and
+        in several processes.
         """
         if not self.batches.sees_model or processes.count() > 1:
             return parts
@@ -189,9 +186,8 @@ class Engine:
         return self.program.zero_sums(state.trainable, self.replicated)
 
     def first_sums(self, state: TrainState) -> Sums:
-        """`zero_sums` that leave a block of GPU memory free below them for the next step's rows, which are copied
-        during a step. Without it the allocator puts the rows above the step's temporary buffer, which then finds no
-        single block, as seen on a 12 GiB card.
+        """`zero_sums` below which a block of GPU memory stays free for the next step's rows. Without it they lie above
+        the step's temporary buffer, which then finds no single block, as seen on a 12 GiB card.
         """
         blocks, size = [], _BLOCK_FOR_ROWS + int(self.planner.cost.table_rows_bytes)
         for device in self.mesh.local_devices:
@@ -205,8 +201,8 @@ class Engine:
     # ---- compiling
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
-        """Compiles the programs from first_step on for arrays like these, which may be shapes. Python lowers them one
-        by one, the slowest first; XLA compiles meanwhile in parallel.
+        """Compiles the programs from first_step on for such arrays or shapes. Python lowers one by one, the slowest
+        first; XLA compiles in parallel meanwhile.
         """
         started = time.perf_counter()
         shapes = abstract(state), abstract(sums), abstract(frozen)
@@ -242,31 +238,31 @@ class Engine:
         return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
     def compile_evaluate(self, program: StepProgram, trainable, frozen):
-        """The compiled evaluation of a batch of held-out rows, for runs without a step. Weights may be shapes."""
+        """The compiled evaluation of held-out rows, for runs without a step. Weights may be shapes."""
         assert self._held_out is not None
         return self._compiled_of_rows(program.evaluate, self.replicated, trainable, frozen, self._held_out)
 
     def compile_of_rows(self, function, trainable, frozen, rows: Rows):
-        """Compiles a value for each row, to a program of (trainable, frozen, batch). function: (model, batch, Forward)
-        -> arrays [rows, ...]. rows: of the batches' shape. Weights may be shapes.
+        """Compiles values for rows: (trainable, frozen, batch) -> what `function` of (model, batch, Forward) returns,
+        arrays [rows, ...]. Weights may be shapes.
         """
         program = functools.partial(self.program.of_rows, function)
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
     def _compiled_of_rows(self, *what):
-        """Kernels are checked meanwhile; if one fails, all is done again without it."""
+        """Again without a kernel that fails its check."""
         return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
 
     def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
-        """Lowers without Shardy any program but the update. out: shardings of the results."""
+        """Without Shardy; for all but the update."""
         with partition.compiling(self.mesh):
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
     def _compiled(self, lowered):
-        """Compiles what `_lowered` returned; from any thread."""
+        """From any thread."""
         with partition.compiling(self.mesh):
             return self._compile(lowered)
 
@@ -297,8 +293,8 @@ class Engine:
         """Compiles plans until one fits, by the compiler's figures of accumulate and update; it is then in force.
 
           shapes: returns shapes of (state, sums, frozen) under the plan in force.
-          first_step: programs before qat.start are compiled only if it is earlier.
-          placed: weights are on the devices, which limits further plans (Planner.replan).
+          first_step: programs before qat.start are compiled if it is earlier.
+          placed: weights are on the devices, which limits plans (Planner.replan).
 
         PlanError if no plan is left.
         """
@@ -316,9 +312,7 @@ class Engine:
     def _compiled_and_need(
         self, shapes: tuple[TrainState, Sums, Any], first_step: int
     ) -> tuple[Programs | None, float | None]:
-        """(programs, or None if memory ran out in any process; the most bytes that any process needs, or None if
-        unlimited or unknown).
-        """
+        """(programs, None if memory ran out in any process; most bytes of any process, None if unlimited or unknown)."""
         programs, need, limited = None, 0.0, self.planner.budget_bytes is not None
         try:
             programs = self.compile(*shapes, first_step)
@@ -336,7 +330,7 @@ class Engine:
     # ---- running
 
     def connect(self, print_line: Callable[[str], None]) -> dict[str, float]:
-        """Runs a first collective, which connects the devices, and returns its time as a metric; {} on one device."""
+        """Runs a first collective, which connects the devices; its time as a metric, {} on one device."""
         if self.mesh.size == 1:
             return {}
         program, number = collectives.first_exchange(self.mesh), partition.put(np.float32(0), self.replicated)
@@ -348,7 +342,7 @@ class Engine:
         return {"collectives_seconds": seconds}
 
     def at(self, programs: Programs, step: int) -> Programs:
-        """The programs for a step: without rounded weights before qat.start, if there are such."""
+        """Without rounded weights before qat.start."""
         early = step < self._early_steps and programs.before_qat is not None
         return programs.before_qat if early and programs.before_qat is not None else programs
 
@@ -363,15 +357,14 @@ class Engine:
     def first_step(
         self, programs, sums, state, frozen, parts, step, print_line, compiling: Any = contextlib.nullcontext
     ):
-        """(programs, sums, frozen) after the first step's micro-batches, which are awaited. If memory runs out, they
-        run again under smaller plans. A failed attempt leaves nothing behind, as only the update donates the state. The
-        returned `frozen` has no transposed codes if the last plan keeps none.
+        """(programs, sums, frozen) after the first step's micro-batches, awaited. If memory runs out, they run again
+        under smaller plans; only the update donates the state, so nothing is lost. `frozen` is without transposed codes
+        if the last plan keeps none.
 
           parts: all micro-batches, also empty ones; a smaller plan divides their rows anew.
           compiling: makes the context of compiling.
 
-        PlanError if no smaller plan is left; other errors of XLA as they are, and in several processes out of memory,
-        too.
+        PlanError if no plan is left; other errors of XLA as they are, in several processes out of memory, too.
         """
 
         def arrays():
@@ -411,8 +404,8 @@ class Engine:
         objective's own.
 
           evaluate: the compiled program of one batch.
-          shown: called after each batch with (done, all); between: then, too, for signals.
-          load: called with a function that loads a batch and may fail in one process alone.
+          shown: called with (batches done, all); between: after each batch, for signals.
+          load: runs a function that loads a batch and may fail in one process alone.
         """
         objective = self.program.objective
         totals, count = [], batches.steps_per_epoch

@@ -39,7 +39,7 @@ _ROUNDING, _NOISE, _SYNC = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step takes and returns and a checkpoint stores; every leaf is an array. Only `dropout_key` never changes."""
+    """What a step takes and returns and a checkpoint stores; all arrays. Only `dropout_key` never changes."""
 
     trainable: Any  # nnx.State of weights, in the dtypes of StepProgram.weights
     opt_state: Any  # the optimizer's state, as its `init` makes it
@@ -56,11 +56,10 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Sums over the micro-batches of a step.
-
-    On several devices arrays have a leading axis of devices. With a single micro-batch that one adds over devices, so
-    that gradients are not stored twice; with several, or a quantised sync, the update does. Gradients of a tensor
-    divided over n devices are summed over these in each micro-batch; their leading axis is n times shorter.
+    """Sums over the micro-batches of a step. On several devices arrays have a leading axis of devices. With one
+    micro-batch that one adds over devices, so that gradients are stored once; with several, or a quantised sync, the
+    update does. Tensors divided over n devices are summed over these in each micro-batch; their leading axis is n times
+    shorter.
     """
 
     # of (loss sum + count times the layers' own losses with their coefficients), times TrainState.loss_scale: float32,
@@ -116,7 +115,7 @@ class StepProgram:
 
     @property
     def _reads_sums(self) -> bool:
-        """Whether a step adds to its first sums. One micro-batch does not, unless a quantised sync needs their memory."""
+        """Whether a step adds to its first sums: not with one micro-batch, unless a quantised sync needs their memory."""
         return self.micro_batches > 1 or self.sync is not None
 
     @property
@@ -139,8 +138,8 @@ class StepProgram:
         return partition.MeshShape.of(self.mesh)
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
-        """The first state, over a copy of `trainable` (the step donates it). device: sharding of optimizer states that
-        stay on the device with `offload`; None or no `offload`: the caller places all states.
+        """The first state, over a copy of `trainable`, which the step donates. device: sharding of optimizer states
+        that stay on the device with `offload`; None: the caller places all.
         """
 
         def kept(a):
@@ -330,11 +329,10 @@ class StepProgram:
         return partition.undivided(run(sums, state))
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
-        """One optimizer step from a step's sums; both arguments are donated.
-
-        Returns (state, sums for the next step, metrics): loss (mean, without layers' losses), aux ({name: layers'
-        losses before coefficients}), own (the objective's), grad_norm (before clipping), learning_rate, count, finite
-        (False: weights and states stay), skipped, skipped_in_row, loss_scale, grad_norms float32[n] of each tensor.
+        """One optimizer step; both arguments are donated. Returns (state, sums for the next step, metrics): loss (mean,
+        without layers' losses), aux ({name: layers' losses before coefficients}), own (the objective's), grad_norm
+        (before clipping), learning_rate, count, finite (False: weights and states stay), skipped, skipped_in_row,
+        loss_scale, grad_norms float32[n] of each tensor.
         """
         with jax.named_scope("optimizer"):
             given, (sums, errors) = sums, self.total(sums, state)
@@ -462,8 +460,8 @@ class StepProgram:
         return run(*tensors, batch)
 
     def of_rows(self, function, trainable, frozen, batch: Batch) -> jax.Array:
-        """function(model, batch, Forward) on a batch; to be jitted. Each device has its rows, and the result stays
-        divided by rows (partition.ROWS), as the one who compiles must say.
+        """function(model, batch, Forward); to be jitted. Each device has its rows, and the result stays divided by rows
+        (partition.ROWS), as out_shardings must say.
         """
 
         def local(trainable, frozen, batch):

@@ -118,7 +118,9 @@ def _here(function: Callable[[], object], name: str, seconds: float | None) -> O
 
 
 class _Signals:
-    """Notes signals within it, to tell Ctrl-C's KeyboardInterrupt from a function's own. Handlers in force are called."""
+    """Notes signals within it, to tell Ctrl-C's KeyboardInterrupt from a function's own. It calls the handlers in
+    force.
+    """
 
     def __init__(self) -> None:
         self._arrived = False
