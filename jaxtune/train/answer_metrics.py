@@ -170,11 +170,11 @@ def answer_metrics(
     names no function. Nothing is generated yet.
 
       rows: a path, data set's name, or list of dicts.
-      model: its arrays may be shapes.
-      rewards: functions of a batch source given to the Trainer, for generate = [rewards]; None: config.objective's.
+      model: may have shapes.
+      rewards: of a batch source given to the Trainer, for generate = [rewards]; None: config.objective's.
 
     ConfigError if a function cannot be loaded, no row has a question, or one cannot be asked (unless data.on_bad_row is
-    "skip"); ValueError without such a file or data set.
+    "skip"); ValueError without such rows.
     """
     wanted = config.evaluation
     if not wanted.generate:

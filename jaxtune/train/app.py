@@ -144,14 +144,14 @@ def _show_answers(found: dict[str, Any], console: Console, when: str, left_out: 
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
     """Trains, exports and evaluates as the config asks; all results are in config.output. Returns the exit code: 0, 1
-    if the last state was not saved, or 75 after a signal; the same command then continues. Errors are raised.
+    if the last state was not saved, or 75 after a signal, and the same command then continues. Errors are raised.
 
       check: only reads rows and shows how they are tokenised and packed.
-      plan: only shows the memory plan: from the model's shapes if plan.device is set or data.train is empty, else by
-      compiling the step.
+      plan: only shows the memory plan: from shapes if plan.device is set or data.train is empty, else by compiling the
+      step.
       console: None: the terminal.
 
-    With `check` or `plan` nothing is written to the output folder, but the caches of tokens and programs may be.
+    `check` and `plan` write nothing to the output folder, perhaps to the caches of tokens and programs.
     """
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)

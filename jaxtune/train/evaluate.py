@@ -25,15 +25,13 @@ def exact_match(
     today: str | None = None,
 ) -> tuple[float, list[tuple[str, str, str]]]:
     """Generates each row's last assistant message greedily and compares: (share of right answers, [(question, expected,
-    answer)]).
+    answer)]). Prompts are tokenised as in training. White space around an answer is ignored, and all up to the last
+    mark that the template writes before it, such as </think>.
 
-    Prompts are tokenised as in training. White space around an answer is ignored, and all up to the last mark that the
-    template writes before an answer, such as </think>.
-
-      rows: {"messages": [..., {"role": "assistant", "content": expected}]}, "tools" allowed; or `formats.normalize`'s
-      examples.
-      max_new_tokens: a thought before the answer included.
-      template: as data.template; None: the tokenizer's own.
+      rows: {"messages": [..., {"role": "assistant", "content": expected}]}, perhaps with "tools"; or
+      `formats.normalize`'s examples.
+      max_new_tokens: thoughts included.
+      template: as data.template; None: the tokenizer's.
       batch_size: prompts at a time; fewer if memory is short.
       today: the day that the template writes; None: now.
 

@@ -42,11 +42,11 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     it is the model itself.
 
     Usually a thread loads: `weights` is a future, and `model` has shapes. `weights` is None and `model` has arrays for
-    random weights, an adapter from a file, and checkpoints of quantised weights (the teacher's, too), whose shapes only
-    their bytes show. With `trains`, tables of embeddings that a plan may have on the host are left there.
+    random weights, an adapter from a file, and quantised checkpoints (a teacher's, too), whose shapes only their bytes
+    show. With `trains`, tables that a plan may have on the host stay there.
 
-    Leaving the context cancels loading. ValueError without a tokenizer, if the teacher's gives a token another id, or
-    if a checkpoint cannot be opened; errors of the thread come from `weights.result()`.
+    Leaving cancels loading. ValueError without a tokenizer, if the teacher gives a token another id, or if a checkpoint
+    cannot be opened; the thread's errors come from `weights.result()`.
     """
     wanted, teacher = config.model, open_teacher(config)
 

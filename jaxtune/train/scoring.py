@@ -157,17 +157,16 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
 def evaluate(
     config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: float = 0, load_in: str | None = None
 ) -> dict[str, Any]:
-    """Scores weights on the held-out rows, prints the results on stderr and returns them: {"weights", "eval_loss",
-    "eval_UNIT", the objective's as "eval_NAME"}, with exact match those of `answer`, with evaluation.generate its
-    metrics (NaN as None) and "eval_samples". No loss if rows have only questions.
+    """Scores weights on the held-out rows, prints the results on stderr and returns them: {"weights", "eval_loss" (not
+    if rows have only questions), "eval_UNIT", the objective's "eval_NAME"}, what `answer` returns, and metrics of
+    evaluation.generate (NaN as None) with "eval_samples". A checkpoint's folder is locked meanwhile, and incomplete
+    saves of a dead run go.
 
-    A checkpoint's folder is locked meanwhile, and incomplete saves of a dead run go.
-
-      taken: the recipe's data.eval_rows if data.eval was overridden: they must stay out of data.train as in the run, by
-      whose training rows a checkpoint is recognised.
+      taken: the recipe's data.eval_rows if data.eval was overridden: they stay out of data.train, as a run's checkpoint
+      is known by its training rows.
       load_in: format of the frozen weights; "stored"; None: as configured or trained over.
 
-    ValueError without such weights or held-out rows, for rows that the run trained on, or while the run is running;
+    ValueError without such weights or held-out rows, for rows that the run trained on, or while it is running;
     CheckpointError without an intact checkpoint that fits.
     """
     use_program_cache()
@@ -209,7 +208,7 @@ def evaluate(
 
 
 def _require_same_split(result: Result, trainer: Trainer) -> None:
-    """ValueError if data.eval_rows takes other rows out of data.train than the run did, which trained on some of them."""
+    """ValueError if data.eval_rows takes out other rows than the run did, which trained on some of them."""
     key, rows = "config.data.eval_rows", trainer.config.data.eval_rows
     held_out, tokens = result.run.get(key), result.run.get("data.tokens_crc32")
     if (held_out, tokens) != (rows, trainer.batches.identity().get("tokens_crc32")):

@@ -30,12 +30,12 @@ class Interrupted(KeyboardInterrupt):
 class StopSignal:
     """A context in which the first signal sets `requested`, and a second SIGTERM or SIGINT ends the process at once.
 
-    SIGHUP (terminal closed, connection lost) often comes in addition to SIGTERM, so it does not count as second;
-    ignored (nohup), it stays so. In `at_once` and in the user's code that a run waits for, the first signal raises
-    Interrupted; in `deferred`, within it, it only sets `requested`. Python drops exceptions raised in finalisers; the
-    signal is then sent again. Outside the main thread the context does nothing.
+    SIGHUP (terminal closed) often comes in addition to SIGTERM, so it is not a second one; ignored (nohup), it stays
+    so. In `at_once` and in user's code that a run waits for, the first signal raises Interrupted; in `deferred`, within
+    it, it only sets `requested`. Python drops exceptions of finalisers; the signal is then sent again. Outside the main
+    thread nothing is handled.
 
-    `signal_name`: of the first signal. `saying`: what follows a signal now.
+    `signal_name`: of the first signal. `saying`: what follows one now.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the signals that are handled

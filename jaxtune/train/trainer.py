@@ -81,27 +81,24 @@ class Trainer:
     """Trains `model` on rows as `config` says. The given model is never changed, and its arrays are never donated.
 
     Args:
-      model: its `nnx.Param`s are trained: those of an adapter (get_peft_model), or all.
-      tokenizer: its Hugging Face tokenizer.
+      model: its `nnx.Param`s train: those of an adapter (get_peft_model), or all.
       config: its `model` and `adapter` are not applied; the model is recorded as it is.
       train_rows, eval_rows: a path, a data set's name, a list of dicts, or a TokenDataset; None: config.data's.
-      train_rows may be a list of (rows, weight), or a BatchSource, which makes batches during the run.
+      train_rows may be a list of (rows, weight), or a BatchSource.
       profile: folder for a profile of config.profile.steps steps, or 3; None: `profile` in the output folder, if config
       asks for one.
-      keeps_model: the caller keeps `model`. False: its tensors are freed if nobody else has them.
+      keeps_model: False: tensors of `model` are freed if nobody else has them.
       weights: a future of the model, if `model` has shapes; awaited after compiling.
       objective: replaces config.objective.
-      optimizer: an optax transformation in place of config.optim, after clipping by config.max_grad_norm.
+      optimizer: an optax transformation in place of config.optim, after clipping.
       schedule: learning rate by updates made (from 0), in place of config.schedule; only shown with an `optimizer`.
-      callbacks: called between steps; see Callback.
-      trains: False: only evaluates or shows rows; plans a forward pass.
+      trains: False: only evaluates or shows rows; a forward pass is planned.
       checks_folder: refuse another run's output folder before rows are read.
 
-    Attributes: `model` (TrainedModel), `engine`, `tokenizer` (with the rows' chat template), `batches`, `train_data`
-    (None if rows are not known before the run), `eval_data` (held-out rows with a loss), `answers` (of
-    evaluation.generate), `output`, `total_steps`; after train() `history` (metrics of this process), `steps_done`,
-    `best` ({"best_checkpoint": whose weights were returned}, {} for the last) and `unsaved` (why the last state is in
-    no checkpoint). ValueError for what cannot be trained, PlanError if no plan fits.
+    Attributes: `tokenizer` (with the rows' chat template), `batches`, `train_data` (None if rows are not known before
+    the run), `eval_data` (held-out rows with a loss), `answers` (of evaluation.generate), `total_steps`; after train()
+    `history` (metrics), `steps_done`, `best` ({"best_checkpoint": whose weights were returned} or {}), `unsaved` (why
+    the last state is in no checkpoint). ValueError for what cannot be trained, PlanError if no plan fits.
     """
 
     def __init__(
@@ -198,13 +195,13 @@ class Trainer:
     def train(
         self, stop: StopSignal | None = None, delivery: Delivery | None = None, from_step: int | None = None
     ) -> Decoder:
-        """Runs or resumes, and returns the trained model, with checkpoint.best the best one: a new module that shares
-        the frozen arrays. Config, metrics, checkpoints and a plot of the loss go to the output folder.
+        """Runs or resumes, and returns the trained model (with checkpoint.best the best), which shares the frozen
+        arrays. All files go to the output folder.
 
         Args:
           stop: an entered StopSignal; None makes one.
           delivery: gets the trained model while the folder is still locked.
-          from_step: resumes from this step's checkpoint and replaces later ones; None: the last, if any.
+          from_step: resumes from this checkpoint and replaces later ones; None: the last.
         Raises:
           TrainingInterrupted: a signal arrived in a step; the state was saved if it is good.
           Interrupted: it arrived before the first step or after the last, with nothing to save.
@@ -535,9 +532,9 @@ class Trainer:
     def _restore(
         self, checkpointer: Checkpointer, note, weights_only: bool = False, from_step: int | None = None
     ) -> tuple[int, Any]:
-        """(steps done, state) of a checkpoint, read into a step's shardings. A trainer that trains adopts its plan
-        first, and its source continues. note: gets lists of differences. weights_only: state is {"trainable": ...}.
-        CheckpointError if none is intact, or it is another run's or of more steps.
+        """(steps done, state) of a checkpoint, read into a step's shardings; a trainer that trains adopts its plan
+        first. note: gets lists of differences. weights_only: state is {"trainable": ...}. CheckpointError if none is
+        intact, or it is another run's or of more steps.
         """
         self.model.take_weights()  # the record has the base's fingerprint
         wanted: Any = self.model.state_shapes(self.engine)

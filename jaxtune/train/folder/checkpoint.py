@@ -170,7 +170,7 @@ class Checkpointer:
             self._purge(newest)
 
     def reject(self) -> None:
-        """Removes the last checkpoint, if it is unproven and another undamaged one exists. Waits and raises as `wait`."""
+        """Removes the last checkpoint, if it is unproven and another undamaged one exists. Waits as `wait`."""
         self.wait()
         others = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
         if self._unproven in self.steps() and others:

@@ -30,16 +30,15 @@ from jaxtune.train.optimizer.schedule import total_steps
 def run_rows(
     reader: Reader, train_rows: object = None, eval_rows: object = None, apart: bool = False
 ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
-    """Tokenises a run's rows: (rows to train on, held-out rows or None). On each host one process tokenises first, the
-    others read its cache. Rows that are streamed, mixed or sampled give a BatchSource. Collective.
+    """(rows to train on, held-out rows or None), tokenised; a BatchSource if they are streamed, mixed or sampled. On
+    each host one process tokenises first. Collective.
 
-      train_rows, eval_rows: a path, data set's name, list of dicts or TokenDataset; also a BatchSource, or a list of
-      (rows, weight). None: the config's. data.max_rows limits training rows only.
-      apart: rows that data.eval_rows takes out stay out of training even if other rows are evaluated on.
+      train_rows, eval_rows: a path, data set's name, list of dicts or TokenDataset; None: the config's. train_rows may
+      be a BatchSource or a list of (rows, weight). data.max_rows limits them alone.
+      apart: rows of data.eval_rows stay out of training even if others are evaluated on.
 
-    If the objective learns from rewards, held-out rows are answered only and have no loss: None. ValueError for rows
-    that cannot be used, a document longer than the model's positions, processes with different rows, or options that do
-    not go with rows made during the run.
+    Held-out rows of an objective of rewards are answered only: None. ValueError for unusable rows, a document longer
+    than the model's positions, different rows in processes, or options that do not go with rows made during the run.
     """
     config, data = reader.config, reader.config.data
     wanted = data.train if train_rows is None else train_rows

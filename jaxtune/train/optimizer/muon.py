@@ -46,8 +46,8 @@ def orthogonal(x: jax.Array) -> jax.Array:
 def scale_by_muon(
     momentum: float, beta1: float, beta2: float, eps: float, which: Callable[..., list[bool]]
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon's direction for tensors that `which` marks, 0.2 sqrt(longer side) times an orthogonal matrix, with Nesterov
-    momentum; Adam's for others. For a list of tensors, which has no names, the update needs `decayed` and `embeddings`.
+    """Muon's direction, 0.2 sqrt(longer side) times an orthogonal matrix with Nesterov momentum, for tensors that
+    `which` marks; Adam's for others. A list of tensors has no names: its update needs `decayed` and `embeddings`.
     """
 
     def init(params):

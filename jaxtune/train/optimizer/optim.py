@@ -151,13 +151,12 @@ def _where(finite, new, old):
 
 
 def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimizer:
-    """The optimizer that `config` names, for float32 parameters. It does not clip. If tensors are updated one by one,
+    """The optimizer that `config` names, for float32 parameters, without clipping. If tensors are updated one by one,
     its update needs `decayed` and `embeddings`, lists of a bool for each.
 
-    An update is minus the learning rate times (direction + weight_decay * parameter); norms, biases and DoRA magnitudes
-    do not decay. With embedding_learning_rate, updates of embeddings and head, decay included, are scaled by its ratio
-    to learning_rate. Adafactor (arXiv 1804.04235) does not scale its rate by the parameters' size. ValueError for an
-    unknown name.
+    An update is minus the learning rate times (direction + weight_decay * parameter). With embedding_learning_rate,
+    updates of embeddings and head, decay included, are scaled by its ratio to learning_rate. Adafactor (arXiv
+    1804.04235) does not scale by the parameters' size. ValueError for an unknown name.
     """
     parts = [_direction(config), _add_decay(config.weight_decay), optax.scale_by_learning_rate(schedule)]
     if config.embedding_learning_rate is not None:

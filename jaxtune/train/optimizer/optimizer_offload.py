@@ -1,8 +1,8 @@
 """Optimizer states in pinned host memory: each tensor's states are copied to the device for its update, and back.
 
-Tensors are updated in groups. While one is updated, the next one's states arrive and the last one's leave; optimization
-barriers start both copies before the update and end them after it. An update is much shorter than its transfers, and
-XLA (jaxlib 0.11.2) queues copies of both directions in one queue, so the whole takes the time of both on the link.
+While a group of tensors is updated, the next one's states arrive and the last one's leave; optimization barriers start
+both copies before the update and end them after it. Updates are short, and XLA (jaxlib 0.11.2) queues copies of both
+directions in one queue, so the whole takes their sum on the link.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ def memory_peak_bytes(device: int = 0) -> int:
 
 
 def free_bytes(devices: Sequence) -> float | None:
-    """Bytes that the fullest of these devices can still give out, perhaps in no single block; None if unrecorded (CPU)."""
+    """Bytes that the fullest of these devices can still give out, perhaps in no single block; None on a CPU."""
     stats = [device.memory_stats() or {} for device in devices]
     if not all({"bytes_limit", "bytes_in_use"} <= of.keys() for of in stats):
         return None

@@ -63,7 +63,7 @@ def written_by(
 
 
 def disk_lines(wanted: Sequence[Written]) -> list[str]:
-    """A line for each disk where files take over a quarter of the free room, a warning where they take more than all."""
+    """A line for each disk where files take over a quarter of the free room, a warning if they take more than all."""
     disks: dict[int, list[Written]] = {}
     for one in wanted:
         disks.setdefault(os.stat(_existing(one.folder)).st_dev, []).append(one)

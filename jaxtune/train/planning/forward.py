@@ -41,15 +41,14 @@ def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Dev
 
 
 class ForwardPlanner:
-    """Chooses micro-batches and logits at a time by forecast, so that a forward pass fits. It has a Planner's `plan`,
-    `device`, `budget_bytes` and `cost`. If nothing fits, `plan` is the smallest, without an error. Its residuals mean
-    nothing.
+    """Chooses micro-batches and logits at a time, so that a forward pass fits; has a Planner's `plan`, `device`,
+    `budget_bytes` and `cost`. If nothing fits, `plan` is the smallest, without an error.
 
       model: may be abstract.
       config: its micro_batches is the least number that is tried.
       length: tokens of a row.
       device: a jax.Device (then construction is collective), or the planner's Device.
-      beside_bytes: of other weights on each device during the pass.
+      beside_bytes: of other weights on each device meanwhile.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any, beside_bytes: float = 0.0):

@@ -59,7 +59,7 @@ def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
 
 
 def _decode_seconds(work: Work, tokens: float, device: Device, devices: int) -> float:
-    """Seconds to decode a segment's quantised weights once. On several devices no kernel decodes while it multiplies."""
+    """Seconds to decode quantised weights once. On several devices no kernel decodes while it multiplies."""
     fit = product_time(device)
     numbers = work.decoded_numbers(tokens, fit.beside_rows if device.hopper and devices == 1 else math.inf)
     return numbers * fit.decoded_bytes / (device.copy * fit.decoded_share)

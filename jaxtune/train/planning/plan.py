@@ -1,15 +1,15 @@
 """The plan of a step, as a value and as text of configs, checkpoints and reports:
 
 - `keep`: every residual stays in device memory;
-- `recompute`: only each layer's input stays, and what cannot be recomputed, such as a router's choice;
+- `recompute`: only each layer's input stays, and what cannot be recomputed;
 - `offload`: all go to the host;
-- `gate=fp8, up=fp8`: these are kept in e4m3 (needs model.compute=fp8), all others are kept;
+- `gate=fp8, up=fp8`: these are kept in e4m3 (needs model.compute=fp8), others as they are;
 - `recompute, layer_input=offload`: one placement, then exceptions;
-- `0-11: recompute; 12-31: gate=recompute, up=recompute`: by layer; all layers must be named;
-- `recompute; tile=8192`: MLPs that recompute gate and up run over tiles of 8,192 tokens of each row;
+- `0-11: recompute; 12-31: gate=recompute, up=recompute`: by layer; all must be named;
+- `recompute; tile=8192`: MLPs that recompute gate and up run over tiles of 8,192 tokens;
 - `keep; whole=8`: divided weights of the last 8 layers stay gathered from forward to backward;
-- `keep; resident=8`: divided frozen weights of the first 8 layers are whole on each device for the whole run; with all
-  layers, also embedding's and head's.
+- `keep; resident=8`: divided frozen weights of the first 8 layers are whole for the run; with all layers, also
+  embedding's and head's.
 """
 
 from __future__ import annotations

@@ -38,17 +38,16 @@ def refused_bytes(error: BaseException) -> float | None:
 
 
 class Planner:
-    """Chooses the plan of a run, and a smaller one after a failure. The first process decides for all: construction,
-    `skip_known_failures` and `replan` are collective.
+    """Chooses the plan of a run, and a smaller one after a failure. Collective, as are `skip_known_failures` and
+    `replan`: the first process decides.
 
       keeps_model: the given model stays in memory beside the copies of its trained tensors.
       optimizer: None: config.optim's.
       reference_runs: forwards of a frozen reference in each loss.
-      note: a line before the plan, such as the reason for the mesh.
+      note: a line before the plan.
 
-    `forecast` is that of the plan in force. Raises PlanError if by forecast even the smallest plan exceeds
-    `room.limit_bytes`; ValueError if the device is refused, config.memory.plan cannot be read, or the host is too small
-    for the optimizer's states.
+    PlanError if by forecast even the smallest plan exceeds `room.limit_bytes`; ValueError if the device is refused,
+    config.memory.plan cannot be read, or the host is too small for optimizer states.
     """
 
     def __init__(
@@ -102,12 +101,10 @@ class Planner:
         return lines if self._note is None else [self._note, *lines]
 
     def adopt(self, record: dict[str, Any]) -> None:
-        """Takes a checkpoint's plan (StepPlan.to_record and the mesh's sizes), as another would change results in the
-        last bits.
-
-        Not taken: on another mesh, against config.memory.plan or micro_batches, or if its micro-batches do not divide
-        the rows. Tables, states or codes that this run cannot place so are where they were. Whether it fits is
-        unchecked: Engine.follow_plan, then Engine.fit. ValueError if it is impossible for this model.
+        """Takes a checkpoint's plan (StepPlan.to_record and the mesh's sizes), as another would change the last bits.
+        Not taken: on another mesh, against config.memory.plan or micro_batches, or if micro-batches do not divide the
+        rows. What this run cannot place so stays where it is. Whether it fits is unchecked: call Engine.follow_plan,
+        then Engine.fit. ValueError if it is impossible for this model.
         """
         mesh = self.config.mesh or MeshConfig()
         if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):

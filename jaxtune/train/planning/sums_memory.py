@@ -101,7 +101,7 @@ def in_sums(
 def _kept(
     kinds: Sequence[LayerKind], counts: Sequence[int], plan: LayerPlan, known: Sequence[Residual], tokens: float
 ) -> _Values:
-    """Residuals on the device under `plan`: each one's largest size in any kind, and how many of it the mean layer has."""
+    """Residuals on the device under `plan`: each one's largest size in any kind, and how many the mean layer has."""
     found = []
     for name in plan.named("keep", known):
         sizes = [

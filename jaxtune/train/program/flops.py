@@ -71,18 +71,17 @@ def model_flops_per_step(
     adapter_params: int = 0,
     attention: float,
 ) -> float:
-    """FLOPs of one optimizer step on all devices, without recomputation.
-
-    With T tokens (no padding), N = matmul_params (elements of matrices that multiply a token: with the head, without
-    the embedding, and only the experts that a token visits), N' those that train, A = adapter_params, and W S =
-    attention, summed over layers: W is query heads times their size, S the sum of length^2, less (length - window)^2:
+    """FLOPs of one optimizer step on all devices, without recomputation. With T tokens (no padding), N = matmul_params
+    (elements of matrices that multiply a token: the head, not the embedding, only a token's experts), N' those that
+    train, A = adapter_params, and W S = attention, summed over layers: query heads times their size, times the sum of
+    length^2 - (length - window)^2:
 
             forward    2 N T + 2 A T + 4 W S / 2    products, adapters, q k^T and p v (causal: half)
             backward   2 N T                        gradients to inputs
                      + 2 N' T + 4 A T               gradients of weights; both of the adapters
                      + twice the forward attention  dv, dp, dq, dk
 
-    Full fine-tuning needs 6 N T + 6 W S (PaLM, arXiv 2204.02311, appendix B), LoRA 4 N T + 6 A T + 6 W S.
+    Full fine-tuning: 6 N T + 6 W S (PaLM, arXiv 2204.02311, appendix B); LoRA: 4 N T + 6 A T + 6 W S.
     """
     attention_forward = 4 * attention / 2
     forward = 2 * (matmul_params + adapter_params) * tokens + attention_forward

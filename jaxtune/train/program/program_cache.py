@@ -1,10 +1,9 @@
-"""A persistent cache of compiled programs that verifies each before it runs. JAX's own trusts its files: a flipped bit
-gives another program. Here a damaged or swapped entry is removed, reported and compiled anew.
+"""A persistent cache of compiled programs that verifies each before it runs; JAX's own trusts its files, and a flipped
+bit gives another program. A damaged or swapped entry is removed, reported and compiled anew.
 
     KEY.zlib.program    8 bytes of format, SHA-256 of key and content, content (KEY.zstd.program likewise)
 
-Entries are machine code, so only their owner may read and write them; entries of other users, or that others may write,
-are not used.
+Entries are machine code: of other users, or writable by others, they are not used.
 """
 
 from __future__ import annotations

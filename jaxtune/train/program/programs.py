@@ -312,7 +312,7 @@ class Engine:
     def _compiled_and_need(
         self, shapes: tuple[TrainState, Sums, Any], first_step: int
     ) -> tuple[Programs | None, float | None]:
-        """(programs, None if memory ran out in any process; most bytes of any process, None if unlimited or unknown)."""
+        """(programs, None if memory ran out in any process; most bytes of any process, None if no limit or unknown)."""
         programs, need, limited = None, 0.0, self.planner.budget_bytes is not None
         try:
             programs = self.compile(*shapes, first_step)

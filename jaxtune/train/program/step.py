@@ -115,7 +115,7 @@ class StepProgram:
 
     @property
     def _reads_sums(self) -> bool:
-        """Whether a step adds to its first sums: not with one micro-batch, unless a quantised sync needs their memory."""
+        """Whether a step adds to its first sums: not with one micro-batch, unless a quantised sync needs them."""
         return self.micro_batches > 1 or self.sync is not None
 
     @property

@@ -32,19 +32,15 @@ from jaxtune.train.program.step import Sums, TrainState
 
 class TrainedModel:
     """The model that a run trains. The caller's is never changed and its arrays never donated; without `keeps_model`
-    they may be freed.
+    they may be freed. `first_shapes` come first, from which programs are compiled while weights load, then `begin`;
+    both describe (state, sums, frozen weights).
 
-    `first_shapes` come first, from which programs are compiled while weights load, then `begin`. Both describe (state,
-    sums, frozen weights).
-
-      model: its arrays are shapes if `weights` is given.
-      keeps_model: the caller still uses the model. False: trained tensors become shapes once they are copied, and
-      frozen ones are freed as they are divided over devices.
+      model: has shapes if `weights` is given.
+      keeps_model: False: trained tensors become shapes once copied, and frozen ones are freed as they are divided.
       weights: the model that a thread is loading.
 
     Attributes:
       given: the caller's model without its teacher. Trained tensors are shapes after `release`.
-      prepared: the model that computes: in the compute dtype, rounding under QAT, with its teacher.
       graph, plain_graph: of `prepared`, with and without QAT.
       qat: how weights are rounded (FakeQuant); None without QAT.
       trainable, frozen: nnx.States; frozen includes the teacher's.
@@ -90,7 +86,9 @@ class TrainedModel:
 
     @property
     def prepared(self) -> Decoder:
-        """A new object over the same arrays or shapes, which keep their dtypes: matrices cast where they multiply."""
+        """The model that computes: in the compute dtype, rounding under QAT, with its teacher; a new object over the
+        same arrays or shapes, which keep their dtypes.
+        """
         return nnx.merge(self.graph, self.trainable, self.frozen, self.scales)
 
     # ---- the scales of activations
@@ -165,12 +163,12 @@ class TrainedModel:
         return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
 
     def placed_frozen(self, engine: Engine) -> nnx.State:
-        """The frozen weights with activation scales, placed as the plan says; scales are observed if unknown. Tables
-        move to where the plan has them (`engine.tables`); the result has no rows of tables on the host.
+        """The frozen weights with activation scales, placed as the plan says; unknown scales are observed. Tables move
+        to where the plan has them (`engine.tables`); on the host they have no rows in the result.
 
         Collective: gathering must not wait for a process that still loads. If weights are divided and the caller does
-        not keep the model, each array is freed before the next moves, so a device never has all whole arrays beside its
-        shares. ValueError if processes have different base models, or divided weights whose scales are unknown;
+        not keep the model, each array is freed before the next moves, so that no device has all whole arrays beside its
+        shares. ValueError if base models differ between processes, or for unknown scales of divided weights;
         FloatingPointError as in `_observe`.
         """
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")

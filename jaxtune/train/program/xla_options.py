@@ -17,17 +17,15 @@ _UNTIMED = {"xla_gpu_autotune_level": 0}
 def compiler_options(
     platform: str, deterministic: bool, divides: bool = False, merges: bool = True
 ) -> dict[str, bool | int | str]:
-    """XLA options {name: value}.
-
-    Without Triton GEMMs cuBLASLt computes every product and adds the adapter's in its epilogue: 2.3 % of an 8B LoRA
-    step on an H200. 16-bit values are rounded wherever they are made, so that plans of residuals give equal bits. XLA
-    recomputes nothing by its own choice.
+    """XLA options {name: value}. Without Triton GEMMs cuBLASLt adds the adapter's product in its epilogue: 2.3 % of an
+    8B LoRA step on an H200. 16-bit values are rounded wherever they are made, so that plans of residuals give equal
+    bits. XLA recomputes nothing by its own choice.
 
       platform: on others than "gpu" only the rounding is set.
-      deterministic: operations with equal bits on every run, and untimed algorithms, so that processes choose alike.
+      deterministic: equal bits on every run, and untimed algorithms, so that processes choose alike.
       divides: weights are divided over devices.
-      merges: whether XLA may merge products that share an operand. It helps adapters, whose input is then read once;
-      with all parameters trained it joins weights and gradients of key and value, which takes longer than two products.
+      merges: whether XLA may merge products that share an operand. Adapters' input is then read once; but with all
+      parameters trained it joins key and value, which takes longer than two products.
     """
     options: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
     if platform != "gpu":

@@ -118,9 +118,7 @@ def _here(function: Callable[[], object], name: str, seconds: float | None) -> O
 
 
 class _Signals:
-    """Notes signals within it, to tell Ctrl-C's KeyboardInterrupt from a function's own. It calls the handlers in
-    force.
-    """
+    """Notes signals within it, to tell Ctrl-C's KeyboardInterrupt from a function's own."""
 
     def __init__(self) -> None:
         self._arrived = False

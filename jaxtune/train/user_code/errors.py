@@ -28,7 +28,7 @@ class Elsewhere(UserCodeError):
 
 
 def in_words(error: BaseException) -> str:
-    """ "Type: message", also of an exception whose text fails."""
+    """Gives "Type: message", also of an exception whose text fails."""
     if isinstance(error, Elsewhere):
         return error.words
     try:
@@ -39,7 +39,7 @@ def in_words(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """ " (file.py, line 7)": the last frame outside of the installed libraries; "" if there is none."""
+    """Gives " (file.py, line 7)", the last frame outside of installed libraries, or ""."""
     if isinstance(error, Elsewhere):
         return error.place
     frames = [frame for frame in traceback.extract_tb(error.__traceback__, -_FRAMES) if is_users(frame.filename)]
@@ -50,7 +50,7 @@ def place(error: BaseException) -> str:
 
 
 def trace(error: BaseException) -> str:
-    """The traceback with its causes, without frames of jaxtune and asyncio before or between the user's."""
+    """The traceback with its causes, without frames of jaxtune and asyncio around the user's."""
     if isinstance(error, Elsewhere):
         return error.trace
     whole = traceback.TracebackException.from_exception(error, limit=-3 * _FRAMES)
@@ -64,7 +64,7 @@ def trace(error: BaseException) -> str:
 
 
 def described(what: str, error: BaseException, *lines: str) -> str:
-    """ "WHAT: Type: message (file, line)", further lines, and the traceback."""
+    """The text "WHAT: Type: message (file, line)", further lines, and the traceback."""
     return "\n".join([f"{what}: {in_words(error)}{place(error)}", *lines, trace(error)]).rstrip()
 
 

@@ -1,4 +1,4 @@
-"""The event loop of the asynchronous functions: one for the whole run."""
+"""The run's one event loop of asynchronous functions."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class EventLoop:
         return Pending(name, limit, self, asyncio.run_coroutine_threadsafe(_limited(awaited, name, limit), self._loop))
 
     def where(self) -> str:
-        """ " at file.py, line 7, in fetch": the user's line that the loop is at; "" if it is at none."""
+        """Gives " at file.py, line 7, in fetch", the user's line that the loop is at, or ""."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         frames = traceback.extract_stack(frame) if frame is not None else []
         own = [one for one in frames if errors.is_users(one.filename) and not errors.is_library(one.filename)]
@@ -105,7 +105,6 @@ class EventLoop:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def close(self) -> None:
-        """Cancels tasks, ends asynchronous generators, and closes the loop."""
         if self.process != os.getpid():
             return
         self.give_up()

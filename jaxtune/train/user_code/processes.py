@@ -70,7 +70,7 @@ class Process:
         return value
 
     def end(self) -> None:
-        """Kills the process and its children."""
+        """Its children, too."""
         popen, connection, self._popen, self._connection = self._popen, self._connection, None, None
         if popen is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -134,8 +134,8 @@ class Isolated:
         return self.within(None, given)
 
     def within(self, seconds: float | None, given: Mapping[str, object]) -> object:
-        """Calls it; the limit excludes loading its file. UserCodeError if it raised, or arguments or result cannot be
-        sent; TimeoutError at the limit, which ends the process.
+        """The limit excludes loading its file. UserCodeError if it raised, or arguments or result cannot be sent;
+        TimeoutError at the limit, which ends the process.
         """
         self._process.ask(self._reference, None, self._name)
         logs = {name: value for name, value in given.items() if name in LOGS and callable(value)}
