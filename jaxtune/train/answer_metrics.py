@@ -43,7 +43,6 @@ class Answered:
     """
 
     def lines(self) -> list[str]:
-        """Metrics and samples as lines for the screen."""
         of_functions = [f"{name.partition('/')[2]} {value:.4f}" for name, value in self.metrics.items() if "/" in name]
         if "eval_reward" in self.metrics:
             of_functions.insert(0, f"reward {self.metrics['eval_reward']:.4f}")
@@ -75,7 +74,6 @@ class AnswerMetrics:
     """0: the most probable token."""
 
     ends: Sequence[int]
-    """Token ids that end an answer."""
 
     completion: Completions
     """What functions get of an answer."""
@@ -207,7 +205,6 @@ def answer_metrics(
 
 
 def _mean(values: np.ndarray) -> float:
-    """Of values that are not NaN."""
     known = values[~np.isnan(values)]
     return float(known.mean(dtype=np.float64)) if known.size else float("nan")
 

@@ -199,9 +199,7 @@ def require_fit_for_processes(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
-    """A run of the train command; returns the exit code. If all its results exist, their numbers are printed. Signals
-    raise TrainingInterrupted or Interrupted.
-    """
+    """A run of the train command; returns the exit code. Signals raise TrainingInterrupted or Interrupted."""
     with loading(config) as (weights, tokenizer, model):
         if note := report.cpu_note(model):
             console.print(note, markup=False, highlight=False)
@@ -258,7 +256,7 @@ class RunIsComplete(Exception):
 class _Delivery:
     """Exports the trained model first, so that no later failure loses it, then answers the held-out questions.
     `numbers` is the content of results.json: exact match "before" and "after", "eval_loss": {"first", "last"},
-    "best_checkpoint". The constructor plans the answers (trainer.sampled); ValueError if rows cannot be asked.
+    "best_checkpoint". ValueError at once if rows cannot be asked.
     """
 
     def __init__(self, trainer: Trainer, console: Console):

@@ -22,7 +22,6 @@ class Between:
     step: int
     """Steps dispatched so far."""
     last: bool
-    """Whether it is the run's last step."""
     wait: Callable[[], None]
     """Waits until the step's metrics are there and `stepped` was called. The device is idle until the next step."""
     evaluate: Callable[[], float]
@@ -45,8 +44,8 @@ class Callback:
     """The base class of callbacks for Trainer; override what you need.
 
     Methods run in the training loop's thread; a signal interrupts them. During `between` and `stepped` the device
-    usually computes, so a quick callback costs no time; otherwise it is idle. An exception ends the run after a save;
-    TrainingStopped (monitor.py) ends it with a message of one line.
+    usually computes, so a quick callback costs no time. An exception ends the run after a save; TrainingStopped
+    (monitor.py) ends it with a message of one line.
     """
 
     is_users = True  # False: a signal does not interrupt it

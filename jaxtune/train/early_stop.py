@@ -20,7 +20,7 @@ def is_better(value: float, best: float | None, greatest: bool) -> bool:
 
 
 def waited(count: int, value: float, best: float | None, greatest: bool, min_change: float) -> int:
-    """Evaluations in a row that were not better by more than `min_change`, this one included."""
+    """Evaluations in a row, this one included, that were not better by more than `min_change`."""
     better = is_better(value, best, greatest) and (best is None or abs(value - best) > min_change)
     return 0 if better else count + 1
 

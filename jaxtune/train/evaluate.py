@@ -61,7 +61,6 @@ class Question(NamedTuple):
 
     prompt: list[int]
     question: str
-    """Text of the message before the answer."""
     expected: str
     """The right answer from behind its last `mark`, stripped."""
     mark: str

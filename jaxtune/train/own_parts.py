@@ -110,7 +110,6 @@ def schedule_identity(schedule: optax.Schedule, total_steps: int) -> list[float]
 
 
 def objective_identity(objective: Objective) -> str:
-    """repr of a dataclass, else the class's name."""
     return repr(objective) if dataclasses.is_dataclass(objective) else type(objective).__qualname__
 
 

@@ -69,7 +69,6 @@ def is_evaluation_due(wanted: EvaluationConfig, start: int, total_steps: int, ou
 
 
 def _evaluated_steps(path: Path, rows: str) -> set[int]:
-    """Steps with an evaluation of these rows in a metrics.jsonl; one without named rows counts."""
     lines = m.read_metrics(path) if path.exists() else []
     found = [line for line in lines if "eval_loss" in line or m.ROWS in line]
     return {line["step"] for line in found if line.get(m.ROWS, rows) == rows}
@@ -146,11 +145,10 @@ class Run:
     model: Callable[[Any], Decoder]
     """The model with the given trained tensors (`TrainState.trainable`)."""
     answers: AnswerMetrics | None
-    """None: no answers are evaluated."""
+    """None: the config asks for none."""
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are held-out rows or questions."""
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
@@ -257,7 +255,6 @@ class Run:
         return processes.of_first(lambda: stopped)
 
     def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
-        """Whether a callback ends the run."""
         own = waiting.own_work()  # a decorator, too
         moment = Between(
             done,

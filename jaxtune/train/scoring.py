@@ -35,7 +35,6 @@ class Scored:
     """Which weights are scored: the config's, a checkpoint's, or what a run exported."""
 
     text: str
-    """The weights in words."""
     config: TrainConfig
     """Loads the weights, or the model into which a checkpoint is restored."""
     checkpoints: Path | None = None

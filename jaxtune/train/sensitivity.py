@@ -43,7 +43,6 @@ class Matrix:
     loss: float
     """Nats a token, if it alone is quantised."""
     plain_bytes: int
-    """In the model's dtype."""
     packed_bytes: int
     """In the format, scales included."""
 
@@ -54,7 +53,6 @@ class Matrix:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _hidden(graph: nnx.GraphDef, state: nnx.State, batch: Batch) -> jax.Array:
-    """Hidden states [B, T, hidden]."""
     return nnx.merge(graph, state).hidden_states(batch.tokens, batch.segment_ids, batch.positions)
 
 
@@ -96,7 +94,7 @@ class Sensitivity:
       model: unquantised, on one device, without adapters, with a text head.
       format: of model.load_in, such as "nf4".
 
-    `tokens`: trained tokens. ValueError for another model, no matrix that can be quantised, or no trained token.
+    `tokens`: trained tokens. ValueError for another model, or nothing to measure.
     """
 
     def __init__(self, model: Decoder, batches: Sequence[Batch], format: str):

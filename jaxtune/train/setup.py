@@ -44,7 +44,6 @@ class UpdateRule:
     """How weights are updated."""
 
     optimizer: optax.GradientTransformation
-    """Learning rate included."""
     schedule: optax.Schedule | None
     """Learning rate by updates made, for metrics; None: a given optimizer's is unknown."""
     bound: UpdateBound | None
@@ -109,8 +108,8 @@ def step_programs(
 
 
 def _require_observable(model: TrainedModel, batches: BatchSource) -> None:
-    """ValueError if QAT observes activation scales on the first step's rows and this process lacks some of them before
-    the run: rows sampled during it, or several processes.
+    """ValueError if QAT observes activation scales on the first step's rows and this process lacks some before the run:
+    sampled rows, or several processes.
     """
     if model.qat is None or not model.qat.observes:
         return

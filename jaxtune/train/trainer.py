@@ -171,7 +171,7 @@ class Trainer:
 
     @property
     def planner(self) -> Planner:
-        """AssertionError with trains=False."""
+        """The planner of the steps' memory; AssertionError with trains=False."""
         assert isinstance(self.engine.planner, Planner), "this trainer was made with trains=False"
         return self.engine.planner
 
@@ -263,7 +263,6 @@ class Trainer:
         return with_embedding_on_device(trained)
 
     def _functions(self, objective: Objective | None) -> dict[str, Callable]:
-        """{name for messages: function or class} of the user's code that decides result or metrics."""
         found = dict(self.batches.functions())
         if self.answers is not None and not self.answers.are_rewards:
             scoring = self.answers.functions
@@ -358,8 +357,8 @@ class Trainer:
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor
     ) -> tuple[Programs, TrainState, Sums, Any]:
-        """Compiles until a plan fits, waits for weights, fills in references and writes the config: (programs, state,
-        sums, frozen) for the first step.
+        """Compiles until a plan fits, waits for weights, fills in references, writes the config: (programs, state,
+        sums, frozen).
         """
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
@@ -418,7 +417,6 @@ class Trainer:
         return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
 
     def notes(self) -> list[str]:
-        """Lines on the run's numerics, printed before the first step."""
         losses, model = self.program.aux_losses, self.model
         return report.precision_notes(self.config, self.storage(), self.gradients, losses, model.given, model.qat)
 
@@ -436,7 +434,7 @@ class Trainer:
 
     @property
     def adapted(self) -> bool:
-        """False: full fine-tuning."""
+        """Whether the model has an adapter; False: full fine-tuning."""
         return has_adapter(self.model.given)
 
     @running()
@@ -459,8 +457,8 @@ class Trainer:
         return self._eval_loss(self.program, trainable, frozen), self.model.finished(trainable)
 
     def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
-        """Held-out metrics; {} if there are only questions, ValueError without rows. With trains=False a pass that does
-        not fit is compiled again under a smaller plan.
+        """Held-out metrics; {} if there are only questions, ValueError without rows. With trains=False a smaller plan
+        follows if a pass does not fit.
         """
         if (batches := self.eval_batches) is None:
             if self.answers is not None:

@@ -25,7 +25,6 @@ class BestEvaluation(TypedDict):
     """The best evaluation, as results.json names it (`best_checkpoint`)."""
 
     step: int
-    """Steps done."""
     metric: str
     value: float
 

@@ -377,7 +377,6 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """The meta.json of a checkpoint folder, checked."""
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
@@ -470,7 +469,6 @@ def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
 
 
 def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -> Any:
-    """A restored array in the form of its leaf of `like`."""
     if impl := description.get("key_impl"):
         key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
         sharding = _committed_sharding(leaf)

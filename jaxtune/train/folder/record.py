@@ -245,9 +245,7 @@ def require_same_settings(config: TrainConfig) -> None:
 
 
 def _content(place: str) -> Any:
-    """Fingerprints of the file, or of a folder's adapter_* files; `place` itself if it is neither, such as a packaged
-    template.
-    """
+    """Fingerprints of the file, or of a folder's adapter_* files; else `place` itself, such as a packaged template."""
     path = Path(place).expanduser()
     files = [path] if os.path.isfile(path) else sorted(path.glob("adapter_*")) if os.path.isdir(path) else []
     return list(fingerprints(files).values()) or place
@@ -351,7 +349,6 @@ def compare_meta(
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    """{"config." + key: default, or "required"}."""
     found: dict[str, Any] = {}
     for key in config_keys():
         try:

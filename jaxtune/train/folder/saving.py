@@ -63,7 +63,6 @@ class SavePolicy:
         return now_seconds - self._last_seconds >= 60 * self.every_minutes
 
     def saved(self, now_seconds: float) -> None:
-        """Records a save, due or not."""
         self._last_seconds = now_seconds
 
 
@@ -295,7 +294,6 @@ class Saver:
             self.in_all(done, state, lambda: callbacks.tell("saved", done))
 
     def flush(self, done: int, state: TrainState) -> None:
-        """Collective."""
         if self.monitor.callbacks:
             self.in_all(done, state, self.monitor.flush)
         else:

@@ -70,7 +70,6 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
         )
 
         def one(in_parts, g, m, m_absmax, v, v_absmax):
-            """(direction, new m, m_absmax, v, v_absmax) of one tensor."""
             if m.dtype == jnp.uint8:
                 table: dispatch.Table = {"mosaic": lambda: kernel.refusal(g, m), "reference": lambda: None}
                 by_kernel = dispatch.choose("adamw_8bit", table, None) == "mosaic"

@@ -83,7 +83,7 @@ def orthogonal_tensors(
     parameters, decayed: list[bool] | None = None, embeddings: list[bool] | None = None
 ) -> list[bool]:
     """Whether Muon updates each tensor: matrices (an expert's are one each) except embeddings and head. decayed,
-    embeddings: needed where `parameters` is a list, which has no names.
+    embeddings: needed for a list, which has no names.
     """
     decayed = decayed_tensors(parameters) if decayed is None else decayed
     embeddings = embedding_tensors(parameters) if embeddings is None else embeddings
@@ -91,8 +91,8 @@ def orthogonal_tensors(
 
 
 def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
-    """Multiplies the updates of embeddings and head by `share`. If parameters are a list, its update needs
-    `embeddings`, a bool for each tensor, because a list has no names.
+    """Multiplies updates of embeddings and head by `share`. A list of parameters has no names: its update needs
+    `embeddings`, a bool for each.
     """
 
     def update(updates, state, params=None, *, embeddings: list[bool] | None = None, **others):
@@ -106,8 +106,8 @@ def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
 
 
 def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
-    """Adds `rate` times the parameter to each decayed tensor's update, before the learning rate. If parameters are a
-    list, its update needs `decayed`, as a list has no names.
+    """Adds `rate` times the parameter to decayed tensors' updates. A list of parameters has no names: its update needs
+    `decayed`, a bool for each.
     """
 
     def decay(decayed: list[bool] | None = None) -> optax.GradientTransformation:
@@ -146,7 +146,6 @@ def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
 
 
 def _where(finite, new, old):
-    """The leaves of `new` if `finite`, else those of `old`."""
     return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 

@@ -24,7 +24,7 @@ Work = Callable[[int, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 
 
 def is_hosted(leaf: Any) -> bool:
-    """Whether a state array is on the host: it has at least 64 KiB."""
+    """Whether a state array is on the host: from 64 KiB."""
     return leaf.size * leaf.dtype.itemsize >= HOSTED_BYTES
 
 
@@ -149,7 +149,6 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
     groups = _groups(sizes) if offload else [[tensor] for tensor in range(len(weights))]
 
     def hosted(group: int | None) -> list[list[jax.Array]]:
-        """The large states of each tensor of a group, as they are now."""
         return [[leaves[tensor][place] for place in places[tensor]] for tensor in _members(groups, group)]
 
     def replace(group: int | None, arrays: list[list[jax.Array]]) -> None:

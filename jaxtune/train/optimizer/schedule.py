@@ -1,4 +1,4 @@
-"""The number of steps of a run, and the learning rate at each step."""
+"""The number of steps of a run, and the learning rate at each."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def low_rank_bytes(layer: Block, segment: tuple[str, tuple[str, ...]], dtype) ->
 
 
 def _low_rank_bytes(layer: Block, segment: Segment, dtype) -> float:
-    """One number for each rank, for experts times the token's experts; none under quantisation-aware training."""
+    """None under quantisation-aware training."""
     matrices = [matrix_of(layer, name) for name in segment.matrices]
     adapted = [matrix for matrix in matrices if matrix.lora is not None and matrix.fake_quant is None]
     each = [(matrix.low_rank_bytes(dtype.itemsize), matrix.num_experts) for matrix in adapted]

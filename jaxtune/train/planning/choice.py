@@ -54,14 +54,14 @@ def choose(
     """The forecast of the fastest plan whose predicted peak is within `budget_bytes`.
 
     Of equally fast plans (to 0.1 ms) tables of embeddings on the device win, then the lowest peak. Optimizer states on
-    the host must gain 1 %, tables there 0.2 %, unless only such plans fit. config.memory.plan and micro_batches stay;
-    memory.plan is not checked against host memory.
+    the host must gain 1 %, tables there 0.2 %, unless only such plans fit. memory.plan is not checked against host
+    memory.
 
       budget_bytes: None: no limit.
       chunk_logits: candidates for the most logits (tokens x vocabulary) at a time in the loss.
       resident: least number of layers whose frozen weights are whole on each device; ignored with config.memory.plan.
       unlike: failed plans; what resembles them (`_related`) is left out.
-      alike_bytes: device memory for plans that run like these (`_run_alike`), at most budget_bytes.
+      alike_bytes: device memory for plans that run like these (`_run_alike`).
 
     PlanError if nothing else fits; ValueError if the host is too small for optimizer states or config.memory.plan is
     not for this model.
@@ -76,7 +76,6 @@ def choose(
 
     @functools.cache
     def layers_of(micro: int, tile: int | None) -> tuple[LayerPlans, LayerForecast]:
-        """Layer plans do not depend on the place of tables and states."""
         return _best_layers(parts, tokens_of(parts, micro), device, tile)
 
     for placed in places(parts, device):
@@ -197,15 +196,13 @@ def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
 
 
 def _run_alike(plan: StepPlan, micro: int, tile: int | None, states_on_host: bool) -> bool:
-    """Whether a failed `plan` has these micro-batches, tile and place of states, so that forecasts are wrong in the
-    same way. The tables' place does not matter.
-    """
+    """Whether a failed `plan` has these micro-batches, tile and place of states: forecasts are wrong in the same way."""
     return (plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host) == (micro, tile, states_on_host)
 
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
-    """Whether `plan` resembles a failed one: it runs alike, with tables and states in the same places, and first and
-    last layers are near.
+    """Whether `plan` resembles a failed one: it runs alike with all in the same places, and first and last layers are
+    near.
     """
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])

@@ -214,7 +214,7 @@ class StepCost:
         return resident * self.resident_layer_bytes + around
 
     def residual_bytes(self, name: str, tokens: float) -> float:
-        """Bytes of a residual of the mean layer; a layer without it counts as zero."""
+        """Bytes of a residual of the mean layer."""
         return self.residuals[name] * tokens + self.padding[name]
 
 
@@ -344,9 +344,7 @@ def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
 
 
 def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
-    """Bytes of the largest layer's matrix gradients, as computed in `storage` and as summed in float32, both undivided:
-    a layer's backward takes as much if weights are divided.
-    """
+    """Bytes of the largest layer's matrix gradients, as computed and as summed in float32, neither divided."""
     layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
     sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)

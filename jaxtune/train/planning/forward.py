@@ -78,7 +78,6 @@ class ForwardPlanner:
         self.plan = next(fitting, self._plans[-1])
 
     def _chunks(self, count: int) -> set[int]:
-        """Candidates for the tokens whose logits exist at a time."""
         tokens = int(self._tokens(count))
         return {max(1, min(tokens, logits // self.cost.vocab_size)) for logits in CHUNK_LOGITS}
 

@@ -45,7 +45,7 @@ def beside_states(parts: StepCost, device: Device) -> Device:
 
 
 def trained_bytes(parts: StepCost) -> float:
-    """On one device, in their stored dtype."""
+    """Bytes of the trained parameters on one device, in their stored dtype."""
     return sum(size for name, size in parts.fixed.items() if name.startswith("trainable parameters"))
 
 

@@ -1,4 +1,4 @@
-"""The plans for one layer among which a plan of a step is chosen."""
+"""The plans for one layer from which a step's plan is made."""
 
 from __future__ import annotations
 

@@ -49,8 +49,6 @@ _SHORTER = {
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Memory of a phase at its peak, by forecast, and what helps if it does not fit."""
-
     # The phase's name in the report and in errors.
     name: str
     # Bytes on each device.
@@ -89,8 +87,8 @@ class Sampled:
 def questions_at_a_time(
     parts: StepCost, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
 ) -> Sampled:
-    """As many questions at a time as fit beside all weights (without optimizer states): `most`, halved until they do,
-    or 1, which may not fit. prompt, answer: tokens of the longest.
+    """`most` questions at a time, halved until they fit beside all weights (without optimizer states), or 1, which may
+    not. prompt, answer: tokens of the longest.
     """
     prompt, answer = (
         1 << (tokens - 1).bit_length() for tokens in (prompt, answer)

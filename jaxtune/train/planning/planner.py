@@ -77,7 +77,6 @@ class Planner:
 
     @property
     def plan(self) -> StepPlan:
-        """The plan in force."""
         return self.forecast.plan
 
     @property
@@ -189,7 +188,6 @@ class Planner:
         """
 
         def found() -> list[Any]:
-            """JSON values, which processes can exchange."""
             try:
                 chosen, smallest = next_plan(self._cost, self.config, self.device, self.room, self._failed, resident)
                 return [chosen.plan.to_record(), smallest, None]

@@ -1,3 +1,5 @@
+"""Bytes of trees of arrays, from shapes."""
+
 from __future__ import annotations
 
 import math

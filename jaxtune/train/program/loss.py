@@ -107,17 +107,17 @@ def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
 
 class Forward:
     """Runs the model over a micro-batch: a call returns hidden states [rows, length, hidden], methods compute losses
-    from them. It applies plan, dropout and noise, and collects the layers' gradients and losses.
+    from them. It collects the layers' gradients and losses.
 
       max_documents: most documents in a row, for faster attention; None: unknown.
       plan: what becomes of residuals; None: all are kept.
       chunk_tokens: tokens whose logits exist at a time; None: the loss decides.
       noise: (key, alpha) of NEFTune's noise on the embeddings.
       gradient_sums: the backward adds the layers' gradients to these layer by layer (run_stack), so that they exist for
-      one layer at a time.
+      one at a time.
 
-    `runs` counts runs of the trained model. `aux` is float32[n], the layers' losses over all devices' rows, summed over
-    runs, before coefficients; None if there are none.
+    `runs` counts runs of the trained model. `aux`: float32[n], the layers' losses over all devices' rows, summed over
+    runs, before coefficients.
     """
 
     def __init__(
@@ -289,7 +289,6 @@ class Forward:
             )
 
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
-        """`function` of hidden states, head and targets."""
         head = model.head_variable
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)

@@ -39,8 +39,6 @@ _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 token
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Compiled programs of a run's step and evaluation (jax.stages.Compiled)."""
-
     accumulate: Any  # adds a micro-batch's loss and gradients to the step's sums (StepProgram.accumulate)
     update: Any  # updates the weights from the sums (StepProgram.update)
     evaluate: Any  # sums the loss of a batch of held-out rows (StepProgram.evaluate); None without held-out rows
@@ -97,7 +95,7 @@ class Engine:
 
     @property
     def _search(self) -> Planner:
-        """AssertionError for forward passes alone."""
+        """The planner of steps; AssertionError without steps."""
         assert isinstance(self.planner, Planner)
         return self.planner
 
@@ -116,7 +114,7 @@ class Engine:
         ]
 
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
-        """For programs compiled from now on; placed arrays stay."""
+        """Sets mesh and shardings of programs compiled from now on; placed arrays stay."""
         self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
         self._by_rows = NamedSharding(mesh, partition.ROWS)
         self.program = dataclasses.replace(self.program, mesh=mesh)
@@ -134,7 +132,6 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        """XLA options of all programs of the run."""
         platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).parts > 1
         merges = self._deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
         return compiler_options(platform, self._deterministic, divides, merges)
@@ -250,24 +247,22 @@ class Engine:
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
     def _compiled_of_rows(self, *what):
-        """Again without a kernel that fails its check."""
+        """Compiles a program over rows; again without a kernel that fails its check."""
         return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
 
     def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
-        """Without Shardy; for all but the update."""
+        """Lowers, without Shardy, any program but the update."""
         with partition.compiling(self.mesh):
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
     def _compiled(self, lowered):
-        """From any thread."""
         with partition.compiling(self.mesh):
             return self._compile(lowered)
 
     def _compile(self, lowered):
-        """Compiles, Pallas kernels in parallel."""
         dispatch.begin_checks()  # the checks that lowering asked for
         device = self.mesh.local_devices[0]
         with ThreadPoolExecutor(8, "kernels") as pool:
@@ -276,7 +271,6 @@ class Engine:
             return compiled(lowered, self.options)
 
     def _abstract_batch(self, rows: Rows | BatchSource) -> Batch:
-        """Shapes of a micro-batch of these rows."""
         empty = rows.empty(self.rows)
         sizes = {name: (*empty.tokens.shape, table.shape[1]) for name, table in self.tables.items()}
         shapes = {name: jax.ShapeDtypeStruct(size, self.tables[name].dtype) for name, size in sizes.items()}
@@ -342,7 +336,7 @@ class Engine:
         return {"collectives_seconds": seconds}
 
     def at(self, programs: Programs, step: int) -> Programs:
-        """Without rounded weights before qat.start."""
+        """The programs of a step: without rounded weights before qat.start."""
         early = step < self._early_steps and programs.before_qat is not None
         return programs.before_qat if early and programs.before_qat is not None else programs
 

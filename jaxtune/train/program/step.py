@@ -120,7 +120,6 @@ class StepProgram:
 
     @property
     def _largest(self) -> tuple[str, ...]:
-        """The objective's own sums that are largest values."""
         return getattr(self.objective, "largest", ())
 
     def _of_all_devices(self, sums: Sums) -> Sums:
@@ -229,7 +228,6 @@ class StepProgram:
             return self._accumulate(sums, state, frozen, batch, micro_batch)
 
         def local(sums, *others):
-            """One device's sums, with its rows added."""
             sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *others)
             return jax.tree.map(lambda a: a[None], self._of_all_devices(sums) if self._sums_at_once else sums)
 
@@ -241,7 +239,6 @@ class StepProgram:
         return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
-        """`accumulate` on one device."""
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
         key = noise = None
@@ -256,7 +253,6 @@ class StepProgram:
         runs = 0
 
         def scaled_loss(trainable, layer_sums):
-            """(scaled loss, (loss, count, aux, own)), for jax.grad."""
             nonlocal runs
             forward = Forward(
                 max_documents=self.max_documents,
@@ -313,7 +309,6 @@ class StepProgram:
             return partition.undivided(partition.divided(local, self.mesh, (given,), result)(sums)), {}
 
         def quantised(sums, state):
-            """One device's part with a quantised sync."""
             sums, errors = jax.tree.map(lambda a: a[0], (sums, state.sync_errors))
             others = self._of_all_devices(dataclasses.replace(sums, gradients=None))
             unit = jnp.maximum(others.count, 1.0) * state.loss_scale
@@ -434,8 +429,8 @@ class StepProgram:
         return highest.astype(jnp.float32) * (1.0 + rate * bound.decay) + rate * bound.direction
 
     def _kept(self, state: TrainState, wide, old, stream: int = 0):
-        """Updated weights in their stored dtypes; bf16 is rounded stochastically, tensor i by random stream `stream` +
-        i, so that updates one by one give the same bits.
+        """Updated weights in their stored dtypes. Tensor i is rounded by random stream `stream` + i, so that updates
+        one by one give the same bits.
         """
         if self.weights == "fp32":
             return wide

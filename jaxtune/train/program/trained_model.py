@@ -54,8 +54,8 @@ class TrainedModel:
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
-        """Sets the attributes of `model`. ValueError if the precision map does not fit, QAT cannot round the model, or
-        its dtype cannot hold rounded weights.
+        """ValueError if the precision map does not fit, QAT cannot round the model, or its dtype cannot hold rounded
+        weights.
         """
         config = self._config
         if config.components:
@@ -201,8 +201,8 @@ class TrainedModel:
         return jax.tree.unflatten(as_declared, arrays)
 
     def _declared(self, engine: Engine) -> nnx.State:
-        """The frozen weights as variables whose axes say how the plan places them (empty: whole on each device); no
-        array moves. Sets `engine.tables`.
+        """The frozen weights as variables whose axes say how the plan places them (empty: whole); no array moves. Sets
+        `engine.tables`.
         """
         plan, frozen = engine.planner.plan, self.frozen
         engine.tables = self._tables if plan.table_on_host else {}
@@ -295,12 +295,12 @@ class TrainedModel:
     # ---- the result
 
     def finished(self, trainable: Any) -> Decoder:
-        """A new model without a teacher: the given one with the trained tensors, in the dtypes in which they were
-        given. It shares the frozen arrays.
+        """A new model without a teacher: the given one with the trained tensors in the dtypes in which they were given;
+        it shares the frozen arrays. It is on the mesh's devices, tables perhaps on the host; in several processes with
+        whole arrays, a copy on one device each.
 
-        On the mesh's devices, tables perhaps on the host; in several processes with whole arrays, a copy on one device
-        each. After QAT, a model with adapters still rounds and merge_adapter converts it; without adapters it is
-        converted here, and its base_digest and base_fingerprint are None, as its weights changed.
+        After QAT, a model with adapters still rounds, and merge_adapter converts it. Without adapters it is converted
+        here, and its base_digest and base_fingerprint are None, as its weights changed.
         """
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
         trained, frozen = partition.colocated(trainable, frozen)

@@ -40,7 +40,6 @@ def place_of(function: object) -> tuple[Path, str, str] | None:
 
 
 def _import_of(path: Path) -> ModuleType | None:
-    """The module that the script or another file made of it already."""
     for module in (sys.modules.get("__main__"), *_imported.get(path.parent, {}).values(), sys.modules.get(path.stem)):
         file = getattr(module, "__file__", None)
         if module is not None and file and Path(file).resolve() == path:
@@ -83,7 +82,7 @@ def _run(path: Path, text: bytes, name: str) -> ModuleType:
 @contextlib.contextmanager
 def _beside(folder: Path) -> Iterator[None]:
     """The folder is first on sys.path, as a script's is, and equal names from other files' folders are hidden;
-    afterwards it is last, so that it hides no package.
+    afterwards it is last.
     """
     own = _imported.setdefault(folder, {})
     others = [modules for other, modules in _imported.items() if other != folder]

@@ -70,7 +70,6 @@ class Process:
         return value
 
     def end(self) -> None:
-        """Its children, too."""
         popen, connection, self._popen, self._connection = self._popen, self._connection, None, None
         if popen is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
