@@ -267,11 +267,10 @@ class _Delivery:
             trainer.sampled = sampled_by(trainer)
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
-        """Compares the folder's results with this run, before its first step; then answers questions with the untrained
-        model if the config asks for it, and writes the score at once. A damaged or foreign results.json is deleted.
-
-        run: waits for the weights. start: steps done so far. RunIsComplete if nothing is left to do; ValueError for
-        another run's export, or one with files that no run wrote.
+        """Compares the folder's results with this run, before its first step; then has the untrained model answer
+        questions if the config asks for it, and writes the score at once. A damaged or foreign results.json is deleted.
+        run: waits for weights. start: steps done. RunIsComplete if nothing is left to do; ValueError for another run's
+        export, or one with files that no run wrote.
         """
         names = (ADAPTER, MERGED, RESULTS)
         there = processes.of_first(lambda: [name for name in names if os.path.lexists(self.output / name)])

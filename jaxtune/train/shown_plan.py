@@ -34,11 +34,9 @@ _ASSUMED_PROMPT = 512  # tokens of the longest prompt, where rows are not read
 
 
 def show_plan(config: TrainConfig, console: Console) -> None:
-    """Prints the plan of a run from shapes alone, for the config's device or this machine's: placements, memory and
-    time of a step, longest row; then sampling, a teacher's pass, and the time of the run.
-
-    ValueError for an unknown model or device, no GPU, adapter.path (the adapter's settings are needed), or rows that
-    devices cannot share; PlanError if no plan fits.
+    """Prints the plan of a run from shapes alone, for the config's device or this machine's: placements, memory, time,
+    longest row; then sampling, a teacher's pass, and the run's time. ValueError for an unknown model or device, no GPU,
+    adapter.path (the adapter's settings are needed), or rows that devices cannot share; PlanError if no plan fits.
     """
     if config.adapter is not None and config.adapter.path is not None:
         raise ValueError(

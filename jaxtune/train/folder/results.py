@@ -1,8 +1,6 @@
-"""Folders that a run exports, each with a proof that this run wrote it.
-
-A folder gets its name when it is complete. Its `jaxtune_run.json` has the values that identify the run
-(record.same_run), the number of steps, and size and CRC-32 of every file. A folder without a valid proof is never taken
-for a result, and never overwritten.
+"""Folders that a run exports, each with a proof that this run wrote it. A folder gets its name when it is complete. Its
+`jaxtune_run.json` has what identifies the run (record.same_run), the steps, and size and CRC-32 of every file. A folder
+without a valid proof is never taken for a result, and never overwritten.
 """
 
 from __future__ import annotations

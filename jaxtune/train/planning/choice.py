@@ -196,7 +196,7 @@ def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
 
 
 def _run_alike(plan: StepPlan, micro: int, tile: int | None, states_on_host: bool) -> bool:
-    """Whether a failed `plan` has these micro-batches, tile and place of states: forecasts are wrong in the same way."""
+    """Whether a failed `plan` has these micro-batches, tile and place of states, so that forecasts err in the same way."""
     return (plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host) == (micro, tile, states_on_host)
 
 

@@ -102,8 +102,8 @@ class Planner:
     def adopt(self, record: dict[str, Any]) -> None:
         """Takes a checkpoint's plan (StepPlan.to_record and the mesh's sizes), as another would change the last bits.
         Not taken: on another mesh, against config.memory.plan or micro_batches, or if micro-batches do not divide the
-        rows. What this run cannot place so stays where it is. Whether it fits is unchecked: call Engine.follow_plan,
-        then Engine.fit. ValueError if it is impossible for this model.
+        rows. Tables and states that this run cannot have on the host are taken on the device. Call Engine.follow_plan,
+        then Engine.fit, which checks that it fits. ValueError if it is impossible for this model.
         """
         mesh = self.config.mesh or MeshConfig()
         if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):

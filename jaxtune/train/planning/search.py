@@ -2,10 +2,9 @@
 forecasts.
 
 At most four plans are compiled. The first is the fastest by forecast. The second takes forecasts of plans that run like
-the first (`choice._run_alike`) to be as wrong as it was. The third takes all to be as wrong as the worst so far, with
-some memory to spare. Plans that resemble a failed one are left out, as they are wrong in the same way; but after one
-that fitted as compiled and ran out of memory, the next is smaller by what was short, and may resemble it. The last is
-the smallest plan.
+the first (`choice._run_alike`) to be as wrong as it was, the third all to be as wrong as the worst so far. Plans that
+resemble a failed one are left out, as they are wrong in the same way; but after one that fitted as compiled and ran out
+of memory, the next is smaller by what was short, and may resemble it. The last is the smallest plan.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Sums over the micro-batches of a step. On several devices arrays have a leading axis of devices. With one
-    micro-batch that one adds over devices, so that gradients are stored once; with several, or a quantised sync, the
+    """Sums over the micro-batches of a step. On several devices arrays have a leading axis of devices. A single
+    micro-batch adds over devices itself, so that gradients are stored once; with several, or a quantised sync, the
     update does. Tensors divided over n devices are summed over these in each micro-batch; their leading axis is n times
     shorter.
     """

@@ -47,9 +47,8 @@ class Process:
         self, reference: bytes, given: bytes | None, name: str, seconds: float | None = None, looks: bool = True
     ) -> bytes:
         """The pickled result of a call; b"" for `given` None, which only loads. Any exception, such as a signal's, ends
-        the process. looks: False where nothing may interrupt the caller.
-
-        Raises Elsewhere (what the function raised, or how the process ended), TimeoutError after `seconds`.
+        the process. looks: False where a signal or limit may interrupt the caller, and would interrupt a save. Raises
+        Elsewhere (what the function raised, or how the process ended), TimeoutError after `seconds`.
         """
         if self.number is None:
             self._start()
