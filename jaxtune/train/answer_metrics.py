@@ -46,11 +46,11 @@ class Answered:
         of_functions = [f"{name.partition('/')[2]} {value:.4f}" for name, value in self.metrics.items() if "/" in name]
         if "eval_reward" in self.metrics:
             of_functions.insert(0, f"reward {self.metrics['eval_reward']:.4f}")
-        length, cut = self.metrics["eval_answer_tokens"], self.metrics["eval_answers_cut_off"]
-        found = [f"{', '.join(of_functions)} (answers of {length:.1f} tokens, {cut:.0%} cut off)"]
+        length, cut_off = self.metrics["eval_answer_tokens"], self.metrics["eval_answers_cut_off"]
+        lines = [f"{', '.join(of_functions)} (answers of {length:.1f} tokens, {cut_off:.0%} cut off)"]
         for sample in self.samples:
-            found.append(f"  {_line(sample['question'])!r} -> {_line(sample['given'])!r}")
-        return found
+            lines.append(f"  {_line(sample['question'])!r} -> {_line(sample['given'])!r}")
+        return lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,10 @@ class AnswerMetrics:
         )
         del sampler  # frees its caches before the functions run
         answers = [[token for token in row.ids if token not in self.ends] for row in rows]
-        completions = [self.completion(one.given, one.ids, ids) for one, ids in zip(self.prompts, answers, strict=True)]
+        completions = [
+            self.completion(question_prompt.given, question_prompt.ids, ids)
+            for question_prompt, ids in zip(self.prompts, answers, strict=True)
+        ]
         sampled = Sampled.of(
             [prompt.given for prompt in self.prompts],
             [prompt.columns for prompt in self.prompts],
@@ -141,13 +144,13 @@ class AnswerMetrics:
         )
         table = self.functions(sampled)
         logged, _ = self.functions.log.taken(len(sampled))
-        found = {f"eval_answers/{name}": _mean(table[:, column]) for column, name in enumerate(self.functions.names)}
+        metrics = {f"eval_answers/{name}": _mean(table[:, column]) for column, name in enumerate(self.functions.names)}
         if self.are_rewards:  # as in the objective, a function that does not apply to an answer adds nothing
             weighted = np.nan_to_num(table) * np.asarray(self.functions.weights)
-            found["eval_reward"] = float(weighted.sum(1).mean())
-        found |= {f"eval_{name}": value for name, value in logged.items()}
-        found["eval_answer_tokens"] = float(np.mean([len(row.ids) for row in rows]))
-        found["eval_answers_cut_off"] = float(np.mean([row.finish_reason == "length" for row in rows]))
+            metrics["eval_reward"] = float(weighted.sum(1).mean())
+        metrics |= {f"eval_{name}": value for name, value in logged.items()}
+        metrics["eval_answer_tokens"] = float(np.mean([len(row.ids) for row in rows]))
+        metrics["eval_answers_cut_off"] = float(np.mean([row.finish_reason == "length" for row in rows]))
         samples = [
             {
                 "question": question if isinstance(question, str) else text_of(question[-1:]),
@@ -158,7 +161,7 @@ class AnswerMetrics:
                 : self.sample_rows
             ]
         ]
-        return Answered(found, samples)
+        return Answered(metrics, samples)
 
 
 def answer_metrics(
@@ -174,30 +177,33 @@ def answer_metrics(
     ConfigError if a function cannot be loaded, no row has a question, or one cannot be asked (unless data.on_bad_row is
     "skip"); ValueError without such rows.
     """
-    wanted = config.evaluation
-    if not wanted.generate:
+    settings = config.evaluation
+    if not settings.generate:
         return None
-    are_rewards, given = wanted.generate == (REWARDS,), config.objective
-    options, isolation = RewardOptions(timeout_seconds=given.reward_timeout, errors="skip"), given.reward_isolation
+    are_rewards, objective = settings.generate == (REWARDS,), config.objective
+    options, isolation = (
+        RewardOptions(timeout_seconds=objective.reward_timeout, errors="skip"),
+        objective.reward_isolation,
+    )
     if not are_rewards:
-        functions = RewardFunctions.named(wanted.generate, key=KEY, isolation=isolation, **options)
+        functions = RewardFunctions.named(settings.generate, key=KEY, isolation=isolation, **options)
     elif rewards is None:
-        names = given.reward_funcs or ()
-        functions = RewardFunctions.named(names, given.reward_weights, isolation=isolation, **options)
+        names = objective.reward_funcs or ()
+        functions = RewardFunctions.named(names, objective.reward_weights, isolation=isolation, **options)
     else:
         functions = dataclasses.replace(rewards, errors="skip")
-    most = model.config.context_length - wanted.max_new_tokens
-    data = dataclasses.replace(config.data, max_rows=wanted.generate_rows)
-    beside = "evaluation.max_new_tokens the model's positions leave"
+    most = model.config.context_length - settings.max_new_tokens
+    data = dataclasses.replace(config.data, max_rows=settings.generate_rows)
+    room_words = "evaluation.max_new_tokens the model's positions leave"
     return AnswerMetrics(
-        read_prompts(rows, tokenizer, data, most, "data.eval", beside),
+        read_prompts(rows, tokenizer, data, most, "data.eval", room_words),
         functions,
-        wanted.max_new_tokens,
-        wanted.temperature,
+        settings.max_new_tokens,
+        settings.temperature,
         ends_of(model, tokenizer),
         completions_of(tokenizer, config.data.trained_template),
         config.seed,
-        wanted.sample_rows,
+        settings.sample_rows,
         _MOST_SLOTS,
         config.deterministic,
         are_rewards,
@@ -205,8 +211,8 @@ def answer_metrics(
 
 
 def _mean(values: np.ndarray) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean(dtype=np.float64)) if known.size else float("nan")
+    scored = values[~np.isnan(values)]
+    return float(scored.mean(dtype=np.float64)) if scored.size else float("nan")
 
 
 def _line(value: object) -> str:

@@ -81,14 +81,14 @@ def sampled_by(trainer: Trainer) -> Sampled:
     """How held-out questions will be answered: how many at a time, and the tokens of the longest prompt and answer.
     Samples nothing; before training, so that rows that cannot be asked raise ValueError then.
     """
-    config, wanted, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
-    (rows, _), positions = answered(config, wanted.exact_match_rows), trainer.model.given.config.context_length
+    config, settings, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
+    (rows, _), positions = answered(config, settings.exact_match_rows), trainer.model.given.config.context_length
     data = config.data
     questions = questions_of(
-        trainer.tokenizer, rows, wanted.max_new_tokens, data.trained_template, positions, data.today
+        trainer.tokenizer, rows, settings.max_new_tokens, data.trained_template, positions, data.today
     )
-    longest = max(len(one.prompt) for one in questions)
-    return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, wanted.max_new_tokens)
+    longest = max(len(question.prompt) for question in questions)
+    return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, settings.max_new_tokens)
 
 
 def answer(
@@ -115,31 +115,35 @@ def answer(
             config.data.today,
         )
     samples = [
-        dict(zip(("question", "expected", "given"), one, strict=True))
-        for one in answers_to_show(answers, settings.sample_rows)
+        dict(zip(("question", "expected", "given"), shown_answer, strict=True))
+        for shown_answer in answers_to_show(answers, settings.sample_rows)
     ]
-    found = {"exact_match": score, "rows": len(rows), "samples": samples}
-    _show_answers(found, console, when, left_out)
-    return found
+    result = {"exact_match": score, "rows": len(rows), "samples": samples}
+    _show_answers(result, console, when, left_out)
+    return result
 
 
 def answers_to_show(answers: Sequence[tuple[str, str, str]], count: int) -> list[tuple[str, str, str]]:
     """`count` of the answers (question, expected, given) in their order. Half of them, rounded down, are wrong ones if
     there are such, as a good model's mistakes show most.
     """
-    wrong = [index for index, (_, expected, given) in enumerate(answers) if given.strip() != expected.strip()]
+    wrong = [
+        index for index, (_, expected, answer_text) in enumerate(answers) if answer_text.strip() != expected.strip()
+    ]
     right = sorted({*range(len(answers))} - {*wrong})
     few_right = right[: max(count - len(wrong), (count + 1) // 2)]
     return [answers[index] for index in sorted([*few_right, *wrong[: count - len(few_right)]])]
 
 
-def _show_answers(found: dict[str, Any], console: Console, when: str, left_out: int) -> None:
-    begin, rest = f"{when}: " if when else "", f" ({left_out:,} rows without an answer left out)" if left_out else ""
-    console.print(f"{begin}exact match {100 * found['exact_match']:.1f} % of {found['rows']} held-out questions{rest}")
-    for sample in found["samples"]:
-        question, expected, given = sample["question"], sample["expected"], sample["given"]
-        mark = "right" if given.strip() == expected.strip() else f"expected {expected!r}"
-        console.print(fitted(f"  {question!r} -> {given!r} ({mark})", console))
+def _show_answers(result: dict[str, Any], console: Console, when: str, left_out: int) -> None:
+    begin, suffix = f"{when}: " if when else "", f" ({left_out:,} rows without an answer left out)" if left_out else ""
+    console.print(
+        f"{begin}exact match {100 * result['exact_match']:.1f} % of {result['rows']} held-out questions{suffix}"
+    )
+    for sample in result["samples"]:
+        question, expected, answer_text = sample["question"], sample["expected"], sample["given"]
+        mark = "right" if answer_text.strip() == expected.strip() else f"expected {expected!r}"
+        console.print(fitted(f"  {question!r} -> {answer_text!r} ({mark})", console))
 
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
@@ -221,8 +225,8 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     if trainer.unsaved is not None:
         console.print(fitted(f"warning: the last state is not saved, only exported: {trainer.unsaved}", console))
     console.print(f"done: {trainer.output}\n\nnext:")
-    for what, command in next_commands(config, trainer.output):
-        console.print(f"  # {what}\n  {command}")
+    for purpose, command in next_commands(config, trainer.output):
+        console.print(f"  # {purpose}\n  {command}")
     return code
 
 
@@ -273,28 +277,28 @@ class _Delivery:
         export, or one with files that no run wrote.
         """
         names = (ADAPTER, MERGED, RESULTS)
-        there = processes.of_first(lambda: [name for name in names if os.path.lexists(self.output / name)])
-        if there:  # `run()` waits for the weights, so it is called only if there are results to compare with
+        existing = processes.of_first(lambda: [name for name in names if os.path.lexists(self.output / name)])
+        if existing:  # `run()` waits for the weights, so it is called only if there are results to compare with
             total = self.trainer.total_steps
-            found = [require_own(self.output / name, run(), total) for name in there if name != RESULTS]
-            if RESULTS in there and processes.first():
+            results = [require_own(self.output / name, run(), total) for name in existing if name != RESULTS]
+            if RESULTS in existing and processes.first():
                 self._take_numbers(run())
-            wanted = [self.output / name for name, _ in self._exports(self.trainer.adapted)]
-            proven = {result.folder for result in found if result.step == total}
-            led_to = wanted and proven.issuperset(wanted)
+            exports = [self.output / name for name, _ in self._exports(self.trainer.adapted)]
+            proven = {result.folder for result in results if result.step == total}
+            led_to = exports and proven.issuperset(exports)
             if led_to and (start == 0 or (start == total and processes.of_first(self._is_measured))):
                 raise RunIsComplete(
-                    f"this run is complete: {', '.join(map(str, wanted))} hold what it led to ({total} steps); to "
+                    f"this run is complete: {', '.join(map(str, exports))} hold what it led to ({total} steps); to "
                     f"train anew, name another output, such as output={next_name(self.output)}"
                 )
-            for name in there if start < total else ():
+            for name in existing if start < total else ():
                 if name != RESULTS:
                     require_replaceable(self.output / name, run(), total)
             self.numbers = {key: value for key, value in self.numbers.items() if key == "before"}
         if start == 0 and self.config.evaluation.exact_match_rows and self.config.evaluation.at_start:
             self.trainer.model.take_weights()
-            given = self.trainer.model.given
-            self.numbers = {"before": self._answers(given, BEFORE)}
+            untrained = self.trainer.model.given
+            self.numbers = {"before": self._answers(untrained, BEFORE)}
             self._write_numbers(run())  # stored now, because a resumed run no longer has these weights
 
     def _answers(self, model: Decoder, when: str) -> dict[str, Any]:
@@ -308,10 +312,10 @@ class _Delivery:
         path = self.output / RESULTS
         try:
             numbers = json.loads(path.read_text(encoding="utf-8"))
-            own, rows = is_digest_of(numbers.pop("run"), run), numbers.pop(m.ROWS, self.rows)
+            is_own, rows = is_digest_of(numbers.pop("run"), run), numbers.pop(m.ROWS, self.rows)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            own = rows = False
-        if not own:
+            is_own = rows = False
+        if not is_own:
             path.unlink()
         elif rows == self.rows or not self.rows:
             self.numbers = numbers
@@ -320,9 +324,9 @@ class _Delivery:
         """Whether the evaluations after training were made: held-out loss and exact match. Metrics of
         evaluation.generate are not looked for.
         """
-        wanted, last = self.trainer.evaluation, self.trainer.total_steps
-        due = wanted.after_last(last) and self.rows
-        answers = wanted.at_end and wanted.exact_match_rows
+        settings, last = self.trainer.evaluation, self.trainer.total_steps
+        due = settings.after_last(last) and self.rows
+        answers = settings.at_end and settings.exact_match_rows
         measured = not due or last in m.evaluations(self.output / m.JSONL, self.rows)
         return bool(measured and (not answers or "after" in self.numbers))
 
@@ -350,8 +354,8 @@ class _Delivery:
             if not trained and processes.of_first(functools.partial(holds, folder, run, total)):
                 console.print(f"{folder} is there already; left as it is")
                 continue
-            with processes.written_by_first(folder) as own:
-                write_result(own, run, total, functools.partial(write, model))
+            with processes.written_by_first(folder) as target:
+                write_result(target, run, total, functools.partial(write, model))
             console.print(f"wrote {folder}")
         if config.export.adapter and has_adapter(model) and qat_spec(model) is not None:
             console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
@@ -368,15 +372,15 @@ class _Delivery:
 
     def _exports(self, adapted: bool) -> list[tuple[str, Callable[[Decoder, Path], None]]]:
         """(folder's name, function that writes it) of each export; the quick adapter first."""
-        tokenizer, wanted = self.trainer.tokenizer, self.config.export
+        tokenizer, settings = self.trainer.tokenizer, self.config.export
 
         def whole(model: Decoder, folder: Path) -> None:
             save_weights(merged_weights(model) if adapted else Weights(model), folder, tokenizer=tokenizer)
 
         exports: list[tuple[str, Callable[[Decoder, Path], None]]] = []
-        if adapted and wanted.adapter:
+        if adapted and settings.adapter:
             exports.append((ADAPTER, lambda model, folder: save_adapter(model, folder, tokenizer)))
-        if wanted.merged:
+        if settings.merged:
             exports.append((MERGED, whole))
         return exports
 
@@ -404,8 +408,8 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
         ask = f"generate {shlex.quote(str(trained[0]))}{raw} --prompt {shlex.quote(question)}"
         commands.append(("ask the trained model", spelled(ask)))
     if (profile := output / "profile").is_dir():
-        shown = spelled(f"profile show {shlex.quote(str(profile))}")
-        commands.append(("where the time of the profiled steps went", shown))
+        show_command = spelled(f"profile show {shlex.quote(str(profile))}")
+        commands.append(("where the time of the profiled steps went", show_command))
     if Path(config.model.path or "").is_relative_to(Path(__file__).parents[1]):  # the packaged model: a first run
         train = spelled("train lora-0.5b data.train=rows.jsonl")
         commands.append(("train a model of the hub on rows of your own", train))

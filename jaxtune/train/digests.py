@@ -22,8 +22,8 @@ def code_digest(function: Callable) -> str | None:
     or notebook, or its instructions; with arguments of a partial and plain values of a closure. None for this
     package's.
     """
-    parts = _parts(function)
-    return None if parts is None else hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    pieces = _parts(function)
+    return None if pieces is None else hashlib.sha256(b"\0".join(pieces)).hexdigest()[:16]
 
 
 def code_of(functions: Mapping[str, Callable]) -> dict[str, str]:
@@ -56,8 +56,8 @@ def _described(value: object) -> object:
 def _parts(function: Callable) -> list[bytes] | None:
     if isinstance(function, functools.partial):
         inner = _parts(function.func)
-        given = [_text(value) for value in (*function.args, *sorted(function.keywords.items()))]
-        return None if inner is None else [*inner, *given]
+        bound_arguments = [_text(value) for value in (*function.args, *sorted(function.keywords.items()))]
+        return None if inner is None else [*inner, *bound_arguments]
     function = inspect.unwrap(function)
     plain = isinstance(function, type | types.FunctionType | types.MethodType | types.BuiltinFunctionType)
     code = function if plain else type(function)  # of an object that can be called, its class's
@@ -100,15 +100,15 @@ def _text(value: object) -> bytes:
 def _instructions(code: object) -> list[bytes]:
     """Instructions and constants of a function, or of a class's functions, without line numbers."""
     if isinstance(code, type):
-        return [part for _, value in sorted(vars(code).items()) if callable(value) for part in _instructions(value)]
+        return [piece for _, value in sorted(vars(code).items()) if callable(value) for piece in _instructions(value)]
     compiled = getattr(code, "__code__", None)
     if not isinstance(compiled, types.CodeType):
         return [_text(getattr(code, "__qualname__", code))]
-    parts = [compiled.co_code, " ".join(compiled.co_names).encode()]
+    pieces = [compiled.co_code, " ".join(compiled.co_names).encode()]
     for constant in compiled.co_consts:
-        parts += (
+        pieces += (
             _instructions(types.FunctionType(constant, {}))
             if isinstance(constant, types.CodeType) and not (constant.co_freevars)
             else [constant.co_code if isinstance(constant, types.CodeType) else _text(constant)]
         )
-    return parts
+    return pieces

@@ -52,8 +52,8 @@ class EarlyStop(Callback):
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         name = self._guards.metric
         if name not in metrics:
-            known = ", ".join(key for key in metrics if key.startswith("eval_"))
-            raise ConfigError(f"guards.metric = {name!r}: the evaluation has no such metric; it has {known}")
+            metric_names = ", ".join(key for key in metrics if key.startswith("eval_"))
+            raise ConfigError(f"guards.metric = {name!r}: the evaluation has no such metric; it has {metric_names}")
         if not self._knows:
             for value in processes.of_first(lambda: self._before(step)):
                 self._hear(value)

@@ -44,16 +44,18 @@ def exact_match(
         raise ValueError(f"exact_match: batch_size = {batch_size}: must be positive")
     questions = questions_of(tokenizer, rows, max_new_tokens, template, model.config.context_length, today)
     ends = set(ends_of(model, trained_tokenizer(tokenizer, template)))
-    longest = max(len(one.prompt) for one in questions) + max_new_tokens
+    longest = max(len(question.prompt) for question in questions) + max_new_tokens
     sampler = Sampler(model, length=longest, most_slots=min(batch_size, len(rows)))
     answers = []
-    for row in sampler.run([one.prompt for one in questions], max_new_tokens, eos_token_ids=sorted(ends)):
+    for row in sampler.run([question.prompt for question in questions], max_new_tokens, eos_token_ids=sorted(ends)):
         ids = _after(tokenizer, row.ids, questions[row.index].mark)
         ids = list(itertools.takewhile(lambda token: token not in ends, ids))
         answers.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
-    right = sum(answer == one.expected for answer, one in zip(answers, questions, strict=True))
-    found = [(one.question, one.expected, answer) for one, answer in zip(questions, answers, strict=True)]
-    return right / len(rows), found
+    right = sum(answer == question.expected for answer, question in zip(answers, questions, strict=True))
+    compared = [
+        (question.question, question.expected, answer) for question, answer in zip(questions, answers, strict=True)
+    ]
+    return right / len(rows), compared
 
 
 class Question(NamedTuple):
@@ -107,5 +109,5 @@ def _after(tokenizer: Tokenizer, ids: list[int], mark: str) -> list[int]:
     def count(length: int) -> int:
         return tokenizer.decode(ids[:length]).count(mark)
 
-    found = count(len(ids)) if mark else 0
-    return ids[bisect.bisect_left(range(len(ids) + 1), found, key=count) :] if found else ids
+    mark_count = count(len(ids)) if mark else 0
+    return ids[bisect.bisect_left(range(len(ids) + 1), mark_count, key=count) :] if mark_count else ids

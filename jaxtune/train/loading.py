@@ -48,26 +48,30 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     Leaving cancels loading. ValueError without a tokenizer, if the teacher gives a token another id, or if a checkpoint
     cannot be opened; the thread's errors come from `weights.result()`.
     """
-    wanted, teacher = config.model, open_teacher(config)
+    model_config, teacher = config.model, open_teacher(config)
 
     def tokenizer(folder: Path | None) -> Any:
-        made = _tokenizer(config, folder)
-        require_same_tokens(made, teacher)
-        return made
+        loaded = _tokenizer(config, folder)
+        require_same_tokens(loaded, teacher)
+        return loaded
 
-    if wanted.from_config is not None:
+    if model_config.from_config is not None:
         key = jax.random.key(config.seed)
-        made = adapted(model_from_config(wanted.from_config, key, "float32"), config)
-        yield None, tokenizer(None), with_teacher(made, load_teacher(teacher))
+        random_model = adapted(model_from_config(model_config.from_config, key, "float32"), config)
+        yield None, tokenizer(None), with_teacher(random_model, load_teacher(teacher))
         return
-    assert wanted.path is not None
+    assert model_config.path is not None
     pretrained = Pretrained(
-        wanted.path, config.dtype, wanted.load_in, precision=config.components, positions=wanted.positions
+        model_config.path,
+        config.dtype,
+        model_config.load_in,
+        precision=config.components,
+        positions=model_config.positions,
     )
-    stored = replace(config, model=replace(wanted, load_in=wanted.load_in or pretrained.stored_in))
+    stored = replace(config, model=replace(model_config, load_in=model_config.load_in or pretrained.stored_in))
     runs = objective_of(config).reference_runs
-    chosen, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored), reference_runs=runs)
-    mesh = None if chosen.divides_tensors is None else partition.make_mesh(*chosen.sizes)
+    mesh_config, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored), reference_runs=runs)
+    mesh = None if mesh_config.divides_tensors is None else partition.make_mesh(*mesh_config.sizes)
     cancelled = threading.Event()
 
     def load() -> Decoder:
@@ -93,15 +97,15 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
 
 def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
     """model.tokenizer's, or the one in the model's `folder`."""
-    wanted = config.model
-    if wanted.tokenizer is not None:
-        tokenizer = load_tokenizer(Path(wanted.tokenizer).expanduser())
+    model_config = config.model
+    if model_config.tokenizer is not None:
+        tokenizer = load_tokenizer(Path(model_config.tokenizer).expanduser())
         if tokenizer is None:
-            raise ValueError(f"model.tokenizer = {wanted.tokenizer!r}: no folder with tokenizer files")
+            raise ValueError(f"model.tokenizer = {model_config.tokenizer!r}: no folder with tokenizer files")
         return tokenizer
     tokenizer = None if folder is None else load_tokenizer(folder)
     if tokenizer is None:
-        raise ValueError(f"model.path = {wanted.path!r} has no tokenizer files: set model.tokenizer to a folder")
+        raise ValueError(f"model.path = {model_config.path!r} has no tokenizer files: set model.tokenizer to a folder")
     return tokenizer
 
 

@@ -70,24 +70,24 @@ def identities(
     objective: Objective | None,
 ) -> dict[str, Any]:
     """{"objective", "schedule", "optimizer": identity} of the parts that were given."""
-    known: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     if objective is not None:
-        known["objective"] = objective_identity(objective)
+        recorded["objective"] = objective_identity(objective)
     if schedule is not None:
-        known["schedule"] = schedule_identity(schedule, total_steps)
+        recorded["schedule"] = schedule_identity(schedule, total_steps)
     if optimizer is not None:
-        known["optimizer"] = optimizer_identity(optimizer, trainable)
-    return known
+        recorded["optimizer"] = optimizer_identity(optimizer, trainable)
+    return recorded
 
 
-def _require_defaults(section: str, given: Any, default: Any, part: str, kept: tuple[str, ...] = ()) -> None:
-    """ValueError if a section differs from its defaults, except keys in `kept`."""
-    for field in dataclasses.fields(given):
-        value = getattr(given, field.name)
-        if field.name not in kept and value != getattr(default, field.name):
+def _require_defaults(section: str, section_config: Any, default: Any, kind: str, exempt: tuple[str, ...] = ()) -> None:
+    """ValueError if a section differs from its defaults, except keys in `exempt`."""
+    for field in dataclasses.fields(section_config):
+        value = getattr(section_config, field.name)
+        if field.name not in exempt and value != getattr(default, field.name):
             raise ValueError(
-                f"{section}.{field.name} = {value!r}: it has no effect beside the {part} that was given to Trainer; "
-                f"leave it out, or leave {part} out"
+                f"{section}.{field.name} = {value!r}: it has no effect beside the {kind} that was given to Trainer; "
+                f"leave it out, or leave {kind} out"
             )
 
 

@@ -48,10 +48,10 @@ class Profile:
         traced = min(self.steps, max(left - self.start, 0))
         if traced == self.steps:
             return None
-        found = f"only {traced} of profile.steps = {self.steps}" if traced else "no step"
+        words = f"only {traced} of profile.steps = {self.steps}" if traced else "no step"
         remedy = "" if traced or left == 1 else f"; set it below {left}"
         return (
-            f"warning: the profile will hold {found}: {left} {'step is' if left == 1 else 'steps are'} left, of which "
+            f"warning: the profile will hold {words}: {left} {'step is' if left == 1 else 'steps are'} left, of which "
             f"the first profile.start = {self.start} are not traced{remedy}"
         )
 
@@ -70,8 +70,8 @@ def is_evaluation_due(wanted: EvaluationConfig, start: int, total_steps: int, ou
 
 def _evaluated_steps(path: Path, rows: str) -> set[int]:
     lines = m.read_metrics(path) if path.exists() else []
-    found = [line for line in lines if "eval_loss" in line or m.ROWS in line]
-    return {line["step"] for line in found if line.get(m.ROWS, rows) == rows}
+    evaluations = [line for line in lines if "eval_loss" in line or m.ROWS in line]
+    return {line["step"] for line in evaluations if line.get(m.ROWS, rows) == rows}
 
 
 def rows_identity(documents: Documents | None, answers: AnswerMetrics | None) -> str | None:
@@ -173,7 +173,7 @@ class Run:
 
         if self.evaluation_due:
             evaluate(start)
-        tracing, done = False, start
+        tracing, steps_done = False, start
         remedy = "the same command continues from the last save; a smaller memory.budget_gb leaves more for fragments"
         with (
             saver.guarded(),
@@ -185,7 +185,7 @@ class Run:
             rows = _StepRows(engine, worker, saver, self.total_steps, lambda state: self.model(state.trainable))
             for step in range(start, self.total_steps):
                 with monitor.data_wait():
-                    parts, counts = rows.of(step, state)
+                    micro_batches, counts = rows.of(step, state)
                 if self.profile.steps and step - start == self.profile.start:
                     with monitor.pause("profile", step):
                         m.decorate("the profile", lambda: trace.enter_context(self._capture(at(step))))  # noqa: B023
@@ -195,40 +195,44 @@ class Run:
                         planned = engine.planner.plan
                         again = functools.partial(monitor.planned, "compile", start)
                         programs, sums, frozen = engine.first_step(
-                            programs, sums, state, frozen, parts, step, progress.print, again
+                            programs, sums, state, frozen, micro_batches, step, progress.print, again
                         )
                         if engine.planner.plan != planned:
                             rows.load(step + 1)  # again, in micro-batches of the new plan
                     else:
-                        sums = engine.accumulate(at(step), sums, state, frozen, parts[: counts["filled"]])
+                        sums = engine.accumulate(at(step), sums, state, frozen, micro_batches[: counts["filled"]])
                     state, sums, latest = programs.update(state, sums)
-                done = step + 1
+                steps_done = step + 1
 
                 stopped = self._dispatched(step, latest, counts, rows, evaluate, state)
-                if tracing and (done - start == self.profile.start + self.profile.steps or done == self.total_steps):
-                    with monitor.pause("profile", done):
+                if tracing and (
+                    steps_done - start == self.profile.start + self.profile.steps or steps_done == self.total_steps
+                ):
+                    with monitor.pause("profile", steps_done):
                         m.decorate("the profile", trace.close)
                     tracing = False
-                saver.after_step(done, state, last=done == self.total_steps)
-                if done == self.total_steps or stopped:
-                    saver.flush(done, state)
-                if self.evaluation.between(done) and done < self.total_steps:
-                    evaluate(done)
+                saver.after_step(steps_done, state, last=steps_done == self.total_steps)
+                if steps_done == self.total_steps or stopped:
+                    saver.flush(steps_done, state)
+                if self.evaluation.between(steps_done) and steps_done < self.total_steps:
+                    evaluate(steps_done)
                 if stopped:
-                    progress.print(f"step {done}: a callback ends the run")
+                    progress.print(f"step {steps_done}: a callback ends the run")
                     break
             if saver.enabled:
-                saver.save(done, state)
+                saver.save(steps_done, state)
             if skipped := monitor.skipped_in_row:
                 progress.print(f"warning: the last {skipped} updates were skipped, as their numbers were not finite")
-            loss = evaluate(done) if self.evaluation.after_last(done) and self.evaluates else math.nan
-            has_loss = self.evaluation.after_last(done) and self.held_out() is not None
-            good = math.isfinite(loss) if has_loss else self._is_finite(at(done), sums, state, frozen, parts)
-            saver.poll(done, state)
+            loss = evaluate(steps_done) if self.evaluation.after_last(steps_done) and self.evaluates else math.nan
+            has_loss = self.evaluation.after_last(steps_done) and self.held_out() is not None
+            good = (
+                math.isfinite(loss) if has_loss else self._is_finite(at(steps_done), sums, state, frozen, micro_batches)
+            )
+            saver.poll(steps_done, state)
             saver.finish(good)
             if not good:
                 progress.print("warning: the loss of the trained weights is not finite")
-        return state, done
+        return state, steps_done
 
     def _dispatched(
         self,
@@ -240,39 +244,39 @@ class Run:
         state: TrainState,
     ) -> bool:
         """After the dispatch of a step (from 0): metrics, next rows, callbacks; returns whether one ends the run."""
-        monitor, saver, done = self.monitor, self.saver, step + 1
-        monitor.callbacks.hears = functools.partial(saver.listening, done, state)
+        monitor, saver, steps_done = self.monitor, self.saver, step + 1
+        monitor.callbacks.hears = functools.partial(saver.listening, steps_done, state)
 
         def between() -> bool:
             monitor.step_dispatched(step, latest, counts)
             rows.dispatched(step)
             monitor.news(step)
-            return self._between(done, evaluate, saver, state)
+            return self._between(steps_done, evaluate, saver, state)
 
         if not monitor.callbacks:
             return between()
-        stopped = saver.in_all(done, state, between)
+        stopped = saver.in_all(steps_done, state, between)
         return processes.of_first(lambda: stopped)
 
-    def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
-        own = waiting.own_work()  # a decorator, too
+    def _between(self, steps_done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
+        as_own_work = waiting.own_work()  # a decorator, too
         moment = Between(
-            done,
-            done == self.total_steps,
-            wait=own(self.monitor.flush),
-            evaluate=own(lambda: evaluate(done)),
-            save=own(lambda: saver.save_for_callback(done, state)),
-            model=own(lambda: self.model(state.trainable)),
+            steps_done,
+            steps_done == self.total_steps,
+            wait=as_own_work(self.monitor.flush),
+            evaluate=as_own_work(lambda: evaluate(steps_done)),
+            save=as_own_work(lambda: saver.save_for_callback(steps_done, state)),
+            model=as_own_work(lambda: self.model(state.trainable)),
         )
         self.monitor.callbacks.tell("between", moment)
         return moment.stopped
 
-    def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> bool:
+    def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen, micro_batches: list[Batch]) -> bool:
         """Whether the last state's loss is finite on the first micro-batch, for runs that end without an evaluation.
         sums (zeros) are donated.
         """
         first = self.engine.micro_index[0]
-        loss = programs.accumulate(sums, state, frozen, parts[0], first).loss
+        loss = programs.accumulate(sums, state, frozen, micro_batches[0], first).loss
         return math.isfinite(float(partition.on_host(loss).sum()))
 
     def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
@@ -287,7 +291,7 @@ class Run:
         if not self.evaluates:
             return math.nan
         values: dict[str, Any] = {}
-        answered: Answered | None = None
+        answers: Answered | None = None
 
         def tell(event: str, *arguments: object) -> None:
             if monitor.callbacks:
@@ -300,24 +304,24 @@ class Run:
         with monitor.pause("eval", step) as line:
             tell("evaluating", lambda: self.model(state.trainable))
             if batches is not None:
-                shown = monitor.progress.evaluating
-                values |= self.engine.evaluate(evaluate, state.trainable, frozen, batches, shown, between, load)
+                show_progress = monitor.progress.evaluating
+                values |= self.engine.evaluate(evaluate, state.trainable, frozen, batches, show_progress, between, load)
             if self.answers is not None:
                 with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.generate=[]"):
-                    answered = self.answers(self.model(state.trainable))
-                values |= answered.metrics
+                    answers = self.answers(self.model(state.trainable))
+                values |= answers.metrics
             tell("evaluated", values)
             line |= values | {m.ROWS: rows_identity(None if batches is None else batches.rows.documents, self.answers)}
-            if answered is not None:
-                line[SAMPLES] = answered.samples
+            if answers is not None:
+                line[SAMPLES] = answers.samples
         monitor.run.history.append({"step": step, **values})
         if batches is not None:
             unit = monitor.run.unit
             monitor.progress.print(
                 f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values[f'eval_{unit}']:,} {unit}"
             )
-        if answered is not None:
-            begin, *samples = answered.lines()
+        if answers is not None:
+            begin, *samples = answers.lines()
             monitor.progress.print("\n".join([f"step {step}: {begin}", *samples]))
         self.saver.evaluated(step, state, values)
         return values.get("eval_loss", math.nan)

@@ -56,9 +56,9 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
     trained weights, or the result is damaged.
     """
     run = Path(recipe).parent
-    chosen = [text for text in overrides if text.split("=")[0].split(".")[0] in ("model", "adapter")]
+    weight_overrides = [text for text in overrides if text.split("=")[0].split(".")[0] in ("model", "adapter")]
     is_run = Path(recipe).name == CONFIG and ((run / m.JSONL).exists() or (run / CHECKPOINTS).exists())
-    if not is_run or chosen:
+    if not is_run or weight_overrides:
         text = str(config.model.path or f"random weights of {config.model.from_config}")
         if config.adapter is not None:
             text += (
@@ -66,9 +66,9 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
             )
         return Scored(text, config)
     order = [MERGED, ADAPTER] if config.qat is not None else [ADAPTER, MERGED]  # QAT rounds when it merges
-    found = next((run / name for name in order if (run / name).exists()), None)
+    export_folder = next((run / name for name in order if (run / name).exists()), None)
     saved = max(saved_steps(run / CHECKPOINTS), default=0)
-    result = None if found is None else read_result(found)
+    result = None if export_folder is None else read_result(export_folder)
     if result is None and not saved:
         raise ValueError(
             f"{run} has no trained weights: no {ADAPTER}, {MERGED} or checkpoint yet. To score the model that it "
@@ -106,17 +106,17 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
     return Scored(text, replace(config, model=model, adapter=None, qat=None, optim=optim), result=result)
 
 
-def _best(found: BestEvaluation) -> str:
-    return f"the best by {found['metric']}, {found['value']:.4f}"
+def _best(evaluation: BestEvaluation) -> str:
+    return f"the best by {evaluation['metric']}, {evaluation['value']:.4f}"
 
 
 def _exported(run: Path, result: Result) -> BestEvaluation | None:
     """The best evaluation whose weights were exported, by results.json; for words only."""
     try:
         numbers = json.loads((run / RESULTS).read_text(encoding="utf-8"))
-        found = numbers[BEST] if is_digest_of(numbers["run"], result.run) else None
-        return found and BestEvaluation(
-            step=int(found["step"]), metric=str(found["metric"]), value=float(found["value"])
+        evaluation = numbers[BEST] if is_digest_of(numbers["run"], result.run) else None
+        return evaluation and BestEvaluation(
+            step=int(evaluation["step"]), metric=str(evaluation["metric"]), value=float(evaluation["value"])
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
@@ -137,20 +137,22 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
         return scored
     adapter = config.adapter
     if load_in is not None:
-        wanted = None if load_in == "stored" else load_in
-        kept = replace(model, load_in=wanted, compute=model.compute if wanted == model.load_in else None)
+        format_name = None if load_in == "stored" else load_in
+        model_config = replace(
+            model, load_in=format_name, compute=model.compute if format_name == model.load_in else None
+        )
     else:
         is_set = any(text.split("=")[0] in ("model", "model.load_in") for text in overrides)
         path = None if adapter is None or is_set else adapter.path
         over = None if path is None else trained_over.read(Path(path).expanduser())
         if over is None:
             return scored
-        kept = replace(model, load_in=over.load_in, compute=over.compute)
+        model_config = replace(model, load_in=over.load_in, compute=over.compute)
         words = config.components or over.words(config.dtype, over.load_in)
         config = replace(config, precision=words | {"*": config.computes_in})
-    if kept.load_in is not None and adapter is None:
+    if model_config.load_in is not None and adapter is None:
         adapter = AdapterConfig(r=1)  # quantised weights need an adapter; an untrained one changes nothing
-    return replace(scored, config=replace(config, model=kept, adapter=adapter))
+    return replace(scored, config=replace(config, model=model_config, adapter=adapter))
 
 
 def evaluate(
@@ -196,11 +198,11 @@ def evaluate(
         console.print(f"evaluation loss {results['eval_loss']:.4f} over {results[f'eval_{unit}']:,} {unit}")
     if trainer.answers is not None:
         with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.generate=[]"):
-            answered = trainer.answers(model)
-        for line in answered.lines():
+            answers = trainer.answers(model)
+        for line in answers.lines():
             console.print(fitted(line, console))
-        results |= {key: None if math.isnan(value) else value for key, value in answered.metrics.items()}
-        results[SAMPLES] = answered.samples
+        results |= {key: None if math.isnan(value) else value for key, value in answers.metrics.items()}
+        results[SAMPLES] = answers.samples
     if config.evaluation.exact_match_rows:
         results |= answer(model, tokenizer, config, console, sampled_by(trainer))
     return results
@@ -211,8 +213,8 @@ def _require_same_split(result: Result, trainer: Trainer) -> None:
     key, rows = "config.data.eval_rows", trainer.config.data.eval_rows
     held_out, tokens = result.run.get(key), result.run.get("data.tokens_crc32")
     if (held_out, tokens) != (rows, trainer.batches.identity().get("tokens_crc32")):
-        of = "data.train" if held_out != rows else "other rows, or by another template"
+        source_words = "data.train" if held_out != rows else "other rows, or by another template"
         raise ValueError(
-            f"data.eval_rows = {rows}: the run held out {held_out} rows of {of}, so it was trained on some of these; "
-            "set data.eval to a file of held-out rows, and data.eval_rows=0"
+            f"data.eval_rows = {rows}: the run held out {held_out} rows of {source_words}, so it was trained "
+            "on some of these; set data.eval to a file of held-out rows, and data.eval_rows=0"
         )

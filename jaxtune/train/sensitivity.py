@@ -110,7 +110,7 @@ class Sensitivity:
         if not self.tokens:
             raise ValueError("sensitivity: no token of these rows is trained on, so there is nothing to measure")
         self._model = model
-        self._names = [each.name for each, *_ in _quantizable(model)]
+        self._names = [component.name for component, *_ in _quantizable(model)]
         if not self._names:
             raise ValueError(f"sensitivity: the model has no matrix that can be stored in {format}")
         graph, state = nnx.split(model)
@@ -124,14 +124,14 @@ class Sensitivity:
 
     def measure(self, done: Callable[[int], None] = lambda count: None) -> list[Matrix]:
         """Measures each matrix by a forward pass over all rows. done: called with 1 after each."""
-        found = []
-        for each, module in _quantizable(self._model):
+        matrices = []
+        for component, module in _quantizable(self._model):
             weight = module.weight.get_value()
             packed = jax.eval_shape(FORMATS[self.format].encode, weight)
             size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(packed))
-            found.append(Matrix(each.name, self.divergence([each.name]), weight.nbytes, size))
+            matrices.append(Matrix(component.name, self.divergence([component.name]), weight.nbytes, size))
             done(1)
-        return found
+        return matrices
 
     def divergence(self, names: Sequence[str] | None = None) -> float:
         """Nats a token that the model loses with these modules (None: all) quantised; the model stays as it is. For []
@@ -139,8 +139,8 @@ class Sensitivity:
         """
         names = self._names if names is None else names
         model = copy_structure(self._model)
-        for each, module in _quantizable(model):
-            if each.name in names:
+        for component, module in _quantizable(model):
+            if component.name in names:
                 module.weight = module.weight.replace(_rounded(module.weight.get_value(), self.format))
         graph, state = nnx.split(model)
         sums = [_divergence(graph, state, *pair) for pair in zip(self.batches, self._expected, strict=True)]
@@ -149,8 +149,8 @@ class Sensitivity:
 
 def _quantizable(model: Decoder) -> list[tuple[Component, Linear | ExpertLinear]]:
     """Linears and experts of layers, without routers; the modules are the model's own."""
-    found = ((each, module) for each, _, module in components(model) if each.quantizable)
-    return [(each, module) for each, module in found if isinstance(module, Linear | ExpertLinear)]
+    candidates = ((component, module) for component, _, module in components(model) if component.quantizable)
+    return [(component, module) for component, module in candidates if isinstance(module, Linear | ExpertLinear)]
 
 
 def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Batch]]:
@@ -174,19 +174,19 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
     )
     model, tokenizer = load_model(config)
     train, held_out = run_rows(Reader(SFT(), tokenizer, config, model.config))
-    found = train if held_out is None else held_out
-    if not isinstance(found, TokenDataset):
+    dataset = train if held_out is None else held_out
+    if not isinstance(dataset, TokenDataset):
         raise ValueError(
             "sensitivity: the rows are streamed or mixed: set data.eval to a file of rows, which are then measured on"
         )
-    found = found.in_rows(max(found.longest, config.data.length))
-    rows = min(rows, len(found.rows))
-    size = min(rows, max(1, _BATCH_TOKENS // found.length))
+    dataset = dataset.in_rows(max(dataset.longest, config.data.length))
+    rows = min(rows, len(dataset.rows))
+    size = min(rows, max(1, _BATCH_TOKENS // dataset.length))
     batches = []
     for first in range(0, rows, size):
-        batches.append(found.rows.empty(size))
+        batches.append(dataset.rows.empty(size))
         for slot, row in enumerate(range(first, min(first + size, rows))):
-            found.rows.fill(batches[-1], slot, row)
+            dataset.rows.fill(batches[-1], slot, row)
     return model, batches
 
 
@@ -195,30 +195,30 @@ def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> 
     for each byte saved; one that does not fit is passed over. weight_bytes: of the unquantised model. ValueError if
     even all quantised take more.
     """
-    left = most_bytes - (weight_bytes - sum(each.saved_bytes for each in matrices))
-    if left < 0:
+    room = most_bytes - (weight_bytes - sum(matrix.saved_bytes for matrix in matrices))
+    if room < 0:
         raise ValueError(
             f"--memory-gb {most_bytes / 1e9:g}: with all matrices quantised the weights take "
-            f"{(most_bytes - left) / 1e9:.2f} GB; give at least as much, or another --format"
+            f"{(most_bytes - room) / 1e9:.2f} GB; give at least as much, or another --format"
         )
-    kept = set()
-    for each in sorted(matrices, key=lambda each: -each.loss / max(each.saved_bytes, 1)):
-        if each.saved_bytes <= left:
-            kept.add(each.name)
-            left -= each.saved_bytes
-    return [each.name for each in matrices if each.name in kept]
+    kept_names = set()
+    for matrix in sorted(matrices, key=lambda matrix: -matrix.loss / max(matrix.saved_bytes, 1)):
+        if matrix.saved_bytes <= room:
+            kept_names.add(matrix.name)
+            room -= matrix.saved_bytes
+    return [matrix.name for matrix in matrices if matrix.name in kept_names]
 
 
 def patterns(model: Decoder, kept: Sequence[str], word: str) -> dict[str, str]:
     """{pattern: word} of the modules `kept`: the last part of a name, such as "down_proj", if all with that end are
     kept, else the name. word: their dtype.
     """
-    listed, found = [each for each, _ in _quantizable(model)], {}
+    listed, precision_map = [component for component, _ in _quantizable(model)], {}
     for name in kept:
         end = name.rpartition(".")[2]
-        alike = [each.name for each in listed if each.matches(end)]
-        found[end if set(alike) <= set(kept) else name] = word
-    return found
+        alike = [component.name for component in listed if component.matches(end)]
+        precision_map[end if set(alike) <= set(kept) else name] = word
+    return precision_map
 
 
 def as_recipe(format: str, computes_in: str, kept: Mapping[str, str]) -> dict[str, object]:

@@ -78,9 +78,11 @@ def step_programs(
     _require_observable(model, batches)
     rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
     size = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
-    if (own := config.optim.embedding_learning_rate) is not None and not any(embedding_tensors(model.trainable)):
+    if (embedding_rate := config.optim.embedding_learning_rate) is not None and not any(
+        embedding_tensors(model.trainable)
+    ):
         raise ValueError(
-            f"optim.embedding_learning_rate = {own}: neither embed_tokens nor lm_head trains; name them in "
+            f"optim.embedding_learning_rate = {embedding_rate}: neither embed_tokens nor lm_head trains; name them in "
             "adapter.modules_to_save, or unset it"
         )
     program = StepProgram(
@@ -113,11 +115,13 @@ def _require_observable(model: TrainedModel, batches: BatchSource) -> None:
     """
     if model.qat is None or not model.qat.observes:
         return
-    what = f"qat.format = {model.qat.format} observes activations on the rows of the first step"
+    requirement = f"qat.format = {model.qat.format} observes activations on the rows of the first step"
     if batches.sees_model:
-        raise ValueError(f"{what}, and this objective samples its rows during the run: take nvfp4 or mxfp4-mxfp4")
+        raise ValueError(
+            f"{requirement}, and this objective samples its rows during the run: take nvfp4 or mxfp4-mxfp4"
+        )
     if processes.count() > 1:
-        raise ValueError(f"{what}, in a run of one process: this one has {processes.count()}")
+        raise ValueError(f"{requirement}, in a run of one process: this one has {processes.count()}")
 
 
 def planned(
@@ -138,7 +142,7 @@ def planned(
     """
     config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
     length, reference_runs = batches.length, objective.reference_runs
-    chosen, why = mesh_of(
+    mesh_config, why = mesh_of(
         config,
         lambda: model.prepared,
         length=length,
@@ -147,9 +151,9 @@ def planned(
         optimizer=optimizer,
     )
     if batches.sees_model:
-        require_sampling(config, chosen)
-    mesh = partition.make_mesh(*chosen.sizes)
-    config = dataclasses.replace(config, mesh=chosen)
+        require_sampling(config, mesh_config)
+    mesh = partition.make_mesh(*mesh_config.sizes)
+    config = dataclasses.replace(config, mesh=mesh_config)
     config.require_rows_for(mesh.size)
     device = mesh.local_devices[0]
     if not trains:
@@ -185,22 +189,24 @@ def with_slots(
     limits `batches`, too. A slot is a row of the sampler's batch with its caches. {} without a limit or for a trainer
     that only evaluates. ValueError without room for one slot, or if rows exceed the model's positions.
     """
-    found: dict[str, SlotPlan] = {}
+    plans: dict[str, SlotPlan] = {}
     if planner.budget_bytes is None or not isinstance(planner, Planner):
-        return found, answers
+        return plans, answers
     same_bits = answers is not None and answers.deterministic
     for name, rows, deterministic in (
         ("answers", batches.sampled_rows, False),
         ("generate", answers and answers.sampled_rows, same_bits),
     ):
         if rows is not None:
-            used = planner.cost.fixed_bytes(planner.plan.micro_batches) + prefill_bytes(planner.cost, planner.device)
-            found[name] = slots_for(model, planner.budget_bytes - used, rows.length, rows.most, deterministic)
-    if "answers" in found:
-        batches.limit_slots(found["answers"])
-    if answers is not None and (plan := found.get("generate")) is not None:
+            used_bytes = planner.cost.fixed_bytes(planner.plan.micro_batches) + prefill_bytes(
+                planner.cost, planner.device
+            )
+            plans[name] = slots_for(model, planner.budget_bytes - used_bytes, rows.length, rows.most, deterministic)
+    if "answers" in plans:
+        batches.limit_slots(plans["answers"])
+    if answers is not None and (plan := plans.get("generate")) is not None:
         answers = dataclasses.replace(answers, most_slots=plan.slots, most_converted=plan.converted_layers)
-    return found, answers
+    return plans, answers
 
 
 def require_starts_within(total_steps: int, config: TrainConfig, profile_steps: int) -> None:

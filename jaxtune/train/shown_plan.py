@@ -70,30 +70,30 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
         text = f"rows are not read: prompts of at most {_ASSUMED_PROMPT} tokens are assumed; set data.length for others"
         console.print(fitted(text, console), markup=False, highlight=False)
     if device is None:
-        chosen, why = mesh_of(config, lambda: cost.abstract_model(shape, config), reference_runs=runs)
+        mesh_config, why = mesh_of(config, lambda: cost.abstract_model(shape, config), reference_runs=runs)
         if why is not None:
             console.print(fitted(why, console), markup=False, highlight=False)
-        config = replace(config, mesh=chosen)
-        device = _here(config, chosen)
+        config = replace(config, mesh=mesh_config)
+        device = _here(config, mesh_config)
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
-    parts = cost.step_cost(cost.abstract_model(shape, config), config, reference_runs=runs)
+    costs = cost.step_cost(cost.abstract_model(shape, config), config, reference_runs=runs)
     room = search.Room(budget_bytes, devices.limit(config, device))
     try:
-        forecast, _ = search.next_plan(parts, config, device, room)
+        forecast, _ = search.next_plan(costs, config, device, room)
     except choice.PlanError as error:
         fixes = fitting.fitting_settings(shape, config, device, budget_bytes, reference_runs=runs)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
-    longest = fitting.longest_row(parts, config, device, budget_bytes)
-    report.plan_elsewhere(forecast, parts, device, budget_bytes, longest, shape.context_length, console)
+    longest = fitting.longest_row(costs, config, device, budget_bytes)
+    report.plan_elsewhere(forecast, costs, device, budget_bytes, longest, shape.context_length, console)
     if isinstance(objective, GRPO):  # rows are not read here, so that prompts are taken to be as long as there is room
-        room = budget_bytes - parts.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(parts, device)
+        room = budget_bytes - costs.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(costs, device)
         most = min(objective.settings.slots, answers * objective.settings.steps_per_generation)
         slots = slots_for(cost.abstract_model(shape, config), room, sampled, most)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
     for line in teacher_pass.pass_lines(config, shape, device):
         console.print(fitted(line, console), markup=False, highlight=False)
-    console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, parts.devices))
+    console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.devices))
 
 
 def _elsewhere(config: TrainConfig, name: str) -> Device:

@@ -77,8 +77,8 @@ class StopSignal:
 
     def _open_wakeup(self) -> None:
         self._wakeup = read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        if (other := signal.set_wakeup_fd(write, warn_on_full_buffer=False)) != -1:  # of somebody else, who needs it
-            signal.set_wakeup_fd(other, warn_on_full_buffer=False)
+        if (earlier := signal.set_wakeup_fd(write, warn_on_full_buffer=False)) != -1:  # of somebody else, who needs it
+            signal.set_wakeup_fd(earlier, warn_on_full_buffer=False)
             os.close(read)
             os.close(write)
             self._wakeup = None

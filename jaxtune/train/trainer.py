@@ -141,9 +141,9 @@ class Trainer:
         data = dataclasses.replace(config.data, template=config.data.trained_template)
         rows_config = dataclasses.replace(config, data=data)
         reader = Reader(self.objective, self.tokenizer, rows_config, self.model.given.config, tuple(ends))
-        asked = config.data.eval if eval_rows is None else eval_rows
+        held_out_source = config.data.eval if eval_rows is None else eval_rows
         rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
-        self.answers = answer_metrics(rows_config, asked, self.tokenizer, self.model.given, rewards)
+        self.answers = answer_metrics(rows_config, held_out_source, self.tokenizer, self.model.given, rewards)
         if checks_folder:
             require_own_folder(in_first_words(config))
         rows, held_out = self.stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))
@@ -155,8 +155,8 @@ class Trainer:
         if config.guards.patience is not None:
             self.callbacks += (EarlyStop(config.guards, self.evaluation, self.output),)
         if isinstance(self.batches, SampledAnswers) and isinstance(config.data.length, Unset):
-            chosen = dataclasses.replace(config.data, length=self.batches.length)
-            self.config = config = dataclasses.replace(config, data=chosen)
+            data_config = dataclasses.replace(config.data, length=self.batches.length)
+            self.config = config = dataclasses.replace(config, data=data_config)
         setup.require_starts_within(self.total_steps, config, self.profile_steps)
         # `own` identifies the parts that were given to this trainer, for checkpoints.
         self.own = own_parts.identities(self.model.trainable, self.total_steps, optimizer, schedule, objective)
@@ -241,8 +241,8 @@ class Trainer:
                 rollouts_mb=config.metrics.rollouts_mb,
                 rollout_tables=config.metrics.rollout_tables,
             )
-            shown = m.Progress(self.total_steps, start)
-            with logger, shown as progress, Monitor(self._watched(), logger, progress) as monitor:
+            progress_bar = m.Progress(self.total_steps, start)
+            with logger, progress_bar as progress, Monitor(self._watched(), logger, progress) as monitor:
                 monitor.applied = start
                 saver = Saver(checkpointer, self.saves, start, self._meta, monitor, stop)
                 state, self.steps_done = self._run(resumed, start, saver, monitor, stop)
@@ -263,18 +263,20 @@ class Trainer:
         return with_embedding_on_device(trained)
 
     def _functions(self, objective: Objective | None) -> dict[str, Callable]:
-        found = dict(self.batches.functions())
+        functions = dict(self.batches.functions())
         if self.answers is not None and not self.answers.are_rewards:
             scoring = self.answers.functions
-            found |= {f"evaluation {n}": one for n, one in zip(scoring.names, scoring.functions, strict=True)}
+            functions |= {
+                f"evaluation {n}": function for n, function in zip(scoring.names, scoring.functions, strict=True)
+            }
         if objective is not None:
-            found[f"objective {type(objective).__name__}"] = type(objective)
-        return found
+            functions[f"objective {type(objective).__name__}"] = type(objective)
+        return functions
 
     def _require_room(self, checkpointer: Checkpointer) -> None:
         """NoRoom if not even the first checkpoint fits on the disk, before anything is computed."""
-        wanted = self.config.checkpoint
-        saves = wanted.saves
+        settings = self.config.checkpoint
+        saves = settings.saves
         shapes = {"state": self.model.state_shapes(self.engine)}
 
         def lacking() -> str | None:
@@ -292,15 +294,15 @@ class Trainer:
         config = dataclasses.replace(self.config, checkpoint=self.saves)
         trained = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.trainable))
         size = checkpoint_bytes({"state": self.model.state_shapes(self.engine)})
-        there = len(saved_steps(self.output / CHECKPOINTS))
+        saved_count = len(saved_steps(self.output / CHECKPOINTS))
         sets = (self.train_data, self.eval_data)
         pairs = [data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)]
         caches = {
             "log-probabilities of the teacher": self.stored.unwritten(sets),
             "log-probabilities of the reference": references.unwritten(pairs, config),
         }
-        written = written_by(config, self.model.prepared, trained, size, there, self.total_steps)
-        written += [Written(what, *place) for what, place in caches.items() if place is not None]
+        written = written_by(config, self.model.prepared, trained, size, saved_count, self.total_steps)
+        written += [Written(label, *location) for label, location in caches.items() if location is not None]
         lines = disk_lines(written)
         if not config.checkpoint.saves:
             lines.append(
@@ -422,8 +424,8 @@ class Trainer:
 
     def storage(self) -> dict[str, str]:
         """{"weights": "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""
-        own = "8 bits" if self.config.optim.name.endswith("_8bit") else "fp32"
-        optimizer = "as it was given" if "optimizer" in self.own else own
+        state_format = "8 bits" if self.config.optim.name.endswith("_8bit") else "fp32"
+        optimizer = "as it was given" if "optimizer" in self.own else state_format
         return {"weights": self.program.weights, "optimizer": optimizer}
 
     @property
@@ -535,11 +537,11 @@ class Trainer:
         intact, or it is another run's or of more steps.
         """
         self.model.take_weights()  # the record has the base's fingerprint
-        wanted: Any = self.model.state_shapes(self.engine)
-        wanted, like = {"trainable": wanted.trainable} if weights_only else wanted, {}
+        target: Any = self.model.state_shapes(self.engine)
+        target, like = {"trainable": target.trainable} if weights_only else target, {}
 
         def check(saved):
-            like["state"] = gradient_sync.as_saved(wanted, saved)
+            like["state"] = gradient_sync.as_saved(target, saved)
             if self.trains:
                 self.planner.adopt(saved["numerics"])
                 self.engine.follow_plan()
@@ -555,4 +557,4 @@ class Trainer:
             note(report.new_rates(self.config.schedule, self.program.schedule, step, restored["state"].skipped, steps))
         if self.trains:
             self.batches.resume(step, meta.get(POSITION))
-        return step, gradient_sync.fitted(restored["state"], wanted, note)
+        return step, gradient_sync.fitted(restored["state"], target, note)

@@ -39,13 +39,14 @@ def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
         return None
     lines = [line for line in read_metrics(path) if name in line]
     rows, saved = lines[-1].get(ROWS) if lines else None, saved_steps(output / CHECKPOINTS)
-    found = [
+    evaluations = [
         BestEvaluation(step=line["step"], metric=name, value=float(line[name]))
         for line in lines
         if line["step"] in saved and line.get(ROWS, rows) == rows and not math.isnan(line[name])
     ]
     sign = -1 if wanted.best_is_greatest else 1
-    return min(found, key=lambda each: sign * each["value"], default=None)  # of equal ones the first, as in a run
+    # Of equal ones the first, as in a run.
+    return min(evaluations, key=lambda evaluation: sign * evaluation["value"], default=None)
 
 
 @dataclasses.dataclass
@@ -87,15 +88,15 @@ class BestCheckpoint:
         if name is None:
             return
         if name not in values:
-            found = ", ".join(key for key in values if key.startswith("eval_"))
-            raise ConfigError(f"checkpoint.best = {name!r}: the evaluation has no such metric; it has {found}")
+            metric_names = ", ".join(key for key in values if key.startswith("eval_"))
+            raise ConfigError(f"checkpoint.best = {name!r}: the evaluation has no such metric; it has {metric_names}")
         if step and self._is_better(values[name]):
-            known = [*self.checkpointer.best]
+            earlier_best = [*self.checkpointer.best]
             self.checkpointer.best.append(step)  # before the save, which removes what need not be kept
             if save():
                 self._take(step, values[name])
             else:
-                self.checkpointer.best = known
+                self.checkpointer.best = earlier_best
 
     def weights[T](self, last: T, say: Callable[[str], None]) -> tuple[T, dict[str, BestEvaluation]]:
         """(the best evaluation's trained weights, in the shardings of `last`; {"best_checkpoint": it}), or (`last`, {})
@@ -109,13 +110,13 @@ class BestCheckpoint:
         about = f"step {self.step}, where {self.config.best} = {self.value:.4f} was best"
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), last)
         try:
-            _, found, _ = self.checkpointer.restore(self.step, like={"state": {"trainable": like}}, partial=True)
+            _, restored, _ = self.checkpointer.restore(self.step, like={"state": {"trainable": like}}, partial=True)
         except CheckpointError as error:
             say(f"warning: the weights after {about}, cannot be read, and the last ones are taken: {error}")
             return last, {}
         say(f"the result has the weights after {about}")
         named = BestEvaluation(step=self.step, metric=self.config.best, value=self.value)
-        return found["state"]["trainable"], {BEST: named}
+        return restored["state"]["trainable"], {BEST: named}
 
     def _is_better(self, value: float) -> bool:
         """NaN and an equal value are not better."""

@@ -54,8 +54,8 @@ def saved_steps(folder: Path) -> list[int]:
     """Steps with a checkpoint in `folder`, ascending; files are not checked, no lock is needed."""
     if not folder.is_dir():
         return []
-    found = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 class Checkpointer:
@@ -172,10 +172,10 @@ class Checkpointer:
     def reject(self) -> None:
         """Removes the last checkpoint, if it is unproven and another undamaged one exists. Waits as `wait`."""
         self.wait()
-        others = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
-        if self._unproven in self.steps() and others:
+        other_steps = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
+        if self._unproven in self.steps() and other_steps:
             path = self.folder / _name(self._unproven)
-            logger.warning("removing %s, whose steps were not finite; step %d is the newest now", path, others[-1])
+            logger.warning("removing %s, whose steps were not finite; step %d is the newest now", path, other_steps[-1])
             self._remove(path)
             self._unproven = None
 
@@ -221,8 +221,8 @@ class Checkpointer:
         if processes.first():
             shutil.rmtree(temporary, ignore_errors=True)
         last = self.latest()
-        left = "there is no complete checkpoint" if last is None else f"the last complete checkpoint is step {last}"
-        self._error = CheckpointError(f"saving step {step} to {self.folder} failed: {error}; {left}")
+        status = "there is no complete checkpoint" if last is None else f"the last complete checkpoint is step {last}"
+        self._error = CheckpointError(f"saving step {step} to {self.folder} failed: {error}; {status}")
         self._error.__cause__ = error
 
     def _purge(self, newest: int) -> None:
@@ -233,10 +233,10 @@ class Checkpointer:
         steps = self.steps()
         usable = [step for step in steps if step <= newest and step not in self._damaged]
         proven = [step for step in usable if step != self._unproven]
-        kept = {*proven[-self.keep :], *[step for step in proven if step in self.best][-1:]}
-        kept |= {step for step in usable if step == self._unproven}
+        kept_steps = {*proven[-self.keep :], *[step for step in proven if step in self.best][-1:]}
+        kept_steps |= {step for step in usable if step == self._unproven}
         for step in steps:
-            if step in kept:
+            if step in kept_steps:
                 continue
             path = self.folder / _name(step)
             if step > newest and processes.first():
@@ -286,12 +286,12 @@ class Checkpointer:
         CheckpointError if none is intact, `like` does not fit, or the last save failed.
         """
         self.wait()
-        found = processes.of_first(lambda: self._intact(step))
-        path = self.folder / _name(found)
+        intact_step = processes.of_first(lambda: self._intact(step))
+        path = self.folder / _name(intact_step)
         if check is not None:
             check(_record(path)["meta"])
-        self._unproven = found
-        return found, *_read(path, like, partial)
+        self._unproven = intact_step
+        return intact_step, *_read(path, like, partial)
 
     def _intact(self, step: int | None) -> int:
         """The newest intact step, or `step`; damaged ones are logged."""
@@ -337,10 +337,12 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
     """{"a/b": leaf} of a pytree. CheckpointError for names that are empty, not unique or have a "/"."""
     named = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
-        name = "/".join(parts)
-        if not parts or name in named or any("/" in part or not part for part in parts):
-            raise CheckpointError(f"state has no usable name for the leaf {parts}: names must be unique, without '/'")
+        path_parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
+        name = "/".join(path_parts)
+        if not path_parts or name in named or any("/" in path_part or not path_part for path_part in path_parts):
+            raise CheckpointError(
+                f"state has no usable name for the leaf {path_parts}: names must be unique, without '/'"
+            )
         named[name] = leaf
     return named
 
@@ -399,13 +401,13 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
     record = _record(path)
     described = record["arrays"]
     if like is None:
-        wanted = dict.fromkeys(described)
+        targets = dict.fromkeys(described)
     else:
-        wanted = _named_leaves(like)
-        _check_fits(path, described, wanted, partial)
+        targets = _named_leaves(like)
+        _check_fits(path, described, targets, partial)
 
     item, restore_args, arrays = {}, {}, {}
-    for name, leaf in wanted.items():
+    for name, leaf in targets.items():
         if 0 in described[name]["shape"]:
             arrays[name] = _empty(described[name], leaf)
             continue
@@ -418,13 +420,13 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
     try:
         largest = max((_bytes(described[name]) for name in item), default=0)
         with array_files.reader(largest) as reader:
-            asked = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=partial)
-            arrays |= reader.restore(path / ARRAYS, args=asked)
+            request = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=partial)
+            arrays |= reader.restore(path / ARRAYS, args=request)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / ARRAYS} cannot be read ({type(error).__name__}: {error})") from error
     for name in item:
         _require_described(path, name, arrays[name], described[name])
-    leaves = {name: _place(arrays[name], described[name], wanted[name], like is None) for name in wanted}
+    leaves = {name: _place(arrays[name], described[name], targets[name], like is None) for name in targets}
 
     if like is not None:
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), leaves.values()), record["meta"]
@@ -478,16 +480,16 @@ def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -
     return jnp.asarray(array)
 
 
-def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[str, Any], partial: bool) -> None:
+def _check_fits(path: Path, described: dict[str, dict[str, Any]], targets: dict[str, Any], partial: bool) -> None:
     """CheckpointError with the differences between a checkpoint's arrays and a run's."""
-    problems = [f"{name}: not in the checkpoint" for name in wanted if name not in described]
+    problems = [f"{name}: not in the checkpoint" for name in targets if name not in described]
     if not partial:
-        problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in wanted]
-    for name in wanted.keys() & described.keys():
+        problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in targets]
+    for name in targets.keys() & described.keys():
         saved = (tuple(described[name]["shape"]), described[name]["dtype"])
-        asked = (tuple(wanted[name].shape), str(wanted[name].dtype))
-        if saved != asked:
-            problems.append(f"{name}: saved as {saved[1]}{list(saved[0])}, this run has {asked[1]}{list(asked[0])}")
+        current = (tuple(targets[name].shape), str(targets[name].dtype))
+        if saved != current:
+            problems.append(f"{name}: saved as {saved[1]}{list(saved[0])}, this run has {current[1]}{list(current[0])}")
     if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise CheckpointError(f"{path} does not fit this run: " + "; ".join(sorted(problems)[:8]) + more)
+        omitted = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(f"{path} does not fit this run: " + "; ".join(sorted(problems)[:8]) + omitted)

@@ -37,13 +37,13 @@ def find_damage(path: Path) -> str | None:
     for name, count in sizes.items():  # sizes are compared first, because that is cheap
         if not (path / name).is_file():
             return f"{name}: the file is missing, expected {count:,} bytes"
-        if (found := (path / name).stat().st_size) != count:
-            return f"{name}: expected {count:,} bytes, found {found:,}"
+        if (actual := (path / name).stat().st_size) != count:
+            return f"{name}: expected {count:,} bytes, found {actual:,}"
     try:
         found_files = fingerprints([path / name for name in expected])
     except OSError as error:
         return f"unreadable ({error})"
     for name, checksum in checksums.items():
-        if (found := found_files[path / name]["crc32"]) != checksum:
-            return f"{name}: expected CRC-32 {checksum}, found {found}"
+        if (actual := found_files[path / name]["crc32"]) != checksum:
+            return f"{name}: expected CRC-32 {checksum}, found {actual}"
     return None

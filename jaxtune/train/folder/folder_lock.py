@@ -42,8 +42,8 @@ class FolderLock:
             stale = os.read(descriptor, 4096).decode(errors="replace").strip()
             if stale:
                 logger.warning("taking over %s from a run that died: %s", self.path, stale)
-            started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+            start_time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": start_time}
             if (identity := process_identity(os.getpid())) is not None:
                 owner["process"] = identity
             os.ftruncate(descriptor, 0)

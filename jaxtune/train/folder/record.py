@@ -156,7 +156,7 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
 def changed_code(saved: Mapping[str, object], current: Mapping[str, object], of_result: bool = False) -> list[str]:
     """Names of the user's functions whose code differs in two records. of_result: only those that decide the result."""
     old, new = (
-        {key: value for key, value in flat_keys(one).items() if key.startswith(_CODE)} for one in (saved, current)
+        {key: value for key, value in flat_keys(record).items() if key.startswith(_CODE)} for record in (saved, current)
     )
     names = [key.removeprefix(_CODE) for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
     if of_result and flat_keys(current).get("config.checkpoint.best", "of same_run") is None:
@@ -211,8 +211,8 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
     """Whether a stored digest is this run's (`run`, from same_run), by this or an older version."""
     run = {key: value for key, value in run.items() if not key.startswith(_CODE)}
-    known = (run, by_what_it_holds({}, run))
-    return found in [form(values) for form in (digest, _sha256) for values in known]
+    candidates = (run, by_what_it_holds({}, run))
+    return found in [form(values) for form in (digest, _sha256) for values in candidates]
 
 
 def digest(run: dict[str, Any]) -> str:
@@ -244,11 +244,11 @@ def require_same_settings(config: TrainConfig) -> None:
     processes.require_same(settings, "start all of them with the same recipe and the same overrides")
 
 
-def _content(place: str) -> Any:
-    """Fingerprints of the file, or of a folder's adapter_* files; else `place` itself, such as a packaged template."""
-    path = Path(place).expanduser()
+def _content(setting: str) -> Any:
+    """Fingerprints of the file, or of a folder's adapter_* files; else the setting, such as a packaged template."""
+    path = Path(setting).expanduser()
     files = [path] if os.path.isfile(path) else sorted(path.glob("adapter_*")) if os.path.isdir(path) else []
-    return list(fingerprints(files).values()) or place
+    return list(fingerprints(files).values()) or setting
 
 
 def in_first_words(config: TrainConfig) -> TrainConfig:
@@ -283,7 +283,7 @@ def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> 
     """ValueError if processes have different rows. sets: {config key: rows or their source}. Collective."""
     if processes.count() == 1:
         return  # a single process need not compare, and reading every token takes time
-    found = {
+    identities = {
         key: None
         if data is None
         else data.identity()
@@ -292,7 +292,7 @@ def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> 
         f"tokens {data.documents.tokens_crc32:08x}"
         for key, data in sets.items()
     }
-    processes.require_same(found, "all of them need the same rows, the same tokenizer and the same template")
+    processes.require_same(identities, "all of them need the same rows, the same tokenizer and the same template")
 
 
 # ---- comparing records
@@ -349,13 +349,13 @@ def compare_meta(
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for key in config_keys():
         try:
-            found[f"config.{key.name}"] = json.loads(key.default)
+            defaults[f"config.{key.name}"] = json.loads(key.default)
         except ValueError:  # a string, which has no quotes there
-            found[f"config.{key.name}"] = key.default
-    return found
+            defaults[f"config.{key.name}"] = key.default
+    return defaults
 
 
 def require_compatible(
@@ -372,8 +372,8 @@ def require_compatible(
     if refused:
         keys = {difference.key for difference in refused}
         hint = "\n" + hints[min(keys)] if keys <= hints.keys() else ""
-        more = f"\n  and {len(refused) - 8} more" if len(refused) > 8 else ""
-        lines = "\n".join(f"  {difference}" for difference in refused[:8]) + more
+        omitted = f"\n  and {len(refused) - 8} more" if len(refused) > 8 else ""
+        lines = "\n".join(f"  {difference}" for difference in refused[:8]) + omitted
         new = "" if output is None else f", such as output={next_name(output)}"
         raise CheckpointError(
             f"this run cannot continue that checkpoint; set these back or start a new run{new}:\n{lines}{hint}"
@@ -407,8 +407,8 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     if not config.components and words:
         precision = words | {"*": config.computes_in}
     compute: Literal["fp8"] | None = "fp8" if computes_in_fp8(model) else None
-    kept = dataclasses.replace(config.model, load_in=load_in, compute=compute)
-    return dataclasses.replace(config, adapter=adapter, model=kept, precision=precision)
+    model_config = dataclasses.replace(config.model, load_in=load_in, compute=compute)
+    return dataclasses.replace(config, adapter=adapter, model=model_config, precision=precision)
 
 
 def write_config(output: Path, config: TrainConfig) -> None:
@@ -422,10 +422,10 @@ def require_same_config(output: Path, config: TrainConfig) -> None:
     full disk, a power failure) or an older version's is ours.
     """
     try:
-        found, ours = (output / CONFIG).read_bytes(), config_to_yaml(config).encode()
+        recorded, ours = (output / CONFIG).read_bytes(), config_to_yaml(config).encode()
     except FileNotFoundError:
         return
-    if found != ours and not ours.startswith(found.rstrip(b"\0")) and not _reads_as(output / CONFIG, config):
+    if recorded != ours and not ours.startswith(recorded.rstrip(b"\0")) and not _reads_as(output / CONFIG, config):
         raise ValueError(
             f"output = {str(output)!r} belongs to another run (its config.yaml differs), which has no checkpoint to "
             f"continue from: choose another folder, such as output={next_name(output)}, or delete that config.yaml if "
@@ -439,10 +439,10 @@ def require_own_folder(config: TrainConfig) -> None:
     if not saved_steps(output / CHECKPOINTS):
         return require_same_config(output, _as_long_as(config, output))
     try:
-        found = load_config(str(output / CONFIG))
+        recorded = load_config(str(output / CONFIG))
     except (OSError, ConfigError):  # the checkpoint's own record is compared later
         return None
-    old, new = ({"config": config_to_dict(one)} for one in (found, _as_long_as(config, output)))
+    old, new = ({"config": config_to_dict(run_config)} for run_config in (recorded, _as_long_as(config, output)))
     require_compatible(old, new, _INCOMPATIBLE, output=output)
 
 

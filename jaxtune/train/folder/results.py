@@ -66,14 +66,14 @@ def read_result(folder: Path) -> Result:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder / PROOF} cannot be read ({type(error).__name__}: {error})") from None
     try:
-        found = fingerprints(folder / name for name in expected)
+        actual = fingerprints(folder / name for name in expected)
     except OSError as error:
         raise ValueError(f"{folder} is damaged: {error.filename}: {error.strerror}") from None
     for name, entry in expected.items():
-        if found[folder / name] != entry:
-            raise ValueError(f"{folder} is damaged: {name} is {found[folder / name]}, but was written as {entry}")
-    there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    added = (name for name in there if name not in expected and name != PROOF and not name.startswith("."))
+        if actual[folder / name] != entry:
+            raise ValueError(f"{folder} is damaged: {name} is {actual[folder / name]}, but was written as {entry}")
+    paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    added = (name for name in paths if name not in expected and name != PROOF and not name.startswith("."))
     return dataclasses.replace(result, added=next(added, ""))
 
 
@@ -120,16 +120,16 @@ def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[
         old = temporary_path(folder)
     else:
         old = None
-    whole = temporary_path(folder)
-    with new_folder(whole, "export") as temporary:
+    complete = temporary_path(folder)
+    with new_folder(complete, "export") as temporary:
         write(temporary)
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        found = {path.relative_to(temporary).as_posix(): value for path, value in fingerprints(files).items()}
-        proof = {"format": _FORMAT, "run": run, "step": step, "files": found}
+        recorded_files = {path.relative_to(temporary).as_posix(): value for path, value in fingerprints(files).items()}
+        proof = {"format": _FORMAT, "run": run, "step": step, "files": recorded_files}
         atomic_write(temporary / PROOF, json.dumps(proof, indent=1) + "\n")
     if old is not None:
         os.rename(folder, old)
-    os.rename(whole, folder)
+    os.rename(complete, folder)
     sync(folder.parent)
     if old is not None:
         shutil.rmtree(old)

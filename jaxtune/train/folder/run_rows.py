@@ -41,44 +41,44 @@ def run_rows(
     than the model's positions, different rows in processes, or options that do not go with rows made during the run.
     """
     config, data = reader.config, reader.config.data
-    wanted = data.train if train_rows is None else train_rows
+    train_source = data.train if train_rows is None else train_rows
     held_out = data.eval if eval_rows is None else eval_rows
-    mixed, own = _weighted(wanted), isinstance(wanted, BatchSource)
-    made_later = own or bool(mixed) or is_stream(wanted, data.streaming)
+    mixed, is_source = _weighted(train_source), isinstance(train_source, BatchSource)
+    made_later = is_source or bool(mixed) or is_stream(train_source, data.streaming)
     if samples(reader.objective):
-        if bool(mixed) or is_stream(wanted, data.streaming):
+        if bool(mixed) or is_stream(train_source, data.streaming):
             raise ValueError(
                 f"objective = {config.objective.name}: its prompts are one set of rows, read before the run"
             )
-        wanted = wanted if own else reader.sampled(wanted)
-        made_later = own = True
+        train_source = train_source if is_source else reader.sampled(train_source)
+        made_later = is_source = True
         if config.evaluation.asking and isinstance(reader.objective, GRPO):
             held_out = None  # its rows are answered, and have no loss
-    what = "the rows to train on are streamed, mixed or made during the run"
+    reason = "the rows to train on are streamed, mixed or made during the run"
     if made_later and data.eval_rows:
         raise ValueError(
-            f"data.eval_rows = {data.eval_rows}: {what}, and none can be taken out of them; set data.eval, or give "
+            f"data.eval_rows = {data.eval_rows}: {reason}, and none can be taken out of them; set data.eval, or give "
             "eval_rows"
         )
-    if made_later and not own and data.packing == "step":
-        raise ValueError(f"data.packing = 'step': {what}, and steps cannot be laid out before; set true or false")
+    if made_later and not is_source and data.packing == "step":
+        raise ValueError(f"data.packing = 'step': {reason}, and steps cannot be laid out before; set true or false")
     with processes.one_a_host():
         train: TokenDataset | BatchSource
-        if isinstance(wanted, BatchSource):
-            train = wanted
+        if isinstance(train_source, BatchSource):
+            train = train_source
         elif made_later:
-            mixed = mixed or [(wanted, 1.0)]
+            mixed = mixed or [(train_source, 1.0)]
             sets = [reader.row_set(rows) for rows, _ in mixed]
             train = FedBatches(sets, [weight for _, weight in mixed], config.rows_per_step, config.seed)
         else:
-            train = reader.tokenised(wanted, data.max_rows)
+            train = reader.tokenised(train_source, data.max_rows)
         held_out = None if held_out is None else reader.tokenised(held_out)
     require_same_rows({"data.train": train, "data.eval": held_out})
     if isinstance(train, BatchSource):
         return train, held_out
     if data.eval_rows and (held_out is None or apart):
-        train, taken = train.split(data.eval_rows)
-        return train, taken if held_out is None else held_out
+        train, split_rows = train.split(data.eval_rows)
+        return train, split_rows if held_out is None else held_out
     return train, held_out
 
 
@@ -127,10 +127,10 @@ class Reader:
             return PreparedSet(name, self.tokenised(rows, data.max_rows))
         # The run may use its tokenizer while a thread tokenises with this one, which starts no process for each window.
         alone = dataclasses.replace(self.config, data=dataclasses.replace(data, num_workers=data.num_workers or 1))
-        own = dataclasses.replace(self, tokenizer=copy.deepcopy(self.tokenizer), config=alone)
+        reader = dataclasses.replace(self, tokenizer=copy.deepcopy(self.tokenizer), config=alone)
         if isinstance(rows, InOrder):  # its shards are not read apart: a data set that shuffles itself mixes them
-            return StreamedRows(name, open_sources(rows.rows), own.tokenised, data.buffer_size, "given")
-        return StreamedRows(name, open_sources(rows, streaming=True), own.tokenised, data.buffer_size)
+            return StreamedRows(name, open_sources(rows.rows), reader.tokenised, data.buffer_size, "given")
+        return StreamedRows(name, open_sources(rows, streaming=True), reader.tokenised, data.buffer_size)
 
 
 def samples(objective: Objective) -> bool:
@@ -156,13 +156,13 @@ def _weighted(rows: object) -> list[tuple[object, float]]:
     """(rows, weight) pairs of a mixture; [] if it is none. ValueError for a weight that is not positive."""
     if not isinstance(rows, list | tuple) or not rows:
         return []
-    pairs = [part for part in rows if isinstance(part, list | tuple) and len(part) == 2]
-    pairs = [(part, float(weight)) for part, weight in pairs if isinstance(weight, numbers.Real)]
+    pairs = [source for source in rows if isinstance(source, list | tuple) and len(source) == 2]
+    pairs = [(source, float(weight)) for source, weight in pairs if isinstance(weight, numbers.Real)]
     if len(pairs) < len(rows):
         return []
-    for part, weight in pairs:
+    for source, weight in pairs:
         if not 0 < weight < math.inf:
-            name = part if isinstance(part, str | os.PathLike) else f"a {type(part).__name__}"
+            name = source if isinstance(source, str | os.PathLike) else f"a {type(source).__name__}"
             raise ValueError(
                 f"train_rows: the weight of {name} = {weight}: must be greater than 0; leave such rows out"
             )

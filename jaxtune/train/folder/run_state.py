@@ -69,8 +69,8 @@ def read_state(folder: Path) -> RunState:
     lock's file. Another machine's process is taken to live.
     """
     try:
-        found = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        name, why, total = found["state"], str(found["why"]), found["total_steps"]
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        name, why, total = content["state"], str(content["why"]), content["total_steps"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return RunState("unknown")
     total = total if type(total) is int and total >= 0 else None

@@ -118,17 +118,19 @@ class Saver:
     def _signal(self) -> str | None:
         return self.stop.signal_name if self.stop.requested else None
 
-    def _follow(self, signal_name: str | None, due: bool, done: int, state: TrainState) -> None:
+    def _follow(self, signal_name: str | None, due: bool, steps_done: int, state: TrainState) -> None:
         self._due = due
         if signal_name is not None:
-            self._save(done, state)
+            self._save(steps_done, state)
             self.checkpointer.wait()
             processes.all_of(None)  # a barrier: the first process has waited for all files
-            kept = "saved" if self.saved == done else f"step {self.saved} is the last one saved"
-            kept = kept if self.saved else "nothing is saved yet"
-            raise TrainingInterrupted(f"{signal_name} after step {done}; {kept} in {self.checkpointer.folder}")
+            kept_words = "saved" if self.saved == steps_done else f"step {self.saved} is the last one saved"
+            kept_words = kept_words if self.saved else "nothing is saved yet"
+            raise TrainingInterrupted(
+                f"{signal_name} after step {steps_done}; {kept_words} in {self.checkpointer.folder}"
+            )
         if due:
-            self.save(done, state)
+            self.save(steps_done, state)
 
     @contextlib.contextmanager
     def listening(self, done: int, state: TrainState) -> Iterator[None]:
@@ -161,11 +163,11 @@ class Saver:
         if alone and stop.requested:  # whatever has caught what a look raised
             self.poll(done, state)
 
-    def _look(self, done: int, state: TrainState) -> None:
-        self.poll(done, state)
-        now = time.monotonic()
-        if now - self._looked > _DISK_SECONDS:
-            self._looked, short = now, self.checkpointer.lacks_room(state)
+    def _look(self, steps_done: int, state: TrainState) -> None:
+        self.poll(steps_done, state)
+        now_seconds = time.monotonic()
+        if now_seconds - self._looked > _DISK_SECONDS:
+            self._looked, short = now_seconds, self.checkpointer.lacks_room(state)
             if short and not self._short:
                 self.monitor.progress.print(f"warning: the next save will fail: {short}")
             self._short = short is not None
@@ -181,15 +183,15 @@ class Saver:
             error = future.exception() if future.done() else None
             return None if error is None else shared_errors.described(error)
 
-        asked = -math.inf  # when a save was due last, which was perhaps not made
+        asked_seconds = -math.inf  # when a save was due last, which was perhaps not made
 
         def due() -> bool:
-            now = time.monotonic()
-            return (self._due or self.policy.time_is_up(now)) and now - asked > _DISK_SECONDS
+            now_seconds = time.monotonic()
+            return (self._due or self.policy.time_is_up(now_seconds)) and now_seconds - asked_seconds > _DISK_SECONDS
 
         while True:
             agreed = processes.meet(future, failure, self._signal, due)
-            asked = time.monotonic() if agreed.due else asked
+            asked_seconds = time.monotonic() if agreed.due else asked_seconds
             if agreed.failed is not None:
                 self._save_at_an_error(done, state)
                 if failure() is not None:
@@ -206,48 +208,48 @@ class Saver:
             value = work()
         except BaseException as error:
             saves = not isinstance(error, _WITHOUT_A_SAVE)
-            said = [shared_errors.described(error), saves]
-            found = [said] if alone else processes.all_within(said, _OTHERS_SECONDS) or []
-            self._end_in_all([one for one in found if one is not None], done, state)
+            report = [shared_errors.described(error), saves]
+            reports = [report] if alone else processes.all_within(report, _OTHERS_SECONDS) or []
+            self._end_in_all([failure for failure in reports if failure is not None], done, state)
             raise
-        failures = [] if alone else [one for one in processes.all_of(None) if one is not None]
+        failures = [] if alone else [failure for failure in processes.all_of(None) if failure is not None]
         if failures:
             self._end_in_all(failures, done, state)
             raise shared_errors.made(failures[0][0])
         return value
 
-    def _end_in_all(self, failures: list, done: int, state: TrainState) -> None:
+    def _end_in_all(self, failures: list, steps_done: int, state: TrainState) -> None:
         self.monitor.callbacks.end()
         if failures and all(saves for _, saves in failures):
-            self._save_at_an_error(done, state)
+            self._save_at_an_error(steps_done, state)
 
-    def _save_at_an_error(self, done: int, state: TrainState) -> None:
+    def _save_at_an_error(self, steps_done: int, state: TrainState) -> None:
         """Saves the last step's state before an error ends the run; raises no further error."""
-        if self._ended == done:
+        if self._ended == steps_done:
             return
-        self._ended = done
+        self._ended = steps_done
         self.monitor.callbacks.end()
         try:
-            self._save(done, state)
+            self._save(steps_done, state)
             self.checkpointer.wait()
         except Exception as error:  # the first error is the one that the user has to see
             self.monitor.progress.print(f"warning: {error}")
         else:
-            if self.saved and self.saved == done:
-                self.monitor.progress.print(f"step {done} is saved in {self.checkpointer.folder}")
+            if self.saved and self.saved == steps_done:
+                self.monitor.progress.print(f"step {steps_done} is saved in {self.checkpointer.folder}")
 
-    def _leave(self, done: int, error: BaseException) -> None:
+    def _leave(self, steps_done: int, error: BaseException) -> None:
         """Ends the process from the watchdog's thread, as the main thread does not return from the user's code."""
         stopped, folder = isinstance(error, TrainingInterrupted), self.checkpointer.folder.parent
         write_state(folder, "stopped" if stopped else "failed", str(error), self.monitor.run.total_steps)
         self.monitor.logger.close()
         self.checkpointer.unlock()
-        again = "The same command continues from there." if stopped else f"Step {done} is not saved."
+        again = "The same command continues from there." if stopped else f"Step {steps_done} is not saved."
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         with contextlib.suppress(OSError):
-            shown = "\x1b[?25h" if os.isatty(2) else ""
-            os.write(2, f"{shown}\njaxtune: stopped: {error}. {again}\n".encode())
+            show_cursor = "\x1b[?25h" if os.isatty(2) else ""
+            os.write(2, f"{show_cursor}\njaxtune: stopped: {error}. {again}\n".encode())
         os._exit(EXIT_SAVED if stopped else 1)
 
     def save_for_callback(self, done: int, state: TrainState) -> None:
@@ -272,26 +274,26 @@ class Saver:
         self.failed, self.saved = error, self._before
         self.monitor.progress.print(f"warning: {error}. The run continues, and the next save tries again")
 
-    def _save(self, done: int, state: TrainState) -> None:
+    def _save(self, steps_done: int, state: TrainState) -> None:
         """`save` that raises the CheckpointError of this or the last save."""
-        self.flush(done, state)
-        if self.saved == done:
+        self.flush(steps_done, state)
+        if self.saved == steps_done:
             self._due = False
             return
         if self.monitor.skipped_in_row:
             if not self._warned:
-                kept = f"; step {self.saved} stays" if self.saved else ""
-                self.monitor.progress.print(f"step {done}: not saved while updates are being skipped{kept}")
+                kept_words = f"; step {self.saved} stays" if self.saved else ""
+                self.monitor.progress.print(f"step {steps_done}: not saved while updates are being skipped{kept_words}")
             self._warned = True
             return
-        with self.monitor.pause("save", done):
+        with self.monitor.pause("save", steps_done):
             self._await_save()
             self._before = self.saved
-            self.checkpointer.save(done, {"state": state}, self.meta(done), proven=False)
+            self.checkpointer.save(steps_done, {"state": state}, self.meta(steps_done), proven=False)
         self.policy.saved(time.monotonic())
-        self.saved, self._due, self._warned, self.failed = done, False, False, None
+        self.saved, self._due, self._warned, self.failed = steps_done, False, False, None
         if callbacks := self.monitor.callbacks:
-            self.in_all(done, state, lambda: callbacks.tell("saved", done))
+            self.in_all(steps_done, state, lambda: callbacks.tell("saved", steps_done))
 
     def flush(self, done: int, state: TrainState) -> None:
         if self.monitor.callbacks:

@@ -61,8 +61,8 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
         signed, unsigned = (first_moments(params, zero) for zero in (SIGNED_ZERO, 0))
         return Adam8State(jnp.zeros((), jnp.int32), *signed, *unsigned)
 
-    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **others):
-        del params, others
+    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **unused):
+        del params, unused
         count = jnp.asarray(optax.safe_increment(state.count))
         # 1 - beta^t by expm1, because a power near 1 loses digits in float32.
         correction1, correction2 = (

@@ -26,8 +26,8 @@ def scale_by_lion_8bit(beta1: float, beta2: float) -> optax.GradientTransformati
     `scale`, a factor of the gradients, and `finite`; False: the states stay.
     """
 
-    def update(updates, state, params=None, *, scale=1.0, finite=True, **others):
-        del params, others
+    def update(updates, state, params=None, *, scale=1.0, finite=True, **unused):
+        del params, unused
 
         def one(g, m, m_absmax):
             coded = m.dtype == jnp.uint8

@@ -59,8 +59,8 @@ def scale_by_muon(
         first = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         return MuonState(jnp.zeros((), jnp.int32), first, jax.tree.unflatten(structure, second))
 
-    def update(updates, state, params=None, *, decayed=None, embeddings=None, **others):
-        del others
+    def update(updates, state, params=None, *, decayed=None, embeddings=None, **unused):
+        del unused
         count = jnp.asarray(optax.safe_increment(state.count))
         correction1, correction2 = (
             -jnp.expm1(count * jnp.float32(math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2)

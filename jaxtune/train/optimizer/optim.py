@@ -65,8 +65,8 @@ def decayed_tensors(parameters) -> list[bool]:
     """Whether weight decay applies to each leaf of an nnx.State: to matrices and embeddings, not to norms, DoRA
     magnitudes and "bias" (experts' biases have two dimensions).
     """
-    found = jax.tree_util.tree_leaves_with_path(parameters)
-    return [leaf.ndim >= 2 and "bias" not in (getattr(key, "key", None) for key in path) for path, leaf in found]
+    leaves = jax.tree_util.tree_leaves_with_path(parameters)
+    return [leaf.ndim >= 2 and "bias" not in (getattr(key, "key", None) for key in path) for path, leaf in leaves]
 
 
 def embedding_tensors(parameters) -> list[bool]:
@@ -95,11 +95,11 @@ def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
     `embeddings`, a bool for each.
     """
 
-    def update(updates, state, params=None, *, embeddings: list[bool] | None = None, **others):
-        del others
+    def update(updates, state, params=None, *, embeddings: list[bool] | None = None, **unused):
+        del unused
         leaves, structure = jax.tree.flatten(updates)
-        which = embedding_tensors(params) if embeddings is None else embeddings
-        scaled = [u * share if is_one else u for u, is_one in zip(leaves, which, strict=True)]
+        is_embedding = embedding_tensors(params) if embeddings is None else embeddings
+        scaled = [u * share if is_one else u for u, is_one in zip(leaves, is_embedding, strict=True)]
         return jax.tree.unflatten(structure, scaled), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
@@ -117,8 +117,8 @@ def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
 
         return optax.add_decayed_weights(rate, mask)
 
-    def update(updates, state, params=None, *, decayed=None, **others):
-        del others
+    def update(updates, state, params=None, *, decayed=None, **unused):
+        del unused
         return decay(decayed).update(updates, state, params)
 
     return optax.GradientTransformationExtraArgs(decay().init, update)
@@ -136,10 +136,10 @@ def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
     if isinstance(optimizer, StepOptimizer):
         return optimizer
 
-    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **own):
+    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **extra_args):
         del divided  # XLA divides plain operations in the same way as their operands
         updates = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates)
-        updates, new = optimizer.update(updates, state, params, **own)
+        updates, new = optimizer.update(updates, state, params, **extra_args)
         return updates, _where(finite, new, state)
 
     return StepOptimizer(optimizer.init, update)
@@ -157,17 +157,19 @@ def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimiz
     updates of embeddings and head, decay included, are scaled by its ratio to learning_rate. Adafactor (arXiv
     1804.04235) does not scale by the parameters' size. ValueError for an unknown name.
     """
-    parts = [_direction(config), _add_decay(config.weight_decay), optax.scale_by_learning_rate(schedule)]
+    transforms = [_direction(config), _add_decay(config.weight_decay), optax.scale_by_learning_rate(schedule)]
     if config.embedding_learning_rate is not None:
-        parts.append(_scale_embeddings(_embedding_share(config)))
-    optimizer = optax.chain(*parts)
+        transforms.append(_scale_embeddings(_embedding_share(config)))
+    optimizer = optax.chain(*transforms)
     if not config.name.endswith("_8bit"):
         return step_optimizer(optimizer)
 
-    def update(updates, state: Any, params=None, *, scale=1.0, finite=True, divided=None, **own):
+    def update(updates, state: Any, params=None, *, scale=1.0, finite=True, divided=None, **extra_args):
         """Selects the moments where they are computed: a later selection would keep the old ones in memory."""
         new: Any
-        updates, new = optimizer.update(updates, state, params, scale=scale, finite=finite, divided=divided, **own)
+        updates, new = optimizer.update(
+            updates, state, params, scale=scale, finite=finite, divided=divided, **extra_args
+        )
         return updates, (new[0], *_where(finite, new[1:], state[1:]))
 
     return StepOptimizer(optimizer.init, update)

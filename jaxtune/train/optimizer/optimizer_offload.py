@@ -67,22 +67,26 @@ def states_of(opt_state: Any, structure: Any, index: int) -> Any:
     """The state of parameter `index` (in the order of jax.tree.leaves): each subtree of the parameters' `structure`,
     such as the first moments, becomes a list of one array; shared values such as a count stay.
     """
-    same = _like_parameters(structure)
-    return jax.tree.map(lambda tree: [jax.tree.leaves(tree)[index]] if same(tree) else tree, opt_state, is_leaf=same)
+    is_moments = _like_parameters(structure)
+    return jax.tree.map(
+        lambda tree: [jax.tree.leaves(tree)[index]] if is_moments(tree) else tree, opt_state, is_leaf=is_moments
+    )
 
 
 def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
     """The inverse of `states_of`, from the states of all parameters in order. opt_state: gives the structure; may be
     abstract. Shared values are the last part's.
     """
-    same = _like_parameters(structure)
-    trees, outline = jax.tree.flatten(opt_state, is_leaf=same)
-    columns = [outline.flatten_up_to(part) for part in parts]
-    whole = [
-        jax.tree.unflatten(structure, [column[place][0] for column in columns]) if same(tree) else columns[-1][place]
-        for place, tree in enumerate(trees)
+    is_moments = _like_parameters(structure)
+    trees, outline = jax.tree.flatten(opt_state, is_leaf=is_moments)
+    columns = [outline.flatten_up_to(state) for state in parts]
+    subtrees = [
+        jax.tree.unflatten(structure, [column[index][0] for column in columns])
+        if is_moments(tree)
+        else columns[-1][index]
+        for index, tree in enumerate(trees)
     ]
-    return jax.tree.unflatten(outline, whole)
+    return jax.tree.unflatten(outline, subtrees)
 
 
 def first_states(optimizer: optax.GradientTransformation, parameters: Any, device: Sharding) -> Any:
@@ -90,11 +94,11 @@ def first_states(optimizer: optax.GradientTransformation, parameters: Any, devic
     than one parameter's. device: sharding of the others.
     """
     leaves, structure = jax.tree.flatten(parameters)
-    parts = []
+    states = []
     for leaf in leaves:
-        part = optimizer.init([leaf])
-        parts.append(jax.block_until_ready(jax.device_put(part, shardings(part, device))))
-    return joined(jax.eval_shape(optimizer.init, parameters), structure, parts)
+        state = optimizer.init([leaf])
+        states.append(jax.block_until_ready(jax.device_put(state, shardings(state, device))))
+    return joined(jax.eval_shape(optimizer.init, parameters), structure, states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +134,7 @@ def _groups(sizes: list[int]) -> list[list[int]]:
     """
     groups: list[list[int]] = [[]]
     for tensor, size in enumerate(sizes):
-        if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > GROUP_BYTES:
+        if groups[-1] and sum(sizes[member] for member in groups[-1]) + size > GROUP_BYTES:
             groups.append([])
         groups[-1].append(tensor)
     return groups
@@ -144,17 +148,19 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
     slopes = jax.tree.leaves(gradients)
     outline = jax.tree.structure(states_of(opt_state, structure, 0))
     leaves = [jax.tree.leaves(states_of(opt_state, structure, tensor)) for tensor in range(len(weights))]
-    places = [[place for place, leaf in enumerate(of) if offload and is_hosted(leaf)] for of in leaves]
-    sizes = [hosted_bytes(of) if offload else 0 for of in leaves]
+    hosted_indices = [
+        [index for index, leaf in enumerate(tensor_leaves) if offload and is_hosted(leaf)] for tensor_leaves in leaves
+    ]
+    sizes = [hosted_bytes(tensor_leaves) if offload else 0 for tensor_leaves in leaves]
     groups = _groups(sizes) if offload else [[tensor] for tensor in range(len(weights))]
 
     def hosted(group: int | None) -> list[list[jax.Array]]:
-        return [[leaves[tensor][place] for place in places[tensor]] for tensor in _members(groups, group)]
+        return [[leaves[tensor][index] for index in hosted_indices[tensor]] for tensor in _members(groups, group)]
 
     def replace(group: int | None, arrays: list[list[jax.Array]]) -> None:
         for tensor, values in zip(_members(groups, group), arrays, strict=True):
-            for place, value in zip(places[tensor], values, strict=True):
-                leaves[tensor][place] = value
+            for index, value in zip(hosted_indices[tensor], values, strict=True):
+                leaves[tensor][index] = value
 
     last: list[int] = []  # tensors of the previous stage, for which this one waits
     for stage in _stages([sum(sizes[tensor] for tensor in group) for group in groups]):
@@ -165,8 +171,8 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
             hosted(stage.outgoing),
             [weights[tensor] for tensor in last],
         )
-        pairs, incoming, outgoing, done = optimization_barrier(gate)
-        for tensor, weight in zip(last, done, strict=True):
+        pairs, incoming, outgoing, awaited = optimization_barrier(gate)
+        for tensor, weight in zip(last, awaited, strict=True):
             weights[tensor] = weight
         incoming = jax.device_put(incoming, jax.memory.Space.Device)
         outgoing = jax.device_put(outgoing, jax.memory.Space.Host)
@@ -181,8 +187,8 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
         for tensor, (new, state) in zip(tensors, results, strict=True):
             weights[tensor], leaves[tensor] = new, state
         last = tensors or last
-    parts = [jax.tree.unflatten(outline, of) for of in leaves]
-    return jax.tree.unflatten(structure, weights), joined(opt_state, structure, parts)
+    new_states = [jax.tree.unflatten(outline, tensor_leaves) for tensor_leaves in leaves]
+    return jax.tree.unflatten(structure, weights), joined(opt_state, structure, new_states)
 
 
 def _members(groups: list[list[int]], group: int | None) -> list[int]:

@@ -111,8 +111,9 @@ def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.S
     """`cycles` equal cosines over `steps` steps, from `peak` to peak * min_ratio, where the rate then stays."""
 
     def rate(step):
-        done = cycles * jnp.minimum(jnp.asarray(step), steps)
-        share = jnp.where(done >= cycles * steps, 1.0, done % steps / steps)  # the share of a cosine that has passed
+        cycle_steps = cycles * jnp.minimum(jnp.asarray(step), steps)
+        # The share of a cosine that has passed.
+        share = jnp.where(cycle_steps >= cycles * steps, 1.0, cycle_steps % steps / steps)
         return peak * (min_ratio + (1.0 - min_ratio) * _cosine(share, 0.5))
 
     return rate

@@ -22,16 +22,16 @@ def low_rank_bytes(layer: Block, segment: tuple[str, tuple[str, ...]], dtype) ->
     """Bytes per token of the low-rank inputs that a layer keeps for a segment (name, outputs), unless the plan
     recomputes what they need. dtype: the compute dtype.
     """
-    kept = with_low_rank_kept(layer.segments(), ())
-    return sum(_low_rank_bytes(layer, s, dtype) for s in kept if (s.name, s.outputs) == segment)
+    segments = with_low_rank_kept(layer.segments(), ())
+    return sum(_low_rank_bytes(layer, s, dtype) for s in segments if (s.name, s.outputs) == segment)
 
 
 def _low_rank_bytes(layer: Block, segment: Segment, dtype) -> float:
     """None under quantisation-aware training."""
     matrices = [matrix_of(layer, name) for name in segment.matrices]
     adapted = [matrix for matrix in matrices if matrix.lora is not None and matrix.fake_quant is None]
-    each = [(matrix.low_rank_bytes(dtype.itemsize), matrix.num_experts) for matrix in adapted]
-    return float(sum(size * (segment.experts_per_token if experts else 1) for size, experts in each))
+    adapter_sizes = [(matrix.low_rank_bytes(dtype.itemsize), matrix.num_experts) for matrix in adapted]
+    return float(sum(size * (segment.experts_per_token if experts else 1) for size, experts in adapter_sizes))
 
 
 def masked_sizes(model: Decoder) -> list[int]:

@@ -72,38 +72,40 @@ def choose(
             f"for each device, which may pin {device.host_bytes / 1e9:.1f} GB; use an optimizer in 8 bits, or unset it"
         )
     budget = math.inf if budget_bytes is None else budget_bytes
-    found: list[Forecast] = []
+    candidates: list[Forecast] = []
 
     @functools.cache
     def layers_of(micro: int, tile: int | None) -> tuple[LayerPlans, LayerForecast]:
         return _best_layers(parts, tokens_of(parts, micro), device, tile)
 
     for placed in places(parts, device):
-        beside = beside_states(placed, device)
-        found += _candidates(placed, config, beside, budget, chunk_logits, resident, unlike, layers_of, alike_bytes)
+        remaining_device = beside_states(placed, device)
+        candidates += _candidates(
+            placed, config, remaining_device, budget, chunk_logits, resident, unlike, layers_of, alike_bytes
+        )
 
     def limit(plan: StepPlan) -> float:
         run = plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host
-        return min(budget, alike_bytes) if any(_run_alike(one, *run) for one in unlike) else budget
+        return min(budget, alike_bytes) if any(_run_alike(failed, *run) for failed in unlike) else budget
 
-    def fits(one: Forecast) -> bool:
-        return one.peak_bytes <= limit(one.plan) and not _related(parts, one.plan, unlike)
+    def fits(candidate: Forecast) -> bool:
+        return candidate.peak_bytes <= limit(candidate.plan) and not _related(parts, candidate.plan, unlike)
 
-    fitting = [one for one in found if fits(one)]
+    fitting = [candidate for candidate in candidates if fits(candidate)]
     if not fitting:
-        raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
+        raise PlanError(min(candidates, key=lambda candidate: candidate.peak_bytes), budget)
 
-    def order(one: Forecast) -> tuple[float, bool, float]:
-        seconds = one.step_seconds * (_WORTH_MOVING if one.plan.states_on_host else 1.0)
-        seconds *= _TABLES_WORTH_MOVING if one.plan.table_on_host else 1.0
-        return round(seconds, 4), one.plan.table_on_host, one.peak_bytes
+    def order(candidate: Forecast) -> tuple[float, bool, float]:
+        seconds = candidate.step_seconds * (_WORTH_MOVING if candidate.plan.states_on_host else 1.0)
+        seconds *= _TABLES_WORTH_MOVING if candidate.plan.table_on_host else 1.0
+        return round(seconds, 4), candidate.plan.table_on_host, candidate.peak_bytes
 
     best = min(fitting, key=order)
-    return more if fits(more := with_codes(parts, best, device)) else best
+    return with_transposed if fits(with_transposed := with_codes(parts, best, device)) else best
 
 
 def _candidates(
-    parts: StepCost,
+    costs: StepCost,
     config: TrainConfig,
     device: Device,
     budget: float,
@@ -119,56 +121,58 @@ def _candidates(
     unlike: what resembles these is left out if something else fits, but never config.memory.plan.
     layers_of: `_best_layers` of (micro-batches, tokens of a tile).
     """
-    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
-    found: list[Forecast] = []
-    for micro in splits(parts.rows, parts.devices, config.micro_batches):
+    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, costs.num_layers, costs.known)
+    candidates: list[Forecast] = []
+    for micro in splits(costs.rows, costs.devices, config.micro_batches):
         # A chunk has at most the tokens of a micro-batch, and equal sizes are tried once.
         chunks = sorted(
-            {max(1, min(int(tokens_of(parts, micro)), count // parts.vocab_size)) for count in chunk_logits}
+            {max(1, min(int(tokens_of(costs, micro)), count // costs.vocab_size)) for count in chunk_logits}
         )
         if fixed is not None:
-            plans = (StepPlan(fixed, micro, chunk, *parts.places) for chunk in chunks)
-            found += [forecast(parts, plan, device) for plan in plans]
+            plans = (StepPlan(fixed, micro, chunk, *costs.places) for chunk in chunks)
+            candidates += [forecast(costs, plan, device) for plan in plans]
         else:
-            for tile in dict.fromkeys((None, tile_tokens_of(parts, config))):
+            for tile in dict.fromkeys((None, tile_tokens_of(costs, config))):
                 table = layers_of(micro, tile)
-                for whole in _residents(parts, resident):
-                    alike = [one for one in unlike if _run_alike(one, micro, tile, parts.states_on_host)]
-                    relatives = _Relatives(parts, [one for one in alike if one.places == parts.places], table[0])
+                for resident_layers in _residents(costs, resident):
+                    alike = [failed for failed in unlike if _run_alike(failed, micro, tile, costs.states_on_host)]
+                    relatives = _Relatives(
+                        costs, [failed for failed in alike if failed.places == costs.places], table[0]
+                    )
                     limit = min(budget, alike_bytes) if alike else budget
-                    pairs = _best_pairs(parts, table, micro, chunks, device, limit, tile, whole, relatives)
-                    found += [_with_whole_weights(parts, pair, device, limit) for pair in pairs]
-    return found
+                    pairs = _best_pairs(costs, table, micro, chunks, device, limit, tile, resident_layers, relatives)
+                    candidates += [_with_whole_weights(costs, pair, device, limit) for pair in pairs]
+    return candidates
 
 
-def _residents(parts: StepCost, least: int) -> list[int]:
+def _residents(costs: StepCost, least: int) -> list[int]:
     """Candidates for `resident`: `least`, half of the layers (if more), all; only `least` if no frozen weights are
     divided.
     """
-    if not parts.frozen_layer_bytes:
+    if not costs.frozen_layer_bytes:
         return [least]
-    return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
+    return sorted({least, max(least, costs.num_layers // 2), costs.num_layers})
 
 
-def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
-    """`found` with as many more whole layers as fit, which saves exchanges. If all weights train, these stay gathered
+def _with_whole_weights(costs: StepCost, base_forecast: Forecast, device: Device, budget: float) -> Forecast:
+    """The plan with as many more whole layers as fit, which saves exchanges. If all weights train, these stay gathered
     from forward to backward (whole_weights); else the frozen ones stay whole for the run, without a share (resident):
     to gather them in each step takes time, and at the loss, the peak, a device would hold share and whole.
     """
 
     def with_(**changes: int) -> Forecast:
-        residuals = dataclasses.replace(found.plan.residuals, **changes)
-        return forecast(parts, dataclasses.replace(found.plan, residuals=residuals), device)
+        residuals = dataclasses.replace(base_forecast.plan.residuals, **changes)
+        return forecast(costs, dataclasses.replace(base_forecast.plan, residuals=residuals), device)
 
-    size, layers, room = parts.whole_layer_bytes, parts.num_layers, budget - found.peak_bytes
+    size, layers, room = costs.whole_layer_bytes, costs.num_layers, budget - base_forecast.peak_bytes
     if not size or room <= 0:
-        return found
-    if not parts.frozen_layer_bytes:
+        return base_forecast
+    if not costs.frozen_layer_bytes:
         return with_(whole_weights=layers if math.isinf(room) else min(layers, 1 + int(room / size)))
     if (all_of_them := with_(resident=layers)).peak_bytes <= budget:
         return all_of_them
-    more = int(room / parts.resident_layer_bytes)
-    return with_(resident=min(found.plan.residuals.resident + more, layers - 1))
+    extra_layers = int(room / costs.resident_layer_bytes)
+    return with_(resident=min(base_forecast.plan.residuals.resident + extra_layers, layers - 1))
 
 
 def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
@@ -186,51 +190,51 @@ def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
 _NEAR = 0.1
 
 
-def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
+def _near(costs: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
     """bool[plans]: which layer plans place at most a tenth of the residuals' bytes otherwise than `plan`; their
     forecasts are taken to be equally wrong. placed: int[plans, known residuals], indices into PLACEMENTS.
     """
-    sizes = np.array([parts.residuals[residual.name] for residual in parts.known])
-    there = np.array([PLACEMENTS.index(plan.of(residual)) for residual in parts.known])
-    return (placed != there) @ sizes <= _NEAR * sizes.sum()
+    sizes = np.array([costs.residuals[residual.name] for residual in costs.known])
+    plan_placements = np.array([PLACEMENTS.index(plan.of(residual)) for residual in costs.known])
+    return (placed != plan_placements) @ sizes <= _NEAR * sizes.sum()
 
 
 def _run_alike(plan: StepPlan, micro: int, tile: int | None, states_on_host: bool) -> bool:
-    """Whether a failed `plan` has these micro-batches, tile and place of states, so that forecasts err in the same way."""
+    """Whether a failed `plan` has these micro-batches, tile and place of states, so that forecasts err alike."""
     return (plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host) == (micro, tile, states_on_host)
 
 
-def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
+def _related(costs: StepCost, plan: StepPlan, failed_plans: Sequence[StepPlan]) -> bool:
     """Whether `plan` resembles a failed one: it runs alike with all in the same places, and first and last layers are
     near.
     """
     layers = plan.residuals.layers
-    placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
+    placed = np.array([[PLACEMENTS.index(layers[index].of(r)) for r in costs.known] for index in (0, -1)])
     return any(
-        plan.places == other.places
-        and _run_alike(other, plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host)
-        and all(_near(parts, placed[[at]], other.residuals.layers[at])[0] for at in (0, -1))
-        for other in others
+        plan.places == failed.places
+        and _run_alike(failed, plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host)
+        and all(_near(costs, placed[[index]], failed.residuals.layers[index])[0] for index in (0, -1))
+        for failed in failed_plans
     )
 
 
 class _Relatives:
-    """Which pairs of layer plans of `table` resemble failed plans that run alike (`others`)."""
+    """Which pairs of layer plans of `table` resemble failed plans that run alike (`failed_plans`)."""
 
-    def __init__(self, parts: StepCost, others: Sequence[StepPlan], table: LayerPlans):
-        ends = [(plan.residuals.layers[0], plan.residuals.layers[-1]) for plan in others]
-        self._near = [[_near(parts, table.placed, layer) for layer in layers] for layers in ends]
+    def __init__(self, costs: StepCost, failed_plans: Sequence[StepPlan], table: LayerPlans):
+        ends = [(plan.residuals.layers[0], plan.residuals.layers[-1]) for plan in failed_plans]
+        self._near = [[_near(costs, table.placed, layer) for layer in layers] for layers in ends]
 
     def among(self, rows: slice, number: np.ndarray, count: int) -> np.ndarray:
         """bool[rows, plans]: which pairs resemble a failed plan; the first of a pair is one of `rows`. number: [rows,
         plans], how many of the `count` layers are under the first.
         """
-        found = np.zeros(number.shape, bool)
+        resembling = np.zeros(number.shape, bool)
         for first, last in self._near:
-            whole = np.where(number > 0, (first & last)[rows, None], (first & last)[None, :])
+            uniform = np.where(number > 0, (first & last)[rows, None], (first & last)[None, :])
             mixed = first[rows, None] & last[None, :]
-            found |= np.where((number > 0) & (number < count), mixed, whole)
-        return found
+            resembling |= np.where((number > 0) & (number < count), mixed, uniform)
+        return resembling
 
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
@@ -248,7 +252,7 @@ def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident
 
 
 def _best_pairs(
-    parts,
+    costs,
     table,
     micro: int,
     chunks: Sequence[int],
@@ -262,17 +266,17 @@ def _best_pairs(
     fit is the last. More tokens make the head faster and larger, and change nothing in the layers: a pair stays the
     best while it fits.
     """
-    found: list[Forecast] = []
+    pairs: list[Forecast] = []
     for chunk in chunks:
-        if found:
-            same = forecast(parts, dataclasses.replace(found[-1].plan, chunk_tokens=chunk), device)
-            if same.peak_bytes <= budget:
-                found.append(same)
+        if pairs:
+            larger_chunk = forecast(costs, dataclasses.replace(pairs[-1].plan, chunk_tokens=chunk), device)
+            if larger_chunk.peak_bytes <= budget:
+                pairs.append(larger_chunk)
                 continue
-        found.append(_best_pair(parts, table, micro, chunk, device, budget, tile, resident, relatives))
-        if found[-1].peak_bytes > budget:
+        pairs.append(_best_pair(costs, table, micro, chunk, device, budget, tile, resident, relatives))
+        if pairs[-1].peak_bytes > budget:
             break
-    return found
+    return pairs
 
 
 def tokens_of(parts: StepCost, micro: int) -> float:
@@ -281,7 +285,7 @@ def tokens_of(parts: StepCost, micro: int) -> float:
 
 
 def _best_pair(
-    parts,
+    costs,
     table,
     micro: int,
     chunk_tokens: int,
@@ -294,83 +298,97 @@ def _best_pair(
     """The fastest pair of layer plans within `budget`, with as few layers under the first as fit; if none fits, the
     smallest. relatives: pairs to leave out, unless no other fits.
     """
-    count = parts.num_layers
-    plans, of = table
-    head = head_forecast(parts, chunk_tokens, tokens_of(parts, micro), device)
-    kept, hosted, leaving, arriving = of.kept, of.hosted, bytes_with_gaps(of.leaving, device), of.arriving
-    seconds = of.forward + of.backward
-    at_loss, at_forward, at_backward = gathered_bytes(parts, 0, resident)
+    count = costs.num_layers
+    plans, forecasts = table
+    head = head_forecast(costs, chunk_tokens, tokens_of(costs, micro), device)
+    kept_bytes, hosted, leaving, arriving = (
+        forecasts.kept,
+        forecasts.hosted,
+        bytes_with_gaps(forecasts.leaving, device),
+        forecasts.arriving,
+    )
+    seconds = forecasts.forward + forecasts.backward
+    at_loss, at_forward, at_backward = gathered_bytes(costs, 0, resident)
     loss = head[0] + at_loss
-    work, forward = of.work + parts.head_gradient_bytes + at_backward, hosted + of.work_forward + at_forward
+    work, forward = (
+        forecasts.work + costs.head_gradient_bytes + at_backward,
+        hosted + forecasts.work_forward + at_forward,
+    )
     room = budget
-    budget -= parts.fixed_bytes(micro, resident) + parts.cast_bytes + parts.given_bytes * tokens_of(parts, micro)
+    budget -= costs.fixed_bytes(micro, resident) + costs.cast_bytes + costs.given_bytes * tokens_of(costs, micro)
 
     def best_of(rows: slice) -> tuple[bool, float, int, int, int]:
         """The best pair whose first plan is one of `rows`: (none fits; seconds, or peak bytes; layers under the first;
         index of the first; of the other).
         """
         last_work = work + np.maximum(arriving[rows, None] - arriving[None, :], 0.0)
-        over = count * kept + np.maximum(np.maximum(loss + hosted, forward + leaving), last_work) - budget
-        saved = kept[None, :] - kept[rows, None]  # bytes saved by each further layer under the first plan
+        over = count * kept_bytes + np.maximum(np.maximum(loss + hosted, forward + leaving), last_work) - budget
+        saved = kept_bytes[None, :] - kept_bytes[rows, None]  # bytes saved by each further layer under the first plan
         with np.errstate(divide="ignore", invalid="ignore"):
             number = np.where(over > 0, np.where(saved > 0, np.ceil(over / saved), count), 0)
         number = np.clip(number, 0, count)
-        rest = count - number
-        residuals = number * kept[rows, None] + rest * kept[None, :]
-        last_work = np.where(rest > 0, last_work, 0.0)
-        last_hosted = np.where(rest > 0, hosted[None, :], hosted[rows, None])
-        first_peak = np.where(number > 0, number * kept[rows, None] + work[rows, None], 0.0)
-        last_forward = np.where(rest > 0, forward[None, :], forward[rows, None])
-        last_forward += np.where(rest > 1, leaving[None, :], leaving[rows, None])  # of the second last layer
+        last_number = count - number
+        residuals = number * kept_bytes[rows, None] + last_number * kept_bytes[None, :]
+        last_work = np.where(last_number > 0, last_work, 0.0)
+        last_hosted = np.where(last_number > 0, hosted[None, :], hosted[rows, None])
+        first_peak = np.where(number > 0, number * kept_bytes[rows, None] + work[rows, None], 0.0)
+        last_forward = np.where(last_number > 0, forward[None, :], forward[rows, None])
+        last_forward += np.where(last_number > 1, leaving[None, :], leaving[rows, None])  # of the second last layer
         last_moments = np.maximum(np.maximum(loss + last_hosted, last_forward), last_work)
         peak = np.maximum(residuals + last_moments, first_peak)
-        time = number * seconds[rows, None] + rest * seconds[None, :]
-        allowed = number * hosted[rows, None] + rest * hosted[None, :] <= device.host_bytes
-        fits = (peak <= budget) & allowed
+        time = number * seconds[rows, None] + last_number * seconds[None, :]
+        allowed = number * hosted[rows, None] + last_number * hosted[None, :] <= device.host_bytes
+        feasible = (peak <= budget) & allowed
         if relatives is not None:
-            fits &= ~relatives.among(rows, number, count)
-        found = bool(fits.any())
-        order = np.where(fits, np.round(time, 6) + 1e-18 * peak, np.inf) if found else np.where(allowed, peak, np.inf)
+            feasible &= ~relatives.among(rows, number, count)
+        any_fits = bool(feasible.any())
+        order = (
+            np.where(feasible, np.round(time, 6) + 1e-18 * peak, np.inf)
+            if any_fits
+            else np.where(allowed, peak, np.inf)
+        )
         first, last = np.unravel_index(int(np.argmin(order)), order.shape)
-        return not found, float(order[first, last]), int(number[first, last]), int(first) + rows.start, int(last)
+        return not any_fits, float(order[first, last]), int(number[first, last]), int(first) + rows.start, int(last)
 
     rows = max(1, _PAIRS // len(plans))
-    found = (best_of(slice(start, start + rows)) for start in range(0, len(plans), rows))
-    _, _, number, first, last = min(found, key=lambda best: best[:2])
+    best_by_rows = (best_of(slice(start, start + rows)) for start in range(0, len(plans), rows))
+    _, _, number, first, last = min(best_by_rows, key=lambda best: best[:2])
     layers = (plans[first],) * number + (plans[last],) * (count - number)
     residuals = ResidualPlan(layers, tile, resident=resident)
-    best = forecast(parts, StepPlan(residuals, micro, chunk_tokens, *parts.places), device)
-    alone = best.peak_bytes - parts.shared
+    best = forecast(costs, StepPlan(residuals, micro, chunk_tokens, *costs.places), device)
+    alone = best.peak_bytes - costs.shared
     if alone <= room < best.peak_bytes:  # only a plan that keeps everything has shared bytes; the others need less
-        return _best_pair(parts, table, micro, chunk_tokens, device, alone - 1, tile, resident, relatives)
+        return _best_pair(costs, table, micro, chunk_tokens, device, alone - 1, tile, resident, relatives)
     return best
 
 
-def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
+def _best_layers(costs, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
     """(layer plans, forecasts) that no other beats in kept bytes, backward work bytes, time and host bytes at once. Few
     remain, so that pairing is quick.
     """
-    plans = layer_plans(parts, device.link > 0)
-    of = layer_forecasts(parts, plans.placed, tokens, device, tile)
+    plans = layer_plans(costs, device.link > 0)
+    forecasts = layer_forecasts(costs, plans.placed, tokens, device, tile)
     # Of plans with equal costs only the first is considered, which halves their number.
-    different = np.sort(np.unique(np.stack(list(vars(of).values()), 1), axis=0, return_index=True)[1])
-    figures = np.stack([of.kept, of.work, of.forward + of.backward, of.hosted], 1)[different]
+    different = np.sort(np.unique(np.stack(list(vars(forecasts).values()), 1), axis=0, return_index=True)[1])
+    figures = np.stack([forecasts.kept, forecasts.work, forecasts.forward + forecasts.backward, forecasts.hosted], 1)[
+        different
+    ]
     best = different[_unbeaten(figures)]
-    return LayerPlans(parts.known, plans.placed[best]), of.at(best)
+    return LayerPlans(costs.known, plans.placed[best]), forecasts.at(best)
 
 
 def _unbeaten(figures: np.ndarray) -> list[int]:
     """Ascending indices of the Pareto front of `figures` [rows, figures], smaller is better; equal rows all stay."""
-    left = np.lexsort(figures.T)  # a row comes after every row that beats it, and equal rows are neighbours
-    columns, found = figures.T[:, left], []
-    while left.size:
+    remaining = np.lexsort(figures.T)  # a row comes after every row that beats it, and equal rows are neighbours
+    columns, front = figures.T[:, remaining], []
+    while remaining.size:
         first, alike = columns[:, 0], 1
-        while alike < left.size and (columns[:, alike] == first).all():
+        while alike < remaining.size and (columns[:, alike] == first).all():
             alike += 1
-        found += left[:alike].tolist()
+        front += remaining[:alike].tolist()
         stay = np.logical_or.reduce([column < least for column, least in zip(columns, first, strict=True)])
-        left, columns = left[stay], columns.compress(stay, axis=1)
-    return sorted(found)
+        remaining, columns = remaining[stay], columns.compress(stay, axis=1)
+    return sorted(front)
 
 
 class PlanError(ValueError):
@@ -390,12 +408,12 @@ class PlanError(ValueError):
         need_bytes: float | None = None,
     ):
         self.smallest, self.budget_bytes, self.compiled, self.need_bytes = smallest, budget_bytes, compiled, need_bytes
-        largest = sorted(smallest.parts.items(), key=lambda part: -part[1])[:3]
+        largest = sorted(smallest.parts.items(), key=lambda entry: -entry[1])[:3]
         text = f"no plan fits: the smallest needs {smallest.peak_bytes / 1e9:.2f} GB of {budget_bytes / 1e9:.2f} GB"
         if compiled:
-            found = "and memory ran out" if need_bytes is None else f"and compiled it needs {need_bytes / 1e9:.2f} GB"
+            outcome = "and memory ran out" if need_bytes is None else f"and compiled it needs {need_bytes / 1e9:.2f} GB"
             text = f"no plan fits in {budget_bytes / 1e9:.2f} GB: the smallest was predicted to need "
-            text += f"{smallest.peak_bytes / 1e9:.2f} GB, {found}"
+            text += f"{smallest.peak_bytes / 1e9:.2f} GB, {outcome}"
         text += ". Its largest parts: " + "; ".join(f"{name} {value / 1e9:.2f} GB" for name, value in largest) + "."
         if fixes:
             text += " What would fit: " + "; ".join(fixes) + "."

@@ -202,16 +202,16 @@ class StepCost:
         """Device bytes in memory during the whole step. With one micro-batch gradient sums have the stored dtype of the
         weights, not float32. resident: layers whose frozen weights are whole on each device.
         """
-        less = self.less_sums if micro_batches == 1 else 0.0
-        return sum(self.fixed.values()) + self.resident_bytes(resident) - less
+        sums_saving = self.less_sums if micro_batches == 1 else 0.0
+        return sum(self.fixed.values()) + self.resident_bytes(resident) - sums_saving
 
     def resident_bytes(self, resident: int) -> float:
         """Device bytes added if the frozen weights of `resident` layers stay whole for the run, each as large as the
         largest; with all layers, embedding's and head's, too. The whole weights replace the device's share, unless the
         given model stays in memory.
         """
-        around = self.resident_around_bytes if resident == self.num_layers else 0.0
-        return resident * self.resident_layer_bytes + around
+        embedding_and_head = self.resident_around_bytes if resident == self.num_layers else 0.0
+        return resident * self.resident_layer_bytes + embedding_and_head
 
     def residual_bytes(self, name: str, tokens: float) -> float:
         """Bytes of a residual of the mean layer."""
@@ -238,23 +238,25 @@ def step_cost(
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape((optimizer or _configured_optimizer(config)).init, masters)
     storage = weight_storage(config.optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(masters)))
-    kept, on_host = _stored(masters, storage), float(config.optim.offload * optimizer_offload.hosted_bytes(states))
+    stored, on_host = _stored(masters, storage), float(config.optim.offload * optimizer_offload.hosted_bytes(states))
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
-    parts, known, trained_bytes = divided.parts, residuals_of(model.layers), nbytes(masters)
-    share = partition.bytes_per_device(masters, parts) / max(trained_bytes, 1.0)  # of one device; a teacher trains none
+    weight_shards, all_residuals, trained_bytes = divided.parts, residuals_of(model.layers), nbytes(masters)
+    # Of one device; a teacher trains none.
+    share = partition.bytes_per_device(masters, weight_shards) / max(trained_bytes, 1.0)
     fixed = {
-        **_frozen_parts(frozen, parts),
+        **_frozen_parts(frozen, weight_shards),
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
-        f"trainable parameters ({storage})": share * nbytes(kept),
+        f"trainable parameters ({storage})": share * nbytes(stored),
         "optimizer states": share * nbytes(states) - on_host,
-        "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
+        "gradient sums": share * nbytes(masters if config.micro_batches != 1 else stored),
         **sync_bytes(masters, config, divided)[0],
     }
     kinds = [kind_of(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
-    residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
-    padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
-    frozen_layers = [partition.divided_sizes(layer, parts)[0] for layer in frozen.get("layers", {}).values()]
-    more = 1.0 if keeps_model else 1 - 1 / parts  # the divided weights stay beside the gathered ones if they are kept
+    residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in all_residuals}
+    padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in all_residuals}
+    frozen_layers = [partition.divided_sizes(layer, weight_shards)[0] for layer in frozen.get("layers", {}).values()]
+    # The divided weights stay beside the gathered ones if they are kept.
+    added_share = 1.0 if keeps_model else 1 - 1 / weight_shards
     head_bytes, head_gradient_bytes, head_dtype = _head_costs(model, dtype, storage)
     return StepCost(
         rows=config.rows_per_step,
@@ -264,7 +266,7 @@ def step_cost(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         dtype=dtype,
-        known=known,
+        known=all_residuals,
         residuals=residuals,
         padding=padding,
         segments=_segment_costs(kinds, dtype),
@@ -285,21 +287,21 @@ def step_cost(
         update_bytes=share * update_bytes(masters, config),
         reference_runs=reference_runs,
         teacher=None if model.teacher is None else step_cost(model.teacher, config, length, optimizer=optax.identity()),
-        less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
+        less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(stored)),
         shared=experts_adapters(model.layers, dtype),
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
         sync_bytes=sync_bytes(masters, config, divided)[1],
-        exchange=exchange_of(kept, frozen, divided, gradient_sync_of(config.mesh)),
-        whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), parts),
-        whole_head_bytes=partition.divided_sizes(nnx.State({"head": model.head_variable}), parts)[0],
+        exchange=exchange_of(stored, frozen, divided, gradient_sync_of(config.mesh)),
+        whole_layer_bytes=_whole_layer_bytes((stored, frozen), len(kinds), weight_shards),
+        whole_head_bytes=partition.divided_sizes(nnx.State({"head": model.head_variable}), weight_shards)[0],
         frozen_layer_bytes=max(frozen_layers, default=0.0),
-        resident_layer_bytes=more * max(frozen_layers, default=0.0),
-        resident_around_bytes=more * (partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)),
-        whole_gradient_bytes=0.0 if parts == 1 else _whole_gradient_bytes(model, storage),
-        table=table_of(model, config, parts),
-        codes_bytes=codes_bytes(model, config, parts),
-        sums=sums_memory(model, kept, config, divided.size),
+        resident_layer_bytes=added_share * max(frozen_layers, default=0.0),
+        resident_around_bytes=added_share * (partition.divided_sizes(frozen, weight_shards)[0] - sum(frozen_layers)),
+        whole_gradient_bytes=0.0 if weight_shards == 1 else _whole_gradient_bytes(model, storage),
+        table=table_of(model, config, weight_shards),
+        codes_bytes=codes_bytes(model, config, weight_shards),
+        sums=sums_memory(model, stored, config, divided.size),
         states=NO_STATES if optimizer is not None or divided.size > 1 else states_of(states, config),
     )
 
@@ -330,16 +332,16 @@ def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float, jnp.
     return size * (loss * trains + copy), gradient, dtype
 
 
-def _whole_layer_bytes(trees, layers: int, parts: int) -> float:
+def _whole_layer_bytes(trees, layers: int, weight_shards: int) -> float:
     """Gathered bytes of the largest layer's divided weights. trees: nnx.States of trained and frozen weights."""
     by_layer = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
-    return max(sum(partition.divided_sizes(tree, parts)[0] for tree in layer) for layer in by_layer)
+    return max(sum(partition.divided_sizes(tree, weight_shards)[0] for tree in layer) for layer in by_layer)
 
 
-def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
-    """Device bytes of the model's and of a teacher's frozen weights, divided over `parts` devices."""
-    every = partition.bytes_per_device(frozen, parts)
-    of_teacher = partition.bytes_per_device(frozen.get("teacher", {}), parts)
+def _frozen_parts(frozen: nnx.State, weight_shards: int) -> dict[str, float]:
+    """Device bytes of the model's and of a teacher's frozen weights, divided over `weight_shards` devices."""
+    every = partition.bytes_per_device(frozen, weight_shards)
+    of_teacher = partition.bytes_per_device(frozen.get("teacher", {}), weight_shards)
     return {"frozen weights": every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
 
 
@@ -354,14 +356,14 @@ def _given_bytes(model: Decoder, dtype) -> float:
     """Bytes per token of values that layers read and do not compute. The decoder's count three times (value, source,
     gradient), those of an earlier layer twice, however many layers read them.
     """
-    from_decoder, from_layers, given = 0, dict[str, int](), set[str]()
+    from_decoder, from_layers, provided_names = 0, dict[str, int](), set[str]()
     for layer in model.layers:
         for name, shape in layer.takes.items():
-            if name in given:
+            if name in provided_names:
                 from_layers[name] = math.prod(shape)
             else:
                 from_decoder += math.prod(shape)
-        given |= set(layer.gives.values())
+        provided_names |= set(layer.gives.values())
     return float(dtype.itemsize * (3 * from_decoder + 2 * sum(from_layers.values())))
 
 
@@ -373,17 +375,19 @@ def _segment_costs(kinds: list[LayerKind], dtype) -> tuple[SegmentCost, ...]:
     """One SegmentCost for each (name, outputs) of a segment in any layer; layers without it count as zero work. kinds:
     of each layer.
     """
-    found: dict[tuple, tuple[Segment, bool, bool]] = {}
-    made: dict[int, set[tuple]] = {}
+    segments: dict[tuple, tuple[Segment, bool, bool]] = {}
+    kind_segments: dict[int, set[tuple]] = {}
     for kind in {id(kind): kind for kind in kinds}.values():
-        made[id(kind)] = {(segment.name, segment.outputs) for segment in kind.block.segments()}
+        kind_segments[id(kind)] = {(segment.name, segment.outputs) for segment in kind.block.segments()}
         for segment in kind.block.segments():
             in_mixer = any(segment.outputs in outputs for outputs in kind.mixer_outputs.values())
             first = any(segment.outputs == outputs[0] for outputs in kind.mixer_outputs.values())
-            found.setdefault((segment.name, segment.outputs), (segment, in_mixer, first))
+            segments.setdefault((segment.name, segment.outputs), (segment, in_mixer, first))
     costs = []
-    for (name, outputs), (segment, in_mixer, first) in found.items():
-        of_layers = [kind.work.get(name, Work()) if (name, outputs) in made[id(kind)] else Work() for kind in kinds]
+    for (name, outputs), (segment, in_mixer, first) in segments.items():
+        of_layers = [
+            kind.work.get(name, Work()) if (name, outputs) in kind_segments[id(kind)] else Work() for kind in kinds
+        ]
         work = Work(*(_mean(list(column)) for column in zip(*map(dataclasses.astuple, of_layers))))
         flags = (segment.separable, segment.tokenwise, segment.decodes_once, segment.derivative_bytes is not None)
         low_rank = _mean([low_rank_bytes(kind.block, (name, outputs), dtype) for kind in kinds])

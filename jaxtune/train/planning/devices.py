@@ -102,8 +102,8 @@ def _group_limits() -> Iterator[int]:
         if controllers and "memory" not in controllers.split(","):
             continue
         root, name = (_GROUPS / "memory", "memory.limit_in_bytes") if controllers else (_GROUPS, "memory.max")
-        own = root / path.strip("/")
-        for folder in (own, *own.parents):
+        group = root / path.strip("/")
+        for folder in (group, *group.parents):
             if folder.is_relative_to(root):
                 with contextlib.suppress(OSError, ValueError):  # not limited: "max"
                     limit = int((folder / name).read_text(encoding="ascii"))
@@ -112,11 +112,11 @@ def _group_limits() -> Iterator[int]:
 
 def _limited_note() -> str:
     """How much memory a container or job leaves, in words; "" if all."""
-    allowed, there = host_memory_bytes(), _machine_bytes()
-    if allowed >= there:
+    allowed, total = host_memory_bytes(), _machine_bytes()
+    if allowed >= total:
         return ""
     return (
-        f"{allowed / 1e9:.1f} GB (the limit of this container or job; the machine has {there / 1e9:.1f} GB), of which "
+        f"{allowed / 1e9:.1f} GB (the limit of this container or job; the machine has {total / 1e9:.1f} GB), of which "
         f"{_PINNED_SHARE:.0%} may be pinned"
     )
 
@@ -156,9 +156,9 @@ def devices_here(count: int) -> tuple[int, int]:
     """(devices on this host, of this process) among JAX's first `count`; hosts are told apart by name. Collective."""
     import jax
 
-    own = sum(device.process_index == processes.index() for device in jax.devices()[:count])
+    in_process = sum(device.process_index == processes.index() for device in jax.devices()[:count])
     host = socket.gethostname()
-    return sum(number for name, number in processes.all_of([host, own]) if name == host), own
+    return sum(number for name, number in processes.all_of([host, in_process]) if name == host), in_process
 
 
 def card_bytes(size_gb: float) -> float:
@@ -192,20 +192,24 @@ def find_device(
     """
     if name == "cpu":  # for tests and tiny runs: one memory for device and host, and rates that only rank plans
         return Device("cpu", memory_bytes, 1e11, 2e10, 0.0, 0.0, "not measured")
-    here = memory_bytes is not None
+    is_local = memory_bytes is not None
     if (reason := refusal(name)) is not None:
-        raise ValueError(f"{'this GPU' if here else 'plan.device'} = {name!r}: {reason}")
-    sheet, known = data_sheet(name), known_ceilings(name)
+        raise ValueError(f"{'this GPU' if is_local else 'plan.device'} = {name!r}: {reason}")
+    sheet, ceilings = data_sheet(name), known_ceilings(name)
     rated = sheet or DATA_SHEETS[_ASSUMED]
     shares = DEVICE_SHARES.of("xla", name)
-    if sheet is None and not here:
+    if sheet is None and not is_local:
         near = difflib.get_close_matches(name, known_devices(), 3, 0.85)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
             f"plan.device = {name!r}: not a device that is known; {hint}known: {', '.join(known_devices())}"
         )
-    if known is not None and known.source == "measured":
-        rates = (known.gemm_bf16_tflops * 1e12 * shares.sustained, known.copy_tbps * 1e12, known.to_host_gbps * 1e9)
+    if ceilings is not None and ceilings.source == "measured":
+        rates = (
+            ceilings.gemm_bf16_tflops * 1e12 * shares.sustained,
+            ceilings.copy_tbps * 1e12,
+            ceilings.to_host_gbps * 1e9,
+        )
         note = "rates measured on this machine"
     else:
         rates = (
@@ -225,9 +229,11 @@ def find_device(
     hopper = "H100" in name or "H200" in name
     peer = (rated.nvlink_gbps or rated.link_gbps or _ONE_MEMORY_GBPS) * 1e9 * shares.peers
     if memory_bytes is not None:
-        pinnable, whole = _pinnable_bytes(*sharing), host_memory_bytes() / sharing[0]
+        pinnable, host_share = _pinnable_bytes(*sharing), host_memory_bytes() / sharing[0]
         limited = _limited_note()
-        return Device(name, memory_bytes, *rates, pinnable, note, hopper, limited, peer=peer, host_memory_bytes=whole)
+        return Device(
+            name, memory_bytes, *rates, pinnable, note, hopper, limited, peer=peer, host_memory_bytes=host_share
+        )
     assert sheet is not None
     host = sheet.host_gb if host_gb is None else host_gb
     source = "usual for this device; set plan.host_gb to yours" if host_gb is None else "plan.host_gb"
@@ -284,9 +290,11 @@ def memory_peak_bytes(device: int = 0) -> int:
 def free_bytes(devices: Sequence) -> float | None:
     """Bytes that the fullest of these devices can still give out, perhaps in no single block; None on a CPU."""
     stats = [device.memory_stats() or {} for device in devices]
-    if not all({"bytes_limit", "bytes_in_use"} <= of.keys() for of in stats):
+    if not all({"bytes_limit", "bytes_in_use"} <= device_stats.keys() for device_stats in stats):
         return None
-    return min((float(of["bytes_limit"] - of["bytes_in_use"]) for of in stats), default=None)
+    return min(
+        (float(device_stats["bytes_limit"] - device_stats["bytes_in_use"]) for device_stats in stats), default=None
+    )
 
 
 _WIDTH = {

@@ -34,25 +34,28 @@ def exchange_of(trained, frozen, shape: partition.MeshShape, sync: GradientSync 
     """What one device receives. trained, frozen: nnx.States, in stored dtypes. sync: None: gradients in float32, but in
     the weights' dtype for divided weights in two parts (gathers.scatter).
     """
-    parts = shape.parts
+    weight_shards = shape.parts
 
     def of_layers(tree) -> float:
-        return partition.divided_sizes(tree["layers"], parts)[0] if "layers" in tree else 0.0
+        return partition.divided_sizes(tree["layers"], weight_shards)[0] if "layers" in tree else 0.0
 
-    received, weights = 1 - 1 / parts, of_layers(trained) + of_layers(frozen)
-    _, gradients = partition.divided_sizes(trained["layers"], parts) if "layers" in trained else (0.0, 0.0)
-    every, (_, divided) = partition.divided_sizes((trained, frozen), parts)[0], partition.divided_sizes(trained, parts)
-    whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
+    received, weights = 1 - 1 / weight_shards, of_layers(trained) + of_layers(frozen)
+    _, gradients = partition.divided_sizes(trained["layers"], weight_shards) if "layers" in trained else (0.0, 0.0)
+    every, (_, divided) = (
+        partition.divided_sizes((trained, frozen), weight_shards)[0],
+        partition.divided_sizes(trained, weight_shards),
+    )
+    whole_numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
     # Bytes of a gradient as gathers.scatter sends it, and in sums of whole weights' gradients.
-    width = 4.0 if parts > 2 else partition.divided_sizes(trained, parts)[0] / max(divided, 1.0)
+    width = 4.0 if weight_shards > 2 else partition.divided_sizes(trained, weight_shards)[0] / max(divided, 1.0)
     width, summed = (width, 4.0) if sync is None else [bytes_per_number(sync.format)] * 2
     return Exchange(
         weights=received * weights,
         gradients=received * width * gradients,
         around=received * (every - weights + width * (divided - gradients)),
-        sums=2 * summed * (whole * (1 - 1 / shape.size) + divided / parts * (1 - 1 / shape.copies)),
+        sums=2 * summed * (whole_numbers * (1 - 1 / shape.size) + divided / weight_shards * (1 - 1 / shape.copies)),
         frozen=received * of_layers(frozen),
-        frozen_around=received * (partition.divided_sizes(frozen, parts)[0] - of_layers(frozen)),
+        frozen_around=received * (partition.divided_sizes(frozen, weight_shards)[0] - of_layers(frozen)),
     )
 
 
@@ -61,5 +64,5 @@ def sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tupl
     float32. masters: shapes of the trained weights.
     """
     sync = gradient_sync_of(config.mesh)
-    kept, taken = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
-    return {SYNC_ERRORS: kept} if kept else {}, taken
+    error_bytes, update_bytes = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
+    return {SYNC_ERRORS: error_bytes} if error_bytes else {}, update_bytes

@@ -73,7 +73,7 @@ def fitting_settings(
         if config.model.from_config is None:
             model = dataclasses.replace(config.model, load_in="nf4")
             options.append(("adapter={r: 16} model.load_in=nf4", dataclasses.replace(adapted, model=model)))
-    found: list[str] = []
+    changes: list[str] = []
     models: dict[tuple, Decoder] = {}
 
     def parts_of(option: TrainConfig) -> StepCost:
@@ -84,41 +84,45 @@ def fitting_settings(
 
     for text, option in options:
         key = text.split("=")[0]
-        if len(found) < wanted and not any(other.split("=")[0] == key for other in found):
+        if len(changes) < wanted and not any(earlier.split("=")[0] == key for earlier in changes):
             try:
                 choose(parts_of(option), option, device, budget_bytes)
             except ValueError:
                 continue
-            found.append(text)
-    if len(found) < wanted:
-        found.append(f"a card of {card_gb(smallest_plan(parts_of(config), config, device).peak_bytes):.1f} GB")
-    return found
+            changes.append(text)
+    if len(changes) < wanted:
+        changes.append(f"a card of {card_gb(smallest_plan(parts_of(config), config, device).peak_bytes):.1f} GB")
+    return changes
 
 
-def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
+def _surely_fits(costs: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
     """Whether a plan of one micro-batch fits; None if that needs a search.
 
     It fits if one layer plan for all layers does. It does not if the least bytes under any plans are too many: with a
     price for host bytes (a Lagrange multiplier), a mixture of plans that fits the host keeps at least the minimum of
     both bytes, less the price of the host's room.
     """
-    count, device = parts.num_layers, beside_states(parts, device)
-    chunk = max(1, min(int(tokens_of(parts, 1)), CHUNK_LOGITS[-1] // parts.vocab_size))
-    head, _ = head_forecast(parts, chunk, tokens_of(parts, 1), device)
-    plans, room = layer_plans(parts, device.link > 0), budget - parts.fixed_bytes(1) - parts.cast_bytes
-    room -= min(gathered_bytes(parts, 0)) + parts.given_bytes * tokens_of(parts, 1)
+    count, device = costs.num_layers, beside_states(costs, device)
+    chunk = max(1, min(int(tokens_of(costs, 1)), CHUNK_LOGITS[-1] // costs.vocab_size))
+    head, _ = head_forecast(costs, chunk, tokens_of(costs, 1), device)
+    plans, room = layer_plans(costs, device.link > 0), budget - costs.fixed_bytes(1) - costs.cast_bytes
+    room -= min(gathered_bytes(costs, 0)) + costs.given_bytes * tokens_of(costs, 1)
     sure: bool | None = False
-    for tile in dict.fromkeys((tile_tokens_of(parts, config), None)):
-        of = layer_forecasts(parts, plans.placed, tokens_of(parts, 1), device, tile)
-        own = np.maximum(np.maximum(head, of.work_forward) + of.hosted, of.work + parts.head_gradient_bytes)
-        alike = count * of.kept + np.maximum(own, of.hosted + of.work_forward + bytes_with_gaps(of.leaving, device))
-        plan = plans[int(np.where(count * of.hosted <= device.host_bytes, alike, np.inf).argmin())]
-        uniform = StepPlan(ResidualPlan.uniform(plan, count, tile), 1, chunk, *parts.places)
-        if forecast(parts, uniform, device).peak_bytes <= budget:
+    for tile in dict.fromkeys((tile_tokens_of(costs, config), None)):
+        forecasts = layer_forecasts(costs, plans.placed, tokens_of(costs, 1), device, tile)
+        peak_work = np.maximum(
+            np.maximum(head, forecasts.work_forward) + forecasts.hosted, forecasts.work + costs.head_gradient_bytes
+        )
+        alike = count * forecasts.kept + np.maximum(
+            peak_work, forecasts.hosted + forecasts.work_forward + bytes_with_gaps(forecasts.leaving, device)
+        )
+        plan = plans[int(np.where(count * forecasts.hosted <= device.host_bytes, alike, np.inf).argmin())]
+        uniform = StepPlan(ResidualPlan.uniform(plan, count, tile), 1, chunk, *costs.places)
+        if forecast(costs, uniform, device).peak_bytes <= budget:
             return True
         prices = np.array([[0.0], [0.5], [1.0], [2.0]])
-        layer = of.kept + prices * of.hosted
-        least = (count - 1) * layer.min(1) + (layer + own).min(1) - prices[:, 0] * device.host_bytes
+        layer = forecasts.kept + prices * forecasts.hosted
+        least = (count - 1) * layer.min(1) + (layer + peak_work).min(1) - prices[:, 0] * device.host_bytes
         sure = None if least.max() <= room else sure
     return sure
 
@@ -130,13 +134,13 @@ def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_byt
 
     def fits(length: int) -> bool:
         row = dataclasses.replace(parts, rows=parts.devices, length=length)
-        one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
+        row_config = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
         if config.memory.plan is None:
-            sure = [_surely_fits(placed, one, device, budget_bytes) for placed in places(row, device)]
+            sure = [_surely_fits(placed, row_config, device, budget_bytes) for placed in places(row, device)]
             if True in sure or None not in sure:
                 return True in sure
         try:
-            choose(row, one, device, budget_bytes, CHUNK_LOGITS[-1:])  # the fewest logits at a time
+            choose(row, row_config, device, budget_bytes, CHUNK_LOGITS[-1:])  # the fewest logits at a time
         except PlanError:
             return False
         return True

@@ -50,7 +50,7 @@ def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     different, tile = dict.fromkeys(plan.residuals.layers), plan.residuals.tile_tokens
     cache = {layer: layer_forecast(parts, layer, tokens, device, tile) for layer in different}
-    groups = [(cache[layer], len(list(same))) for layer, same in itertools.groupby(plan.residuals.layers)]
+    groups = [(cache[layer], len(list(group))) for layer, group in itertools.groupby(plan.residuals.layers)]
     return _forecast(parts, plan, groups, head_forecast(parts, plan.chunk_tokens, tokens, device), tokens, device)
 
 
@@ -60,8 +60,8 @@ def with_codes(parts: StepCost, found: Forecast, device: Device) -> Forecast:
     """
     if not (parts.codes_bytes and device.hopper):
         return found
-    more = forecast(parts, dataclasses.replace(found.plan, transposed_codes=True), device)
-    return more if more.step_seconds < found.step_seconds else found
+    codes_forecast = forecast(parts, dataclasses.replace(found.plan, transposed_codes=True), device)
+    return codes_forecast if codes_forecast.step_seconds < found.step_seconds else found
 
 
 def codes_seconds(parts: StepCost, device: Device) -> float:
@@ -87,9 +87,9 @@ def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tu
     return of(max(whole_weights, 1)) + head, layers, layers + parts.whole_gradient_bytes
 
 
-def _all_resident(parts: StepCost, resident: int) -> bool:
+def _all_resident(costs: StepCost, resident: int) -> bool:
     """Then the frozen embedding and head are whole, too."""
-    return resident == parts.num_layers
+    return resident == costs.num_layers
 
 
 def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
@@ -108,16 +108,17 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
     if parts.head_trains:  # every chunk reads and writes the gradient's sum
         passes += tokens / chunk * parts.vocab_size * parts.hidden_size * fit.head_gradient_bytes / device.copy
     seconds = flops / (device.gemm * chunk / (chunk + product_time(device).half_tokens)) + passes
-    around = (ALLOCATOR_BYTES.of("xla", device.name).loss + (chunk >= tokens)) * hidden  # one chunk: a new gradient
-    return logits + around + parts.head_bytes + head_parts, seconds
+    # With one chunk there is a new gradient.
+    loss_buffers = (ALLOCATOR_BYTES.of("xla", device.name).loss + (chunk >= tokens)) * hidden
+    return logits + loss_buffers + parts.head_bytes + head_parts, seconds
 
 
-def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
+def _reference_forecast(costs: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
     """(seconds, bytes of a layer's values) of a frozen model's forward; its head takes one of the products that
     head_forecast counts. parts: of that model.
     """
-    layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)
-    seconds = layer.forward * parts.num_layers + head[1] / (3 if parts.head_trains else 2)
+    layer, head = layer_forecast(costs, KEEP, tokens, device), head_forecast(costs, plan.chunk_tokens, tokens, device)
+    seconds = layer.forward * costs.num_layers + head[1] / (3 if costs.head_trains else 2)
     return seconds, layer.kept + layer.work_forward
 
 
@@ -127,88 +128,91 @@ def state_seconds(parts: StepCost, device: Device) -> float:
     return 2 * (copies + parts.hosted_bytes / (device.link or device.copy))
 
 
-def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
+def _collective_seconds(costs: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
     """(seconds of all collectives of a step, seconds in which it waits for them). forward, backward: of all layers in a
     micro-batch, when collectives can run.
     """
-    of, rate, micro, fit = parts.exchange, device.peer, plan.micro_batches, step_time(device)
-    resident, trained = plan.residuals.resident, of.weights - of.frozen
-    divided, whole = 1 - resident / parts.num_layers, max(plan.residuals.whole_weights, 1) / parts.num_layers
-    weights = trained + of.frozen * divided
-    again = trained * (1 - whole) + of.frozen * max(divided - whole, 0.0)
-    around = of.around - (of.frozen_around if _all_resident(parts, resident) else 0.0)
-    total = micro * (weights + again + of.gradients + around) / rate + of.sums / rate
+    exchange, rate, micro, fit = costs.exchange, device.peer, plan.micro_batches, step_time(device)
+    resident, trained = plan.residuals.resident, exchange.weights - exchange.frozen
+    divided, whole_share = 1 - resident / costs.num_layers, max(plan.residuals.whole_weights, 1) / costs.num_layers
+    weights = trained + exchange.frozen * divided
+    again = trained * (1 - whole_share) + exchange.frozen * max(divided - whole_share, 0.0)
+    embedding_and_head = exchange.around - (exchange.frozen_around if _all_resident(costs, resident) else 0.0)
+    total = micro * (weights + again + exchange.gradients + embedding_and_head) / rate + exchange.sums / rate
     exposed = 0.0
-    for size, above in ((weights, forward), (again + of.gradients, backward)):
+    for size, above in ((weights, forward), (again + exchange.gradients, backward)):
         exposed += max(size / rate - fit.hidden * above, fit.collective_lost * size / rate)
-    return total, micro * (exposed + around / rate) + of.sums / rate
+    return total, micro * (exposed + embedding_and_head / rate) + exchange.sums / rate
 
 
-def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
+def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
     """The forecast of a step. groups: (forecast of a layer, number of layers) of consecutive layers with one plan.
     head: (bytes, seconds).
     """
     head_bytes, head_seconds = head
     reference = (0.0, 0.0)
-    if parts.reference_runs:
-        reference = _reference_forecast(parts.teacher or parts, plan, tokens, device)
-    if parts.teacher:
-        head_bytes += tokens * parts.teacher.hidden_size * parts.dtype.itemsize
-    kept = sum(layer.kept * count for layer, count in groups)
+    if costs.reference_runs:
+        reference = _reference_forecast(costs.teacher or costs, plan, tokens, device)
+    if costs.teacher:
+        head_bytes += tokens * costs.teacher.hidden_size * costs.dtype.itemsize
+    kept_bytes = sum(layer.kept * count for layer, count in groups)
     # The last layer's residuals are not offloaded, because the backward starts with them.
     last, count = groups[-1]
     before = last if count > 1 else groups[max(len(groups) - 2, 0)][0]
     micro, resident = plan.micro_batches, plan.residuals.resident
-    gathered = gathered_bytes(parts, plan.residuals.whole_weights, resident)
+    gathered = gathered_bytes(costs, plan.residuals.whole_weights, resident)
     leaving = bytes_with_gaps(before.leaving, device)
-    lying = in_sums(parts.sums, parts.kinds, parts.kind_counts, parts.known, parts.cast_bytes, plan, tokens)
+    lying = in_sums(costs.sums, costs.kinds, costs.kind_counts, costs.known, costs.cast_bytes, plan, tokens)
     # Each moment: what it is, then summands of its bytes. The last is negative: what is then in the sums' memory, which
     # counts with the sums.
-    taken = -lying(parts.num_layers, False)
+    reused_bytes = -lying(costs.num_layers, False)
     moments = [
-        ("the loss: logits of a chunk, hidden states", kept, head_bytes + last.hosted, gathered[0], taken),
-        ("the forward of a layer", kept, last.hosted + last.work_forward + leaving, gathered[1], taken),
+        ("the loss: logits of a chunk, hidden states", kept_bytes, head_bytes + last.hosted, gathered[0], reused_bytes),
+        ("the forward of a layer", kept_bytes, last.hosted + last.work_forward + leaving, gathered[1], reused_bytes),
     ]
-    if parts.teacher:
-        moments.append(("the forward of the teacher", kept, last.hosted + reference[1], gathered[1], taken))
+    if costs.teacher:
+        moments.append(
+            ("the forward of the teacher", kept_bytes, last.hosted + reference[1], gathered[1], reused_bytes)
+        )
     below, arriving, layers = 0.0, 0.0, 0
     for layer, count in groups:
         below += layer.kept * count
         layers += count
-        more = max(arriving - layer.arriving, 0.0)  # the layer below, under another plan, has more bytes arriving
-        moments.append(("the backward of a layer", below, layer.work + more, gathered[2], -lying(layers, True)))
+        # The layer below, under another plan, has more bytes arriving.
+        added_bytes = max(arriving - layer.arriving, 0.0)
+        moments.append(("the backward of a layer", below, layer.work + added_bytes, gathered[2], -lying(layers, True)))
         arriving = layer.arriving
-    what, residuals, work, whole, taken = max(moments, key=lambda moment: sum(moment[1:]))
-    bytes_ = {"kept residuals": residuals, what: work, "gathered weights": whole}
+    peak_moment, residuals, work, gathered_weights, reused_bytes = max(moments, key=lambda moment: sum(moment[1:]))
+    bytes_ = {"kept residuals": residuals, peak_moment: work, "gathered weights": gathered_weights}
     if all(layer == KEEP for layer in plan.residuals.layers):
-        bytes_["experts' adapters for the kernels"] = parts.shared
-    bytes_["values that layers take from outside"] = parts.given_bytes * tokens
-    bytes_["trainable weights in the compute dtype"] = parts.cast_bytes
-    if parts.head_gradient_bytes and what.startswith("the backward"):
-        bytes_["gradient of the head"] = parts.head_gradient_bytes
-    update = {"the update": parts.update_bytes}
-    if parts.devices > 1 and (micro > 1 or parts.sync_bytes):
-        update["gradient sums of all devices"] = parts.sync_bytes or 4.0 * parts.trained
-    if sum(update.values()) > sum(bytes_.values()) + taken:
-        bytes_, taken = update, 0.0
-    bytes_ = {**parts.fixed, **bytes_}
-    less = taken - (parts.less_sums if micro == 1 else 0.0)
-    for name, more in (("frozen weights", parts.resident_bytes(resident)), ("gradient sums", less)):
-        bytes_ |= {name: bytes_[name] + more} if more else {}
+        bytes_["experts' adapters for the kernels"] = costs.shared
+    bytes_["values that layers take from outside"] = costs.given_bytes * tokens
+    bytes_["trainable weights in the compute dtype"] = costs.cast_bytes
+    if costs.head_gradient_bytes and peak_moment.startswith("the backward"):
+        bytes_["gradient of the head"] = costs.head_gradient_bytes
+    update = {"the update": costs.update_bytes}
+    if costs.devices > 1 and (micro > 1 or costs.sync_bytes):
+        update["gradient sums of all devices"] = costs.sync_bytes or 4.0 * costs.trained
+    if sum(update.values()) > sum(bytes_.values()) + reused_bytes:
+        bytes_, reused_bytes = update, 0.0
+    bytes_ = {**costs.fixed, **bytes_}
+    sums_change = reused_bytes - (costs.less_sums if micro == 1 else 0.0)
+    for name, added_bytes in (("frozen weights", costs.resident_bytes(resident)), ("gradient sums", sums_change)):
+        bytes_ |= {name: bytes_[name] + added_bytes} if added_bytes else {}
     forward = sum(layer.forward * count for layer, count in groups)
     backward = sum(layer.backward * count for layer, count in groups)
-    collective, exposed = _collective_seconds(parts, plan, forward, backward, device)
-    step = forward + backward + head_seconds + parts.reference_runs * reference[0] - codes_seconds(parts, device)
-    update = max(parts.trained_here * 4.0 * 9 / device.copy, state_seconds(parts, device))
+    collective, exposed = _collective_seconds(costs, plan, forward, backward, device)
+    step = forward + backward + head_seconds + costs.reference_runs * reference[0] - codes_seconds(costs, device)
+    update = max(costs.trained_here * 4.0 * 9 / device.copy, state_seconds(costs, device))
     seconds = micro * (step + step_time(device).micro_batch_seconds) + update + exposed
     return Forecast(
         plan=plan,
         parts={name: value for name, value in bytes_.items() if value},
-        step_seconds=max(seconds, rows_seconds(parts.table_rows_bytes, parts.devices, device)),
+        step_seconds=max(seconds, rows_seconds(costs.table_rows_bytes, costs.devices, device)),
         recompute_seconds=micro * sum(layer.recompute * count for layer, count in groups),
         wait_seconds=micro * sum(layer.wait * count for layer, count in groups),
-        host_bytes=sum(layer.hosted * count for layer, count in groups) + parts.hosted_bytes,
-        tokens=parts.rows * parts.length,
+        host_bytes=sum(layer.hosted * count for layer, count in groups) + costs.hosted_bytes,
+        tokens=costs.rows * costs.length,
         collective_seconds=collective,
         exposed_seconds=exposed,
     )

@@ -62,14 +62,14 @@ class ForwardPlanner:
         self.device: Device = device
         self.beside_bytes = beside_bytes
         self.budget_bytes = devices.budget(config, self.device)
-        self.cost = parts = step_cost(model, config, length, optimizer=optax.identity())
+        self.cost = costs = step_cost(model, config, length, optimizer=optax.identity())
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
         self.weight_bytes = partition.bytes_per_device((trainable, frozen), divided.parts)
-        residuals = ResidualPlan.uniform(RECOMPUTE, parts.num_layers)
-        # The fewest parts are tried first, and for each number of parts the most logits at a time.
+        residuals = ResidualPlan.uniform(RECOMPUTE, costs.num_layers)
+        # The fewest micro-batches are tried first, and for each number of them the most logits at a time.
         self._plans = [
             StepPlan(residuals, count, chunk)
-            for count in splits(parts.rows, parts.devices, None)
+            for count in splits(costs.rows, costs.devices, None)
             if count >= (config.micro_batches or 1)
             for chunk in sorted(self._chunks(count), reverse=True)
         ]

@@ -17,23 +17,23 @@ def places(parts: StepCost, device: Device) -> list[StepCost]:
     copy. States move without the tables only if they free more: the tables' rows are looked up while the device
     computes.
     """
-    found = [parts]
+    options = [parts]
     if not device.link:
-        return found
+        return options
     room = device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES
     if not parts.table_on_host and 0.0 < parts.table.bytes <= room:
         hosted = parts.with_table(True)
-        found += [hosted] if hosted.table_rows_bytes < parts.table.bytes else []
+        options += [hosted] if hosted.table_rows_bytes < parts.table.bytes else []
     if not parts.states_on_host and parts.states.bytes:
-        freed = parts.fixed_bytes(1) - found[-1].fixed_bytes(1)
-        moved = [one.with_states(True) for one in (found[-1:] if freed >= parts.states.bytes else found)]
-        found += [one for one in moved if _pinnable(one, device) >= one.hosted_bytes]
-    return found
+        freed = parts.fixed_bytes(1) - options[-1].fixed_bytes(1)
+        moved = [option.with_states(True) for option in (options[-1:] if freed >= parts.states.bytes else options)]
+        options += [option for option in moved if _pinnable(option, device) >= option.hosted_bytes]
+    return options
 
 
-def _pinnable(parts: StepCost, device: Device) -> float:
-    taken = saved_bytes(parts) + _HOST_OTHER_BYTES + (parts.table.bytes if parts.table_on_host else 0.0)
-    return most_pinned_bytes(device, device.host_memory_bytes - taken)
+def _pinnable(costs: StepCost, device: Device) -> float:
+    used_bytes = saved_bytes(costs) + _HOST_OTHER_BYTES + (costs.table.bytes if costs.table_on_host else 0.0)
+    return most_pinned_bytes(device, device.host_memory_bytes - used_bytes)
 
 
 def beside_states(parts: StepCost, device: Device) -> Device:

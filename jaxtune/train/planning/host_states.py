@@ -53,8 +53,8 @@ def update_bytes(masters, config: TrainConfig) -> float:
         # first states. With states on the host: one tensor's states, and half of the next one's.
         direction = 4.0 if name == "adamw_8bit" else 8.0
         twice = config.max_grad_norm is None and name == "adamw_8bit"
-        beside = 1.5 if config.optim.offload else 1.0 if twice else 0.0
-        return size * (direction + beside * _BLOCKED_STATES[name])
+        extra_states = 1.5 if config.optim.offload else 1.0 if twice else 0.0
+        return size * (direction + extra_states * _BLOCKED_STATES[name])
     if name == "muon":
         return size * _MUON_BYTES
     # Moments before and after the update, with the gaps that the compiler leaves between large buffers.

@@ -43,11 +43,11 @@ class KnownFailures:
         counts). If memory ran out, the need is unknown, and budgets up to the one at that time are too little.
         """
         plan = forecast.plan.to_record()
-        for one in self._found:
+        for entry in self._found:
             # A plan that ran out of memory may still fit a larger budget.
-            too_large = one["need"] is not None or one["budget"] is None or one["budget"] >= (budget_bytes or 0.0)
-            if one["plan"] == plan and too_large:
-                failure = Failed(forecast.plan, forecast.peak_bytes, one["need"], one["short"])
+            too_large = entry["need"] is not None or entry["budget"] is None or entry["budget"] >= (budget_bytes or 0.0)
+            if entry["plan"] == plan and too_large:
+                failure = Failed(forecast.plan, forecast.peak_bytes, entry["need"], entry["short"])
                 if failure.need_bytes is None or failure.need_bytes > (budget_bytes or 0.0):
                     return failure
         return None

@@ -100,12 +100,15 @@ class LayerKind:
     @functools.cached_property
     def outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
         """{part: output names of each of its segments}, in the order in which parts run."""
-        return {part: tuple(s.outputs for s in self.block.part_segments(part)) for part in self.block.parts}
+        return {
+            layer_part: tuple(s.outputs for s in self.block.part_segments(layer_part))
+            for layer_part in self.block.parts
+        }
 
     @functools.cached_property
     def mixer_outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
         """`outputs` of the mixers alone."""
-        return {part: self.outputs[part] for part in self.block.mixers}
+        return {mixer: self.outputs[mixer] for mixer in self.block.mixers}
 
     @functools.cached_property
     def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
@@ -115,12 +118,14 @@ class LayerKind:
         """
         block = self.block
 
-        def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
-            return lambda sizes: bytes_of(block.sizes_of(part, sizes))
+        def of_part(layer_part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
+            return lambda sizes: bytes_of(block.sizes_of(layer_part, sizes))
 
-        segments = ((part, s) for part in block.parts for s in block.part_segments(part))
+        segments = ((layer_part, s) for layer_part in block.parts for s in block.part_segments(layer_part))
         return tuple(
-            (s.outputs, of_part(part, s.derivative_bytes)) for part, s in segments if s.derivative_bytes is not None
+            (s.outputs, of_part(layer_part, s.derivative_bytes))
+            for layer_part, s in segments
+            if s.derivative_bytes is not None
         )
 
 
@@ -134,8 +139,8 @@ def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
       length: tokens of a row, on which the work of attention depends.
       dtype: the compute dtype.
     """
-    graph, trained, rest = nnx.split(layer, nnx.Param, ...)
-    leaves, structure = jax.tree.flatten((trained, rest))
+    graph, trained, frozen = nnx.split(layer, nnx.Param, ...)
+    leaves, structure = jax.tree.flatten((trained, frozen))
     abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
     return _kind_of(graph, spec, shape, length, dtype, abstract, structure, device_name())
 
@@ -151,8 +156,8 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: 
     residuals = {name: (nbytes(twice[name]) - nbytes(once[name])) / _PROBE_TOKENS for name in once}
     padding = {name: 2 * nbytes(once[name]) - nbytes(twice[name]) for name in once}
     # What a layer takes from outside is read by its segments, and is counted where it is made.
-    taken = {name: math.prod(one) * float(dtype.itemsize) for name, one in block.takes.items()}
-    moved = residuals | taken | {LAYER_OUTPUT: residuals[LAYER_INPUT]}
+    taken_bytes = {name: math.prod(dims) * float(dtype.itemsize) for name, dims in block.takes.items()}
+    moved = residuals | taken_bytes | {LAYER_OUTPUT: residuals[LAYER_INPUT]}
     window = min(spec.window or length, length)
     seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
     work = {
@@ -172,7 +177,7 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
         matrix = matrix_of(block, name)
-        size, used, weight = math.prod(matrix.sizes), weights_per_token(segment, matrix), matrix.stored_weight
+        size, used_weights, weight = math.prod(matrix.sizes), weights_per_token(segment, matrix), matrix.stored_weight
         if matrix.num_experts:
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
             # Tokens are copied to the rows sorted by expert, and back.
@@ -180,14 +185,16 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
         # A module's own float32 product runs at the device's float32 rate and copies what it reads to float32.
         wide = matrix.compute == "float32" and dtype.itemsize < 4
         plain = float32_time(dispatch.device_kind() or "") if wide else 1.0
-        sums["flops"] += 2.0 * used * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else plain)
+        sums["flops"] += (
+            2.0 * used_weights * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else plain)
+        )
         sums["moved_bytes"] += 4.0 * sum(matrix.sizes[-2:]) if wide else 0.0
         sums["weight_bytes"] += nbytes(weight)
         if isinstance(weight, Stored):
-            beside = matrix.num_experts and not matrix.fp8 and mosaic_ahead.refusal(weight) is None
-            sums["decoded_beside" if beside else "decoded"] += weight.decoded_share(matrix.fp8) * size
+            in_kernel = matrix.num_experts and not matrix.fp8 and mosaic_ahead.refusal(weight) is None
+            sums["decoded_beside" if in_kernel else "decoded"] += weight.decoded_share(matrix.fp8) * size
         trained = "expert_weight_flops" if matrix.num_experts else "weight_flops"
-        sums[trained] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
+        sums[trained] += 2.0 * used_weights if isinstance(matrix.weight, nnx.Param) else 0.0
     sums["flops"] += segment.token_flops
     sums["kernel_forward"], sums["kernel_backward"] = segment.kernel_bytes
     if segment.attention_width:
@@ -224,10 +231,10 @@ def _traced(graph, spec: LayerSpec, shape: DecoderConfig, dtype, arrays, tokens:
         layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
         block = nnx.merge(graph, trainable, frozen)
         names = tuple(residual.name for residual in block.residuals())
-        taken = {name: jnp.zeros((1, tokens, *one), dtype) for name, one in block.takes.items()}
+        taken_values = {name: jnp.zeros((1, tokens, *dims), dtype) for name, dims in block.takes.items()}
         # The function without jit, so that no run on another device reuses what is traced here.
         one_layer = inspect.unwrap(layer_forward)
-        values = one_layer(graph, spec, names, trainable, frozen, x, layout, None, taken=taken)[1]
+        values = one_layer(graph, spec, names, trainable, frozen, x, layout, None, taken=taken_values)[1]
         return result(block, values, layout)
 
     with dispatch.unchecked():

@@ -100,7 +100,7 @@ def layer_forecasts(
     tokens: of a micro-batch on one device.
     tile_tokens: of a tile of MLPs, under plans that recompute all of parts.tiled; None: no tiles.
     """
-    whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
+    mean_sizes = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
 
@@ -119,11 +119,11 @@ def layer_forecasts(
 
     # A plan is one set of residuals for each placement, stored as bits. There are far fewer sets than plans.
     bits = 2 ** np.arange(count := len(parts.known))
-    kept, offloaded, dropped, rounded = ((placed == at) @ bits for at, _ in enumerate(PLACEMENTS))
+    kept_masks, offloaded, dropped, rounded = ((placed == index) @ bits for index, _ in enumerate(PLACEMENTS))
 
     def names(mask: int) -> tuple[str, ...]:
         """Names of a set of residuals; bit i of `mask` stands for parts.known[i]."""
-        return tuple(residual.name for at, residual in enumerate(parts.known) if mask >> at & 1)
+        return tuple(residual.name for index, residual in enumerate(parts.known) if mask >> index & 1)
 
     def of_sets(masks: np.ndarray, function: Callable[[int], Any]) -> np.ndarray:
         """function(mask) for each mask, computed once for equal masks: [plans, ...]."""
@@ -132,18 +132,18 @@ def layer_forecasts(
 
     def size(mask: int, most: float = math.inf) -> float:
         """Bytes of a set in a micro-batch, without residuals larger than `most`."""
-        return sum(whole[name] for name in names(mask) if whole[name] <= most)
+        return sum(mean_sizes[name] for name in names(mask) if mean_sizes[name] <= most)
 
     def remade(mask: int) -> tuple[float, ...]:
         """Bits from `count` up are residuals kept in FP8."""
         dropped, rounded = names(mask), names(mask >> count)
         tiles = most_tiles if set(dropped).issuperset(parts.tiled) else 1
-        return *_remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], tokens, device, tiles), tiles
+        return *_remade(parts, dropped, rounded, mean_sizes, of_kinds, seconds_of[tiles], tokens, device, tiles), tiles
 
     def travelling(mask: int) -> tuple[float, float]:
         """Bit `count` says that MLPs run over tiles."""
         seconds = seconds_of[most_tiles if mask >> count else 1]
-        return _travelling(parts, names(mask), whole, size(mask & (1 << count) - 1), seconds, device)
+        return _travelling(parts, names(mask), mean_sizes, size(mask & (1 << count) - 1), seconds, device)
 
     again, at_feed_forward, at_mixer, work_forward, tiles = of_sets(dropped | rounded << count, remade).T
     leaving, arriving = of_sets(offloaded | (tiles > 1).astype(int) << count, travelling).T
@@ -152,7 +152,7 @@ def layer_forecasts(
     gaps = of_sets(offloaded, lambda mask: size(mask, tokens * parts.hidden_size * parts.dtype.itemsize))
     rounding = in_fp8 * (1 + 1 / parts.dtype.itemsize)
     rounding = rounding / (device.copy * product_time(device).decoded_share)  # the same for reading it
-    fit, beside = step_time(device), ALLOCATOR_BYTES.of("xla", device.name).arriving
+    fit, gap_share = step_time(device), ALLOCATOR_BYTES.of("xla", device.name).arriving
     once = {number: [sum(column) for column in zip(*seconds, strict=True)] for number, seconds in seconds_of.items()}
     forward, backward = (np.where(tiles > 1, once[most_tiles][i], once[1][i]) for i in (0, 1))
     forward = forward + rounding + fit.layer_seconds
@@ -160,12 +160,14 @@ def layer_forecasts(
     link = hosted / (device.link or device.copy)
     waits = [np.maximum(link - fit.hidden * seconds, 0.0) for seconds in (forward, backward)]
     return LayerForecast(
-        kept=of_sets(kept, size) + in_fp8 / parts.dtype.itemsize + low_rank,  # one scale per token is negligible
+        kept=of_sets(kept_masks, size) + in_fp8 / parts.dtype.itemsize + low_rank,  # one scale per token is negligible
         hosted=hosted,
         leaving=leaving,
         arriving=arriving,
         work_forward=work_forward,
-        work=np.maximum(np.maximum(at_feed_forward + (hosted + arriving) + beside * gaps, at_mixer + 2 * hosted), 0.0)
+        work=np.maximum(
+            np.maximum(at_feed_forward + (hosted + arriving) + gap_share * gaps, at_mixer + 2 * hosted), 0.0
+        )
         + parts.dropout_bytes * tokens,
         forward=forward + waits[0] + fit.lost * link,
         backward=backward + waits[1] + fit.lost * link,
@@ -174,11 +176,15 @@ def layer_forecasts(
     )
 
 
-def _low_rank_bytes(parts: StepCost, dropped, tokens: float) -> float:
-    return tokens * sum(one.low_rank for one in parts.segments if set(dropped).isdisjoint(one.low_rank_with))
+def _low_rank_bytes(costs: StepCost, dropped, tokens: float) -> float:
+    return tokens * sum(
+        segment.low_rank for segment in costs.segments if set(dropped).isdisjoint(segment.low_rank_with)
+    )
 
 
-def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens, device, tiles) -> tuple[float, ...]:
+def _remade(
+    costs: StepCost, dropped, rounded, mean_sizes, of_kinds, seconds, tokens, device, tiles
+) -> tuple[float, ...]:
     """What recomputation takes: (seconds of the mean layer, bytes in a feed-forward's backward, in a mixer's, at the
     forward's end). Bytes are temporaries and recomputed residuals, the largest of all kinds of layers; -inf: no such
     backward.
@@ -188,24 +194,24 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens,
     """
 
     def in_tiles(sizes):
-        return sizes | {name: sizes[name] / tiles for name in parts.tiled if name in sizes}
+        return sizes | {name: sizes[name] / tiles for name in costs.tiled if name in sizes}
 
-    size, recompute = in_tiles(whole), 0.0
-    for segment, (once, _) in zip(parts.segments, seconds, strict=True):
+    size, recompute = in_tiles(mean_sizes), 0.0
+    for segment, (once, _) in zip(costs.segments, seconds, strict=True):
         missing = sum(size[name] for name in segment.outputs if name in dropped)
         if missing and not segment.ends and not segment.runs_again:
             share = missing / sum(size[name] for name in segment.outputs) if segment.separable else 1.0
             recompute += share * once
             if segment.decodes_once:
-                recompute -= _decode_seconds(segment.work, tokens, device, parts.devices)
+                recompute -= _decode_seconds(segment.work, tokens, device, costs.devices)
     at_feed_forward, at_mixer, work_forward = -math.inf, -math.inf, 0.0
-    for kind, sizes in zip(parts.kinds, of_kinds, strict=True):
+    for kind, sizes in zip(costs.kinds, of_kinds, strict=True):
         facts = Sizes(
             residuals=in_tiles(sizes),
             recomputed=frozenset((*dropped, *rounded)),  # a residual kept in FP8 is decoded anew in the backward
             tiles=tiles,
-            dtype=parts.dtype,
-            length=parts.length,
+            dtype=costs.dtype,
+            length=costs.length,
             hopper=device.hopper,
             device=device.name,
         )
@@ -215,24 +221,24 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens,
     return recompute, at_feed_forward, at_mixer, work_forward
 
 
-def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, device) -> tuple[float, float]:
+def _travelling(costs: StepCost, offloaded, mean_sizes, hosted: float, seconds, device) -> tuple[float, float]:
     """(forward, backward) bytes still on the host link while the next layer's feed-forward runs. The largest residuals
     leave first and return last, while the mixer runs if its time is enough. hosted: bytes of all offloaded residuals.
     """
     travelling = [hosted, hosted]
-    offloaded = sorted(offloaded, key=lambda name: whole[name], reverse=True)
+    offloaded = sorted(offloaded, key=lambda name: mean_sizes[name], reverse=True)
     for direction in (0, 1):
         stages = [
             times[direction]
-            for segment, times in zip(parts.segments, seconds, strict=True)
+            for segment, times in zip(costs.segments, seconds, strict=True)
             if segment.in_mixer and not (direction and segment.first)
         ]
         room = step_time(device).hidden * sum(stages) * (device.link or device.copy)
         for name in offloaded:
-            if whole[name] > room:
+            if mean_sizes[name] > room:
                 break
-            room -= whole[name]
-            travelling[direction] -= whole[name]
+            room -= mean_sizes[name]
+            travelling[direction] -= mean_sizes[name]
     return travelling[0], travelling[1]
 
 
@@ -246,27 +252,27 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
     waiting = sum(bytes_of(sizes) for outputs, bytes_of in derivatives if not dropped.keys().isdisjoint(outputs))
     remaining = sum(dropped.values())  # without the residuals of parts whose backward is done
     at_feed_forward, at_mixer, covered = -math.inf, -math.inf, False
-    for part, outputs in reversed([*kind.outputs.items()]):
-        scratch = block.backward_bytes(part, sizes)
+    for layer_part, outputs in reversed([*kind.outputs.items()]):
+        scratch = block.backward_bytes(layer_part, sizes)
         bytes_here = remaining + scratch.own + scratch.around
-        if part in kind.mixer_outputs:
+        if layer_part in kind.mixer_outputs:
             if sizes.tiles > 1:
                 bytes_here -= sum(dropped.get(name, 0.0) for name in outputs[-1])
             at_mixer = at_mixer if covered else max(at_mixer, bytes_here)
         elif scratch.covers_mixer:
             covered = True
-            of_mixers = sum(block.waiting_bytes(mixer, sizes) for mixer in _mixers_before(kind, part))
+            of_mixers = sum(block.waiting_bytes(mixer, sizes) for mixer in _mixers_before(kind, layer_part))
             at_mixer = max(at_mixer, bytes_here + waiting + of_mixers)
         else:
-            later = sum(_not_made_yet(kind.outputs[mixer], dropped) for mixer in _mixers_before(kind, part))
+            later = sum(_not_made_yet(kind.outputs[mixer], dropped) for mixer in _mixers_before(kind, layer_part))
             at_feed_forward = max(at_feed_forward, bytes_here + waiting - later)
-        for name in (name for made in outputs for name in made):
+        for name in (name for segment_outputs in outputs for name in segment_outputs):
             remaining -= dropped.get(name, 0.0)
     return at_feed_forward, at_mixer
 
 
-def _mixers_before(kind: LayerKind, part: str) -> list[str]:
-    before = itertools.takewhile(lambda name: name != part, kind.outputs)
+def _mixers_before(kind: LayerKind, feed_forward: str) -> list[str]:
+    before = itertools.takewhile(lambda name: name != feed_forward, kind.outputs)
     return [name for name in before if name in kind.mixer_outputs]
 
 
@@ -274,6 +280,6 @@ def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, fl
     """Bytes of the mixer's first dropped residuals, not in memory while the feed-forward is differentiated; 0 if a
     middle segment is recomputed, too, which reads them and brings them back earlier.
     """
-    if any(name in dropped for made in outputs[1:-1] for name in made):
+    if any(name in dropped for segment_outputs in outputs[1:-1] for name in segment_outputs):
         return 0.0
     return sum(dropped.get(name, 0.0) for name in outputs[0])

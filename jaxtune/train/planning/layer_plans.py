@@ -27,7 +27,7 @@ class LayerPlans(Sequence[LayerPlan]):
         return len(self.placed)
 
     def __getitem__(self, index: Any) -> LayerPlan:
-        hows = (PLACEMENTS[at] for at in self.placed[index])
+        hows = (PLACEMENTS[placement] for placement in self.placed[index])
         return LayerPlan(**{r.name: how for r, how in zip(self._known, hows, strict=True)}).resolved(self._known)
 
 
@@ -58,9 +58,9 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
         }
         return [PLACEMENTS.index(how) for how, can in possible.items() if can]
 
-    chosen = np.array(list(itertools.product(*map(placements, groups))))
-    placed = np.full((len(chosen), len(parts.known)), PLACEMENTS.index("keep"))
-    for at, group in enumerate(groups):
+    combinations = np.array(list(itertools.product(*map(placements, groups))))
+    placed = np.full((len(combinations), len(parts.known)), PLACEMENTS.index("keep"))
+    for index, group in enumerate(groups):
         for residual in group:
-            placed[:, parts.known.index(residual)] = chosen[:, at]
+            placed[:, parts.known.index(residual)] = combinations[:, index]
     return LayerPlans(parts.known, placed)

@@ -33,22 +33,22 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
     machine; those of several share the rows (data=-1). ValueError if the GPU is refused, the host is too small for
     optimizer states or config.memory.plan is not for this model; no error if nothing fits.
     """
-    found, here = jax.devices(), jax.local_devices()[0]
-    if config.mesh is not None or len(found) == 1 or (here.platform == "cpu" and processes.count() == 1):
+    all_devices, local_device = jax.devices(), jax.local_devices()[0]
+    if config.mesh is not None or len(all_devices) == 1 or (local_device.platform == "cpu" and processes.count() == 1):
         return config.mesh or MeshConfig(), None
-    if here.platform == "cpu":
+    if local_device.platform == "cpu":
         return MeshConfig(data=-1), None
-    what = model()
-    limit = processes.smallest((here.memory_stats() or {}).get("bytes_limit"))
-    device = devices.find_device(here.device_kind, limit, sharing=devices.devices_here(len(found)))
+    trained_model = model()
+    limit = processes.smallest((local_device.memory_stats() or {}).get("bytes_limit"))
+    device = devices.find_device(local_device.device_kind, limit, sharing=devices.devices_here(len(all_devices)))
 
     def cost_on(mesh: MeshConfig) -> StepCost:
-        return step_cost(what, dataclasses.replace(config, mesh=mesh), **changes)
+        return step_cost(trained_model, dataclasses.replace(config, mesh=mesh), **changes)
 
-    budget_bytes, on_one_host = devices.budget(config, device), len(found) // processes.hosts()
+    budget_bytes, on_one_host = devices.budget(config, device), len(all_devices) // processes.hosts()
 
     def chosen() -> tuple[str, tuple[int, ...]]:
-        mesh, why = choose_mesh(cost_on, config, device, budget_bytes, len(found), on_one_host)
+        mesh, why = choose_mesh(cost_on, config, device, budget_bytes, len(all_devices), on_one_host)
         return why, mesh.sizes
 
     why, sizes = processes.of_first(chosen)
@@ -74,31 +74,37 @@ def choose_mesh(
       on_one_host: devices of one host; None: all.
     """
     rows = config.rows_per_step // (config.micro_batches or 1)
-    used = next(number for number in range(count, 0, -1) if rows % number == 0)
+    used_devices = next(number for number in range(count, 0, -1) if rows % number == 0)
     # Settings that config.py refuses in combination with mesh.fsdp.
     divides = not (config.optim.offload or config.evaluation.asking or config.objective.samples)
-    meshes = [MeshConfig(used // f, f) for f in range(1, used + 1) if used % f == 0 and (f == 1 or divides)]
-    found: dict[MeshConfig, Forecast] = {}
+    meshes = [
+        MeshConfig(used_devices // f, f)
+        for f in range(1, used_devices + 1)
+        if used_devices % f == 0 and (f == 1 or divides)
+    ]
+    forecasts: dict[MeshConfig, Forecast] = {}
     errors: dict[MeshConfig, PlanError] = {}
     for mesh in meshes:
         try:
-            found[mesh] = choose(cost_on(mesh), config, device, budget_bytes)
+            forecasts[mesh] = choose(cost_on(mesh), config, device, budget_bytes)
         except PlanError as error:
             errors[mesh] = error
-    if found:
+    if forecasts:
         near = count if on_one_host is None else on_one_host
-        on_a_host = [mesh for mesh in found if mesh.fsdp <= near] or list(found)
-        least = min(found[mesh].step_seconds for mesh in on_a_host)
-        alike = [mesh for mesh in on_a_host if found[mesh].step_seconds * _ALIKE <= least]
+        on_a_host = [mesh for mesh in forecasts if mesh.fsdp <= near] or list(forecasts)
+        least = min(forecasts[mesh].step_seconds for mesh in on_a_host)
+        alike = [mesh for mesh in on_a_host if forecasts[mesh].step_seconds * _ALIKE <= least]
         best = min(alike, key=lambda mesh: mesh.fsdp)
-        words = [f"mesh: {_name(best)}, {_figures(found[best])}"]
+        words = [f"mesh: {_name(best)}, {_figures(forecasts[best])}"]
     else:
         best = min(errors, key=lambda mesh: errors[mesh].smallest.peak_bytes)
         words = [f"mesh: {_name(best)}"]
-    words += [f"{_name(mesh)} {_figures(forecast)}" for mesh, forecast in found.items() if mesh != best]
+    words += [f"{_name(mesh)} {_figures(forecast)}" for mesh, forecast in forecasts.items() if mesh != best]
     words += [f"{_name(mesh)} needs {error.smallest.peak_bytes / 1e9:.1f} GB" for mesh, error in errors.items()]
-    if used < count:
-        words.append(f"{count - used} of {count} devices are left out: {rows} rows cannot be shared by them all")
+    if used_devices < count:
+        words.append(
+            f"{count - used_devices} of {count} devices are left out: {rows} rows cannot be shared by them all"
+        )
     return best, "; ".join(words)
 
 

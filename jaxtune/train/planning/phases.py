@@ -143,9 +143,10 @@ def phases_of(
     weights = parts.frozen_bytes + parts.resident_bytes(plan.residuals.resident)
     trained, states = trained_bytes(parts), fixed["optimizer states"]
     start = partition.bytes_per_device(given, weight_parts)
-    here = max(parts.devices // processes.count(), 1)  # devices whose host memory is this process's
-    used, saved = here * forecast.host_bytes, min(here, weight_parts) * saved_bytes(parts)
-    pinned = min(pool_bytes(used), max(used, here * device.host_bytes))  # XLA lets its pool grow no further
+    local_devices = max(parts.devices // processes.count(), 1)  # devices whose host memory is this process's
+    hosted_bytes, saved = local_devices * forecast.host_bytes, min(local_devices, weight_parts) * saved_bytes(parts)
+    # XLA lets its pool grow no further.
+    pinned = min(pool_bytes(hosted_bytes), max(hosted_bytes, local_devices * device.host_bytes))
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     forward = forward_bytes(parts, tokens, plan.chunk_tokens, device)
     between = parts.fixed_bytes(plan.micro_batches, plan.residuals.resident)
@@ -153,29 +154,29 @@ def phases_of(
     less_rows = "fewer rows_per_step, or more micro_batches"
 
     loading, arriving = loading_bytes(model, parts.dtype.itemsize, config.model.load_in in LOADED)
-    found = [
+    phases = [
         Phase("load", weights + start + loading, arriving, "model.load_in=nf4"),
         Phase("resume", weights + trained + states, min(saved, READ_AT_ONCE_BYTES), "a device with more memory"),
     ]
     if config.objective.name in ("dpo", "kto"):
         codes = fixed.get(TRANSPOSED_CODES, 0.0)
-        found.append(Phase("reference", weights + codes + trained + states + forward, 0.0, less_rows))
-    found.append(Phase("step", step, pinned, less_rows))
+        phases.append(Phase("reference", weights + codes + trained + states + forward, 0.0, less_rows))
+    phases.append(Phase("step", step, pinned, less_rows))
     if config.data.eval is not None or config.data.eval_rows:
-        found.append(Phase("evaluate", between + forward, 0.0, less_rows))
-    for name, own in slots.items():
-        sampling = between + own.bytes + own.converted_bytes + prefill_bytes(parts, device)
-        found.append(Phase(name, sampling, 0.0, _SHORTER[name]))
+        phases.append(Phase("evaluate", between + forward, 0.0, less_rows))
+    for name, slot_plan in slots.items():
+        sampling = between + slot_plan.bytes + slot_plan.converted_bytes + prefill_bytes(parts, device)
+        phases.append(Phase(name, sampling, 0.0, _SHORTER[name]))
     if config.checkpoint.saves:
         # What the step pinned stays pinned while a copy of the state is written.
-        found.append(Phase("save", between, pinned + saved, _LESS_SAVED))
+        phases.append(Phase("save", between, pinned + saved, _LESS_SAVED))
     if sampled is not None:
         asking = weights + trained + start + sampled.bytes(parts, device)
-        found.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
+        phases.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
     adapted = has_adapter(model)
     if config.export.merged or (config.export.adapter and adapted):
         merging, host = merge_bytes(model) if config.export.merged else (0, 0)
-        found.append(
+        phases.append(
             Phase(
                 "export",
                 weights + trained + start + merging,
@@ -183,7 +184,7 @@ def phases_of(
                 f"export.merged=false, then `{spelled('export')}` on a machine with more memory",
             )
         )
-    return found
+    return phases
 
 
 def phase_lines(
@@ -199,26 +200,26 @@ def phase_lines(
     device = ", ".join(f"{phase.name} {phase.device_bytes / 1e9:.2f}" for phase in phases)
     host = ", ".join(f"{phase.name} {phase.host_bytes / 1e9:.2f}" for phase in phases if phase.host_bytes >= 1e7)
     room = "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f}"
-    found = [f"  memory of each phase: {device} GB{room}; in host memory {host or 'nothing'}{' GB' if host else ''}"]
-    found += phase_warnings(phases, budget_bytes, host_bytes)
-    found += [] if sampled is None else [f"  {sampled}"]
-    return found + [f"  sampling in phase {name}: {own}" for name, own in slots.items()]
+    lines = [f"  memory of each phase: {device} GB{room}; in host memory {host or 'nothing'}{' GB' if host else ''}"]
+    lines += phase_warnings(phases, budget_bytes, host_bytes)
+    lines += [] if sampled is None else [f"  {sampled}"]
+    return lines + [f"  sampling in phase {name}: {slot_plan}" for name, slot_plan in slots.items()]
 
 
 def phase_warnings(phases: Sequence[Phase], budget_bytes: float | None, host_bytes: float | None) -> list[str]:
     """A line, with the remedy, for each phase and memory, of device or host, that is too small; nothing is refused."""
-    found = []
+    lines = []
     for phase in phases:
-        for need, there, what in (
+        for need, room, side in (
             (phase.device_bytes, budget_bytes, "device"),
             (phase.host_bytes, host_bytes, "host"),
         ):
-            if there is not None and need > there:
-                found.append(
-                    f"warning: {phase.name} will need {need / 1e9:.2f} GB of {there / 1e9:.2f} GB of {what} memory: "
+            if room is not None and need > room:
+                lines.append(
+                    f"warning: {phase.name} will need {need / 1e9:.2f} GB of {room / 1e9:.2f} GB of {side} memory: "
                     f"{phase.remedy}"
                 )
-    return found
+    return lines
 
 
 @contextlib.contextmanager

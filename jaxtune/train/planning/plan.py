@@ -52,9 +52,9 @@ class StepPlan:
         """JSON values of the plan, for checkpoints, other processes and the record of failed plans."""
         text = residuals_text(self.residuals)
         hosted = {"embeddings": self.table_on_host, "optimizer_states": self.states_on_host}
-        places = {what: "host" for what, on_host in hosted.items() if on_host}
-        places |= {"transposed_codes": "device"} if self.transposed_codes else {}
-        return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **places}
+        placements = {name: "host" for name, on_host in hosted.items() if on_host}
+        placements |= {"transposed_codes": "device"} if self.transposed_codes else {}
+        return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **placements}
 
     @classmethod
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
@@ -63,8 +63,8 @@ class StepPlan:
         """
         plan = parse_residuals(record["residuals"], num_layers, residuals)
         tables = "host" in (record.get("embeddings"), record.get("per_layer_embeddings"))
-        places = tables, record.get("optimizer_states") == "host", record.get("transposed_codes") == "device"
-        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), *places)
+        placements = tables, record.get("optimizer_states") == "host", record.get("transposed_codes") == "device"
+        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), *placements)
 
 
 def residuals_text(plan: ResidualPlan) -> str:
@@ -75,12 +75,12 @@ def residuals_text(plan: ResidualPlan) -> str:
             groups[-1] = (groups[-1][0], index, layer)
         else:
             groups.append((index, index, layer))
-    more = [] if plan.tile_tokens is None else [f"tile={plan.tile_tokens}"]
-    more += [f"whole={plan.whole_weights}"] if plan.whole_weights else []
-    more += [f"resident={plan.resident}"] if plan.resident else []
+    suffixes = [] if plan.tile_tokens is None else [f"tile={plan.tile_tokens}"]
+    suffixes += [f"whole={plan.whole_weights}"] if plan.whole_weights else []
+    suffixes += [f"resident={plan.resident}"] if plan.resident else []
     if len(groups) == 1:
-        return "; ".join([str(groups[0][2]), *more])
-    return "; ".join([*(f"{first}-{last}: {layer}" for first, last, layer in groups), *more])
+        return "; ".join([str(groups[0][2]), *suffixes])
+    return "; ".join([*(f"{first}-{last}: {layer}" for first, last, layer in groups), *suffixes])
 
 
 def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -> ResidualPlan:
@@ -89,23 +89,23 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
     for layers named twice or not at all.
     """
     layers: list[LayerPlan | None] = [None] * num_layers
-    first_part, *parts = text.split(";")
+    first_part, *sections = text.split(";")
     numbers: dict[str, int] = {}
-    while parts and (match := re.fullmatch(r"\s*(tile|whole|resident)\s*=\s*([1-9]\d*)\s*", parts[-1])):
+    while sections and (match := re.fullmatch(r"\s*(tile|whole|resident)\s*=\s*([1-9]\d*)\s*", sections[-1])):
         numbers[match[1]] = int(match[2])
-        parts.pop()
+        sections.pop()
     try:
         for word in ("whole", "resident"):
             if numbers.get(word, 0) > num_layers:
                 raise ValueError(f"{word}={numbers[word]} is more than the model's {num_layers} layers")
-        for part in [first_part, *parts]:
-            match = re.fullmatch(r"\s*(?:(\d+)(?:-(\d+))?\s*:)?(.*)", part, re.DOTALL)
+        for section in [first_part, *sections]:
+            match = re.fullmatch(r"\s*(?:(\d+)(?:-(\d+))?\s*:)?(.*)", section, re.DOTALL)
             assert match is not None
             first = int(match[1]) if match[1] else 0
             last = int(match[2] or match[1]) if match[1] else num_layers - 1
             if not first <= last < num_layers:
-                known = f"0-{num_layers - 1}"
-                raise ValueError(f"layers {first}-{last} are not in a model of {num_layers} layers ({known})")
+                layer_plans = f"0-{num_layers - 1}"
+                raise ValueError(f"layers {first}-{last} are not in a model of {num_layers} layers ({layer_plans})")
             plan = _parse_layer(match[3], residuals)
             for index in range(first, last + 1):
                 if layers[index] is not None:
@@ -120,29 +120,29 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
             f"memory.plan = {text!r}: {error}. Residuals: {names}; placements: {', '.join(PLACEMENTS)}; "
             "layers: 0-11: recompute; 12-31: keep"
         ) from None
-    known = tuple(layer for layer in layers if layer is not None)
-    return ResidualPlan(known, numbers.get("tile"), numbers.get("whole", 0), numbers.get("resident", 0))
+    layer_plans = tuple(layer for layer in layers if layer is not None)
+    return ResidualPlan(layer_plans, numbers.get("tile"), numbers.get("whole", 0), numbers.get("resident", 0))
 
 
 def _parse_layer(text: str, residuals: Sequence[Residual]) -> LayerPlan:
     """The plan of one layer from text such as "recompute, layer_input=offload"."""
-    rest: Placement = "keep"
+    default: Placement = "keep"
     named: dict[str, Placement] = {}
-    known = [residual.name for residual in residuals]
+    names = [residual.name for residual in residuals]
     for position, item in enumerate(text.split(",")):
         name, equals, placement = (piece.strip() for piece in item.partition("="))
         if not equals and position == 0 and name in PLACEMENTS:
-            rest = cast(Placement, name)
+            default = cast(Placement, name)
         elif not equals:
-            near = difflib.get_close_matches(name, [*known, *PLACEMENTS], 1)
+            near = difflib.get_close_matches(name, [*names, *PLACEMENTS], 1)
             hint = f" (nearest: {near[0]})" if near else ""
             raise ValueError(
                 f"cannot read {item.strip()!r}{hint}; write {', '.join(PLACEMENTS)}, or residual=placement"
             )
-        elif name not in known:
-            raise ValueError(f"cannot read {item.strip()!r}: {unknown_residual(name, known)}")
+        elif name not in names:
+            raise ValueError(f"cannot read {item.strip()!r}: {unknown_residual(name, names)}")
         else:
             named[name] = placement  # type: ignore[assignment]
-    if rest == "fp8" and not any(residual.in_fp8 for residual in residuals):
+    if default == "fp8" and not any(residual.in_fp8 for residual in residuals):
         raise ValueError("no residual of this model is kept in FP8; those of an MLP are, where model.compute is fp8")
-    return LayerPlan(rest, **named).resolved(residuals)
+    return LayerPlan(default, **named).resolved(residuals)

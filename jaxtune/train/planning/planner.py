@@ -33,8 +33,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 def refused_bytes(error: BaseException) -> float | None:
     """Bytes of the refused allocation in an XLA error ("trying to allocate 1.98GiB"); None if it names none."""
-    found = re.search(r"trying to allocate ([\d.]+) ?(bytes|[KMGT]iB)", str(error))
-    return None if found is None else float(found[1]) * 1024.0 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(found[2])
+    amount = re.search(r"trying to allocate ([\d.]+) ?(bytes|[KMGT]iB)", str(error))
+    return (
+        None if amount is None else float(amount[1]) * 1024.0 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(amount[2])
+    )
 
 
 class Planner:
@@ -189,17 +191,19 @@ class Planner:
 
         def found() -> list[Any]:
             try:
-                chosen, smallest = next_plan(self._cost, self.config, self.device, self.room, self._failed, resident)
-                return [chosen.plan.to_record(), smallest, None]
+                next_forecast, smallest = next_plan(
+                    self._cost, self.config, self.device, self.room, self._failed, resident
+                )
+                return [next_forecast.plan.to_record(), smallest, None]
             except PlanError as error:
                 return [error.smallest.plan.to_record(), True, [error.budget_bytes, error.compiled, error.need_bytes]]
 
         record, smallest, refused = processes.of_first(found)
-        chosen = forecast(self._cost, self._recorded(record), self.device)
+        next_forecast = forecast(self._cost, self._recorded(record), self.device)
         if refused is None:
-            return chosen, smallest
-        budget, *tried = refused
-        raise PlanError(chosen, budget, self._fixes(goal(budget, self._failed) or budget), *tried)
+            return next_forecast, smallest
+        budget, *error_facts = refused
+        raise PlanError(next_forecast, budget, self._fixes(goal(budget, self._failed) or budget), *error_facts)
 
     def _fixes(self, budget_bytes: float) -> list[str]:
         data = dataclasses.replace(self.config.data, length=self._cost.length)
@@ -210,9 +214,9 @@ class Planner:
         """Device bytes of a step at its peak: temporaries and new outputs of the largest of its `programs`
         (jax.stages.Compiled), and what is always there. Workspace that vendor libraries choose at run time is missing.
         """
-        needs = []
+        program_bytes = []
         for program in programs:
             analysis = program.memory_analysis()
             added = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-            needs.append(analysis.temp_size_in_bytes + max(added, 0))
-        return self.cost.fixed_bytes(self.plan.micro_batches, self.plan.residuals.resident) + max(needs)
+            program_bytes.append(analysis.temp_size_in_bytes + max(added, 0))
+        return self.cost.fixed_bytes(self.plan.micro_batches, self.plan.residuals.resident) + max(program_bytes)

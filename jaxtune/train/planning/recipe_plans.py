@@ -56,16 +56,16 @@ def parameters_of(shape: DecoderConfig) -> int:
 def forecast(recipe: str, card: str) -> dict[str, float] | None:
     """{"gb": peak, "tokens_per_second"} of the best plan; None: none fits."""
     # Costs have fitted numbers of the cards that were measured: H100, and H200 for all others.
-    config, parts, _ = costs(recipe, "H100" if card == "H100" else "")
+    config, step_costs, _ = costs(recipe, "H100" if card == "H100" else "")
     device = devices.find_device(card)
     budget = devices.budget(config, device)
     assert budget is not None
     with planned_for(card):
         try:
-            found, _ = search.next_plan(parts, config, device, search.Room(budget, devices.limit(config, device)))
+            best, _ = search.next_plan(step_costs, config, device, search.Room(budget, devices.limit(config, device)))
         except PlanError:
             return None
-    return {"gb": round(found.peak_bytes / 1e9, 2), "tokens_per_second": float(f"{found.tokens_per_second:.3g}")}
+    return {"gb": round(best.peak_bytes / 1e9, 2), "tokens_per_second": float(f"{best.tokens_per_second:.3g}")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +120,10 @@ def nearest(card: str) -> str:
     devices.find_device(card)
     sheet = data_sheet(card)
     assert sheet is not None
-    sheets = [(name, found) for name in CARDS if (found := data_sheet(name)) is not None]
-    fitting = [(name, found) for name, found in sheets if found.memory_gib <= sheet.memory_gib]
+    sheets = [(name, card_sheet) for name in CARDS if (card_sheet := data_sheet(name)) is not None]
+    fitting = [(name, card_sheet) for name, card_sheet in sheets if card_sheet.memory_gib <= sheet.memory_gib]
     if not fitting:
         raise ValueError(f"{card}: its {sheet.memory_gib:g} GB are less than any packaged recipe was planned for")
-    return min(fitting, key=lambda one: (-one[1].memory_gib, abs(one[1].bf16_tflops - sheet.bf16_tflops), one[0]))[0]
+    return min(
+        fitting, key=lambda entry: (-entry[1].memory_gib, abs(entry[1].bf16_tflops - sheet.bf16_tflops), entry[0])
+    )[0]

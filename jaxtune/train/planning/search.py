@@ -75,8 +75,8 @@ class Room:
         """
         if self.budget_bytes is None or self.limit_bytes is None:
             return True
-        within = self.budget_bytes * (1 + _EXCESS)
-        return need_bytes <= (max(within, self.limit_bytes) if smallest else within)
+        allowed_bytes = self.budget_bytes * (1 + _EXCESS)
+        return need_bytes <= (max(allowed_bytes, self.limit_bytes) if smallest else allowed_bytes)
 
 
 def short_bytes(room: Room, refused: float | None, free: float | None) -> float | None:
@@ -96,8 +96,8 @@ def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
     """
     if not failed:
         return budget_bytes
-    ratios = [one.ratio for one in failed]
-    least = min(one.goal(budget_bytes) for one in failed)
+    ratios = [failure.ratio for failure in failed]
+    least = min(failure.goal(budget_bytes) for failure in failed)
     return least if len(failed) == 1 else least / max(max(ratios) / min(ratios), _DIFFER)
 
 
@@ -115,20 +115,20 @@ def next_plan(
     """
     if len(failed) < _BEFORE_SMALLEST:
         try:
-            plans = [one.plan for one in failed if one.short_bytes is None]
+            plans = [failure.plan for failure in failed if failure.short_bytes is None]
             budget = least = goal(room.budget_bytes, failed)
             if len(failed) == 1 and failed[0].need_bytes is not None:
                 budget = room.budget_bytes
             alike = math.inf if least is None else least
-            found = choose(parts, config, device, budget, resident=resident, unlike=plans, alike_bytes=alike)
-            return found, False
+            fastest = choose(parts, config, device, budget, resident=resident, unlike=plans, alike_bytes=alike)
+            return fastest, False
         except PlanError:
             pass  # forecasts may be too high, so the smallest plan is still tried
     smallest = smallest_plan(parts, config, device, resident)
     budget = room.budget_bytes if room.budget_bytes is not None else smallest.peak_bytes / _MORE
-    for one in failed:
-        if one.plan == smallest.plan:
-            raise PlanError(smallest, budget, compiled=True, need_bytes=one.need_bytes)
+    for failure in failed:
+        if failure.plan == smallest.plan:
+            raise PlanError(smallest, budget, compiled=True, need_bytes=failure.need_bytes)
     if room.limit_bytes is not None and smallest.peak_bytes > room.limit_bytes:
         raise PlanError(smallest, budget)
     return smallest, True

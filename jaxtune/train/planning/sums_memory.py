@@ -37,13 +37,13 @@ class SumsMemory:
         """Bytes of `values` that XLA places there, largest first. layers: first layers whose sums have no gradients
         yet. backward: the last of these is in its backward, when the head's sum has its gradient.
         """
-        around = sorted(self.around)[: -1 if backward else None]  # the head's gradient is there in the backward
-        free = np.sort([*around, *(size for layer in self.layers[:layers] for size in layer)])
-        taken = found = 0.0
+        around_sizes = sorted(self.around)[: -1 if backward else None]  # the head's gradient is there in the backward
+        free = np.sort([*around_sizes, *(size for layer in self.layers[:layers] for size in layer)])
+        used_sums = placed_bytes = 0.0
         for size, number in sorted(values, reverse=True):
-            fit = min(number, max(len(free) - np.searchsorted(free, size) - taken, 0.0))
-            taken, found = taken + fit, found + fit * size
-        return float(found)
+            fit = min(number, max(len(free) - np.searchsorted(free, size) - used_sums, 0.0))
+            used_sums, placed_bytes = used_sums + fit, placed_bytes + fit * size
+        return float(placed_bytes)
 
     def copies(self, layers: int, bytes_of_all: float) -> _Values:
         """Copies of the first `layers` layers' weights in the compute dtype. bytes_of_all: of all layers."""
@@ -63,10 +63,10 @@ def sums_memory(model: Decoder, kept: nnx.State, config: TrainConfig, devices: i
         return [nbytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.ndim > 1]
 
     layers = tuple(tuple(sizes(layer)) for layer in kept.get("layers", {}).values())
-    around = sizes({name: part for name, part in kept.items() if name != "layers"})
+    around_sizes = sizes({name: weights for name, weights in kept.items() if name != "layers"})
     in_bf16 = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(kept))
     if in_bf16:
-        return SumsMemory(layers, tuple(around))
+        return SumsMemory(layers, tuple(around_sizes))
     head = model.head_variable
     return SumsMemory(layers, head=4.0 * math.prod(head.shape) if isinstance(head, nnx.Param) else 0.0)
 
@@ -88,27 +88,27 @@ def in_sums(
     """
     if plan.micro_batches > 1 or not sums.layers:
         return lambda layers, backward: 0.0
-    each = {layer: _kept(kinds, counts, layer, known, tokens) for layer in set(plan.residuals.layers)}
+    residuals_of = {layer: _kept(kinds, counts, layer, known, tokens) for layer in set(plan.residuals.layers)}
 
     def found(layers: int, backward: bool) -> float:
         groups = collections.Counter(plan.residuals.layers[:layers])
-        kept = [(size, count * number) for layer, count in groups.items() for size, number in each[layer]]
-        return sums.bytes(kept + sums.copies(layers, cast_bytes), layers, backward) + sums.head
+        values = [(size, count * number) for layer, count in groups.items() for size, number in residuals_of[layer]]
+        return sums.bytes(values + sums.copies(layers, cast_bytes), layers, backward) + sums.head
 
     return found
 
 
 def _kept(
-    kinds: Sequence[LayerKind], counts: Sequence[int], plan: LayerPlan, known: Sequence[Residual], tokens: float
+    kinds: Sequence[LayerKind], counts: Sequence[int], plan: LayerPlan, residuals: Sequence[Residual], tokens: float
 ) -> _Values:
     """Residuals on the device under `plan`: each one's largest size in any kind, and how many the mean layer has."""
-    found = []
-    for name in plan.named("keep", known):
+    values = []
+    for name in plan.named("keep", residuals):
         sizes = [
             (kind.residual_bytes(name, tokens), count)
             for kind, count in zip(kinds, counts, strict=True)
             if name in kind.residuals
         ]
         if (largest := max((size for size, _ in sizes), default=0.0)) > 0:
-            found.append((largest, sum(size * count for size, count in sizes) / largest / sum(counts)))
-    return found
+            values.append((largest, sum(size * count for size, count in sizes) / largest / sum(counts)))
+    return values

@@ -60,8 +60,8 @@ class TeacherPass:
 
     def planner(self, teacher: Decoder, length: int | None = None) -> ForwardPlanner:
         """A planner of the pass, with the student's weights beside. length: tokens of a row; None: the run's."""
-        beside = partition.bytes_per_device(self.student, self.shape.parts)
-        return ForwardPlanner(teacher, self.own_config, length or self.length, self.device, beside)
+        student_bytes = partition.bytes_per_device(self.student, self.shape.parts)
+        return ForwardPlanner(teacher, self.own_config, length or self.length, self.device, student_bytes)
 
     @functools.cached_property
     def phase(self) -> Phase:
@@ -70,8 +70,8 @@ class TeacherPass:
         planner = self.planner(teacher)
         need, host = self._need(teacher, planner)
         budget = planner.budget_bytes
-        fits = budget is None or need <= budget
-        remedy = ", or ".join([*self._changes(teacher, None if fits else budget), _FROM_ELSEWHERE])
+        is_within = budget is None or need <= budget
+        remedy = ", or ".join([*self._changes(teacher, None if is_within else budget), _FROM_ELSEWHERE])
         return Phase("teacher", need, host, remedy)
 
     def warnings(self) -> list[str]:
@@ -100,10 +100,10 @@ class TeacherPass:
         half, a quarter ... of the tokens, down to 256.
         """
 
-        def fits(made: Callable[[], Decoder], length: int | None = None) -> bool:
+        def fits(make_teacher: Callable[[], Decoder], length: int | None = None) -> bool:
             if budget_bytes is None:
                 return True
-            changed = made()
+            changed = make_teacher()
             return self._need(changed, self.planner(changed, length))[0] <= budget_bytes
 
         if self.given is None and stored_in(teacher) is None and fits(lambda: self.teacher("nf4")):

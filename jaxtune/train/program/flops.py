@@ -28,23 +28,23 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
     matmul += head.size
     trained += head.size if isinstance(head, nnx.Param) else 0
 
-    beside, widths = 0.0, collections.Counter[int | None]()  # of attentions, by their window
+    other_flops, widths = 0.0, collections.Counter[int | None]()  # of attentions, by their window
     for layer, spec in zip(model.layers, config.layers, strict=True):
         for segment in layer.segments():
             # Work that is neither a matrix nor attention counts twice in the backward, once for each argument.
-            beside += 3 * segment.token_flops
+            other_flops += 3 * segment.token_flops
             widths[spec.window] += segment.attention_width
             for matrix in (matrix_of(layer, name) for name in segment.matrices):
                 size = weights_per_token(segment, matrix)
                 matmul += size
                 trained += size if isinstance(matrix.weight, nnx.Param) else 0
                 if matrix.lora is not None:
-                    whole, experts = matrix.lora.a.size + matrix.lora.b.size, matrix.num_experts
-                    adapters += whole // experts * segment.experts_per_token if experts else whole
+                    adapter_size, experts = matrix.lora.a.size + matrix.lora.b.size, matrix.num_experts
+                    adapters += adapter_size // experts * segment.experts_per_token if experts else adapter_size
 
     def flops(lengths: np.ndarray) -> float:
         tokens = int(lengths.sum())
-        return beside * tokens + model_flops_per_step(
+        return other_flops * tokens + model_flops_per_step(
             tokens=tokens,
             matmul_params=matmul,
             trained_matmul_params=trained,

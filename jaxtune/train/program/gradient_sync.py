@@ -84,9 +84,9 @@ class GradientSync:
         on a device, whether `fsdp` divides it) of each.
         """
         names = tuple(axis.name for axis in partition.AXES)
-        rest = tuple(name for name in names if name != partition.TENSORS)
-        found: list[Buffer] = []
-        for kind, axes, devices in ((False, names, shape.size), (True, rest, shape.copies)):
+        other_axes = tuple(name for name in names if name != partition.TENSORS)
+        buffers: list[Buffer] = []
+        for kind, axes, devices in ((False, names, shape.size), (True, other_axes, shape.copies)):
             joined: list[int] = []
             numbers = 0
             for index, (size, is_divided) in enumerate(tensors):
@@ -94,13 +94,13 @@ class GradientSync:
                     continue
                 size += -size % low_format.BLOCK
                 if joined and numbers + size > _JOINED:
-                    found.append(Buffer(tuple(joined), numbers, axes, devices))
+                    buffers.append(Buffer(tuple(joined), numbers, axes, devices))
                     joined, numbers = [], 0
                 joined.append(index)
                 numbers += size
             if joined:
-                found.append(Buffer(tuple(joined), numbers, axes, devices))
-        return found
+                buffers.append(Buffer(tuple(joined), numbers, axes, devices))
+        return buffers
 
     def error_sizes(self, trainable, shape: MeshShape) -> dict[str, list[int]]:
         """{"sent", "summed" and, in int4, "usual": numbers that a device keeps for each buffer}; {} without error
@@ -109,10 +109,12 @@ class GradientSync:
         if not self.feedback or shape.size == 1:
             return {}
         leaves = jax.tree.leaves(partition.divided_into(trainable, shape.parts), is_leaf=_is_shard)
-        whole = [leaf.array if _is_shard(leaf) else leaf for leaf in leaves]  # the Shards are of whole arrays
-        sizes = [math.prod(array.shape) for array in whole]
+        arrays = [leaf.array if _is_shard(leaf) else leaf for leaf in leaves]  # the Shards are of whole arrays
+        sizes = [math.prod(array.shape) for array in arrays]
         divided = [_is_shard(leaf) for leaf in leaves]
-        tensors = [(n // shape.parts if cut else n, cut) for n, cut in zip(sizes, divided, strict=True)]
+        tensors = [
+            (n // shape.parts if is_divided else n, is_divided) for n, is_divided in zip(sizes, divided, strict=True)
+        ]
         buffers = self.buffers(tensors, shape)
         sizes = {"sent": [b.size for b in buffers], "summed": [b.part for b in buffers]}
         return sizes | ({"usual": sizes["sent"]} if self.format == "int4" else {})
@@ -120,16 +122,16 @@ class GradientSync:
     def first_errors(self, trainable, shape: MeshShape) -> dict[str, list[jax.Array]]:
         """Zeros bfloat16[devices, n] for each buffer, by the names of `error_sizes`."""
         sizes = self.error_sizes(trainable, shape)
-        return {name: [jnp.zeros((shape.size, n), ERRORS) for n in one] for name, one in sizes.items()}
+        return {name: [jnp.zeros((shape.size, n), ERRORS) for n in counts] for name, counts in sizes.items()}
 
     def bytes_on_device(self, trainable, shape: MeshShape) -> tuple[float, float]:
         """(bytes of the errors on a device, bytes that the update takes for new errors and buffers). The sums replace
         the gradients, and take none.
         """
         sizes = self.error_sizes(trainable, shape)
-        kept = sum(map(sum, sizes.values())) * float(jnp.dtype(ERRORS).itemsize)
+        error_bytes = sum(map(sum, sizes.values())) * float(jnp.dtype(ERRORS).itemsize)
         every = dataclasses.replace(self, feedback=True).error_sizes(trainable, shape).get("sent", [])
-        return kept, kept + _UPDATE_BYTES[self.format] * sum(sorted(every)[-2:])
+        return error_bytes, error_bytes + _UPDATE_BYTES[self.format] * sum(sorted(every)[-2:])
 
     def added(self, gradients, errors, shape: MeshShape, unit: jax.Array, key: jax.Array):
         """(sums of all devices' gradients, new errors), within `partition.divided`.
@@ -148,57 +150,57 @@ class GradientSync:
         buffers = self.buffers(tensors, shape)
         for index, buffer in enumerate(buffers):
             its = [arrays[i] for i in buffer.tensors]
-            kept = {name: of_buffers[index] for name, of_buffers in errors.items()}
+            buffer_errors = {name: of_buffers[index] for name, of_buffers in errors.items()}
             if index > 1:  # it waits for the buffer before the last, so that two are on their way at a time
                 before = buffers[index - 2].tensors
                 results = [arrays[i] for i in before], {name: of_buffers[index - 2] for name, of_buffers in new.items()}
-                (its, kept), (summed, lost) = optimization_barrier(((its, kept), results))
+                (its, buffer_errors), (summed, lost) = optimization_barrier(((its, buffer_errors), results))
                 for i, array in zip(before, summed, strict=True):
                     arrays[i] = array
                 for name, of_buffer in lost.items():
                     new[name][index - 2] = of_buffer
-            its, lost = self._added(buffer, its, kept, unit, seed, 2 * index)
+            its, lost = self._added(buffer, its, buffer_errors, unit, seed, 2 * index)
             for i, array in zip(buffer.tensors, its, strict=True):
                 arrays[i] = array
             for name, of_buffer in lost.items():
                 new[name].append(of_buffer)
-        done = [
+        summed_leaves = [
             dataclasses.replace(leaf, array=array) if _is_shard(leaf) else array
             for leaf, array in zip(leaves, arrays, strict=True)
         ]
-        return jax.tree.unflatten(structure, done), new
+        return jax.tree.unflatten(structure, summed_leaves), new
 
     def _added(self, buffer: Buffer, tensors: list[jax.Array], errors, unit: jax.Array, seed, stream: int):
         """`added` for one buffer. seed: uint32[2]; None: round to nearest. stream: of random numbers for the first leg;
         the second uses the next.
         """
-        flat = [one.reshape(-1).astype(jnp.float32) for one in tensors]
-        mine = jnp.concatenate([jnp.pad(one, (0, -one.size % low_format.BLOCK)) for one in flat])
+        flat = [tensor.reshape(-1).astype(jnp.float32) for tensor in tensors]
+        mine = jnp.concatenate([jnp.pad(tensor, (0, -tensor.size % low_format.BLOCK)) for tensor in flat])
         mine = jnp.pad(mine, (0, buffer.size - buffer.numbers))
         new: dict[str, jax.Array] = {}
         if errors:
             mine += errors["sent"].astype(jnp.float32) * unit
-        weights = own = 1.0
+        weights = shard_weights = 1.0
         if "usual" in errors:
             weights = low_format.weights_in_blocks(errors["usual"].astype(jnp.float32))
-            own = weights.reshape(buffer.devices, buffer.part)[jax.lax.axis_index(buffer.axes)]
+            shard_weights = weights.reshape(buffer.devices, buffer.part)[jax.lax.axis_index(buffer.axes)]
             mine /= weights
-        parts = mine.reshape(buffer.devices, buffer.part)
-        part, lost = low_format.reduce_scatter(parts, buffer.axes, self.format, seed, stream)
+        shards = mine.reshape(buffer.devices, buffer.part)
+        shard, lost = low_format.reduce_scatter(shards, buffer.axes, self.format, seed, stream)
         if errors:
             new["sent"] = (lost.reshape(-1) * weights / unit).astype(ERRORS)
-            part += errors["summed"].astype(jnp.float32) * unit / own
-        whole, lost = low_format.all_gather(part, buffer.axes, self.format, seed, stream + 1)
+            shard += errors["summed"].astype(jnp.float32) * unit / shard_weights
+        total, lost = low_format.all_gather(shard, buffer.axes, self.format, seed, stream + 1)
         if errors:
-            new["summed"] = (lost * own / unit).astype(ERRORS)
-        whole, start, sums = whole.reshape(-1) * weights, 0, []
+            new["summed"] = (lost * shard_weights / unit).astype(ERRORS)
+        total, start, sums = total.reshape(-1) * weights, 0, []
         if "usual" in errors:
             squares = jnp.square(errors["usual"].astype(jnp.float32))
-            squares += (1 - _DECAY) * (jnp.square(whole / unit) - squares)
+            squares += (1 - _DECAY) * (jnp.square(total / unit) - squares)
             new["usual"] = jnp.sqrt(squares).astype(ERRORS)
-        for one in tensors:
-            sums.append(whole[start : start + one.size].reshape(one.shape).astype(one.dtype))
-            start += one.size + -one.size % low_format.BLOCK
+        for tensor in tensors:
+            sums.append(total[start : start + tensor.size].reshape(tensor.shape).astype(tensor.dtype))
+            start += tensor.size + -tensor.size % low_format.BLOCK
         return sums, new
 
 
@@ -222,11 +224,11 @@ def as_saved(like, saved: Mapping):
         sizes = sync.error_sizes(like.trainable, shape)
         if str(sync) not in saved["numerics"]["gradients"]:  # an older version's int4, which had no usual sizes
             sizes.pop("usual", None)
-    errors = {name: [jax.ShapeDtypeStruct((shape.size, n), ERRORS) for n in one] for name, one in sizes.items()}
+    errors = {name: [jax.ShapeDtypeStruct((shape.size, n), ERRORS) for n in counts] for name, counts in sizes.items()}
     leaf = next(iter(jax.tree.leaves(like.sync_errors)), None)
-    here = leaf is not None and MeshShape.of(leaf.sharding.mesh) == shape
-    same = jax.tree.map(jnp.shape, errors) == jax.tree.map(jnp.shape, like.sync_errors)
-    return like if same and (here or not sizes) else dataclasses.replace(like, sync_errors=errors)
+    on_this_mesh = leaf is not None and MeshShape.of(leaf.sharding.mesh) == shape
+    same_shapes = jax.tree.map(jnp.shape, errors) == jax.tree.map(jnp.shape, like.sync_errors)
+    return like if same_shapes and (on_this_mesh or not sizes) else dataclasses.replace(like, sync_errors=errors)
 
 
 def fitted(state, like, note: Callable[[list[str]], object]):
@@ -237,7 +239,7 @@ def fitted(state, like, note: Callable[[list[str]], object]):
         return state
     if jax.tree.structure(state.sync_errors) == jax.tree.structure(like.sync_errors):
         pairs = zip(*map(jax.tree.leaves, (state.sync_errors, like.sync_errors)), strict=True)
-        if all(leaf.sharding == wanted.sharding for leaf, wanted in pairs):
+        if all(leaf.sharding == like_leaf.sharding for leaf, like_leaf in pairs):
             return state
         text = "mesh.gradient_sync: the errors in the checkpoint are of another mesh; error feedback starts from zero"
     elif state.sync_errors and like.sync_errors:

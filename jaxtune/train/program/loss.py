@@ -84,12 +84,12 @@ NO_AUX_LOSSES = AuxLosses()
 
 def declared_losses(model: Decoder) -> AuxLosses:
     """The losses that the layers declare, each once, with the coefficients of the model's config.json."""
-    found: dict[str, tuple[str, AuxLoss, float]] = {}
+    losses: dict[str, tuple[str, AuxLoss, float]] = {}
     for layer in model.layers:
         for name, segment in layer.aux.items():
             for loss in segment.aux:
-                found.setdefault(loss.name, (name, loss, loss.coefficient))
-    return AuxLosses(tuple(found.values()))
+                losses.setdefault(loss.name, (name, loss, loss.coefficient))
+    return AuxLosses(tuple(losses.values()))
 
 
 def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
@@ -149,8 +149,8 @@ class Forward:
         if self._aux_losses.losses:
             # A loss may be a product of sums over the rows of all devices.
             sums = {name: partition.total(values[name]) for name in self._aux_losses.made_of}
-            found = self._aux_losses.values(sums)
-            self.aux = found if self.aux is None else self.aux + found
+            losses = self._aux_losses.values(sums)
+            self.aux = losses if self.aux is None else self.aux + losses
         return hidden
 
     def frozen(self, model: Decoder, batch: Batch) -> jax.Array:
@@ -216,7 +216,7 @@ class Forward:
           beta: 0: forward KL, 1: reverse KL, between: a mixture (linear_divergence).
           temperature: divides both models' logits.
         """
-        own, others = model.config, teacher.config
+        config, teacher_config = model.config, teacher.config
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)
             teacher_weight, teacher_hidden = teacher.head_operands(teacher_hidden)
@@ -228,10 +228,10 @@ class Forward:
                 weights,
                 beta=beta,
                 temperature=temperature,
-                soft_cap=own.final_soft_cap,
-                logit_scale=own.logit_scale,
-                teacher_soft_cap=others.final_soft_cap,
-                teacher_logit_scale=others.logit_scale,
+                soft_cap=config.final_soft_cap,
+                logit_scale=config.logit_scale,
+                teacher_soft_cap=teacher_config.final_soft_cap,
+                teacher_logit_scale=teacher_config.logit_scale,
                 head_gradient=isinstance(model.head_variable, nnx.Param),
                 # The logits of two models exist for a token.
                 chunk_tokens=None if self._chunk_tokens is None else max(1, self._chunk_tokens // 2),

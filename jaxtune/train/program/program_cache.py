@@ -71,10 +71,10 @@ class ProgramCache(CacheInterface):
     def __init__(self, folder: Path, max_bytes: int = -1):
         self._path, self.max_bytes = folder, max_bytes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in folder.glob(f".*{_SUFFIX}.*.tmp"):  # left by a killed process, unless it is recent
+        for leftover in folder.glob(f".*{_SUFFIX}.*.tmp"):  # left by a killed process, unless it is recent
             with contextlib.suppress(OSError):
-                if left.stat().st_mtime < time.time() - 24 * 3600:
-                    left.unlink()
+                if leftover.stat().st_mtime < time.time() - 24 * 3600:
+                    leftover.unlink()
 
     def get(self, key: str) -> bytes | None:
         """The content of a key; None without an undamaged entry of this user. A bad entry is removed, an unreadable one
@@ -113,8 +113,8 @@ class ProgramCache(CacheInterface):
         entry for its own.
         """
         # zstandard may be installed or removed between two runs, and JAX's key does not always tell how it compressed.
-        found = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
-        return self._path / f"{key}.{'zlib' if found is None else 'zstd'}{_SUFFIX}"
+        zstd = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
+        return self._path / f"{key}.{'zlib' if zstd is None else 'zstd'}{_SUFFIX}"
 
     def _make_room(self, need_bytes: int) -> bool:
         """Removes least recently used entries until `need_bytes` more fit; returns whether they do."""
@@ -122,12 +122,12 @@ class ProgramCache(CacheInterface):
             return True
         if need_bytes > self.max_bytes:
             return False
-        found = []
+        entries = []
         for path in self._path.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(OSError):  # another process may have removed it
-                found.append((path.stat().st_mtime, path.stat().st_size, path))
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
+                entries.append((path.stat().st_mtime, path.stat().st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
             if total + need_bytes <= self.max_bytes:
                 break
             total -= size

@@ -103,11 +103,11 @@ class Engine:
         """JSON values that identify the programs in KnownFailures: what they depend on, except plan, device and
         versions.
         """
-        asked = config_to_dict(config)
+        settings = config_to_dict(config)
         program, cost = self.program, planner.cost
         sizes = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost) if f.name not in ("segments", "kinds")}
         return [
-            {name: asked[name] for name in ("model", "adapter", "objective", "optim", "qat", "precision")},
+            {name: settings[name] for name in ("model", "adapter", "objective", "optim", "qat", "precision")},
             [config.deterministic, config.max_grad_norm, config.neftune_noise_alpha, config.memory.plan],
             [program.max_documents, program.full, program.weights, program.dropout, type(program.objective).__name__],
             [dict(self.mesh.shape), str(planner.shape), sizes],
@@ -158,25 +158,25 @@ class Engine:
         sample.
         """
         batch = self.batches.batch_at(step, model)
-        parts = self.planner.plan.micro_batches
+        count = self.planner.plan.micro_batches
         counts = {
             "tokens": int((batch.segment_ids > 0).sum()),
             "trained_tokens": int(batch.weights.sum()),
             "lengths": document_lengths(batch),
             "metrics": self.batches.metrics_at(step),
-            "filled": self._filled(batch, parts),
+            "filled": self._filled(batch, count),
         }
-        return [self.place(batch, part, parts) for part in range(parts)], counts
+        return [self.place(batch, index, count) for index in range(count)], counts
 
-    def _filled(self, batch: Batch, parts: int) -> int:
-        """Micro-batches with tokens: a source that samples may leave a step's last rows empty. `parts` for others and
+    def _filled(self, batch: Batch, micro_batches: int) -> int:
+        """Micro-batches with tokens: a source that samples may leave a step's last rows empty. All for others and
         in several processes.
         """
         if not self.batches.sees_model or processes.count() > 1:
-            return parts
-        used = np.flatnonzero((batch.segment_ids > 0).any(1))
-        last = int(used[-1]) + 1 if used.size else 1
-        return -(-last * parts // len(batch.tokens))
+            return micro_batches
+        used_rows = np.flatnonzero((batch.segment_ids > 0).any(1))
+        last = int(used_rows[-1]) + 1 if used_rows.size else 1
+        return -(-last * micro_batches // len(batch.tokens))
 
     def zero_sums(self, state: TrainState) -> Sums:
         """Zeros to which a process's first step adds; later steps get the update's."""
@@ -201,10 +201,10 @@ class Engine:
         """Compiles the programs from first_step on for such arrays or shapes. Python lowers one by one, the slowest
         first; XLA compiles in parallel meanwhile.
         """
-        started = time.perf_counter()
+        start_seconds = time.perf_counter()
         shapes = abstract(state), abstract(sums), abstract(frozen)
         programs = dispatch.built(functools.partial(self._compile_all, *shapes, first_step))
-        return dataclasses.replace(programs, seconds=time.perf_counter() - started)
+        return dataclasses.replace(programs, seconds=time.perf_counter() - start_seconds)
 
     def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
         """One attempt of `compile`; repeated if a kernel fails its check."""
@@ -246,9 +246,9 @@ class Engine:
         program = functools.partial(self.program.of_rows, function)
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
-    def _compiled_of_rows(self, *what):
+    def _compiled_of_rows(self, *arguments):
         """Compiles a program over rows; again without a kernel that fails its check."""
-        return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
+        return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*arguments)))
 
     def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
@@ -316,10 +316,10 @@ class Engine:
             if not out_of_memory(error):
                 raise
             programs = None
-        needs = processes.all_of(None if programs is None else float(need))
-        if None in needs:
+        process_needs = processes.all_of(None if programs is None else float(need))
+        if None in process_needs:
             return None, None
-        return programs, max(needs) if limited else None
+        return programs, max(process_needs) if limited else None
 
     # ---- running
 
@@ -329,9 +329,9 @@ class Engine:
             return {}
         program, number = collectives.first_exchange(self.mesh), partition.put(np.float32(0), self.replicated)
         processes.all_of(None)  # a barrier, so that the time does not include waiting for others to compile
-        started = time.perf_counter()
+        start_seconds = time.perf_counter()
         jax.block_until_ready(program(number))
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_seconds
         print_line(f"collectives of {self.mesh.size} devices set up in {seconds:.1f} s")
         return {"collectives_seconds": seconds}
 
@@ -369,8 +369,8 @@ class Engine:
 
         while True:
             try:
-                done = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
-                return programs, jax.block_until_ready(done), frozen
+                summed = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
+                return programs, jax.block_until_ready(summed), frozen
             except jax.errors.JaxRuntimeError as error:
                 if not _may_plan_again(error):
                     raise
@@ -382,7 +382,7 @@ class Engine:
             with compiling():
                 programs = self.fit(arrays, step, print_line, placed=True)
             sums, count = self.zero_sums(state), self.planner.plan.micro_batches
-            parts = [self.place(rows, part, count) for part in range(count)]
+            parts = [self.place(rows, index, count) for index in range(count)]
 
     def evaluate(
         self,
@@ -411,10 +411,10 @@ class Engine:
             between()
         loss, number = (sum(float(x) for x in column) for column in zip(*(t[:2] for t in totals), strict=True))
         largest = getattr(objective, "largest", ())
-        own = {
+        own_sums = {
             name: (max if name in largest else sum)(float(sums[name]) for _, _, sums in totals)
             for name in objective.sums
         }
         values = {"loss": loss / max(number, 1.0), objective.unit: int(number)}
-        values |= objective.metrics({"loss": loss, "count": number, **own})
+        values |= objective.metrics({"loss": loss, "count": number, **own_sums})
         return {f"eval_{name}": value for name, value in values.items()}

@@ -198,25 +198,25 @@ class StepProgram:
 
     def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
         """Zero sums for these tensors. device: sharding of undivided arrays; None: JAX places all."""
-        places = iter(jax.tree.leaves(self.sums_shardings(trainable, device)) if device is not None else ())
-        kept = jnp.float32 if self.micro_batches > 1 else None
+        placements = iter(jax.tree.leaves(self.sums_shardings(trainable, device)) if device is not None else ())
+        sum_dtype = jnp.float32 if self.micro_batches > 1 else None
 
         def zeros(shape=(), dtype=jnp.float32, devices=self.devices):
             in_front = () if self.devices == 1 else (devices,)
-            return jnp.zeros((*in_front, *shape), dtype, device=next(places, None))
+            return jnp.zeros((*in_front, *shape), dtype, device=next(placements, None))
 
         def gradient(leaf):
             if isinstance(leaf, partition.Shard):
                 array, devices = leaf.array, self.devices // leaf.count
-                return dataclasses.replace(leaf, array=zeros(array.shape, kept or array.dtype, devices))
-            return zeros(leaf.shape, kept or leaf.dtype)
+                return dataclasses.replace(leaf, array=zeros(array.shape, sum_dtype or array.dtype, devices))
+            return zeros(leaf.shape, sum_dtype or leaf.dtype)
 
         tensors = self._marked(trainable)
         gradients = jax.tree.map(gradient, tensors, is_leaf=lambda leaf: isinstance(leaf, partition.Shard))
         loss, count = zeros(), zeros()
         aux = zeros((len(self.aux_losses.losses),)) if self.aux_losses else None
-        own = {name: zeros() for name in sorted(self.objective.sums)}
-        return Sums(partition.undivided(gradients), loss, count, aux, own)
+        own_sums = {name: zeros() for name in sorted(self.objective.sums)}
+        return Sums(partition.undivided(gradients), loss, count, aux, own_sums)
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """`sums` (donated) with a micro-batch added; of a single one only their memory is used. micro_batch: int32[],
@@ -227,8 +227,8 @@ class StepProgram:
         if self.devices == 1:
             return self._accumulate(sums, state, frozen, batch, micro_batch)
 
-        def local(sums, *others):
-            sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *others)
+        def local(sums, *arguments):
+            sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *arguments)
             return jax.tree.map(lambda a: a[None], self._of_all_devices(sums) if self._sums_at_once else sums)
 
         sums = self._divided(sums, state.trainable)
@@ -246,8 +246,8 @@ class StepProgram:
             key = jax.random.wrap_key_data(state.dropout_key)
             key = jax.random.fold_in(jax.random.fold_in(key, state.step), micro_batch)
         if self.noise_alpha is not None:
-            own = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _NOISE)
-            noise = jax.random.fold_in(jax.random.fold_in(own, state.step), micro_batch), self.noise_alpha
+            noise_key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _NOISE)
+            noise = jax.random.fold_in(jax.random.fold_in(noise_key, state.step), micro_batch), self.noise_alpha
         if not self._reads_sums:
             batch, sums = with_zeros(batch, sums)
         runs = 0
@@ -263,12 +263,12 @@ class StepProgram:
                 aux_losses=self.aux_losses if self.aux_losses else NO_AUX_LOSSES,
                 noise=noise,
             )
-            loss, count, own = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
+            loss, count, own_sums = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
             total, aux, runs = loss, forward.aux, forward.runs
             if aux is not None:
                 total = loss + partition.total(count) * self.aux_losses.added(aux)
                 aux = count * aux
-            return total * state.loss_scale if self.scale_loss else total, (loss, count, aux, own)
+            return total * state.loss_scale if self.scale_loss else total, (loss, count, aux, own_sums)
 
         # The layers' gradients are added to their sums layer by layer, and exist for one layer at a time.
         layer_sums = sums.gradients.get("layers")
@@ -279,26 +279,26 @@ class StepProgram:
                 total.own[name] = jnp.maximum(sums.own[name], measured[-1][name])
             if layers is not None and runs:
                 # Only the model's first run adds to the sums; gradients of further runs are returned with the tensors'.
-                more = runs > 1
-                total.gradients["layers"] = jax.tree.map(jnp.add, layers, gradients["layers"]) if more else layers
+                ran_again = runs > 1
+                total.gradients["layers"] = jax.tree.map(jnp.add, layers, gradients["layers"]) if ran_again else layers
         return total
 
     def _loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict]:
         """(loss sum, count, own sums). ValueError if the objective returned other sums than it declares."""
-        loss, count, own = self.objective.loss(model, batch, forward)
-        if set(own) != set(self.objective.sums):
+        loss, count, own_sums = self.objective.loss(model, batch, forward)
+        if set(own_sums) != set(self.objective.sums):
             raise ValueError(
-                f"{type(self.objective).__name__}.loss returned the sums {sorted(own)}, but its `sums` declares "
+                f"{type(self.objective).__name__}.loss returned the sums {sorted(own_sums)}, but its `sums` declares "
                 f"{self.objective.sums}: they must be the same"
             )
-        return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
+        return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own_sums.items()}
 
     def total(self, sums: Sums, state: TrainState) -> tuple[Sums, dict[str, list[jax.Array]]]:
         """(sums over all devices, without the leading axis; new errors of a quantised sync, else {})."""
         if self.devices == 1:
             return sums, {}
         sums = self._divided(sums, state.trainable)
-        given, result = partition.unsummed_specs(sums), partition.specs(sums)
+        sum_specs, result = partition.unsummed_specs(sums), partition.specs(sums)
 
         def local(sums):
             sums = jax.tree.map(lambda a: a[0], sums)
@@ -306,21 +306,21 @@ class StepProgram:
 
         sync = self.sync
         if sync is None:
-            return partition.undivided(partition.divided(local, self.mesh, (given,), result)(sums)), {}
+            return partition.undivided(partition.divided(local, self.mesh, (sum_specs,), result)(sums)), {}
 
         def quantised(sums, state):
             sums, errors = jax.tree.map(lambda a: a[0], (sums, state.sync_errors))
-            others = self._of_all_devices(dataclasses.replace(sums, gradients=None))
-            unit = jnp.maximum(others.count, 1.0) * state.loss_scale
+            other_sums = self._of_all_devices(dataclasses.replace(sums, gradients=None))
+            unit = jnp.maximum(other_sums.count, 1.0) * state.loss_scale
             key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _SYNC)
             key = jax.random.fold_in(key, state.step)
             gradients, errors = sync.added(sums.gradients, errors, self._shape, unit, key)
-            return dataclasses.replace(others, gradients=gradients), jax.tree.map(lambda a: a[None], errors)
+            return dataclasses.replace(other_sums, gradients=gradients), jax.tree.map(lambda a: a[None], errors)
 
         state = dataclasses.replace(state, trainable=None, opt_state=None)
         errors = jax.tree.map(lambda _: partition.ROWS, state.sync_errors)
         specs = dataclasses.replace(partition.specs(state), sync_errors=errors)
-        run = partition.divided(quantised, self.mesh, (given, specs), (result, errors))
+        run = partition.divided(quantised, self.mesh, (sum_specs, specs), (result, errors))
         return partition.undivided(run(sums, state))
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
@@ -330,7 +330,7 @@ class StepProgram:
         loss_scale, grad_norms float32[n] of each tensor.
         """
         with jax.named_scope("optimizer"):
-            given, (sums, errors) = sums, self.total(sums, state)
+            donated_sums, (sums, errors) = sums, self.total(sums, state)
             count = jnp.maximum(sums.count, 1.0)
             scale = 1.0 / (count * state.loss_scale)
             gradients = [g.astype(jnp.float32) * scale for g in jax.tree.leaves(sums.gradients)]
@@ -342,11 +342,11 @@ class StepProgram:
             optimizer = step_optimizer(self.optimizer)
             in_parts = partition.which_are_divided(state.trainable, self.mesh)
 
-            def moved(parameters, opt_state, gradients, finite, divided=in_parts, **own):
+            def moved(parameters, opt_state, gradients, finite, divided=in_parts, **extra_args):
                 """(float32 parameters after the update, new states, or the old ones if not `finite`)."""
                 wide = jax.tree.map(lambda a: a.astype(jnp.float32), parameters)
                 updates, opt_state = optimizer.update(
-                    gradients, opt_state, wide, scale=scale, finite=finite, divided=divided, **own
+                    gradients, opt_state, wide, scale=scale, finite=finite, divided=divided, **extra_args
                 )
                 return jax.tree.map(jnp.add, wide, updates), opt_state
 
@@ -369,25 +369,25 @@ class StepProgram:
                 decayed, embeddings = decayed_tensors(state.trainable), embedding_tensors(state.trainable)
 
                 def one(index, parameter, opt_state, gradient):
-                    own = slice(index, index + 1)
-                    its = {"decayed": decayed[own], "embeddings": embeddings[own]}
-                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[own], **its)
-                    kept = self._kept(state, wide, [parameter], index)
-                    return guarded(kept[0], parameter), new
+                    index_range = slice(index, index + 1)
+                    its = {"decayed": decayed[index_range], "embeddings": embeddings[index_range]}
+                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[index_range], **its)
+                    rounded = self._kept(state, wide, [parameter], index)
+                    return guarded(rounded[0], parameter), new
 
                 trainable, opt_state = optimizer_offload.update_by_tensor(one, *tensors, offload=self.offload)
             else:
                 wide, opt_state = moved(*tensors, finite=finite)
                 trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
 
-            done = trainable, guarded(errors, state.sync_errors)
+            results = trainable, guarded(errors, state.sync_errors)
             # With states on the host zeros are made if nobody reads them, too, as copies of states lie there before.
             zeros = self._reads_sums or self.offload
-            (trainable, errors), next_sums = zeros_after(done, given, zeros, self.sync is not None)
+            (trainable, errors), next_sums = zeros_after(results, donated_sums, zeros, self.sync is not None)
             new = dataclasses.replace(self._next(state, trainable, opt_state, finite), sync_errors=errors)
-            own = {name: getattr(new, name) for name in ("skipped", "skipped_in_row", "loss_scale")}
-            own |= {"grad_norm": norm, "finite": finite, "grad_norms": jnp.sqrt(squares)}
-            metrics = self._means(sums, count) | own
+            counters = {name: getattr(new, name) for name in ("skipped", "skipped_in_row", "loss_scale")}
+            counters |= {"grad_norm": norm, "finite": finite, "grad_norms": jnp.sqrt(squares)}
+            metrics = self._means(sums, count) | counters
             if self.schedule is not None:
                 metrics["learning_rate"] = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
             if sums.aux is not None:
@@ -445,10 +445,10 @@ class StepProgram:
 
         def local(trainable, frozen, batch):
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
-            loss, count, own = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
-            largest = {name: partition.largest(own[name]) for name in self._largest}
-            loss, count, own = partition.total((loss, count, own))
-            return loss, count, own | largest
+            loss, count, own_sums = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
+            largest = {name: partition.largest(own_sums[name]) for name in self._largest}
+            loss, count, own_sums = partition.total((loss, count, own_sums))
+            return loss, count, own_sums | largest
 
         tensors = partition.divide((trainable, frozen), self.mesh)
         run = partition.divided(local, self.mesh, (*partition.specs(tensors), partition.ROWS), partition.WHOLE)

@@ -50,7 +50,8 @@ def rounded_like(old, wide, seed: jax.Array, stream: int):
     leaves, structure = jax.tree.flatten(wide)
     pairs = enumerate(zip(leaves, jax.tree.leaves(old), strict=True), stream)
     return jax.tree.unflatten(
-        structure, [stochastic_round(new, seed, i) if kept.dtype == jnp.bfloat16 else new for i, (new, kept) in pairs]
+        structure,
+        [stochastic_round(new, seed, i) if old_leaf.dtype == jnp.bfloat16 else new for i, (new, old_leaf) in pairs],
     )
 
 

@@ -61,7 +61,7 @@ class TrainedModel:
         if config.components:
             model = copy_structure(model)
             follow(model, config.components)
-        self.given, known = without_teacher(model), known_scales(model)
+        self.given, saved_scales = without_teacher(model), known_scales(model)
         model = unrounded(model)  # only config.qat decides whether weights are rounded
         model.dtype = config.dtype
         if config.components:
@@ -69,10 +69,10 @@ class TrainedModel:
         if model.teacher is not None:
             model.teacher.dtype = model.dtype
         if config.qat is not None:
-            scales = known or {name: math.nan for name, _ in linears(model)}
+            scales = saved_scales or {name: math.nan for name, _ in linears(model)}
             model = prepare_qat(model, config.qat.format, config.qat.group_size, config.qat.gradients, scales)
         self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
-        self._unobserved = self.qat is not None and self.qat.observes and not known
+        self._unobserved = self.qat is not None and self.qat.observes and not saved_scales
         plain = copy_structure(model)
         for _, matrix in matrices(plain):
             matrix.fake_quant = None
@@ -196,8 +196,8 @@ class TrainedModel:
                 arrays[index] = jax.block_until_ready(partition.moved(arrays[index], sharding))
         finally:
             self.frozen = jax.tree.unflatten(structure, arrays)
-            own = nnx.State({key: value for key, value in self.frozen.items() if key != "teacher"})
-            self.given = nnx.merge(graph, trainable, own)
+            own_weights = nnx.State({key: value for key, value in self.frozen.items() if key != "teacher"})
+            self.given = nnx.merge(graph, trainable, own_weights)
         return jax.tree.unflatten(as_declared, arrays)
 
     def _declared(self, engine: Engine) -> nnx.State:
@@ -324,9 +324,9 @@ def with_embedding_on_device(model: Decoder) -> Decoder:
     """
     weight = model.embedding.weight
     if isinstance(table := weight.get_value(), np.ndarray):
-        place = model.norm.weight.get_value().sharding
+        sharding = model.norm.weight.get_value().sharding
         try:
-            weight.set_value(jax.block_until_ready(partition.put(table, place)))
+            weight.set_value(jax.block_until_ready(partition.put(table, sharding)))
         except jax.errors.JaxRuntimeError as error:
             if not out_of_memory(error):
                 raise

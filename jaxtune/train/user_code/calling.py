@@ -99,22 +99,22 @@ def call(function: Callable, given: Mapping[str, object], name: str, seconds: fl
 
 def _here(function: Callable[[], object], name: str, seconds: float | None) -> Outcome:
     began = time.monotonic()
-    found = Outcome()
+    outcome = Outcome()
     with _Signals() as signals:
         try:
             with limit(seconds):
-                found = Outcome(function())
+                outcome = Outcome(function())
         except Over as error:
-            found = Outcome(error=error)
+            outcome = Outcome(error=error)
         except BaseException as error:
             if signals.raised(error):
                 raise
-            found = Outcome(error=error)
+            outcome = Outcome(error=error)
     took = time.monotonic() - began
-    if seconds is not None and (isinstance(found.error, Over) or took > seconds):
+    if seconds is not None and (isinstance(outcome.error, Over) or took > seconds):
         late = f": it ended after {took:.1f} s, as C code kept Python's lock" if took > seconds + _LATE_SECONDS else ""
         return Outcome(error=TooLong(name, seconds, late))
-    return found
+    return outcome
 
 
 class _Signals:

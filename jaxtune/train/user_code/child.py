@@ -41,14 +41,14 @@ def serve(descriptor: int, parent: int) -> None:
         sys.stdout.flush()
 
 
-def _answer(functions: dict[bytes, Callable], reference: bytes, given: bytes | None) -> bytes:
+def _answer(functions: dict[bytes, Callable], reference: bytes, payload: bytes | None) -> bytes:
     """(True, pickled result) or (False, texts of the exception)."""
     try:
         if reference not in functions:
             functions[reference] = _loaded(reference)
-        if given is None:
+        if payload is None:
             return pickle.dumps((True, b""))
-        sent, logs = pickle.loads(given)
+        sent, logs = pickle.loads(payload)
         logged: list[tuple[str, tuple, dict]] = []
         arguments = pickle.loads(sent) | {name: _log(name, logged) for name in logs}
         value = functions[reference](**arguments)
@@ -78,8 +78,8 @@ def _awaited(value: Awaitable[object]) -> object:
 
 
 def _loaded(reference: bytes) -> Callable:
-    place = pickle.loads(reference)
-    if isinstance(place, tuple):
-        path, module, name = place
+    location = pickle.loads(reference)
+    if isinstance(location, tuple):
+        path, module, name = location
         return getattr(modules.module_of(Path(path), module), name)
-    return place
+    return location

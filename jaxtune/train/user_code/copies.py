@@ -30,14 +30,14 @@ def own_copies(given: Mapping[str, object], shared: frozenset[str] = frozenset()
     }
 
 
-def _copied(value: Any, seen: dict[int, object]) -> Any:
+def _copied(value: Any, copies_by_id: dict[int, object]) -> Any:
     kind = type(value)
     if kind in _LEAVES or not isinstance(value, _TYPES):
         return value
-    if id(value) in seen:
-        return seen[id(value)]
+    if id(value) in copies_by_id:
+        return copies_by_id[id(value)]
     if isinstance(value, tuple):
-        entries = [_copied(entry, seen) for entry in value]
+        entries = [_copied(entry, copies_by_id) for entry in value]
         if all(new is old for new, old in zip(entries, value, strict=True)):
             return value
         return tuple(entries) if type(value) is tuple else tuple.__new__(type(value), entries)
@@ -47,8 +47,8 @@ def _copied(value: Any, seen: dict[int, object]) -> Any:
         new = copy.copy(value)
     except Exception:  # of a subclass that cannot be copied
         return value
-    seen[id(value)] = new
+    copies_by_id[id(value)] = new
     for index, entry in value.items() if isinstance(value, dict) else enumerate(value):
         if type(entry) not in _LEAVES:
-            new[index] = _copied(entry, seen)
+            new[index] = _copied(entry, copies_by_id)
     return new

@@ -43,24 +43,24 @@ def place(error: BaseException) -> str:
     if isinstance(error, Elsewhere):
         return error.place
     frames = [frame for frame in traceback.extract_tb(error.__traceback__, -_FRAMES) if is_users(frame.filename)]
-    own = [frame for frame in frames if not is_library(frame.filename)] or frames
+    user_frames = [frame for frame in frames if not is_library(frame.filename)] or frames
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}, line {error.lineno})"
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
 
 
 def trace(error: BaseException) -> str:
     """The traceback with its causes, without frames of jaxtune and asyncio around the user's."""
     if isinstance(error, Elsewhere):
         return error.trace
-    whole = traceback.TracebackException.from_exception(error, limit=-3 * _FRAMES)
-    shown: list[traceback.TracebackException | None] = [whole]
-    while shown:
-        if (part := shown.pop()) is not None:
-            users = [frame for frame in part.stack if is_users(frame.filename)]
-            part.stack[:] = (users or part.stack)[-_FRAMES:]
-            shown += [part.__cause__, part.__context__]
-    return "".join(whole.format()).rstrip()
+    exception = traceback.TracebackException.from_exception(error, limit=-3 * _FRAMES)
+    pending: list[traceback.TracebackException | None] = [exception]
+    while pending:
+        if (node := pending.pop()) is not None:
+            users = [frame for frame in node.stack if is_users(frame.filename)]
+            node.stack[:] = (users or node.stack)[-_FRAMES:]
+            pending += [node.__cause__, node.__context__]
+    return "".join(exception.format()).rstrip()
 
 
 def described(what: str, error: BaseException, *lines: str) -> str:

@@ -19,10 +19,10 @@ def receive(connection: socket.socket) -> bytes | None:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        part = connection.recv(min(count - len(parts), 1 << 20))
-        if not part:
+    received = bytearray()
+    while len(received) < count:
+        chunk = connection.recv(min(count - len(received), 1 << 20))
+        if not chunk:
             return None
-        parts += part
-    return bytes(parts)
+        received += chunk
+    return bytes(received)

@@ -95,8 +95,16 @@ class EventLoop:
         """Gives " at file.py, line 7, in fetch", the user's line that the loop is at, or ""."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         frames = traceback.extract_stack(frame) if frame is not None else []
-        own = [one for one in frames if errors.is_users(one.filename) and not errors.is_library(one.filename)]
-        return f" at {own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}" if own else ""
+        user_frames = [
+            frame_summary
+            for frame_summary in frames
+            if errors.is_users(frame_summary.filename) and not errors.is_library(frame_summary.filename)
+        ]
+        return (
+            f" at {user_frames[-1].filename}, line {user_frames[-1].lineno}, in {user_frames[-1].name}"
+            if user_frames
+            else ""
+        )
 
     def give_up(self) -> None:
         """Ends the loop once nothing blocks it, without a wait."""
@@ -146,11 +154,11 @@ async def outcome_of(awaited: Callable[[], Awaitable[object]]) -> Outcome:
 async def _limited(awaited: Callable[[], Awaitable[object]], name: str, limit: float | None) -> Outcome:
     task = asyncio.ensure_future(outcome_of(awaited))
     try:
-        done, _ = await asyncio.wait({task}, timeout=limit)
+        finished, _ = await asyncio.wait({task}, timeout=limit)
     except asyncio.CancelledError:
         task.cancel()
         raise
-    if done:
+    if finished:
         return task.result()
     task.cancel()
     return Outcome(error=TooLong(name, limit))
@@ -171,6 +179,6 @@ def wait_for_any(calls: Sequence[Pending], what: str) -> None:
         return
     for call in calls:
         call.future.add_done_callback(done)
-    limits = [left for call in calls if (left := call.seconds_left) is not None]
+    limits = [seconds_left for call in calls if (seconds_left := call.seconds_left) is not None]
     with contextlib.suppress(TimeoutError):
         waiting.result(first, what, min(limits, default=None))

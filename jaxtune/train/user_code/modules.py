@@ -84,17 +84,17 @@ def _beside(folder: Path) -> Iterator[None]:
     """The folder is first on sys.path, as a script's is, and equal names from other files' folders are hidden;
     afterwards it is last.
     """
-    own = _imported.setdefault(folder, {})
-    others = [modules for other, modules in _imported.items() if other != folder]
+    folder_modules = _imported.setdefault(folder, {})
+    other_modules = [modules for other_folder, modules in _imported.items() if other_folder != folder]
     hidden = {
         name: module
-        for modules in others
+        for modules in other_modules
         for name, module in modules.items()
         if sys.modules.get(name) is module and _has(folder, name.partition(".")[0])
     }
     for name in hidden:
         del sys.modules[name]
-    sys.modules.update({name: module for name, module in own.items() if name not in sys.modules})
+    sys.modules.update({name: module for name, module in folder_modules.items() if name not in sys.modules})
     importlib.invalidate_caches()
     before = set(sys.modules.values())
     sys.path.insert(0, str(folder))
@@ -104,7 +104,7 @@ def _beside(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-        own |= {
+        folder_modules |= {
             name: module
             for name, module in list(sys.modules.items())
             if module not in before and _is_in(module, folder)

@@ -56,8 +56,8 @@ class Process:
         exchange = (self._connection, pickle.dumps((reference, given)), answer)
         threading.Thread(target=_exchange, args=exchange, name=f"process of {name}", daemon=True).start()
         try:
-            what = f"{name}, in a process of its own"
-            message = waiting.result(answer, what, seconds) if looks else answer.result(seconds)
+            description = f"{name}, in a process of its own"
+            message = waiting.result(answer, description, seconds) if looks else answer.result(seconds)
         except BaseException:
             self.end()
             raise
@@ -81,13 +81,13 @@ class Process:
 
     def _start(self) -> None:
         self.end()
-        ours, other = socket.socketpair()
+        ours, theirs = socket.socketpair()
         path = json.dumps([str(entry) or os.getcwd() for entry in sys.path])
-        with other:
+        with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-c", _ENTRY, path, str(other.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-c", _ENTRY, path, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
+                pass_fds=[theirs.fileno()],
                 env=os.environ | _NO_DEVICE,
                 start_new_session=True,
             )
@@ -118,15 +118,15 @@ class Isolated:
     def __init__(self, function: Callable, key: str):
         functools.update_wrapper(self, function)
         self._name, self._key = getattr(function, "__name__", type(function).__name__), key
-        place = modules.place_of(function)
-        if place is not None and place[1] != "__main__":
-            path, module, name = place
+        location = modules.place_of(function)
+        if location is not None and location[1] != "__main__":
+            path, module, name = location
             self._reference, shared = pickle.dumps((str(path), module, name)), str(path)
         else:
             self._reference, shared = self._pickled(function), str(function.__module__)
         self._process = process_of(shared)
         parameters = inspect.signature(function).parameters.values()
-        self._named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
+        self._named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
 
     def __call__(self, **given: object) -> object:
         return self.within(None, given)
@@ -158,12 +158,12 @@ class Isolated:
                 "own, at the top level, and name it file.py:function or import it; or leave the key out"
             ) from None
 
-    def _sendable(self, given: Mapping[str, object]) -> bytes:
+    def _sendable(self, arguments: Mapping[str, object]) -> bytes:
         """Pickled arguments, without unpicklable ones that the function does not name."""
         with contextlib.suppress(Exception):
-            return pickle.dumps(dict(given))
+            return pickle.dumps(dict(arguments))
         sent = {}
-        for name, value in given.items():
+        for name, value in arguments.items():
             try:
                 pickle.dumps(value)
                 sent[name] = value
