@@ -1,6 +1,4 @@
-"""Callbacks: objects of the user's class whose methods a run calls between steps, with metrics, and around evaluations
-and saves.
-"""
+"""Callbacks: objects of the user's class that a run calls between steps and around evaluations and saves."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import ctypes
 
 
 def give_back() -> None:
-    """Returns freed memory to the operating system (malloc_trim). glibc keeps each thread's in an arena of its own,
-    where later allocations of other threads, such as a merge, do not reuse it. Does nothing with another C library.
+    """Returns freed memory to the operating system (malloc_trim): other threads, such as a merge's, cannot reuse it.
+    Does nothing with another C library.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

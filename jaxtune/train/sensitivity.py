@@ -123,7 +123,7 @@ class Sensitivity:
         return len(self._names)
 
     def measure(self, done: Callable[[int], None] = lambda count: None) -> list[Matrix]:
-        """Measures each matrix by a forward pass over all rows. done: called with 1 after each."""
+        """Measures each matrix by a forward pass over all rows; the callback gets 1 after each."""
         matrices = []
         for component, module in _quantizable(self._model):
             weight = module.weight.get_value()

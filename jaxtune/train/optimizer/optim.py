@@ -19,8 +19,8 @@ BF16_WEIGHTS_ABOVE = 2_000_000_000  # with more trained parameters than this, we
 
 
 def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, parameters: int) -> Literal["fp32", "bf16"]:
-    """The dtype in which trained matrices are stored: `wanted`, or "bf16" (rounded stochastically) for a bf16 run with
-    over 2 billion trained `parameters`, else "fp32". Tensors of one dimension are float32 either way.
+    """The dtype in which trained matrices are stored: the config's, or "bf16" (rounded stochastically) for a bf16 run
+    with over 2 billion trained `parameters`, else "fp32". Tensors of one dimension are float32 either way.
     """
     if wanted is not None:
         return wanted

@@ -40,8 +40,8 @@ def shardings(opt_state: Any, device: Sharding) -> Any:
 
 
 def moved(opt_state, wanted):
-    """The state with each array in the memory that `wanted` (from `shardings`) names. A copied array is deleted, so
-    that no state is on the device twice.
+    """The state with each array in the memory of its sharding (from `shardings`). A copied array is deleted, so that no
+    state is on the device twice.
     """
 
     def one(leaf: jax.Array, sharding: Sharding) -> jax.Array:
@@ -75,7 +75,7 @@ def states_of(opt_state: Any, structure: Any, index: int) -> Any:
 
 def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
     """The inverse of `states_of`, from the states of all parameters in order. opt_state: gives the structure; may be
-    abstract. Shared values are the last part's.
+    abstract. Shared values are the last parameter's.
     """
     is_moments = _like_parameters(structure)
     trees, outline = jax.tree.flatten(opt_state, is_leaf=is_moments)

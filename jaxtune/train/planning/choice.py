@@ -33,8 +33,8 @@ _WORTH_MOVING, _TABLES_WORTH_MOVING = 1.01, 1.002
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
-    """Numbers of micro-batches, ascending, with which devices share the rows equally. wanted: the config's number,
-    returned alone and unchecked.
+    """Numbers of micro-batches, ascending, with which devices share the rows equally; or the config's number alone,
+    unchecked.
     """
     if wanted is not None:
         return [wanted]

@@ -161,7 +161,7 @@ class StepCost:
 
     def with_table(self, on_host: bool) -> StepCost:
         """The costs with the tables of embeddings on the host. The device has the rows of two steps instead: this
-        step's and the next one's, copied meanwhile. Tables on the host stay there.
+        step's and the next one's, copied meanwhile.
         """
         if on_host == self.table_on_host:
             return self

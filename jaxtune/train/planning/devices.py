@@ -167,8 +167,8 @@ def card_bytes(size_gb: float) -> float:
 
 
 def card_gb(needed: float) -> float:
-    """GiB of a card that holds a plan of `needed` bytes, context and fragments included, rounded up to 0.1; perhaps
-    none that is sold.
+    """GiB of a card that holds a plan of these bytes, context and fragments included, rounded up to 0.1; perhaps none
+    that is sold.
     """
     return math.ceil((with_fragments(needed) + CONTEXT_BYTES) / _CARD_GB * 10) / 10
 
@@ -270,7 +270,7 @@ def budget(config: TrainConfig, device: Device) -> float | None:
 
 
 def with_fragments(needed: float) -> float:
-    """Bytes that a GPU's allocator needs so that `needed` are usable; the inverse of `budget`."""
+    """Bytes that a GPU's allocator needs so that these are usable; the inverse of `budget`."""
     return max(needed / (1 - _FRAGMENTS), needed + _FRAGMENT_BYTES)
 
 

@@ -37,8 +37,8 @@ def fitting_settings(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> list[str]:
-    """Up to `wanted` changes, each of which alone lets a plan fit; least intrusive first, one for each key. If there
-    are fewer, the last entry is the memory of a card that would do ("a card of 24.0 GB").
+    """Changes, each of which alone lets a plan fit; least intrusive first, one for each key. If there are too few, the
+    last entry is the memory of a card that would do ("a card of 24.0 GB").
 
       shape: the model's DecoderConfig.
       optimizer: the caller's own; then no change of config.optim is proposed.

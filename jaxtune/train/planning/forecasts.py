@@ -55,7 +55,7 @@ def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
 
 
 def with_codes(parts: StepCost, found: Forecast, device: Device) -> Forecast:
-    """`found` with transposed codes of frozen FP8 weights kept, if that is faster. Hopper only: its kernel reads the
+    """The plan with transposed codes of frozen FP8 weights kept, if that is faster. Hopper only: its kernel reads the
     codes where they are; elsewhere they would be joined in each step.
     """
     if not (parts.codes_bytes and device.hopper):

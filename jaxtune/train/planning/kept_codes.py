@@ -1,5 +1,5 @@
-"""Memory of transposed codes of frozen FP8 weights (models/placement/transposed_codes.py), kept for all layers where
-memory is left, or for none; results are bitwise equal.
+"""Memory of transposed codes of frozen FP8 weights (models/placement/transposed_codes.py), which a plan keeps for all
+layers or for none; results are bitwise equal.
 """
 
 from __future__ import annotations

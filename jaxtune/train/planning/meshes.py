@@ -1,4 +1,4 @@
-"""The choice of a mesh for a run whose config names none, by forecasts of each possible mesh."""
+"""The choice of a mesh for a run whose config names none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner of one training run: chooses its plan, checks it against the compiler, restores it on resume."""
+"""The planner of one training run, with the compiler's check of its plans."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Planner:
 
     def skip_known_failures(self, known: KnownFailures) -> None:
         """Skips plans that failed in earlier runs of the same programs with no less memory. If none is left, earlier
-        failures are ignored. `replan` records failures in `known` from then on.
+        failures are ignored. `replan` adds this run's failures to the same record.
         """
         self._known = known
         while (failure := known.of(self.forecast, self.budget_bytes)) is not None:

@@ -144,7 +144,7 @@ class Engine:
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
-        """Micro-batch `part` of `parts`, consecutive rows, on the devices, with their rows of tables on the host."""
+        """A micro-batch of a step's batch, consecutive rows, on the devices, with their rows of tables on the host."""
         size = batch.tokens.shape[0] // parts
         batch = dataclasses.replace(batch, table_rows={})
         batch = jax.tree.map(lambda array: array[part * size : (part + 1) * size], batch)

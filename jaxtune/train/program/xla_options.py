@@ -41,9 +41,7 @@ def compiler_options(
 
 
 def compiled(lowered: jax.stages.Lowered, options: Mapping[str, bool | int | str]) -> jax.stages.Compiled:
-    """Compiles; again without timing algorithms if memory ran out, as timing allocates operands on the device, where
-    weights may leave no room. XLA's errors are raised.
-    """
+    """Compiles; again without timing algorithms if memory ran out, as timing allocates operands beside the weights."""
     try:
         return lowered.compile(compiler_options=dict(options))
     except jax.errors.JaxRuntimeError as error:

@@ -132,8 +132,8 @@ class Isolated:
         return self.within(None, given)
 
     def within(self, seconds: float | None, given: Mapping[str, object]) -> object:
-        """The limit excludes loading its file. UserCodeError if it raised, or arguments or result cannot be sent;
-        TimeoutError at the limit, which ends the process.
+        """Calls the function; the limit excludes loading its file. UserCodeError if it raised, or arguments or result
+        cannot be sent; TimeoutError at the limit, which ends the process.
         """
         self._process.ask(self._reference, None, self._name)
         logs = {name: value for name, value in given.items() if name in LOGS and callable(value)}
