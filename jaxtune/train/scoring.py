@@ -1,4 +1,4 @@
-"""The evaluate command: finds the weights of a run or recipe, and scores them on held-out rows."""
+"""The evaluate command: scores the weights of a run or recipe on held-out rows."""
 
 from __future__ import annotations
 

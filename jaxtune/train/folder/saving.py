@@ -324,7 +324,7 @@ class Saver:
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """A context around all steps: if a guard ends the run and all updates since the last checkpoint were skipped,
-        it goes if there is an older one.
+        that one goes if one is older.
         """
         try:
             yield

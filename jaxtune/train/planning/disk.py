@@ -1,4 +1,4 @@
-"""What a run writes to disks, known before its first step: checkpoints, exports, and values of other models."""
+"""What a run writes to disks: checkpoints, exports, and values of other models."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def _pinnable(costs: StepCost, device: Device) -> float:
 
 def beside_states(parts: StepCost, device: Device) -> Device:
     """`device` with the host memory that residuals may pin beside offloaded optimizer states. XLA's pool must fit
-    beside 4 GB for Python and the compiler, tables, and a checkpoint's copy, without whose room the first save would
-    kill the run.
+    beside 4 GB for Python and the compiler, tables, and a checkpoint's copy: without its room the first save kills the
+    run.
     """
     return dataclasses.replace(device, host_bytes=max(_pinnable(parts, device) - parts.hosted_bytes, 0.0))
 

@@ -59,8 +59,8 @@ class Work:
     empty_flops: float = 0.0  # once a pass: products with the rows that pad experts' last tiles
 
     def decoded_numbers(self, tokens: float, beside_rows: float) -> float:
-        """Weights whose decoding takes time of its own in a pass of `tokens` tokens. beside_rows: ProductTime's, where
-        a kernel decodes experts' weights while it multiplies; math.inf where none does.
+        """Weights that take time of their own to decode in a pass of `tokens` tokens. beside_rows: ProductTime's, where
+        a kernel decodes experts' weights while it multiplies; else math.inf.
         """
         if not self.decoded_beside:
             return self.decoded

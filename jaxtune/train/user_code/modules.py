@@ -16,8 +16,8 @@ _imported: dict[Path, dict[str, ModuleType]] = {}  # by folder: what its files i
 
 
 def module_of(file: Path, name: str | None = None) -> ModuleType:
-    """The module of a Python file, which runs once, and again after its text has changed. Its folder's files can be
-    imported. name: of a new module; None: the file's, if free.
+    """The module of a Python file, which runs once, and again after its text has changed; what it raises passes. Its
+    folder's files can be imported. name: of a new module; None: the file's, if free.
     """
     path = file.resolve()
     text = path.read_bytes()
