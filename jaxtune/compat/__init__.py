@@ -2,16 +2,10 @@
 
     from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
 
-Argument names are those of unsloth 2026.10 and trl 1.16; defaults are Unsloth's where FastLanguageModel made the model,
-else TRL's, and transformers' of TrainingArguments. An argument is followed; or it has no effect here, which is printed
-as one line; or it is an error that says what to use instead. The page "Arguments of other libraries" lists all of them.
-
-jaxtune's modules are values: training returns a new one. These scripts expect `model` itself to change, so their model
-is a `CompatModel`, which refers to the current module. `SFTTrainer.train` puts the trained module into it, so everybody
-with a reference to the model sees the trained weights. `model.module` is a plain `jaxtune.Decoder`.
-
-UnslothTrainer and UnslothTrainingArguments are other names of SFTTrainer and SFTConfig. The import of a name that does
-not exist here raises ImportError, which says what to use instead.
+Argument names are those of unsloth 2026.10 and trl 1.16; defaults are Unsloth's if FastLanguageModel made the model,
+else TRL's. An argument is followed; or has no effect here, which is printed; or is an error that says what to use
+instead. jaxtune's modules are values, and these scripts expect `model` to change: their model is a `CompatModel`,
+which refers to the current `jaxtune.Decoder`, its `module`.
 """
 
 import difflib
@@ -164,16 +158,15 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Raises ImportError for a name that is not here, which says what to use instead or the nearest names; so hasattr
-    raises too. AttributeError for names with two underscores, as Python expects."""
+    """Raises ImportError that says what to use instead, so hasattr raises too; AttributeError for names with "__"."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise ImportError(f"jaxtune.compat has no {name}: {_ELSEWHERE.get(name) or _near(name)}")
 
 
 def _near(name: str) -> str:
-    known = {one.lower(): one for one in __all__}
-    near = [known[one] for one in difflib.get_close_matches(name.lower(), known, 3, 0.7)]
+    by_lower_case = {one.lower(): one for one in __all__}
+    near = [by_lower_case[one] for one in difflib.get_close_matches(name.lower(), by_lower_case, 3, 0.7)]
     if near:
         return f"the nearest are {', '.join(near)}"
     return "import it from where the script has it, if it needs no torch model; docs/compat.md lists what is here"
