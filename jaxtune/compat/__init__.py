@@ -2,10 +2,9 @@
 
     from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
 
-Argument names are those of unsloth 2026.10 and trl 1.16; defaults are Unsloth's if FastLanguageModel made the model,
-else TRL's. An argument is followed; or has no effect here, which is printed; or is an error that says what to use
-instead. jaxtune's modules are values, and these scripts expect `model` to change: their model is a `CompatModel`,
-which refers to the current `jaxtune.Decoder`, its `module`.
+Arguments are those of unsloth 2026.10 and trl 1.16. One is followed; or has no effect here, which is printed; or is an
+error that says what to use instead. These scripts expect training to change `model`, and jaxtune's modules are values:
+their model is a `CompatModel`, which refers to the current `jaxtune.Decoder`.
 """
 
 import difflib
@@ -165,8 +164,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _near(name: str) -> str:
-    by_lower_case = {one.lower(): one for one in __all__}
-    near = [by_lower_case[one] for one in difflib.get_close_matches(name.lower(), by_lower_case, 3, 0.7)]
+    by_lower_case = {public_name.lower(): public_name for public_name in __all__}
+    near = [
+        by_lower_case[public_name] for public_name in difflib.get_close_matches(name.lower(), by_lower_case, 3, 0.7)
+    ]
     if near:
         return f"the nearest are {', '.join(near)}"
     return "import it from where the script has it, if it needs no torch model; docs/compat.md lists what is here"

@@ -22,25 +22,20 @@ _PEFTS_CHOICE, _PHI3S = ("q_proj", "v_proj"), ("qkv_proj",)
 
 
 class LoraConfig:
-    """PEFT's LoraConfig, with its arguments and defaults; PEFT's own class is accepted too, and not needed.
+    """PEFT's LoraConfig; PEFT's own class is accepted too.
 
     Args:
-      r: the rank.
-      lora_alpha, use_rslora: the adapter's output is scaled by lora_alpha / r, or by lora_alpha / sqrt(r).
       target_modules: names of linears or their last parts, "all-linear", or a regular expression over whole names;
-      None:
-        q_proj and v_proj (qkv_proj in Phi-3). embed_tokens and lm_head in it are trained whole.
+        None: q_proj and v_proj (qkv_proj in Phi-3). embed_tokens and lm_head are trained whole.
       target_parameters: matrices of experts, such as ["experts.down_proj"].
       modules_to_save: trained whole: "embed_tokens", "lm_head".
       rank_pattern, alpha_pattern: {regular expression over the end of a module's name: rank or alpha}.
-      layers_to_transform: indices of layers from 0; needs target_modules that is no regular expression, and does not
-        restrict target_parameters.
+      layers_to_transform: indices from 0, for a list of target_modules; target_parameters are not restricted.
       init_lora_weights: True or "gaussian", for the matrix A; B starts at zero.
-      bias: "all" and "lora_only" are refused if they would train a bias.
-      others: PEFT's other arguments; ValueError if one would change the result. The named ones are checked when a model
-        gets the adapter.
+      bias: "all" and "lora_only" are refused if they would train one.
+      others: ValueError if one would change the result.
     Attributes:
-      settings: the named arguments, as keyword arguments of `adapted`.
+      settings: keyword arguments of `adapted`.
     """
 
     def __init__(
@@ -81,10 +76,9 @@ class LoraConfig:
 
 
 def lora_settings(where: str, config: Any) -> dict[str, Any]:
-    """Settings of a LoraConfig (this module's or PEFT's) as keyword arguments of `adapted`; ValueError for another
-    class.
+    """Keyword arguments of `adapted` for this module's LoraConfig or PEFT's; ValueError for another class.
 
-      where: the called function, for messages.
+    where: the called function, for messages.
     """
     if isinstance(config, LoraConfig):
         return config.settings
@@ -121,8 +115,7 @@ def adapted(
 
     ValueError: an argument is not supported or matches nothing, or `module` has adapters already.
       where: the called function, for messages.
-      experts_too: whether target_modules that name all linears also mean the experts' matrices in every layer, if
-        target_parameters is None: Unsloth's meaning, not PEFT's.
+      experts_too: target_modules that name all linears also mean the experts' matrices, as in Unsloth.
       plain: r, lora_alpha, lora_dropout, use_rslora, use_dora.
     """
     if init_lora_weights not in (True, "gaussian"):
@@ -132,10 +125,10 @@ def adapted(
     names = {name.rsplit(".", 1)[1] for name, _ in linears(module)}
     if target_modules is None:
         target_modules = _PHI3S if names.issuperset(_PHI3S) else _PEFTS_CHOICE
-    whole = set(modules_to_save or ())
+    trained_whole = set(modules_to_save or ())
     if not isinstance(target_modules, str):
-        whole |= {name for name in target_modules if name in ("embed_tokens", "lm_head")}
-        linear_names = tuple(name for name in target_modules if name not in whole)
+        trained_whole |= {name for name in target_modules if name in ("embed_tokens", "lm_head")}
+        linear_names = tuple(name for name in target_modules if name not in trained_whole)
         # The seven names mean every linear, also where a family fuses some of them (Phi-3).
         target_modules = "all-linear" if set(linear_names) == set(ALL_LINEAR) else linear_names
     if target_parameters is None and experts_too and target_modules == "all-linear":
@@ -146,7 +139,7 @@ def adapted(
         plain,
         target_modules=target_modules,
         target_parameters=tuple(target_parameters) if target_parameters else None,
-        modules_to_save=tuple(sorted(whole)) or None,
+        modules_to_save=tuple(sorted(trained_whole)) or None,
         rank_pattern=dict(rank_pattern) if rank_pattern else None,
         alpha_pattern=dict(alpha_pattern) if alpha_pattern else None,
     )
@@ -158,9 +151,7 @@ def adapted(
 
 
 def _require_no_biases(where: str, bias: str, module: Decoder) -> None:
-    """Raises ValueError if PEFT's `bias` would train biases, which adapters cannot hold here. `module` has its
-    adapters.
-    """
+    """Raises ValueError if PEFT's `bias` would train biases, which adapters cannot hold here."""
     if bias not in ("none", "all", "lora_only"):
         raise ValueError(f"{where}: bias = {bias!r} is not supported; supported: 'none'")
     if bias == "none":
@@ -210,10 +201,7 @@ def _start_gaussian(module: Decoder, seed: int) -> None:
 
 
 def last_layers(where: str, count: int | None, layers: int | Sequence[int] | None, module: Decoder) -> Any:
-    """The layers_to_transform that Unsloth's finetune_last_n_layers (`count`) means; `layers` if `count` is None.
-
-    ValueError: both are set, or `count` is not from 1 to the number of layers.
-    """
+    """The layers_to_transform that Unsloth's finetune_last_n_layers (`count`) means; ValueError if both are set."""
     if count is None:
         return layers
     if layers is not None:

@@ -30,11 +30,9 @@ _printed: set[tuple[str, str]] = set()
 def settle(
     where: str, others: Mapping[str, Any], table: Mapping[str, Argument], callee: Callable | None = None
 ) -> None:
-    """Accepts, reports or refuses the arguments that a function of jaxtune.compat does not follow.
+    """Accepts, reports or refuses the arguments that a function does not follow.
 
-    A value of Argument.free (equal and of its type) is accepted silently; an idle argument gets a printed line; any
-    other
-    or unknown one raises ValueError.
+    Values of Argument.free are accepted, other idle arguments are printed; the rest raises ValueError.
       where: the called function, for messages.
       callee: its parameters are proposed in place of an unknown argument.
     """
@@ -50,13 +48,13 @@ def settle(
         if any(value is free or (type(value) is type(free) and value == free) for free in argument.free):
             continue
         if not argument.idle:
-            at = f"; leave it at {argument.free[0]!r}" if argument.free else ""
-            raise ValueError(f"{where}: {name} = {value!r} is not supported{at}. Instead: {argument.text}")
+            advice = f"; leave it at {argument.free[0]!r}" if argument.free else ""
+            raise ValueError(f"{where}: {name} = {value!r} is not supported{advice}. Instead: {argument.text}")
         tell(where, name, argument.text)
 
 
 def tell(where: str, name: str, text: str) -> None:
-    """Prints, once in a process, why argument `name` of the function `where` has no effect here."""
+    """Prints, once in a process, why argument `name` of the function `where` has no effect."""
     if (where, name) not in _printed:
         _printed.add((where, name))
         say(f"{where}: {name} does nothing here: {text}")

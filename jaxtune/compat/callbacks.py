@@ -1,8 +1,4 @@
-"""transformers' callbacks, called from the events of jaxtune.train.callbacks.
-
-What a callback sets in `control` after a step is done at that step. A step's numbers are waited for only if a callback
-defines on_log.
-"""
+"""transformers' callbacks. What one sets in `control` after a step is done at that step."""
 
 from __future__ import annotations
 
@@ -27,10 +23,8 @@ from jaxtune.train.early_stop import is_better, waited
 
 @dataclasses.dataclass
 class TrainerControl:
-    """Requests of callbacks, done after this step. The run sets the last three fields anew before on_step_end (True if
-    SFTConfig makes that due), so earlier requests are lost, but should_log passes the last step's numbers to on_log if
-    they
-    arrive before that. False does not prevent what is due, except on_log.
+    """Requests of callbacks. The run sets the last three anew before on_step_end, True if SFTConfig makes that due, so
+    earlier requests are lost. False does not prevent what is due, except on_log.
     """
 
     should_training_stop: bool = False  # end the run
@@ -42,7 +36,7 @@ class TrainerControl:
 
 @dataclasses.dataclass
 class TrainerState:
-    """The progress of a run, with transformers' field names: what trainer_state.json holds."""
+    """The progress of a run, with transformers' field names."""
 
     epoch: float = 0.0  # epochs done so far, with the fraction of the current one
     global_step: int = 0  # optimizer steps done so far, those before a continued run included
@@ -68,46 +62,37 @@ class TrainerState:
 class TrainerCallback:
     """transformers' base class of callbacks; a script overrides the methods that it wants.
 
-    Each gets `args` (SFTConfig), `state` (TrainerState), `control` (TrainerControl) and by name `model`, with the
-    current
-    weights, `processing_class` (also as `tokenizer`), and None for transformers' other objects. A control that it
-    returns
-    replaces the current one. should_epoch_stop raises ValueError. A class with on_substep_end, on_pre_optimizer_step or
-    on_optimizer_step is refused, because a step is one compiled program; other events of transformers are never called.
+    Each gets `args` (SFTConfig), `state`, `control` and by name `model`, `processing_class`, and None for transformers'
+    other objects. A control that it returns replaces the current one. should_epoch_stop raises ValueError. Classes with
+    on_substep_end, on_pre_optimizer_step or on_optimizer_step are refused: a step is one compiled program.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called when the trainer has been made; requests have no effect."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before the first step of train(); only should_training_stop has an effect, after that step."""
+        """Called before the first step of train(); only should_training_stop has an effect, after it."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called at the end of train() with the final weights (the best ones with load_best_model_at_end)."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before the first step of an epoch and of train(), even within one; requests as in on_step_begin."""
+        """Called before the first step of an epoch and of train(); requests as in on_step_begin."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after the last step of an epoch and of the run, unless a callback ends it within an epoch. Requests
-        take effect
-        at the same step; should_log only if this step was not logged.
+        """Called after the last step of an epoch and of the run, unless a callback ended it. Requests are done at that
+        step.
         """
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before a step. should_training_stop has an effect after it; should_log passes the last step's numbers
-        to on_log
-        if they arrive before on_step_end.
-        """
+        """Called before a step, after which should_training_stop ends the run."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after a step was dispatched; its numbers may not have arrived. Requests are done at the same step."""
+        """Called after a step was dispatched; its numbers may not have arrived. Requests are done at that step."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called with `logs`, {name: number} of a logged step or an evaluation. Requests to save or stop take effect at
-        that step,
-        and one to evaluate if `logs` are a step's; in the evaluation of eval_on_start only one to stop, after the first
-        step.
+        """Called with `logs`, {name: number} of a logged step or an evaluation. Requests are done at that step, to
+        evaluate only if `logs` are a step's; before the first step only should_training_stop counts.
         """
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -115,18 +100,16 @@ class TrainerCallback:
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after a checkpoint was saved; only should_training_stop has an effect. The folder checkpoint-N exists
-        by then if
-        save_strategy or a callback caused the save, not after the save at a run's end or a signal.
+        by then, unless the save is the run's last or a signal caused it.
         """
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Ends training when evaluations do not become better in SFTConfig's metric_for_best_model.
+    """Ends training when metric_for_best_model does not become better.
 
     Args:
-      early_stopping_patience: evaluations in a row that were not better than the best one before. The first counts as
-        better, NaN never does.
-      early_stopping_threshold: the difference by which a value must be better; None: 0.
+      early_stopping_patience: evaluations in a row that were not better than the best before; NaN never is.
+      early_stopping_threshold: the difference by which a value must be better.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0):
@@ -135,7 +118,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts to count anew; ValueError if SFTConfig asks for no evaluation or names no metric."""
+        """Starts to count anew; ValueError without evaluations or a metric."""
         if args.metric_for_best_model is None:
             raise ValueError(
                 "EarlyStoppingCallback: metric_for_best_model = None: name what is watched, such as 'eval_loss'"
@@ -230,13 +213,11 @@ class Events(Callback):
     """Passes the events of a run to the script's callbacks, does what they request, and keeps the best weights.
 
     Args:
-      measure: the numbers of compute_metrics for the current model, called after each evaluation.
-      handed_back: maps a module of the run to the script's, for example with dropout turned on again.
-      leave: writes the current model as a checkpoint-N folder; called with the steps done after a save that
-      save_strategy
-        or a callback caused.
+      measure: the numbers of compute_metrics for the current model.
+      handed_back: maps a module of the run to the script's, with dropout turned on again.
+      leave: writes checkpoint-N, given N, after a save that was due or requested.
     Attributes:
-      best: trained arrays of the best evaluation (an nnx state of numpy arrays) with load_best_model_at_end, else None.
+      best: trained arrays of the best evaluation, an nnx state of numpy arrays, if load_best_model_at_end.
     """
 
     is_users = False  # it writes folders; the callbacks that it calls are
@@ -260,7 +241,7 @@ class Events(Callback):
         self._scheduled: dict[str, float | None] = {}
         self._steps_per_epoch, self._can_evaluate = 1, False
         self._printed: set[str] = set()
-        self._prints = not any(kind.__name__ in _PRINTERS for each in callbacks for kind in type(each).__mro__)
+        self._prints = not any(kind.__name__ in _PRINTERS for callback in callbacks for kind in type(callback).__mro__)
         self._left = 0  # the step of the last checkpoint-N folder
 
     def tell(self, event: str, **more: Any) -> None:
@@ -292,10 +273,8 @@ class Events(Callback):
     # ---- the run
 
     def begin(self, config: TrainConfig, total_steps: int, steps_per_epoch: int) -> None:
-        """Starts a call of train(): resets the state and the request to stop, and calls the events before the first
-        step.
-
-        global_step and epoch stay as they are, so these events do not see the step that a continued run begins with.
+        """Starts a call of train(): resets the state's best and the request to stop, and calls the first events.
+        global_step and epoch stay, so these events do not see the step that a continued run begins with.
         """
         self._scheduled = {
             "log": config.metrics.log_every,
@@ -391,21 +370,17 @@ class Events(Callback):
                 self.best = jax.tree.map(np.array, jax.device_get(nnx.state(self.model.module, nnx.Param)))
 
     def saved(self, step: int) -> None:
-        """Writes the checkpoint-N folder if save_strategy or a callback caused the save, and calls on_save.
-
-        Such a save comes some steps late if updates at its step were skipped, because their numbers were not finite.
-        """
+        """Writes checkpoint-N if the save was due or requested; it comes late if updates at its step were skipped."""
         if self._asked:
             self._asked, self._left = False, step
             self._leave(step)
         self.tell("on_save")
 
     def note_better(self, metrics: Path, done: int) -> None:
-        """Prints a note if an evaluation of an earlier, interrupted call of train() was better than that of the current
-        weights.
+        """Prints a note if an evaluation before an interruption was better than that of the current weights.
 
-          metrics: the run's metrics.jsonl.
-          done: the steps done.
+        metrics: the run's metrics.jsonl.
+        done: the steps done.
         """
         current_step = done if self.state.best_global_step is None else self.state.best_global_step
         name = best_name(self.args)

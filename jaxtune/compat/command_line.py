@@ -34,9 +34,8 @@ class _Option:
 
 
 class HfArgumentParser(argparse.ArgumentParser):
-    """transformers' parser: an option for each field of the dataclasses, with - or _ between words. What the command
-    line does
-    not give is left to the dataclass, so that a config knows which arguments a script gives.
+    """transformers' parser: an option for each field of the dataclasses. What is not given is left to the dataclass, so
+    that a config knows which arguments a script gives.
     """
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **options: object):
@@ -76,9 +75,8 @@ class HfArgumentParser(argparse.ArgumentParser):
         args_filename: str | None = None,
         args_file_flag: str | None = None,
     ) -> tuple[DataClass, ...]:
-        """An object of each dataclass, and with return_remaining_strings the words that belong to none, else an error.
-        The files
-        of arguments that transformers looks for are not read.
+        """An object of each dataclass, and with return_remaining_strings the words that belong to none, else an
+        error.
         """
         del look_for_args_file
         if args_filename or args_file_flag:
@@ -130,7 +128,11 @@ class HfArgumentParser(argparse.ArgumentParser):
         """The words that are no option, each with the nearest option."""
         lines = []
         for word in words:
-            if not word.startswith("-") and word not in words[:1] and any(one.startswith("-") for one in words):
+            if (
+                not word.startswith("-")
+                and word not in words[:1]
+                and any(other_word.startswith("-") for other_word in words)
+            ):
                 continue  # a value
             name = word.lstrip("-").partition("=")[0].replace("-", "_")
             near = difflib.get_close_matches(name, self._options, 1)
@@ -157,9 +159,9 @@ class TrlParser(HfArgumentParser):
     ) -> tuple[DataClass, ...]:
         """An object of each dataclass. Sets the YAML file's mapping `env` in the environment.
 
-        return_remaining_strings: also returns the words that belong to no dataclass, the file's as "--name", "value";
-          separate_remaining_strings: the file's and the command line's apart.
-        fail_with_unknown_args: False prints unknown keys of the file; True raises ValueError.
+        return_remaining_strings: also returns words that belong to no dataclass, the file's as "--name", "value";
+          separate_remaining_strings: both sources apart.
+        fail_with_unknown_args: False prints unknown keys of the file.
         """
         words = sys.argv[1:] if args is None else list(args)
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -192,7 +194,7 @@ def _yaml(path: str | os.PathLike) -> dict[str, object]:
 
 
 def _options(kinds: Sequence[type]) -> dict[str, _Option]:
-    """The options of the dataclasses, with arguments that a config here knows and does not follow."""
+    """The options of the dataclasses, with arguments that a config knows and does not follow."""
     options: dict[str, _Option] = {}
     for kind in kinds:
         hints = typing.get_type_hints(kind)
@@ -240,9 +242,9 @@ def _value(name: str, value: object, hint: object) -> object:
     """A value of a command line or of YAML as its type `hint` asks for; ValueError if it is none."""
     if isinstance(value, list):
         if not _has(hint, (list, tuple, set, Sequence)):
-            return [_value(name, one, object) for one in value]
-        element = next((typing.get_args(one)[:1] for one in _members(hint) if _is_list(one)), ())
-        items = [_value(name, one, element[0] if element else object) for one in value]
+            return [_value(name, entry, object) for entry in value]
+        element = next((typing.get_args(entry)[:1] for entry in _members(hint) if _is_list(entry)), ())
+        items = [_value(name, entry, element[0] if element else object) for entry in value]
         # One word for an argument that is a list or a text, such as "all-linear".
         return items[0] if len(items) == 1 and isinstance(items[0], str) and _has(hint, (str,)) else items
     kinds = _kinds(hint)

@@ -1,7 +1,5 @@
-"""TRL's DistillationTrainer and GKDTrainer with their configs.
-
-A separate teacher is attached to the model that trains, on the same device; without one the teacher is the student with
-its adapter off. Answers are sampled from the student in the same process.
+"""TRL's DistillationTrainer and GKDTrainer. A separate teacher is attached to the model that trains, on the same
+device; without one it is the student with its adapter off.
 """
 
 from __future__ import annotations
@@ -74,13 +72,11 @@ class GKDConfig(DistilledConfig):
 class DistilledTrainer(PreferenceTrainer):
     """Base of DistillationTrainer and GKDTrainer: trains a student to have a teacher's output distributions.
 
-    A subclass sets `config_type`, and defines `_drawing` and `_read`. ValueError: there is no teacher, its vocabulary
-    differs, or an argument is not supported.
+    A subclass sets `config_type`, and defines `_drawing` and `_read`. ValueError: no teacher, or another vocabulary.
 
     Args:
       model: the student: a CompatModel, or a hub name or folder.
-      teacher_model: likewise; None: args.teacher_model_name_or_path, or else the student with its adapter off.
-      args: a DistillationConfig or GKDConfig, or TRL's own object.
+      teacher_model: likewise; None: teacher_model_name_or_path, or else the student with its adapter off.
       processing_class: the tokenizer; None: the model's.
       others: further arguments of SFTTrainer.
     """
@@ -139,12 +135,9 @@ class DistilledTrainer(PreferenceTrainer):
         return True
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """The TrainConfig of the run. If answers are sampled, data.packing is True; rows_per_step counts rows of the
-        data set.
+        """The TrainConfig of the run, packed if answers are sampled; rows_per_step counts rows of the data set.
 
-          prepared: False does not tokenise the rows to count an epoch's steps: every_steps of a strategy "epoch" is
-          then None,
-            and without max_steps `epochs` is set in place of `steps`.
+        prepared: as in SFTTrainer.config.
         """
         config = super().config(resume, prepared)
         if not self._samples:
@@ -156,12 +149,10 @@ class DistilledTrainer(PreferenceTrainer):
 
 class DistillationTrainer(DistilledTrainer):
     """TRL's DistillationTrainer: the student samples an answer to every prompt and learns the teacher's distributions
-    over its
-    tokens. Arguments as in DistilledTrainer, with a DistillationConfig.
+    over its tokens. Arguments as in DistilledTrainer.
 
-    Rows have `prompt` (a text or messages) or `messages`. Rows of eval_dataset also need answers (`completion`, or a
-    last
-    message of the assistant), over which the divergence is measured; TRL samples answers there as well.
+    Rows have `prompt` or `messages`. Rows of eval_dataset also need answers, over which the divergence is measured; TRL
+    samples answers there as well.
     """
 
     config_type = DistillationConfig
@@ -194,13 +185,11 @@ class DistillationTrainer(DistilledTrainer):
 
 
 class GKDTrainer(DistilledTrainer):
-    """TRL's GKDTrainer: a row's answer is sampled from the student with probability lmbda, else it is the row's last
-    answer;
-    on either one the student learns the teacher's distributions. TRL draws once for each micro-batch, this trainer for
-    each
-    row. Arguments as in DistilledTrainer, with a GKDConfig.
+    """TRL's GKDTrainer: the answer is sampled from the student with probability lmbda, else it is the row's last one;
+    the student learns the teacher's distributions over it. TRL draws once for each micro-batch, this trainer for each
+    row. Arguments as in DistilledTrainer.
 
-    Rows are conversations (`messages`), or have `prompt` and `completion`. data_collator is None or one that only pads.
+    Rows are `messages`, or `prompt` and `completion`. data_collator may only pad.
     """
 
     config_type = GKDConfig

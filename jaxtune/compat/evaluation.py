@@ -29,10 +29,7 @@ class PredictionOutput(NamedTuple):
 
 
 class Evaluations(Reports):
-    """The part of SFTTrainer that measures the current model on held-out rows. Trainers that sample answers for rewards
-    raise
-    ValueError in both methods, because sampled answers have no held-out loss.
-    """
+    """The part of SFTTrainer that measures the current model on held-out rows."""
 
     model: CompatModel  # the script's
     tokenizer: object  # of transformers
@@ -56,13 +53,12 @@ class Evaluations(Reports):
     def evaluate(
         self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluates the current model, calls on_log and on_evaluate, and returns the numbers.
+        """Evaluates the current model, calls on_log and on_evaluate, and returns the numbers: "eval_loss",
+        "eval_targets" (the trained tokens; "eval_pairs", "eval_examples"), the objective's and those of
+        compute_metrics.
 
-        They are "eval_loss" and "eval_targets", the trained tokens that it is a mean over ("eval_pairs" for pairs,
-        "eval_examples" for KTO), the objective's others and those of compute_metrics. `control` has no effect here.
-        ValueError: no rows, rows of another format than the trained ones, logits for compute_metrics that take more
-        than half
-        of the host's memory, or a compute_metrics that returns no numbers.
+        ValueError: no rows, another format than the trained ones, or logits that take more than half of the host's
+        memory.
           eval_dataset: None: the trainer's.
           ignore_keys: has no effect.
           metric_key_prefix: replaces "eval" in the names.
@@ -85,9 +81,7 @@ class Evaluations(Reports):
     ) -> PredictionOutput:
         """Logits, labels and the numbers of `evaluate` for rows of train_dataset's format; calls no callback.
 
-        All rows are padded to the length of the trainer's rows. ValueError as in `evaluate`, and if all logits take
-        more than
-        half of the host's memory and preprocess_logits_for_metrics is not set.
+        Rows are padded to the length of the trainer's. ValueError as in `evaluate`.
           ignore_keys: has no effect.
           metric_key_prefix: replaces "eval" in the names.
         """

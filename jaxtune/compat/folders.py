@@ -1,8 +1,6 @@
-"""output_dir and its checkpoint-N folders, for scripts that run more than once: a run replaces what a script wrote
-before,
-as transformers does, and never what anybody else wrote.
-
-The resume state is in output_dir/checkpoints, in jaxtune's format; checkpoint-N has weights for PEFT and transformers.
+"""output_dir and its checkpoint-N folders: a run replaces what a script wrote before, as transformers does, and never
+what anybody else wrote. The resume state is in output_dir/checkpoints; checkpoint-N has weights for PEFT and
+transformers.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ def require_own(output: Path) -> None:
 def replace_run(output: Path, overwrite: bool) -> bool:
     """Removes an earlier run of a script from output_dir, but not its checkpoint-N folders; False: there was none.
 
-    ValueError: the run is no script's, is running, or could be continued and `overwrite` is False.
+    ValueError: the run is no script's, is running, or could be continued without `overwrite`.
     """
     steps = saved_steps(output / CHECKPOINTS)
     if not steps and not any((output / name).exists() for name in (CONFIG, JSONL)):
@@ -104,10 +102,7 @@ def replace_run(output: Path, overwrite: bool) -> bool:
 
 
 def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool, int | None]:
-    """What resume_from_checkpoint asks for: (whether a run is continued, from which step; None: the last). ValueError
-    for a
-    path that names no step in output_dir/checkpoints.
-    """
+    """(whether a run is continued, from which step; None: the last); ValueError for a path that names no saved step."""
     if given in (None, False):
         return False, None
     steps = saved_steps(output / CHECKPOINTS)
@@ -130,10 +125,9 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
 
 
 class Checkpoints:
-    """Writes the checkpoint-N folders of one call of train(), and removes old ones over save_total_limit.
+    """Writes the checkpoint-N folders of one call of train(), and removes old ones.
 
     Args:
-      tokenizer, state: saved in each folder.
       limit: how many folders of jaxtune stay, the last and the best always; None or 0: all.
     Attributes:
       written: steps whose folders this call has written.
@@ -149,25 +143,22 @@ class Checkpoints:
         return self._output / f"checkpoint-{step}"
 
     def write(self, module: Decoder, step: int) -> bool:
-        """Writes `module` as a step's folder, once in a call of train(), and removes old folders over the limit. An
-        error is
-        printed and gives False: the run continues.
-        """
-        folder, whole = self.folder(step), temporary_path(self.folder(step))
+        """Writes a step's folder, once in a call of train(). An error is printed and gives False: the run continues."""
+        folder, temporary = self.folder(step), temporary_path(self.folder(step))
         if step in self.written:
             return True
         try:
-            save(module, whole, self._tokenizer)
-            write_state(whole, self._state)
+            save(module, temporary, self._tokenizer)
+            write_state(temporary, self._state)
             if folder.exists():  # written by an earlier call, which continued from a step before
                 old = temporary_path(folder)
                 os.rename(folder, old)
-                os.rename(whole, folder)
+                os.rename(temporary, folder)
                 shutil.rmtree(old)
             else:
-                os.rename(whole, folder)
+                os.rename(temporary, folder)
         except (OSError, ValueError) as error:
-            shutil.rmtree(whole, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             say(f"warning: {folder} could not be written: {error}")
             return False
         self.written.add(step)

@@ -19,9 +19,8 @@ from jaxtune.train.data.batches import Batches
 
 
 class EvalPrediction(NamedTuple):
-    """The argument of compute_metrics. A row is one document, or several if packing=True; of pairs, the prompt with the
-    chosen
-    answer followed by the prompt with the rejected one (KTOTrainer: the row's answer, and a mismatched one).
+    """The argument of compute_metrics. A row is one document, several if packing=True, or a pair: the prompt with the
+    chosen answer, then with the rejected one (KTOTrainer: a mismatched one).
     """
 
     # float32[rows, length, vocab] (of a reward model vocab is 1), or joined results of preprocess_logits_for_metrics
@@ -46,9 +45,7 @@ def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) 
 
     ValueError: all logits take more than half of the host's memory, and `preprocess` is None.
       batches: one epoch of batches of one row.
-      preprocess: maps (logits float32[1, length, vocab], labels int32[1, length]), NumPy arrays whose argmax accepts
-      torch's
-        dim too, to an array or a tuple of arrays with the same first axis.
+      preprocess: maps (logits float32[1, length, vocab], labels int32[1, length]) to an array or a tuple of arrays.
     """
     rows, head = batches.steps_per_epoch, module.config.head
     logit_bytes = rows * batches.length * (head.outputs or module.config.vocab_size) * 4

@@ -60,14 +60,13 @@ class CompatModel(ModelMethods):
     """The model of a script: a reference to the current module, its settings, and the methods that scripts call.
 
     Attributes:
-      module: the current jaxtune.Decoder, which training replaces.
-      max_seq_length: the most tokens of a row, unless the trainer's max_length is less; None: that alone decides.
-      residuals: of the backward pass: "keep" keeps all on the device; None: the planner keeps, recomputes or offloads.
-      adapter: the AdapterConfig that made the adapter; None: no adapter.
+      max_seq_length: the most tokens of a row, unless the trainer's max_length is less.
+      residuals: of the backward pass: "keep" keeps all on the device; None: the planner decides.
+      adapter: the AdapterConfig that made the adapter.
       full_finetuning: whether all weights train.
-      random_state: the seed of PEFT's get_peft_model; trainers use SFTConfig's.
+      random_state: the seed of PEFT's get_peft_model.
       packing: the default of SFTConfig's packing.
-      fast: whether a Fast class made it: defaults are then Unsloth's.
+      fast: whether a Fast class made it: defaults are Unsloth's.
     """
 
     def __init__(
@@ -118,11 +117,10 @@ class CompatModel(ModelMethods):
         return has_adapter(self.module)
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
-        """PEFT's: a new model with the adapter merged, all of whose weights train, in the base's dtype (quantised ones
+        """PEFT's: a new model with the adapter merged, whose weights all train, in the base's dtype (quantised ones
         decoded).
 
-        Needs memory for both models. ValueError: no adapter; ArithmeticError: the merge fails a check. Arguments are
-        ignored.
+        Needs memory for both. ValueError: no adapter; ArithmeticError: the merge fails a check. Arguments are ignored.
         """
         return CompatModel(
             jaxtune.merge_adapter(self.module),
@@ -154,15 +152,11 @@ class CompatModel(ModelMethods):
         """transformers' generate: int32[B, T + new], input_ids and the new tokens, padded on the right.
 
         It samples with do_sample=True, with a temperature, top_k, top_p or min_p that has an effect, or if
-        generation_config.json says so; do_sample=False or a temperature of 0 takes the likeliest token. Options that
-        are None
-        come from generation_config.json, else transformers (top_k 50). Each call draws anew, as torch does after
-        set_seed.
-        ValueError: contradictions, or a streamer with several rows.
+        generation_config.json says so; else it takes the likeliest token. Options that are None come from that file,
+        else transformers (top_k 50). Each call draws anew. ValueError: contradictions, or a streamer with several rows.
           input_ids: int[B, T], padded on either side, or a tokenizer's mapping.
           attention_mask: 0 at padding.
-          eos_token_id: None: the model's.
-          streamer: `put` gets the prompt and each new token, then `end` is called.
+          streamer: `put` gets the prompt and each new token.
         """
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
@@ -216,7 +210,7 @@ class CompatModel(ModelMethods):
     def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
         """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer.
 
-        What a script saved there before is replaced; ValueError if the folder has another model.
+        A script's earlier save is replaced; ValueError if the folder has another model.
         """
         settle("save_pretrained", others, SAVE)
         saved_into(save_directory, "save_pretrained", lambda folder: save(self.module, folder))
@@ -249,9 +243,7 @@ class CompatModel(ModelMethods):
         """Saves a whole model for transformers, with its adapter merged; the folder as in save_pretrained.
 
         tokenizer: saved too.
-        save_method: "merged_16bit" (quantised weights are decoded), "merged_4bit" (bitsandbytes' NF4), or "lora",
-        which saves
-          as save_pretrained.
+        save_method: "merged_16bit" (quantised weights are decoded), "merged_4bit" (NF4), or "lora": save_pretrained.
         """
         where = "save_pretrained_merged"
         settle(where, others, SAVE)
@@ -272,13 +264,11 @@ class CompatModel(ModelMethods):
         quantization_method: str | Sequence[str] = "fast_quantized",
         **others: Any,
     ) -> None:
-        """Saves a GGUF file and an Ollama Modelfile for each method, in a folder of that type's name below
-        save_directory. An
-        adapter is merged.
+        """Saves a GGUF file and an Ollama Modelfile for each method, in a folder of its name below save_directory.
 
-          tokenizer: None: the model's.
-          quantization_method: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m,
-            "not_quantized" f16.
+        tokenizer: None: the model's.
+        quantization_method: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m,
+          "not_quantized" f16.
         """
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)
@@ -368,21 +358,19 @@ class FastLanguageModel:
         num_labels: int | None = None,
         **others: Any,
     ) -> tuple[CompatModel, Any]:
-        """(model, tokenizer) of a model folder, a hub name, or an adapter's folder. ValueError: contradictions, or no
-        support.
+        """(model, tokenizer) of a model folder, a hub name, or an adapter's folder. ValueError: contradictions.
 
-          max_seq_length: the most tokens of a row; None: the trainer's max_length.
-          dtype: None: bfloat16, or for an adapter's folder what it records of its base, as for the format.
-          load_in_4bit: None is True unless another format or full_finetuning is asked for: NF4 with double
-          quantisation. False
-            keeps weights as stored.
-          load_in_16bit: needs load_in_4bit=False, and adds nothing.
-          load_in_fp8: stores the layers' weights in FP8 (scales for each row, or the files') and multiplies in it.
-          use_gradient_checkpointing: False keeps all residuals on the device.
-          random_state: the seed of sampling, of the scoring head, and of PEFT's get_peft_model.
-          packing: of an SFTConfig that leaves it unset.
-          num_labels: 1 adds a scoring head, for a reward model.
-          others: load_in_8bit=True (int8), or arguments without effect.
+        max_seq_length: the most tokens of a row; None: the trainer's max_length.
+        dtype: None: bfloat16, or what an adapter's folder records, as for the format.
+        load_in_4bit: NF4 with double quantisation; None: unless another format or full_finetuning is asked for. False
+          keeps weights as stored.
+        load_in_16bit: needs load_in_4bit=False, and adds nothing.
+        load_in_fp8: stores the layers' weights in FP8 and multiplies in it.
+        use_gradient_checkpointing: False keeps all residuals on the device.
+        random_state: the seed of sampling, of the scoring head, and of PEFT's get_peft_model.
+        packing: of an SFTConfig that leaves it unset.
+        num_labels: 1 adds a scoring head, for a reward model.
+        others: load_in_8bit=True (int8), or arguments without effect.
         """
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
@@ -453,9 +441,8 @@ class FastLanguageModel:
 
         target_modules: by default all linears, and the experts' matrices.
         use_gradient_checkpointing: replaces from_pretrained's, even by its default.
-        random_state: the adapters' seed.
         max_seq_length: must be from_pretrained's.
-        finetune_last_n_layers: restricts linears, not experts, to that many last layers.
+        finetune_last_n_layers: restricts linears, not experts.
         """
         where = "FastLanguageModel.get_peft_model"
         settle(where, others, PEFT, FastLanguageModel.get_peft_model)
@@ -523,8 +510,8 @@ def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str
                 f"{where}: {flag} = {value!r} is not supported. Instead: True, which makes a scale for each row; a "
                 "checkpoint that is published with other scales keeps them"
             )
-        others = {"load_in_4bit": in_4bit, "load_in_16bit": in_16bit, "full_finetuning": full_finetuning, **flags}
-        if contradicting := [name for name, asked in others.items() if asked and name != flag]:
+        choices = {"load_in_4bit": in_4bit, "load_in_16bit": in_16bit, "full_finetuning": full_finetuning, **flags}
+        if contradicting := [name for name, is_set in choices.items() if is_set and name != flag]:
             raise ValueError(f"{where}: {flag} = True and {contradicting[0]} = True contradict each other: drop one")
         return next(fmt.name for fmt in FORMATS.values() if fmt.flag == flag)
     four = in_4bit is None or in_4bit

@@ -15,8 +15,7 @@ from jaxtune.train.display.report import parameter_counts
 
 class ModelMethods:
     """Base of CompatModel. Moving a model and switching its mode have no effect: XLA places the weights, and dropout
-    belongs
-    to the train step.
+    belongs to the train step.
     """
 
     residuals: str | None  # "keep": every residual stays on the device; None: the planner decides
@@ -42,7 +41,7 @@ class ModelMethods:
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """Returns the model unchanged: there is no mode to switch. SFTTrainer.train trains it."""
+        """Returns the model unchanged; SFTTrainer.train trains it."""
         del mode
         return self
 

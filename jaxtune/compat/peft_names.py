@@ -43,10 +43,9 @@ def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) ->
 def get_peft_model(
     model: CompatModel, peft_config: object, adapter_name: str = "default", **others: object
 ) -> CompatModel:
-    """PEFT's: a new model with a new adapter, which alone trains, and the weights of `model`. Its random_state is the
-    seed.
+    """PEFT's: a new model with a new adapter, which alone trains, over the weights of `model`.
 
-    ValueError: a setting or argument that is not supported, or the model has an adapter already.
+    ValueError: a setting is not supported, or the model has an adapter already.
       peft_config: a LoraConfig, this package's or PEFT's.
       adapter_name: must be "default".
     """
@@ -70,7 +69,7 @@ def prepare_model_for_kbit_training(
 
 
 class PeftModel:
-    """PEFT's class with the function that scripts use."""
+    """PEFT's class."""
 
     @staticmethod
     def from_pretrained(
@@ -80,13 +79,12 @@ class PeftModel:
         is_trainable: bool = False,
         **others: object,
     ) -> CompatModel:
-        """A new model: `model` with the adapter of a PEFT folder, which can be trained further. ValueError: it does not
-        fit, the
-        model has an adapter already, or an argument is not supported.
+        """A new model: `model` with the adapter of a PEFT folder. ValueError: it does not fit, or the model has one
+        already.
 
           model_id: the adapter's local folder.
           adapter_name: must be "default".
-          is_trainable: has no effect.
+          is_trainable: has no effect: it can be trained further.
         """
         del is_trainable
         settle("PeftModel.from_pretrained", {"adapter_name": adapter_name, **others}, PEFT_MODEL)
@@ -95,7 +93,7 @@ class PeftModel:
 
 
 class AutoPeftModelForCausalLM:
-    """PEFT's class with the function that scripts use."""
+    """PEFT's class."""
 
     @staticmethod
     def from_pretrained(
@@ -104,13 +102,10 @@ class AutoPeftModelForCausalLM:
         is_trainable: bool = False,
         **others: object,
     ) -> CompatModel:
-        """The model of an adapter's folder: its base model with the adapter on it.
+        """The base model of an adapter's folder with the adapter on it, in the given dtype, else the recorded one, else
+        bfloat16. It is quantised only if `others` say so, even if the adapter was trained over a quantised base.
 
-        The base is loaded in the dtype of `others`, else the recorded one, else bfloat16, and quantised only if
-        `others` say
-        so, even if the adapter was trained over a quantised base.
-          pretrained_model_name_or_path: an adapter's local folder; of any other model nothing trains until it gets an
-          adapter.
+          pretrained_model_name_or_path: any other model trains nothing until it gets an adapter.
           adapter_name: must be "default".
           is_trainable: has no effect.
           others: as in plain_arguments.

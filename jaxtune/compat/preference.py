@@ -67,9 +67,8 @@ class ORPOConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class KTOConfig(PreferenceConfig):
-    """TRL's KTOConfig. Rows are trained on in the given order ("sequential" is the only train_sampling_strategy),
-    because each
-    row also gets the answer of another row of its micro-batch.
+    """TRL's KTOConfig. Rows keep their order, because each one also gets the answer of another row of its
+    micro-batch.
     """
 
     section = "kto"  # of the tables of defaults
@@ -110,13 +109,10 @@ def trained_before(module: Decoder) -> bool:
 
 
 class PreferenceTrainer(SFTTrainer):
-    """Base of all trainers but SFTTrainer, and the arguments of that one.
+    """Base of all trainers but SFTTrainer: checks the columns of rows, trains on responses, and turns the adapter's
+    dropout off unless disable_dropout is False. ValueError: formatting_func or packing=True.
 
-    It checks the columns of rows, trains on responses, and turns the adapter's dropout off unless disable_dropout is
-    False.
-    A formatting_func and packing=True raise ValueError. A subclass sets `config_type` and the attributes below where
-    they
-    differ, and defines `_objective`.
+    A subclass sets `config_type` and the attributes below where they differ, and defines `_objective`.
     """
 
     table = TRAINER | REFERENCE_MODEL  # the arguments that are not parameters: without effect here, or refused
@@ -174,7 +170,7 @@ class PreferenceTrainer(SFTTrainer):
         if not hasattr(dataset, "column_names") and not isinstance(dataset, str | os.PathLike):
             dataset = list(dataset)
         columns = None if isinstance(dataset, str | os.PathLike) else columns_of(dataset, name)
-        if columns is not None and (missing := [one for one in self.columns if one not in columns]):
+        if columns is not None and (missing := [column for column in self.columns if column not in columns]):
             raise ValueError(
                 f"{name}: the data set has no column {', '.join(missing)}; it has {', '.join(map(str, columns))}"
             )
@@ -205,8 +201,8 @@ class PreferenceTrainer(SFTTrainer):
             over = np.where(longest > data.length, over, 0)
         if short := int((over.reshape(-1, 2) > 0).any(1).sum()):
             say(f"{type(self).__name__}: max_prompt_length = {most}: {short:,} prompts lose their first tokens")
-        cut = dataclasses.replace(documents, starts=documents.starts + over, lengths=documents.lengths - over)
-        return dataclasses.replace(data, documents=cut)
+        shortened = dataclasses.replace(documents, starts=documents.starts + over, lengths=documents.lengths - over)
+        return dataclasses.replace(data, documents=shortened)
 
     def _train_on(self) -> str:
         """The answers. ORPO's cross-entropy counts the prompt all the same."""
@@ -214,11 +210,9 @@ class PreferenceTrainer(SFTTrainer):
 
 
 class ReferencedTrainer(PreferenceTrainer):
-    """Base of DPOTrainer and KTOTrainer, whose loss compares the model with a reference: the model with its adapter
-    off, or
-    before its first step if all its weights train. ValueError: the adapter has been trained before, because TRL's
-    reference
-    would then be the model with that adapter.
+    """Base of DPOTrainer and KTOTrainer, whose loss has a reference: the model with its adapter off, or before its
+    first step if all its weights train. ValueError: the adapter has been trained before, as TRL's reference would have
+    it on.
     """
 
     @property
@@ -242,9 +236,7 @@ def PatchDPOTrainer() -> None:
 class DPOTrainer(ReferencedTrainer):
     """TRL's DPOTrainer: makes the chosen answer likelier than the rejected one, relative to the reference model.
 
-    Rows have chosen and rejected, and prompt unless both are conversations that begin with it. Arguments as in
-    SFTTrainer,
-    with a DPOConfig.
+    Rows have chosen and rejected, and prompt unless both are conversations that begin with it.
     """
 
     config_type = DPOConfig
@@ -261,7 +253,7 @@ class DPOTrainer(ReferencedTrainer):
 
 class ORPOTrainer(PreferenceTrainer):
     """TRL's ORPOTrainer: cross-entropy of the prompt and the chosen answer, plus a term that compares the odds of both
-    answers; it needs no reference model. Rows as in DPOTrainer, arguments as in SFTTrainer, with an ORPOConfig.
+    answers, without a reference model. Rows as in DPOTrainer.
     """
 
     config_type = ORPOConfig
@@ -274,7 +266,6 @@ class KTOTrainer(ReferencedTrainer):
     """TRL's KTOTrainer: makes desirable answers likelier and others less likely, relative to the reference model.
 
     Rows have completion, label (True: desirable), and prompt unless completion is a conversation that begins with it.
-    Arguments as in SFTTrainer, with a KTOConfig.
     """
 
     config_type = KTOConfig
@@ -282,9 +273,8 @@ class KTOTrainer(ReferencedTrainer):
     columns = ("completion", "label")
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """Rows with mismatched answers as in TRL, for the estimate of the KL term: each row gets the answer of another
-        one of the
-        same per_device_train_batch_size consecutive rows. Rows whose answer is cut off completely are left out.
+        """Rows with mismatched answers as in TRL, for the KL term: each gets the answer of another one of the same
+        per_device_train_batch_size consecutive rows.
         """
         assert isinstance(data, PairDataset)
         if data.width is not None:  # room for the pairs before, of which the new ones may be longer
@@ -298,11 +288,10 @@ class KTOTrainer(ReferencedTrainer):
 
 class RewardTrainer(PreferenceTrainer):
     """TRL's RewardTrainer: trains a head that gives a text one number, higher for the chosen text. Rows as in
-    DPOTrainer,
-    arguments as in SFTTrainer, with a RewardConfig.
+    DPOTrainer.
 
-    A model without such a head gets one, in place; ValueError if it has an adapter already:
-    FastLanguageModel.from_pretrained(num_labels=1) loads a model with the head, then get_peft_model adds the adapter.
+    A model without such a head gets one, in place; ValueError if it has an adapter already: load it with
+    FastLanguageModel.from_pretrained(num_labels=1), then add the adapter.
     """
 
     config_type = RewardConfig

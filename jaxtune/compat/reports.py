@@ -39,9 +39,8 @@ class Accelerator:
 
 
 def rows_report(name: str, trainer: Trainer) -> list[str]:
-    """Lines about a run's rows: those of `jaxtune train`, and what users of TRL may not expect (packed updates, cut
-    documents,
-    the share of trained tokens). `name`, the trainer's class, begins these.
+    """Lines about a run's rows: those of `jaxtune train`, and what users of TRL may not expect. name: the trainer's
+    class.
     """
     lines = trainer.data_summary().splitlines()
     data, source = trainer.train_data, trainer.batches

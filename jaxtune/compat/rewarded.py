@@ -82,8 +82,7 @@ _SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "no
 @dataclasses.dataclass(init=False)
 class RewardedConfig(PreferenceConfig):
     """Arguments that GRPOConfig and RLOOConfig share. As in TRL, per_device_train_batch_size counts answers, not
-    prompts.
-    Lengths are in tokens.
+    prompts. Lengths are in tokens.
     """
 
     section = "grpo"  # of the tables of defaults
@@ -118,8 +117,7 @@ class RewardedConfig(PreferenceConfig):
 @dataclasses.dataclass(init=False)
 class GRPOConfig(RewardedConfig):
     """TRL's GRPOConfig. Fields with vllm_ correct for the difference between the sampler's and the trainer's
-    probabilities;
-    the sampler is jaxtune's, vLLM is not used.
+    probabilities; vLLM is not used.
     """
 
     table = GRPO  # the arguments that are not fields: without effect here, or refused
@@ -160,28 +158,24 @@ class RLOOConfig(RewardedConfig):
 
 
 class RewardedTrainer(PreferenceTrainer):
-    """Base of GRPOTrainer and RLOOTrainer, which sample answers to prompts and train on their rewards. ValueError:
-    nothing
-    gives a reward, or arguments contradict each other or are not supported.
+    """Base of GRPOTrainer and RLOOTrainer, which sample answers to prompts and train on their rewards.
 
     Args:
       model: a CompatModel, or a hub name or folder, loaded for rows of max_prompt_length (None: 512) plus
         max_completion_length tokens.
-      reward_funcs: functions of (prompts, completions, **columns) that return a number for each answer, and get
-        `trainer_state` if they accept it; None: environments or rollout_func give the rewards.
-      args: a GRPOConfig or RLOOConfig, or TRL's own object.
+      reward_funcs: functions of (prompts, completions, **columns) that return a number for each answer; None:
+        environments or rollout_func give the rewards.
       train_dataset: rows with a column `prompt`, text or messages.
-      eval_dataset: rows with a prompt, which gets one answer at every evaluation: metrics eval_reward and
-        eval_answers/NAME. Needs eval_strategy or eval_on_start, and neither tools, environments nor rollout_func.
+      eval_dataset: such rows, which get one answer at every evaluation: metrics eval_reward and eval_answers/NAME. Not
+        with tools, environments or rollout_func.
       processing_class: the tokenizer; None: the model's.
-      tools: functions with types and a docstring that the model may call while it answers.
+      tools: functions with types and a docstring that the model may call.
       rollout_func: a function of (prompts, trainer) that samples the answers by generate_rollout_completions and
-      returns a
-        dict of lists, as in TRL; not with tools or environments.
+        returns a dict of lists, as in TRL; not with tools or environments.
       environment_factory: makes an environment, an object whose methods are tools; or {name: such a function}.
       others: further arguments of SFTTrainer, but compute_metrics and preprocess_logits_for_metrics.
     Attributes:
-      rollout_model: the sampling model during a call of rollout_func; None otherwise.
+      rollout_model: the sampling model during a call of rollout_func.
     """
 
     config_type: type[RewardedConfig]
@@ -364,11 +358,8 @@ class RewardedTrainer(PreferenceTrainer):
         return rows, "auto"
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """The TrainConfig of the run: rows_per_step counts the answers of an update, which are packed.
-
-        Rows have SFTTrainer's length, with max_prompt_length at most that plus max_completion_length. With an
-        eval_dataset each
-        evaluation samples and rewards answers. Parameters as in SFTTrainer.config.
+        """The TrainConfig of the run: rows_per_step counts the answers of an update, which are packed in rows of at
+        most max_prompt_length + max_completion_length tokens. Parameters as in SFTTrainer.config.
         """
         config, args = super().config(resume, prepared), self.args
         length, evaluation = config.data.length, config.evaluation
@@ -388,12 +379,9 @@ class RewardedTrainer(PreferenceTrainer):
     # ---- the run
 
     def _reference(self, objective: Policy) -> Score | None:
-        """Scores answers under the copied weights of the reference; None without a KL term, or if it is the adapter
-        off.
-
-        The function maps (the run's model, a Batch of packed answers) to the targets' log-probabilities, float32[rows,
-        length].
-        As in TRL, the copy is from before the first call of train().
+        """Scores answers under the copied weights of the reference, from before the first call of train(), as in TRL;
+        None without a KL term, or if it is the adapter off. Maps (the run's model, a Batch) to the targets'
+        log-probabilities, float32[rows, length].
         """
         reference_weights, temperature = self._kept, objective.settings.temperature
         if reference_weights is None:
@@ -453,8 +441,7 @@ class RewardedTrainer(PreferenceTrainer):
 def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Turns]) -> list[dict[str, object]]:
     """Samples an answer to each prompt, as trl.experimental.openenv's; ValueError outside of rollout_func.
 
-    Returns for each prompt {"prompt_ids", "completion_ids": token ids, "logprobs": of the answer's tokens, "text"}. The
-    run's sampling options apply.
+    Returns {"prompt_ids", "completion_ids": token ids, "logprobs": of the answer's tokens, "text"} of each.
       trainer: the one that rollout_func got.
       prompts: texts, or lists of messages.
     """
@@ -469,9 +456,8 @@ def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Tur
 
 
 class GRPOTrainer(RewardedTrainer):
-    """TRL's GRPOTrainer: an answer's advantage is its reward less the mean reward of all answers to its prompt, divided
-    as
-    scale_rewards says. Arguments as in RewardedTrainer, with a GRPOConfig.
+    """TRL's GRPOTrainer: an answer's advantage is its reward less the mean of all answers to its prompt, divided as
+    scale_rewards says.
     """
 
     config_type = GRPOConfig
@@ -479,8 +465,7 @@ class GRPOTrainer(RewardedTrainer):
 
 class RLOOTrainer(RewardedTrainer):
     """TRL's RLOOTrainer: an answer's advantage is its reward, less beta times its divergence from the reference model,
-    minus
-    the mean of the other answers to its prompt. Arguments as in RewardedTrainer, with an RLOOConfig.
+    minus the mean of the other answers to its prompt.
     """
 
     config_type = RLOOConfig

@@ -51,8 +51,7 @@ def accuracy_reward(
     completions: Sequence[Completion], solution: Sequence[str], log_extra: LogExtra | None = None, **kwargs: object
 ) -> list[float | None]:
     """1 where an answer's mathematics is that of the column `solution`, else 0; None where the solution cannot be read.
-    Needs
-    math-verify.
+    Needs math-verify.
     """
     del kwargs
     return _verified([_text(completion) for completion in completions], solution, log_extra)
@@ -118,8 +117,8 @@ def get_cosine_scaled_reward(
     max_value_correct: float = 1.0,
 ) -> Callable[..., list[float | None]]:
     """accuracy_reward scaled by the answer's length in tokens, from 0 to max_len along a cosine: right answers fall
-    from
-    max_value_correct to min_value_correct, wrong ones rise from min_value_wrong to max_value_wrong (arXiv 2502.03373).
+    from max_value_correct to min_value_correct, wrong ones rise from min_value_wrong to max_value_wrong (arXiv
+    2502.03373).
     """
     return _CosineScaled(
         "cosine_scaled_reward",

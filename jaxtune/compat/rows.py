@@ -50,12 +50,10 @@ def columns_of(dataset: Any, trainer: str) -> list[str]:
 
 
 def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any, str]:
-    """(rows as jaxtune reads them, the name of their format), by TRL's rules: a formatting function decides first, then
-    a
-    column of texts, then columns of a known format. ValueError if none fits or there are no rows.
+    """(rows as jaxtune reads them, the name of their format), by TRL's rules: formatting_func decides first, then a
+    column of texts, then columns of a known format; ValueError if none fits. A path has the format of its first usable
+    row, or "auto".
 
-    A path stays a path, with the format of its first usable row, or "auto". Texts get the column "text".
-      dataset: a datasets.Dataset or IterableDataset, a list of dicts, or a path.
       text_field: the column of texts (dataset_text_field).
       formatting_func: maps a row to a text, or the columns of a batch to texts; None for a path.
     """
@@ -109,8 +107,7 @@ def _known_form(columns: Sequence[str], text_field: str) -> str:
 
 def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[str]:
     """A text for each row. A call with the first row shows what formatting_func takes: if it raises or returns another
-    list
-    than one text, it gets {column: values} of all rows, as Unsloth's do. ValueError for any other result.
+    list than one text, it gets {column: values} of all rows, as Unsloth's do.
     """
     if not dataset:
         return []

@@ -1,7 +1,4 @@
-"""Folders of saved models: a save replaces what a script saved before, as transformers does, and never what anybody
-else
-saved.
-"""
+"""Folders of saved models: a save replaces a script's earlier save, as transformers does, and never anybody else's."""
 
 from __future__ import annotations
 
@@ -46,27 +43,27 @@ def saved_into(folder: str | os.PathLike, where: str, write: Callable[[Path], ob
     """
     path = require_free(folder, where)
     before = _mark(path)
-    whole = temporary_path(path)
+    temporary = temporary_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        write(whole)
-        new = {file.name: _stamp(file) for file in _model_files(whole)}
-        atomic_write(whole / MARK, json.dumps({name: [stamp] for name, stamp in new.items()}))
+        write(temporary)
+        new = {file.name: _stamp(file) for file in _model_files(temporary)}
+        atomic_write(temporary / MARK, json.dumps({name: [stamp] for name, stamp in new.items()}))
         if not path.exists() or not any(path.iterdir()):
-            os.replace(whole, path)
+            os.replace(temporary, path)
             return
         # Killed in between, the folder is still known as a script's.
-        both = {name: [*before.get(name, ()), *([new[name]] if name in new else ())] for name in before.keys() | new}
-        atomic_write(path / MARK, json.dumps(both))
+        stamps = {name: [*before.get(name, ()), *([new[name]] if name in new else ())] for name in before.keys() | new}
+        atomic_write(path / MARK, json.dumps(stamps))
         for name in before.keys() - new.keys():
             (path / name).unlink(missing_ok=True)
-        for file in sorted(whole.iterdir(), key=lambda file: (file.name == MARK, file.name)):
+        for file in sorted(temporary.iterdir(), key=lambda file: (file.name == MARK, file.name)):
             if file.is_dir() and (path / file.name).is_dir():
                 shutil.rmtree(path / file.name)
             os.replace(file, path / file.name)
-        whole.rmdir()
+        temporary.rmdir()
     except BaseException:
-        shutil.rmtree(whole, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     if before:
         say(f"{where}: {folder}: the model that was saved there before is replaced")

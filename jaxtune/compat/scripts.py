@@ -89,9 +89,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Rows:
     """A mixture as a datasets.DatasetDict (streamed: IterableDatasetDict) with "train", and "test" with
     test_split_size.
 
-    With fractions it is the largest mixture in which no row is twice, of each set's first rows. ValueError: no data
-    set, a
-    fraction for only some, or a stream that is to be split or shared out.
+    With fractions it is the largest mixture in which no row is twice. ValueError: no data set, a fraction for only
+    some, or a stream that is to be split or shared out.
     """
     import datasets
 

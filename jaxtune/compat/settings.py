@@ -19,13 +19,11 @@ from jaxtune.train.config import MetricsConfig, ScheduleConfig
 
 @dataclasses.dataclass(init=False)
 class SFTConfig:
-    """TRL's SFTConfig: the arguments of a run, by name. Arguments that a script does not give are TRL's defaults, or
-    Unsloth's
-    once a trainer of FastLanguageModel's model has it.
+    """TRL's SFTConfig. Arguments that a script does not give are TRL's defaults, or Unsloth's once a trainer of
+    FastLanguageModel's model has it.
 
-    An update is an optimizer step; intervals below 1 are shares of all updates. An argument that is not a field raises
-    ValueError if it would change the result. load_best_model_at_end keeps a copy of the best trained weights in host
-    memory, by metric_for_best_model ("loss" by default).
+    An update is an optimizer step; intervals below 1 are shares of all updates. ValueError: an argument without a field
+    that would change the result. load_best_model_at_end keeps a copy of the best trained weights in host memory.
     """
 
     table = SFT  # the arguments that are not fields: which have no effect here, and which are refused (Argument)
@@ -108,17 +106,17 @@ class SFTConfig:
             return library_defaults[name]
         raise AttributeError(f"{type(self).__name__} has no argument {name!r}")
 
-    def _fill(self, library: Library, given: Mapping[str, object]) -> None:
-        """Sets all arguments; `given` may have some without a field, which callbacks may read."""
+    def _fill(self, library: Library, arguments: Mapping[str, object]) -> None:
+        """Sets all arguments; `arguments` may have some without a field, which callbacks may read."""
         library_defaults = defaults(library, self.section)
         field_defaults = {
             field.name: field.default if library_defaults.get(field.name) is None else library_defaults[field.name]
             for field in dataclasses.fields(self)
         }
         values = {name: None if value is dataclasses.MISSING else value for name, value in field_defaults.items()}
-        if given.get("fp16"):  # of both TRL takes the other one only where a script does not say
+        if arguments.get("fp16"):  # of both TRL takes the other one only where a script does not say
             values["bf16"] = False
-        vars(self).update(values | dict(given))
+        vars(self).update(values | dict(arguments))
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             vars(self)["metric_for_best_model"] = "loss"
 
@@ -146,17 +144,15 @@ class TrainingArguments(SFTConfig):
 
 def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, object] | None = None) -> SFTConfig:
     """The arguments of a trainer as a `kind`, with Unsloth's defaults if a Fast class made the model, else TRL's; those
-    of
-    TrainingArguments stay. ValueError: `args` is of another class or has an unsupported setting.
+    of TrainingArguments stay. ValueError: `args` is of another class.
 
-      args: a config of this module, of transformers or of TRL, or None.
       more: arguments of the trainer that replace those of `args`.
     """
     library: Library = "Unsloth" if getattr(model, "fast", False) else "TRL"
     config = args or kind()
     if not isinstance(config, SFTConfig):
-        known = "TRL" if type(config).__module__.startswith("trl.") else "transformers"
-        return _of(kind, library, _foreign(config, kind) | dict(more or {}), known)
+        source = "TRL" if type(config).__module__.startswith("trl.") else "transformers"
+        return _of(kind, library, _foreign(config, kind) | dict(more or {}), source)
     named: Library = vars(config).get("library", library)  # settled before
     names = [field.name for field in dataclasses.fields(kind)]
     values = {name: getattr(config, name) for name in names if name in config.given}

@@ -1,7 +1,4 @@
-"""Arguments of Unsloth, TRL and transformers that are not followed ({argument: Argument}, from arguments.yaml), and
-values
-with another name here ({supported value: what it means here}).
-"""
+"""Arguments of Unsloth, TRL and transformers that are not followed, and values with another name here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Tokenizers and conversations of Unsloth scripts: chat templates, data sets in ShareGPT's form, and NumPy arrays in
-place
-of torch's tensors, so that torch is not needed.
+place of torch's tensors, so that torch is not needed.
 """
 
 from __future__ import annotations
@@ -137,8 +136,7 @@ def _read_conversation(
     templates: object, arguments: tuple[object, ...], options: Message
 ) -> tuple[tuple[object, ...], Message]:
     """The arguments of apply_chat_template with conversations as rows are read; what the reader refuses, such as
-    pictures,
-    stays for the template.
+    pictures, stays for the template.
     """
     name = "conversation"
     talk = arguments[0] if arguments else options.get(name)
@@ -155,24 +153,21 @@ def _read_conversation(
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: Any) -> Any:
     """Unsloth's: sets the tokenizer's chat template, in place.
 
-    For Unsloth's names the present template stays, which is printed, if the tokenizer lacks the named one's special
-    tokens;
-    it must then have a mark of that family, such as "[INST]" for llama. gpt-oss's own template stays because it writes
-    tools. ValueError: no template fits, is found, or has its special tokens; or an argument is not supported.
+    If the tokenizer lacks the named template's special tokens, its own stays, which must have a mark of that family
+    ("[INST]" for llama); gpt-oss's own stays because it writes tools. ValueError: no template fits.
       chat_template: a name of Unsloth's or of a packaged template, a .jinja file, Jinja text; or a pair that begins
-      with
-        one of these.
+        with one of these.
     """
     settle("get_chat_template", others, TEMPLATE, get_chat_template)
     if isinstance(chat_template, Sequence) and not isinstance(chat_template, str):
         chat_template = chat_template[0]  # a pair (template, end of a turn)
     name, mark = _FAMILIES.get(chat_template, (chat_template, None))
-    fits = mark is not None and mark in (tokenizer.chat_template or "")
-    stays = fits and name in _KEPT
+    has_mark = mark is not None and mark in (tokenizer.chat_template or "")
+    stays = has_mark and name in _KEPT
     if mark is None or (name is not None and not stays and not missing_marks(tokenizer, name)):
         tokenizer.chat_template = asking_template(tokenizer, resolve_template(tokenizer, name))
         return tokenizer
-    if not fits:
+    if not has_mark:
         fitting = ", ".join(map(repr, packaged_that_fit(tokenizer))) or "a tokenizer with the template's special tokens"
         raise ValueError(
             f"get_chat_template: chat_template = {chat_template!r} is not the template of this tokenizer, which has no "
@@ -210,11 +205,10 @@ def setup_chat_format[Model](
 
 
 def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
-    """Unsloth's: a new data set whose column `conversations` has messages, as rows are read. ValueError: one cannot be
-    read.
+    """Unsloth's: a new data set whose column `conversations` has messages, as rows are read; ValueError if one cannot
+    be.
 
     In a data set of `datasets` the arguments of calls are JSON text, since all rows of a table have the same keys.
-      dataset: a Dataset, an IterableDataset, a DatasetDict or IterableDatasetDict, or a list of dicts.
     """
     idle = {"tokenizer", "aliases_for_system", "aliases_for_user", "aliases_for_assistant", "batch_size", "num_proc"}
     if others.keys() - idle:

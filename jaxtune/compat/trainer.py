@@ -73,10 +73,8 @@ _TRL_WINDOW = 1_000  # the rows of a stream that TRL packs at a time
 
 
 class SFTTrainer(ScriptWords, Evaluations):
-    """TRL's SFTTrainer on top of jaxtune.train.Trainer: `train` puts the trained module into `self.model`.
-
-    That is the given model, unless peft_config makes a new one. ValueError: the model has neither adapter nor
-    full_finetuning=True, the data sets have different formats, or an argument is refused.
+    """TRL's SFTTrainer on top of jaxtune.train.Trainer: `train` puts the trained module into `self.model`, the given
+    model or, with peft_config, a new one. ValueError: nothing would train, or the data sets have different formats.
 
     Args:
       model: a CompatModel; or a hub name or folder, which is trained whole without peft_config.
@@ -86,12 +84,10 @@ class SFTTrainer(ScriptWords, Evaluations):
         read whole. As in TRL, all tokens of text and messages are trained on, and only completions.
       processing_class, tokenizer: the tokenizer, by either name; None: the model's.
       formatting_func: maps a row to a text, or the columns of a batch to texts.
-      peft_config: LoraConfig, this package's or PEFT's.
-      compute_metrics: maps an EvalPrediction to {name: number}, for each evaluation.
+      compute_metrics: maps an EvalPrediction to {name: number}.
       preprocess_logits_for_metrics: maps (logits, labels) of one row to what compute_metrics gets.
-      callbacks: of TrainerCallback, this package's or transformers'.
       quantization_config: of a model that is loaded by name.
-      others: arguments of SFTConfig that older scripts pass here (`older`; they override `args`), and TRL's other ones.
+      others: arguments of SFTConfig that older scripts pass here (`older`), which override `args`.
     """
 
     config_type: type[SFTConfig] = SFTConfig
@@ -243,8 +239,7 @@ class SFTTrainer(ScriptWords, Evaluations):
         rows).
 
           resume: "auto" continues the run in output_dir.
-          prepared: False: rows are not tokenised to know an epoch's steps, and numbers that depend on them are left
-          out.
+          prepared: False: rows are not tokenised to count an epoch's steps; numbers that depend on them are left out.
         """
         args, source = self.args, self.model.module.source
         batch, micro_batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -356,8 +351,7 @@ class SFTTrainer(ScriptWords, Evaluations):
     @functools.cached_property
     def _prepared(self) -> Trainer:
         """A jaxtune Trainer that does not train, with the tokenised rows. Made at the first use, so that the
-        constructor tokenises
-        nothing.
+        constructor tokenises nothing.
         """
         config = self.config(prepared=False)
         return Trainer(self._to_train(), self.tokenizer, config, self._train_rows(), self._rows.get("eval"))
@@ -387,24 +381,20 @@ class SFTTrainer(ScriptWords, Evaluations):
 
     @property
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
-        """The tokenised rows, each {"input_ids": token ids, "labels": the same, -100 where a token is not trained on}.
-
-        Pairs of answers, and KTOTrainer's rows, are two of them. Rows of a stream, and prompts, are as the script gave
-        them.
+        """The tokenised rows, each {"input_ids": token ids, "labels": the same, -100 where a token is not trained on};
+        of pairs two for each. Streamed rows, and prompts, are as given.
         """
         data = self._prepared.train_data
         return self._rows["train"] if data is None else Tokenised(data.documents)
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
-        """Trains the model, which then has the trained weights (the best ones with load_best_model_at_end), and writes
-        them to
-        output_dir/checkpoint-N. If an exception ends the run, the model keeps the weights that it had.
+        """Trains the model, which then has the trained (or best) weights, and writes them to output_dir/checkpoint-N.
+        If an exception ends the run, the model keeps the weights that it had.
 
         ValueError: output_dir has a run that could be continued, or another program's, or the path is no checkpoint of
         it.
           resume_from_checkpoint: True continues from the last checkpoint, if there is one; the path of a checkpoint-N
-          folder
-            from that one, and replaces later ones; None or False starts a new run, which replaces a finished one.
+            folder from that one, and replaces later ones; None or False replaces a finished run.
         """
         say(f"{type(self).__name__}: defaults: {version(self.args.library)}'s")
         output = self._output
@@ -419,7 +409,7 @@ class SFTTrainer(ScriptWords, Evaluations):
         trainer = self._trainer("auto" if resumes else "never", [events])
         say("\n".join(rows_report(type(self).__name__, trainer)))
         self.state.log_history = trainer.history
-        module_before, started = self.model.module, time.monotonic()
+        module_before, start_time = self.model.module, time.monotonic()
         try:
             per_epoch = trainer.batches.steps_per_epoch or trainer.total_steps  # of a stream, as in transformers
             events.begin(trainer.config, trainer.total_steps, per_epoch)
@@ -447,7 +437,7 @@ class SFTTrainer(ScriptWords, Evaluations):
         return TrainOutput(
             steps,
             sum(losses) / len(losses) if losses else math.nan,
-            self._measured(losses, trainer.config.rows_per_step, time.monotonic() - started),
+            self._measured(losses, trainer.config.rows_per_step, time.monotonic() - start_time),
         )
 
     def _measured(self, losses: Sequence[float], rows: int, seconds: float) -> dict[str, float]:
@@ -504,11 +494,10 @@ def train_on_responses_only(
 ) -> SFTTrainer:
     """Sets a trainer, in place, to train only on what follows response_part, up to the end of the turn.
 
-    ValueError: only one part is given, or the template's cannot be derived.
-      instruction_part, response_part: what begins a turn of the user and of the assistant; both None: derived from the
-        chat template.
-      last_response_only: only a conversation's last answer is trained on.
-      tokenizer: whose template is read; None: the trainer's.
+    instruction_part, response_part: what begins a turn of the user and of the assistant; both None: derived from the
+      chat template; ValueError if they cannot be.
+    last_response_only: only a conversation's last answer is trained on.
+    tokenizer: whose template is read; None: the trainer's.
     """
     settle("train_on_responses_only", others, RESPONSES, train_on_responses_only)
     markers: dict[str, str | None] = {"instruction_part": instruction_part, "response_part": response_part}

@@ -21,14 +21,12 @@ _FOLLOWED += ("bnb_4bit_compute_dtype",)
 
 
 class BitsAndBytesConfig:
-    """transformers' quantization_config: weights in eight or four bits. Its own class is accepted too; bitsandbytes is
-    not
-    needed. ValueError: both formats, another bnb_4bit_quant_type, or an unsupported argument.
+    """transformers' quantization_config, for eight or four bits; its own class is accepted too.
 
     Args:
       load_in_4bit: always NF4 with double quantisation.
       bnb_4bit_compute_dtype: unless from_pretrained gets a dtype; None: bfloat16, or an adapter folder's.
-      bnb_4bit_quant_type: "nf4" or None, which is NF4 here and FP4 in transformers, as a line says.
+      bnb_4bit_quant_type: "nf4" or None, which is NF4 here and FP4 in transformers.
       bnb_4bit_use_double_quant: has no effect.
     """
 
@@ -63,8 +61,8 @@ class BitsAndBytesConfig:
 
 
 def quantised(config: object) -> dict[str, Any]:
-    """A quantization_config (None, this module's class, transformers' or a dict) as arguments of
-    FastLanguageModel.from_pretrained. ValueError: transformers' default for four bits, FP4, is not supported.
+    """A quantization_config (None, either class or a dict) as arguments of FastLanguageModel.from_pretrained;
+    ValueError for FP4, the default of transformers' class.
     """
     if config is None:
         return {"load_in_4bit": False}
@@ -94,14 +92,13 @@ def plain_arguments(
     load_in_fp8: bool | str = False,
     **others: Any,
 ) -> dict[str, Any]:
-    """Arguments of transformers' from_pretrained as those of FastLanguageModel.from_pretrained. ValueError: one is not
-    supported, or both a flag and quantization_config are given.
+    """Arguments of transformers' from_pretrained as those of FastLanguageModel.from_pretrained.
 
-      where: the called function, for messages.
-      dtype: replaces quantization_config's compute dtype; "auto" is None.
-      torch_dtype: the older name of dtype.
-      load_in_8bit, load_in_4bit: the format, as in transformers 4; `others` may then have BitsAndBytesConfig's
-      arguments.
+    where: the called function, for messages.
+    dtype: replaces quantization_config's compute dtype; "auto" is None.
+    torch_dtype: the older name of dtype.
+    load_in_8bit, load_in_4bit: as in transformers 4, instead of quantization_config; `others` may then have
+      BitsAndBytesConfig's arguments.
     """
     if load_in_8bit or load_in_4bit:
         flag = "load_in_8bit" if load_in_8bit else "load_in_4bit"
@@ -125,14 +122,13 @@ def load_plain(
     given: Mapping[str, Any],
 ) -> CompatModel:
     """Loads a model as transformers' from_pretrained does: in the given dtype, else bfloat16 (an adapter's base: the
-    recorded
-    one), quantised only if `given` says so.
+    recorded one), quantised only if `given` says so.
 
       where: the called function, for messages.
-      name: a folder or hub name, or the local folder of an adapter, which is loaded over its base.
+      name: a folder or hub name, or the local folder of an adapter.
       max_length: the most tokens of a row; None: the trainer's.
       full: whether all weights train, unless they are quantised; False for an adapter's folder.
-      given: the script's arguments, as in plain_arguments.
+      given: as in plain_arguments.
     """
     loading = plain_arguments(where, **given)
     full = full and not any(loading.get(flag) for flag in ("load_in_4bit", "load_in_8bit", "load_in_fp8"))
@@ -158,16 +154,14 @@ def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
 
 
 class AutoModelForCausalLM:
-    """transformers' class with the function that scripts use."""
+    """transformers' class."""
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> CompatModel:
-        """The model of a folder or hub name, in the given dtype, else bfloat16, or quantised by quantization_config.
+        """The model of a folder or hub name, in the given dtype, else bfloat16. All weights train; quantised ones need
+        an adapter. For an adapter's folder its base is loaded, in the recorded dtype, and the adapter alone trains.
 
-        All weights train; quantised ones need an adapter. For an adapter's folder its base is loaded, in the recorded
-        dtype,
-        and the adapter alone trains.
-          arguments: as in plain_arguments, such as dtype, or num_labels=1 for a head that scores texts.
+          arguments: as in plain_arguments.
         """
         where = "AutoModelForCausalLM.from_pretrained"
         path = os.fspath(pretrained_model_name_or_path)
@@ -176,7 +170,7 @@ class AutoModelForCausalLM:
 
 
 class AutoModelForSequenceClassification:
-    """transformers' class with the function that scripts use; it loads a reward model."""
+    """transformers' class for a reward model."""
 
     @staticmethod
     def from_pretrained(
@@ -192,7 +186,7 @@ class AutoModelForSequenceClassification:
 
 
 class AutoTokenizer:
-    """transformers' class with the function that scripts use."""
+    """transformers' class."""
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> Any:

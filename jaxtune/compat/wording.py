@@ -55,8 +55,8 @@ def _words(kind: type[SFTConfig]) -> dict[str, str]:
     words = {}
     for key, names in _candidates().items():
         # A name that no config here has is words, or an argument of a trainer or a function.
-        fits = [name for name in names if name in has or (name not in followed and name not in _anywhere())]
-        words[key] = fits[0] if fits and fits[0] else _RECIPES + key
+        fitting_names = [name for name in names if name in has or (name not in followed and name not in _anywhere())]
+        words[key] = fitting_names[0] if fitting_names and fitting_names[0] else _RECIPES + key
     return words
 
 
