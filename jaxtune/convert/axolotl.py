@@ -167,8 +167,8 @@ def _data(recipe: Translation, method: str) -> None:
     pretraining = recipe["pretraining_dataset"]
     entries = pretraining or recipe["datasets"] or []
     entries = [
-        {"path": one} if isinstance(one, str) else one
-        for one in ([entries] if isinstance(entries, Mapping | str) else entries)
+        {"path": dataset} if isinstance(dataset, str) else dataset
+        for dataset in ([entries] if isinstance(entries, Mapping | str) else entries)
     ]
     common.rows(
         recipe, "data.train", [rows for entry in entries for rows in _entry(recipe, entry, method, bool(pretraining))]
@@ -296,12 +296,12 @@ def _supervised(recipe: Translation, entry: Mapping[str, Any], kind: Any, label:
 def _thought_untrained() -> str:
     """The template qwen-3, without training on an empty thought before an answer."""
     text, mark, write = PACKAGED["qwen-3"].text, "{%- generation %}\n", "{{- '<think>\\n' + thought.strip('\\n')"
-    shown = "loop.index0 > asked.last and (loop.last or thought)"
-    if not all(text.count(piece) == 1 for piece in (mark, write, shown)):
+    condition = "loop.index0 > asked.last and (loop.last or thought)"
+    if not all(text.count(piece) == 1 for piece in (mark, write, condition)):
         raise AssertionError("the template qwen-3 has another form")
     empty = "{{ '<think>\\n\\n</think>\\n\\n' }}"
     empty_thought = "{%- if loop.index0 > asked.last and loop.last and not thought %}" + empty + "{% endif %}\n"
-    text = text.replace(mark, "").replace(f"{{%- if {shown} %}}", empty_thought + mark + f"{{%- if {shown} %}}")
+    text = text.replace(mark, "").replace(f"{{%- if {condition} %}}", empty_thought + mark + f"{{%- if {condition} %}}")
     return text.replace(write, "{{- '' if not thought else '<think>\\n' + thought.strip('\\n')")
 
 

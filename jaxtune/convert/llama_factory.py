@@ -136,7 +136,7 @@ def _template(recipe: Translation, method: str) -> None:
 
 def _mixture(recipe: Translation) -> None:
     """data.train with shares, if rows are interleaved by probabilities."""
-    shares = [float(part) for part in common.listed(recipe["interleave_probs"])]
+    shares = [float(text) for text in common.listed(recipe["interleave_probs"])]
     names = recipe.get("data.train")
     if not shares or recipe["mix_strategy"] == "concat" or not isinstance(names, list):
         return

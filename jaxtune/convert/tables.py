@@ -63,11 +63,11 @@ def _section(values: Mapping[str, Any], defaults: Mapping[str, Any], base: Mappi
     def names(key: str) -> frozenset[str]:
         return frozenset((values.get(key) or "").split())
 
-    same, read, refused, lost = values.get("same") or {}, names("read"), names("refused"), values.get("lost") or {}
-    listed = read | refused | names("neutral") | same.keys() | lost.keys()
+    same_keys, read, refused, lost = values.get("same") or {}, names("read"), names("refused"), values.get("lost") or {}
+    listed = read | refused | names("neutral") | same_keys.keys() | lost.keys()
     return Section(
         defaults={**defaults, **(values.get("defaults") or {})},
-        same=same,
+        same=same_keys,
         read=read,
         neutral=names("neutral") | (frozenset((base.get("neutral") or "").split()) - listed),
         instead={**(base.get("instead") or {}), **(values.get("instead") or {})},

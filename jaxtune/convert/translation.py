@@ -48,8 +48,7 @@ class Translation:
 
     def set(self, key: str, value: Any, *sources: str) -> None:
         """Sets the recipe's dotted key. If the config has none of the keys `sources`, the value is the program's
-        default, and is
-        written only where it differs from ours.
+        default, and is written only where it differs from ours.
         """
         if sources and not self.says(*sources):
             if key.startswith(_BESIDE) or _OURS().get(key) == _word(value):

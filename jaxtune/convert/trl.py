@@ -57,14 +57,14 @@ def _only_trainer(recipe: Translation) -> str:
     shared = recipe.table.top.defaults.keys()
     keys = [key for key in recipe.config if key not in shared]
     if "reward_funcs" in keys:
-        fits = [name for name in ("grpo", "rloo") if all(_has(recipe, name, key) for key in keys)]
+        matching = [name for name in ("grpo", "rloo") if all(_has(recipe, name, key) for key in keys)]
     else:
-        fits = [name for name in TRAINERS if all(_has(recipe, name, key) for key in keys)]
-    if len(fits) == 1:
-        return fits[0]
+        matching = [name for name in TRAINERS if all(_has(recipe, name, key) for key in keys)]
+    if len(matching) == 1:
+        return matching[0]
     raise ConfigError(
         "the config is of one of TRL's commands and does not say of which: name it with --trainer "
-        + ", ".join(fits or TRAINERS)
+        + ", ".join(matching or TRAINERS)
     )
 
 
