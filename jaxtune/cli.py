@@ -1,6 +1,5 @@
 """The console command. A user's mistake or too little memory is a message on stderr and exit code 2
-(JAXTUNE_TRACEBACK=1
-shows the traceback); any other exception keeps its traceback.
+(JAXTUNE_TRACEBACK=1 shows the traceback); any other exception keeps its traceback.
 """
 
 from __future__ import annotations
@@ -66,9 +65,8 @@ def console(arguments: Sequence[str] | None = None) -> int:
     """The entry point of a process of its own: sets it up and calls `main`.
 
     Interrupts that Python drops are raised again, a closed output is an error only for a command that prints its
-    result,
-    and transformers does not import torch. In a run of several processes success waits for the others, and a failure is
-    reported to them and ends the process here.
+    result, and transformers does not import torch. In a run of several processes success waits for the others, and a
+    failure is reported to them and ends the process here.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     interrupts.raise_dropped_interrupts()
@@ -92,10 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command, prints its errors, and returns the exit code.
 
     0; 1: the reader of the output is gone, or the command's finding (`doctor`, `profile compare`); 2: a user's mistake
-    or
-    too little memory; 75: a signal ended training, which the same command continues; 128 plus the signal's number:
-    another
-    KeyboardInterrupt, whose message is the signal's name ("": SIGINT). argparse raises SystemExit.
+    or too little memory; 75: a signal ended training, which the same command continues; 128 plus the signal's number:
+    another KeyboardInterrupt, whose message is the signal's name ("": SIGINT). argparse raises SystemExit.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if logging.lastResort is not None:  # it prints warnings of jaxtune and of libraries

@@ -1,6 +1,5 @@
 """The answers of `jaxtune generate`. An output file has a whole line of JSON for each answer, in the order of the
-prompts,
-so that a stopped command continues after them.
+prompts, so that a stopped command continues after them.
 """
 
 from __future__ import annotations
@@ -54,10 +53,9 @@ def answer_file(
     `reasoning_content`.
 
     Each line is written once its answer and all before it have ended. An output that the same model and settings made
-    is
-    continued; what an answer draws depends on the seed and its index alone. ValueError, with the line: a row that
-    cannot be
-    asked or is too long; an output of other prompts or settings, or that another process writes; slots that do not fit.
+    is continued; what an answer draws depends on the seed and its index alone. ValueError, with the line: a row that
+    cannot be asked or is too long; an output of other prompts or settings, or that another process writes; slots that
+    do not fit.
       prompts: JSONL of objects with `messages` or `prompt`.
       raw: a prompt is a text without the chat template.
       num_answers: to each prompt, written one below the other.
@@ -80,25 +78,25 @@ def answer_file(
     with open(output, "ab+", buffering=0) as file:
         if not files.hold(file.fileno()):
             raise ValueError(f"{output} is being written by another process: wait for it, or name another output")
-        answered = count_answers(file, output, rows, num_answers)
+        done_count = count_answers(file, output, rows, num_answers)
         if output.is_file():
             made_by = {"raw": raw, "max_new_tokens": max_new_tokens, "num_answers": num_answers, **settings}
             made_by |= file_record.model_settings(model) | {"end_tokens": end_token_ids(model)}
-            file_record.agree(output, made_by, prompts_ids, continues=answered > 0)
-        if answered:
-            progress = f"{output} has {answered} of {total} answers, which are kept as they are"
+            file_record.agree(output, made_by, prompts_ids, continues=done_count > 0)
+        if done_count:
+            progress = f"{output} has {done_count} of {total} answers, which are kept as they are"
             say(fitted(f"jaxtune: {progress}", terminal.console(stderr=True)), sys.stderr)
-        if answered == total:
+        if done_count == total:
             return
         sampler = Sampler(model, slots, max(map(len, prompts_ids)) + max_new_tokens)
         seed, tokens, start_time = settings["seed"], 0, time.monotonic()
-        indices = range(answered, total)
+        indices = range(done_count, total)
         numbers = {}
         for index in indices:
             request = dict(settings, seed=seed, index=index, tokenizer=tokenizer)
             numbers[sampler.submit(prompts_ids[index // num_answers], max_new_tokens, **request)] = index
-        with terminal.counted("answers", total, answered) as advance:
-            for index, ids, reason in in_order(sampler, numbers, answered):
+        with terminal.counted("answers", total, done_count) as advance:
+            for index, ids, reason in in_order(sampler, numbers, done_count):
                 row = rows[index // num_answers]
                 answer = read_answer(tokenizer, row, prompts_ids[index // num_answers], ids, raw)
                 thoughts = {THOUGHTS: answer.reasoning} if answer.reasoning else {}
@@ -208,15 +206,14 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
     """Whole lines that an output has already; ValueError, with the file unchanged, if one does not belong to its row.
 
     Line n (from 0) must be row n // num_answers with an answer. A last line that a killed process cut off must agree
-    with
-    its row as far as it goes, and is removed.
+    with its row as far as it goes, and is removed.
     """
     file.seek(0)
-    *whole, cut_line = file.read().split(b"\n")
-    for number, line in enumerate([*whole, cut_line] if cut_line else whole):
+    *lines, cut_line = file.read().split(b"\n")
+    for number, line in enumerate([*lines, cut_line] if cut_line else lines):
         row = rows[number // num_answers] if number < len(rows) * num_answers else {}
         try:
-            if number == len(whole):  # what a killed process left
+            if number == len(lines):  # what a killed process left
                 begin = encoded(row)[:-1]
                 right = begin[: len(line)] == line[: len(begin)]
             else:
@@ -234,8 +231,8 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
                 f"{name}:{number + 1} is no answer to these prompts with --num-answers {num_answers}: name another "
                 "output"
             )
-    file.truncate(sum(len(line) + 1 for line in whole))
-    return len(whole)
+    file.truncate(sum(len(line) + 1 for line in lines))
+    return len(lines)
 
 
 def encoded(row: Row) -> bytes:

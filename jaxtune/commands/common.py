@@ -16,8 +16,7 @@ from jaxtune.system.terminal import say
 
 def wide_console() -> Any:
     """A rich Console for help texts: as wide as the terminal, or 140 columns if stdout is none; silent in all processes
-    but
-    the first.
+    but the first.
     """
     return terminal.console(width=None if sys.stdout.isatty() else 140)
 
@@ -73,8 +72,7 @@ def load(options: argparse.Namespace):
 
     dtype None is the one that jaxtune recorded when it trained, else bfloat16, never config.json's. load_in None is an
     adapter's base as in its training, else as the files store it. With an adapter, the tokenizer's EOS and the token
-    that
-    ends a turn are among the model's end tokens. ValueError: there is no such model.
+    that ends a turn are among the model's end tokens. ValueError: there is no such model.
     """
     import jaxtune
     from jaxtune.models.adapters import trained_over

@@ -31,8 +31,7 @@ def record_path(output: Path) -> Path:
 
 def agree(output: Path, settings: Mapping[str, object], prompts: Sequence[Sequence[int]], continues: bool) -> None:
     """Writes the record of a new file. If `continues`, raises ValueError unless the record has the same settings and
-    its
-    prompts are the first of these.
+    its prompts are the first of these.
 
       settings: {name: JSON value} of all that the lines depend on, beside the prompts.
       prompts: token ids.

@@ -112,8 +112,7 @@ class _Processes:
 
     def _wait(self, running: dict[int, subprocess.Popen]) -> int:
         """Waits until all have ended, and passes signals on. After a failure the others have 20 seconds (none if a
-        signal ended
-        the failed one), and are then killed.
+        signal ended the failed one), and are then killed.
         """
         code, deadline = 0, None
         while running:

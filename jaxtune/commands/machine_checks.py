@@ -96,8 +96,7 @@ def _driver(card: dict[str, str] | None) -> Finding:
 
 def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
     """ "wrong": a GPU that JAX does not use or support. "note": no GPU, over 2 GiB in use before JAX started, or no
-    jax-triton,
-    which GPUs other than Hopper need.
+    jax-triton, which GPUs other than Hopper need.
     """
     import jax
 

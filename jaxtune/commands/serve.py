@@ -82,8 +82,7 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     """Opens the socket, loads the models, and serves them until a signal. key: that clients must send; None: no key.
 
     Each of N models has a sampler, made in order: the first may take 1/N of the free device memory for its slots, the
-    next
-    1/(N - 1) of what is left, and so on, also when one is made anew.
+    next 1/(N - 1) of what is left, and so on, also when one is made anew.
     """
     from jaxtune.models.generation.sampler import Sampler
     from jaxtune.serve import server
@@ -107,8 +106,7 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
 
 def _models(options: argparse.Namespace) -> list[Served]:
     """The base, then the argument `model` if it is an adapter, then those of --adapter, over the same arrays.
-    ValueError: two
-    have the same name, there is no tokenizer, or an --adapter is not NAME=FOLDER.
+    ValueError: two have the same name, there is no tokenizer, or an --adapter is not NAME=FOLDER.
     """
     from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.models.adapters.adapter_files import load_adapter

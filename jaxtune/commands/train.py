@@ -20,10 +20,8 @@ def run(arguments: Sequence[str]) -> int | None:
     """Fine-tune a model, or train one from scratch, as a recipe says.
 
     --plan only shows the memory and speed of the run, --check only what would be trained. JAX may use 95 % of the
-    device's
-    memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set. Returns 0, or 75 if a signal ended the run and the same
-    command
-    continues it. ValueError: the recipe is missing, or the config or the rows are wrong.
+    device's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set. Returns 0, or 75 if a signal ended the run and the
+    same command continues it. ValueError: the recipe is missing, or the config or the rows are wrong.
     """
     parser = argparse.ArgumentParser(prog="jaxtune train", allow_abbrev=False, add_help=False)
     parser.add_argument("recipe", nargs="?")
