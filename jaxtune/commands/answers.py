@@ -54,8 +54,7 @@ def answer_file(
 
     Each line is written once its answer and all before it have ended. An output that the same model and settings made
     is continued; what an answer draws depends on the seed and its index alone. ValueError, with the line: a row that
-    cannot be asked or is too long; an output of other prompts or settings, or that another process writes; slots that
-    do not fit.
+    cannot be asked or is too long; an output of other prompts or settings, or in use; slots that do not fit.
       prompts: JSONL of objects with `messages` or `prompt`.
       raw: a prompt is a text without the chat template.
       num_answers: to each prompt, written one below the other.

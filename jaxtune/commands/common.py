@@ -15,9 +15,7 @@ from jaxtune.system.terminal import say
 
 
 def wide_console() -> Any:
-    """A rich Console for help texts: as wide as the terminal, or 140 columns if stdout is none; silent in all processes
-    but the first.
-    """
+    """A Console for help texts: as wide as the terminal, else 140 columns; silent in all processes but the first."""
     return terminal.console(width=None if sys.stdout.isatty() else 140)
 
 
@@ -30,17 +28,13 @@ def print_columns(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of `jaxtune COMMAND`. Abbreviated options are refused, so that a new one never changes an old command
-    line.
-    """
+    """The parser of `jaxtune COMMAND`. Abbreviations are refused, so that a new option changes no old command line."""
     description = " ".join((description or "").split())
     return argparse.ArgumentParser(prog=f"jaxtune {command}", description=description, allow_abbrev=False)
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds --coordinator, --processes and --process. A command line has all three, or none; Open MPI 5 needs
-    --coordinator.
-    """
+    """Adds --coordinator, --processes and --process: all three or none, but Open MPI 5 needs --coordinator alone."""
     several = "one of several processes that SLURM and Open MPI did not start: all three"
     parser.add_argument("--coordinator", metavar="HOST:PORT", help=several)
     parser.add_argument("--processes", type=int, metavar="N", help=argparse.SUPPRESS)
@@ -67,8 +61,7 @@ def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> N
 
 
 def load(options: argparse.Namespace):
-    """(model, tokenizer or None) of `options.model`: a folder, a hub name, or an adapter's folder, loaded over its
-    base.
+    """(model, tokenizer or None) of `options.model`: a folder, a hub name, or an adapter's folder.
 
     dtype None is the one that jaxtune recorded when it trained, else bfloat16, never config.json's. load_in None is an
     adapter's base as in its training, else as the files store it. With an adapter, the tokenizer's EOS and the token

@@ -38,7 +38,7 @@ class Finding:
 def findings(measure: bool = True) -> Iterator[Finding]:
     """Runs all checks, in a fixed order, and yields each result at once. ValueError: the cache of rates is damaged.
 
-    measure: also checks rates on a GPU, which takes about ten seconds once, then a cache.
+    measure: also checks rates on a GPU; they are measured once, in about ten seconds, and cached.
     """
     yield _packages()
     card = _nvidia_smi()
@@ -152,9 +152,7 @@ def _room() -> Iterator[Finding]:
 
 
 def _rates() -> Iterator[Finding]:
-    """Rates of products, copies and the host link; below half of the data sheet's is a "note". ValueError: a damaged
-    cache.
-    """
+    """Rates of products, copies and the host link; one below half of the data sheet's is a "note"."""
     import jax
 
     from jaxtune import profile
@@ -181,8 +179,7 @@ def _rates() -> Iterator[Finding]:
 
 
 def _attention() -> Finding:
-    """The attention that is chosen here against float32's, forward and backward; "wrong" at an error of 2 % in norm or
-    NaN.
+    """The attention that is chosen here against float32's, forward and backward; "wrong" from 2 % in norm on.
 
     "ok" does not say that a hand-written kernel runs: a kernel that fails at its first use is replaced before.
     """

@@ -80,9 +80,7 @@ class TrainerCallback:
         """Called before the first step of an epoch and of train(); requests as in on_step_begin."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after the last step of an epoch and of the run, unless a callback ended it. Requests are done at that
-        step.
-        """
+        """Called after the last step of an epoch and of the run. Requests are done at that step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before a step, after which should_training_stop ends the run."""
@@ -198,9 +196,7 @@ def checked(callback: Any) -> Any:
 
 
 def listens(callback: Any, event: str) -> bool:
-    """Whether a callback's class defines the method `event` ("on_log") instead of inheriting TrainerCallback's empty
-    one.
-    """
+    """Whether a callback's class defines the method `event` ("on_log") itself, and not only TrainerCallback does."""
     for kind in type(callback).__mro__:
         if kind.__name__ == "TrainerCallback":
             return False
@@ -313,16 +309,12 @@ class Events(Callback):
         self.tell("on_step_begin")
 
     def _at(self, step: int, model: Callable[[], Decoder]) -> None:
-        """Sets the state's step and epoch, and the script's model to `model`, which is called only if somebody looks at
-        it.
-        """
+        """Sets the state's step and epoch, and the script's model to `model`, which is called when it is looked at."""
         self.state.global_step, self.state.epoch = step, step / self._steps_per_epoch
         self.model.module = lambda: self._handed_back(model())
 
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
-        """Logs, evaluates and saves as the control's fields say, and clears them. due: what SFTConfig makes due at this
-        step.
-        """
+        """Logs, evaluates and saves as the control's fields say, and clears them. due: what SFTConfig makes due."""
         for name, is_due in due.items():
             if is_due and not getattr(self.control, f"should_{name}") and name not in self._printed:
                 self._printed.add(name)
@@ -351,9 +343,7 @@ class Events(Callback):
         self._at(step, model)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
-        """Adds the epoch and compute_metrics' numbers to `metrics`, in place, calls on_log and on_evaluate, and notes
-        the best.
-        """
+        """Adds the epoch and compute_metrics' numbers to `metrics`, in place, calls the events, and notes the best."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
         if self._prints:

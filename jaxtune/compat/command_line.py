@@ -75,9 +75,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         args_filename: str | None = None,
         args_file_flag: str | None = None,
     ) -> tuple[DataClass, ...]:
-        """An object of each dataclass, and with return_remaining_strings the words that belong to none, else an
-        error.
-        """
+        """An object of each dataclass, and with return_remaining_strings the words that belong to none."""
         del look_for_args_file
         if args_filename or args_file_flag:
             raise ValueError(

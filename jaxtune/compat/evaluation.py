@@ -54,11 +54,10 @@ class Evaluations(Reports):
         self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluates the current model, calls on_log and on_evaluate, and returns the numbers: "eval_loss",
-        "eval_targets" (the trained tokens; "eval_pairs", "eval_examples"), the objective's and those of
+        "eval_targets" (trained tokens; "eval_pairs", "eval_examples"), and those of the objective and of
         compute_metrics.
 
-        ValueError: no rows, another format than the trained ones, or logits that take more than half of the host's
-        memory.
+        ValueError: no rows, another format than the trained ones, or logits of more than half of the host's memory.
           eval_dataset: None: the trainer's.
           ignore_keys: has no effect.
           metric_key_prefix: replaces "eval" in the names.

@@ -1,6 +1,5 @@
 """output_dir and its checkpoint-N folders: a run replaces what a script wrote before, as transformers does, and never
-what anybody else wrote. The resume state is in output_dir/checkpoints; checkpoint-N has weights for PEFT and
-transformers.
+what anybody else wrote. The resume state is in output_dir/checkpoints; checkpoint-N has weights for other programs.
 """
 
 from __future__ import annotations

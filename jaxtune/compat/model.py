@@ -117,8 +117,7 @@ class CompatModel(ModelMethods):
         return has_adapter(self.module)
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
-        """PEFT's: a new model with the adapter merged, whose weights all train, in the base's dtype (quantised ones
-        decoded).
+        """PEFT's: a new model with the adapter merged, whose weights all train, in the base's dtype.
 
         Needs memory for both. ValueError: no adapter; ArithmeticError: the merge fails a check. Arguments are ignored.
         """

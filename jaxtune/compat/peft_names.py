@@ -79,12 +79,11 @@ class PeftModel:
         is_trainable: bool = False,
         **others: object,
     ) -> CompatModel:
-        """A new model: `model` with the adapter of a PEFT folder. ValueError: it does not fit, or the model has one
-        already.
+        """A new model: `model` with the adapter of a PEFT folder. ValueError: it does not fit, or there is one already.
 
-          model_id: the adapter's local folder.
-          adapter_name: must be "default".
-          is_trainable: has no effect: it can be trained further.
+        model_id: the adapter's local folder.
+        adapter_name: must be "default".
+        is_trainable: has no effect: it can be trained further.
         """
         del is_trainable
         settle("PeftModel.from_pretrained", {"adapter_name": adapter_name, **others}, PEFT_MODEL)

@@ -67,9 +67,7 @@ class ORPOConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class KTOConfig(PreferenceConfig):
-    """TRL's KTOConfig. Rows keep their order, because each one also gets the answer of another row of its
-    micro-batch.
-    """
+    """TRL's KTOConfig. Rows keep their order, as each one also gets an answer of another row of its micro-batch."""
 
     section = "kto"  # of the tables of defaults
     table = KTO  # the arguments that are not fields: without effect here, or refused
@@ -154,9 +152,7 @@ class PreferenceTrainer(SFTTrainer):
         return lambda module: _with_rates(module, rates)
 
     def _packing(self) -> bool:
-        """False: an update counts examples, not packed rows; they share rows all the same, without an effect on
-        results.
-        """
+        """False: an update counts examples. They share rows all the same, without an effect on results."""
         if self.args.packing:
             name = type(self.args).__name__
             raise ValueError(f"{name}: packing = True is not supported. Instead: jaxtune train with objective=...")
@@ -211,8 +207,8 @@ class PreferenceTrainer(SFTTrainer):
 
 class ReferencedTrainer(PreferenceTrainer):
     """Base of DPOTrainer and KTOTrainer, whose loss has a reference: the model with its adapter off, or before its
-    first step if all its weights train. ValueError: the adapter has been trained before, as TRL's reference would have
-    it on.
+    first step if all its weights train. ValueError: the adapter has been trained before; TRL's reference would have it
+    on.
     """
 
     @property
@@ -287,7 +283,7 @@ class KTOTrainer(ReferencedTrainer):
 
 
 class RewardTrainer(PreferenceTrainer):
-    """TRL's RewardTrainer: trains a head that gives a text one number, higher for the chosen text. Rows as in
+    """TRL's RewardTrainer: trains a head that gives a text one number, higher for the chosen one. Rows as in
     DPOTrainer.
 
     A model without such a head gets one, in place; ValueError if it has an adapter already: load it with

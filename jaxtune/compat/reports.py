@@ -39,8 +39,9 @@ class Accelerator:
 
 
 def rows_report(name: str, trainer: Trainer) -> list[str]:
-    """Lines about a run's rows: those of `jaxtune train`, and what users of TRL may not expect. name: the trainer's
-    class.
+    """Lines about a run's rows: those of `jaxtune train`, and what users of TRL may not expect.
+
+    name: the trainer's class, which begins the latter.
     """
     lines = trainer.data_summary().splitlines()
     data, source = trainer.train_data, trainer.batches

@@ -51,8 +51,7 @@ def columns_of(dataset: Any, trainer: str) -> list[str]:
 
 def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any, str]:
     """(rows as jaxtune reads them, the name of their format), by TRL's rules: formatting_func decides first, then a
-    column of texts, then columns of a known format; ValueError if none fits. A path has the format of its first usable
-    row, or "auto".
+    column of texts, then columns of a known format; else ValueError. A path has the format of its first usable row.
 
       text_field: the column of texts (dataset_text_field).
       formatting_func: maps a row to a text, or the columns of a batch to texts; None for a path.

@@ -38,9 +38,7 @@ def require_free(folder: str | os.PathLike, where: str) -> Path:
 
 
 def saved_into(folder: str | os.PathLike, where: str, write: Callable[[Path], object]) -> None:
-    """Has `write` fill a temporary folder, and moves its files into `folder`, as require_free allows. Other files there
-    stay.
-    """
+    """Has `write` fill a temporary folder, and moves its files into `folder`, if require_free allows it."""
     path = require_free(folder, where)
     before = _mark(path)
     temporary = temporary_path(path)
@@ -91,7 +89,7 @@ def _mark(folder: Path) -> dict[str, list[list[int]]]:
 
 
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: object = None) -> None:
-    """Saves an adapter for PEFT, or without one the whole model for transformers, into a new or empty folder, else
-    ValueError.
+    """Saves an adapter for PEFT, or else the whole model for transformers; ValueError unless the folder is empty or
+    new.
     """
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)

@@ -86,8 +86,7 @@ class DatasetMixtureConfig:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> Rows:
-    """A mixture as a datasets.DatasetDict (streamed: IterableDatasetDict) with "train", and "test" with
-    test_split_size.
+    """A mixture as a datasets.DatasetDict (streamed: IterableDatasetDict) with "train" and perhaps "test".
 
     With fractions it is the largest mixture in which no row is twice. ValueError: no data set, a fraction for only
     some, or a stream that is to be split or shared out.
@@ -173,8 +172,7 @@ def clone_chat_template(
     source_tokenizer_path: str | os.PathLike,
     resize_to_multiple_of: int | None = 64,
 ) -> tuple[CompatModel, Tokenizer, list[int]]:
-    """TRL's: copies another tokenizer's chat template, EOS and missing added tokens, in place: (model, tokenizer, new
-    ids).
+    """TRL's: copies another tokenizer's chat template, EOS and missing added tokens, in place: (model, tokenizer, ids).
 
     ValueError: the source has no template, or the embeddings, which keep their size, have no rows left for new tokens.
     """

@@ -205,9 +205,7 @@ def plain_value(setting: Any) -> Any:
 
 
 def trained_tokens(args: SFTConfig, form: str) -> str:
-    """data.train_on for the tokens that TRL trains on; ValueError if the rows' format `form` does not fit the
-    arguments.
-    """
+    """data.train_on for the tokens that TRL trains on; ValueError if the rows' format does not fit the arguments."""
     if args.assistant_only_loss:
         if form not in ("messages", "sharegpt", "prompt_completion"):
             raise ValueError(f"SFTConfig: assistant_only_loss = True needs conversations; the rows are {form}")
@@ -277,9 +275,7 @@ def precision(args: SFTConfig, module: Decoder) -> Any:
 
 
 def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -> int | None:
-    """The field `name`, such as save_steps, in steps. A float below 1 is a share of total(), rounded up; None if
-    unknown.
-    """
+    """The field `name`, such as save_steps, in steps; a float below 1 is a share of total(). None: not known."""
     value = getattr(args, name)
     if isinstance(value, float) and 0 < value < 1:
         steps = total()

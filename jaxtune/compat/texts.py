@@ -62,9 +62,7 @@ _KEPT = ("gpt-oss",)  # packaged templates that write no tools, as the tokenizer
 
 
 class NumpyTensor(np.ndarray):
-    """A NumPy array with methods of torch's tensors: `to`, `cpu`, `detach` and `numpy` return it, `argmax` accepts
-    `dim`.
-    """
+    """A NumPy array with the methods of torch's tensors that scripts use."""
 
     def to(self, *_: Any, **__: Any) -> NumpyTensor:
         return self
@@ -77,8 +75,7 @@ class NumpyTensor(np.ndarray):
 
 
 def without_torch(tokenizer: Any) -> Any:
-    """Changes a tokenizer in place, and returns it: for return_tensors="pt" or "np" (by name) it answers with
-    NumpyTensors.
+    """Changes a tokenizer in place, and returns it: it answers return_tensors="pt" or "np" with NumpyTensors.
 
     Its class becomes a subclass; it can still be pickled.
     """
@@ -139,11 +136,13 @@ def _read_conversation(
     pictures, stays for the template.
     """
     name = "conversation"
-    talk = arguments[0] if arguments else options.get(name)
-    several = isinstance(talk, list | tuple) and bool(talk) and all(isinstance(turns, list | tuple) for turns in talk)
+    value = arguments[0] if arguments else options.get(name)
+    several = (
+        isinstance(value, list | tuple) and bool(value) and all(isinstance(turns, list | tuple) for turns in value)
+    )
     template = template_for(options.get("chat_template") or templates, options.get("tools")) or ""
     try:
-        conversations = [for_template(read_messages(turns), template) for turns in (talk if several else [talk])]  # type: ignore[union-attr]
+        conversations = [for_template(read_messages(turns), template) for turns in (value if several else [value])]  # type: ignore[union-attr]
     except ConversationError:
         return arguments, options
     converted = conversations if several else conversations[0]
@@ -205,8 +204,7 @@ def setup_chat_format[Model](
 
 
 def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
-    """Unsloth's: a new data set whose column `conversations` has messages, as rows are read; ValueError if one cannot
-    be.
+    """Unsloth's: a new data set with messages in its column `conversations`; ValueError if one cannot be read.
 
     In a data set of `datasets` the arguments of calls are JSON text, since all rows of a table have the same keys.
     """

@@ -235,8 +235,8 @@ class SFTTrainer(ScriptWords, Evaluations):
         )
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """The TrainConfig for the arguments. An update has as many examples as in transformers (with packing, packed
-        rows).
+        """The TrainConfig for the arguments. An update has as many examples (with packing, packed rows) as in
+        transformers.
 
           resume: "auto" continues the run in output_dir.
           prepared: False: rows are not tokenised to count an epoch's steps; numbers that depend on them are left out.
@@ -391,8 +391,7 @@ class SFTTrainer(ScriptWords, Evaluations):
         """Trains the model, which then has the trained (or best) weights, and writes them to output_dir/checkpoint-N.
         If an exception ends the run, the model keeps the weights that it had.
 
-        ValueError: output_dir has a run that could be continued, or another program's, or the path is no checkpoint of
-        it.
+        ValueError: output_dir has a run that could be continued, or another program's, or the path is no checkpoint.
           resume_from_checkpoint: True continues from the last checkpoint, if there is one; the path of a checkpoint-N
             folder from that one, and replaces later ones; None or False replaces a finished run.
         """

@@ -190,10 +190,9 @@ class AutoTokenizer:
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> Any:
-        """The tokenizer of a folder or hub name, which answers return_tensors="pt" with NumPy arrays. ValueError: it
-        has no files.
+        """The tokenizer of a folder or hub name, with NumPy arrays for return_tensors="pt"; ValueError if it has none.
 
-          arguments: padding_side and truncation_side are set on the tokenizer.
+        arguments: padding_side and truncation_side are set on the tokenizer.
         """
         where, name = "AutoTokenizer.from_pretrained", os.fspath(pretrained_model_name_or_path)
         sides = {key: arguments.pop(key) for key in ("padding_side", "truncation_side") if key in arguments}

@@ -80,10 +80,9 @@ def _pattern() -> re.Pattern[str]:
 
 
 def in_script_words(text: str, kind: type[SFTConfig], of_user: bool = False) -> str:
-    """A message of jaxtune.train with a script's arguments for a recipe's keys; a key without one is called "a
-    recipe's".
+    """A message of jaxtune.train with a script's arguments in place of a recipe's keys.
 
-      of_user: the text has words of the script's own, in which "seed =" and the like are no keys.
+    of_user: the text has words of the script's own, in which "seed =" and the like are no keys.
     """
     for phrase, words in _PHRASES.items():
         text = text.replace(phrase, words)

@@ -64,9 +64,7 @@ def precision(recipe: Translation, bf16: bool, fp16: bool, *sources: str) -> Non
 
 
 def packing(recipe: Translation, packs: bool, *sources: str) -> None:
-    """data.packing. Without packing an update has as many documents as there: "step", or false if rows are not known
-    before.
-    """
+    """data.packing. Without it a step has as many documents as there: "step", or false if rows are not known before."""
     names = recipe.get("data.train")
     mixed = isinstance(names, list) and not isinstance(names[0], str)
     alone = bool(recipe.get("data.streaming")) or mixed

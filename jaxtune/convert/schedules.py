@@ -13,10 +13,9 @@ _LOWEST = 1e-7  # transformers' lr_end of "polynomial"
 
 
 def schedule_keys(table: Table, name: str, arguments: Mapping[str, Any], peak: float) -> dict[str, Any]:
-    """{key of the section `schedule`: value} of transformers' scheduler `name`, without warm-up; ValueError if not
-    supported.
+    """{key of the section `schedule`: value} of transformers' scheduler `name`, without warm-up; else ValueError.
 
-      peak: the highest learning rate, of which min_lr and lr_end become shares.
+    peak: the highest learning rate, of which min_lr and lr_end become shares.
     """
     if name not in table.schedules:
         hint = table.refused_schedules.get(name) or f"one of {', '.join(table.schedules)}"

@@ -17,9 +17,7 @@ _BESIDE = ("output", "checkpoint.", "metrics.", "evaluation.", "data.num_workers
 
 @dataclasses.dataclass
 class Translation:
-    """The recipe `values`, with a line for each thing that it lacks, does otherwise, or takes from the program's
-    defaults.
-    """
+    """The recipe `values`, with a line for each thing that it lacks, does otherwise, or takes from defaults."""
 
     program: str
     table: Table

@@ -99,10 +99,14 @@ def _objective(recipe: Translation, trainer: str) -> None:
             raise ConfigError(f"reward_funcs: {trainer} needs reward functions of your own, as module.function")
         recipe.set("objective.reward_funcs", functions)
         rows = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
-        size, spread = recipe["generation_batch_size"], recipe.config.get("steps_per_generation")
-        steps = size // rows if size else (spread / recipe["gradient_accumulation_steps"] if spread else 1)
+        size, micro_batches = recipe["generation_batch_size"], recipe.config.get("steps_per_generation")
+        steps = (
+            size // rows if size else (micro_batches / recipe["gradient_accumulation_steps"] if micro_batches else 1)
+        )
         if (size and size % rows) or steps != int(steps) or steps < 1:
-            recipe.lack("generation_batch_size", size or spread, "objective.steps_per_generation counts whole steps")
+            recipe.lack(
+                "generation_batch_size", size or micro_batches, "objective.steps_per_generation counts whole steps"
+            )
         recipe.set("objective.steps_per_generation", max(int(steps), 1))
     if trainer == "grpo" and recipe.says("scale_rewards"):
         scale = recipe["scale_rewards"]

@@ -166,13 +166,15 @@ def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], 
         operators = [call for call in all_calls if call.category == "cpu_op" and "::" in call.name]
         inside = collections.defaultdict(list)
         for call in operators:
-            enclosing = next((inner for inner in call.up() if inner is not call and inner.category == "cpu_op"), None)
+            enclosing = next(
+                (operator for operator in call.up() if operator is not call and operator.category == "cpu_op"), None
+            )
             inside[id(enclosing)].append(call)
         for call in operators:
             if call.name.startswith("autograd::"):
                 continue
-            ends = [call.start, *(inner.end for inner in inside[id(call)])]
-            starts = [*(inner.start for inner in inside[id(call)]), call.end]
+            ends = [call.start, *(operator.end for operator in inside[id(call)])]
+            starts = [*(operator.start for operator in inside[id(call)]), call.end]
             duration, start = max((start - end, end) for start, end in zip(starts, ends, strict=True))
             if duration > 0:
                 number = len(rows)
@@ -206,8 +208,7 @@ class _Forward:
     """Finds the forward operator of an autograd node by their sequence number.
 
     Numbers count per thread, and with gradient checkpointing the forward runs again on the autograd engine's thread. A
-    node names the thread of its forward by a number of the profiler's own, which is matched by comparing operators'
-    names.
+    node names the thread of its forward by a number of the profiler's own, which operators' names identify.
     """
 
     def __init__(self, threads: dict[Any, list[_Call]]):
@@ -263,8 +264,7 @@ def _backward_call(call: _Call) -> _Call | None:
 def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[float]):
     """A function from a launch's time in microseconds (None: unknown) to its step from 0, or -1.
 
-    Steps are the ranges `marks`, or else end at `optimizer_ends` (an unknown time is then in step 0), or are one. Both
-    are ascending.
+    Steps are the ranges `marks`, or else end at `optimizer_ends` (an unknown time is then in step 0), or are one.
     """
     starts = [start for start, _ in marks]
 

@@ -1,6 +1,4 @@
-"""Comparison of two profiles: what became faster or slower by more than the steps of one run differ among
-themselves.
-"""
+"""Comparison of two profiles: what became faster or slower by more than the steps of one run differ."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
 
 
 def region(scope: str) -> str:
-    """The part of a model that a scope belongs to, such as "mlp", by words in its name; "elsewhere" if they do not
-    tell.
-    """
+    """The part of a model that a scope belongs to, such as "mlp", by words in its name, or "elsewhere"."""
     return next((name for name, pattern in _REGIONS if pattern.search(scope)), "elsewhere")
 
 
@@ -135,9 +131,7 @@ def _categories(a: ReportData, b: ReportData, scale: float) -> list[Change]:
 
 
 def _named_alike(a: ReportData, b: ReportData) -> bool:
-    """Whether both programs name scopes alike: 70 % of each one's busy time is in scopes of names that the
-    other has.
-    """
+    """Whether both name scopes alike: 70 % of each one's busy time is in scopes of names that the other has."""
     names_a, names_b = ({row.name for row in r.scopes if row.name != "idle"} for r in (a, b))
     for report, other_names in ((a, names_b), (b, names_a)):
         rows = [row for row in report.scopes if row.name != "idle"]
@@ -203,9 +197,7 @@ def _without_number(name: str) -> str:
 
 
 def _identity(row: KernelRow) -> str:
-    """The name that pairs a kernel; "" for products and attention, whose kernels libraries name differently for one
-    work.
-    """
+    """The name that pairs a kernel; "" for products and attention, whose kernels libraries name differently."""
     return "" if row.category in ("GEMM", "attention") and row.shape and row.tflops else _without_number(row.name)
 
 
@@ -213,9 +205,7 @@ def _identity(row: KernelRow) -> str:
 
 
 def _sentences(comparison: ComparisonData) -> list[str]:
-    """Sentences on the step, on a one-sided recompute, and on each category that changed beyond noise, the largest
-    first.
-    """
+    """Sentences on the step, a one-sided recompute, and each category that changed beyond noise, the largest first."""
     a, b, step = comparison.a, comparison.b, comparison.step
     if step.verdict == "same":
         out = [f"No change of the step beyond noise: {step.a_ms:.2f} and {step.b_ms:.2f} ms (± {step.noise_ms:.2f})."]

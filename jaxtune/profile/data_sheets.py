@@ -16,9 +16,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class DataSheet:
-    """The figures that a vendor states for a device, without sparsity, and the host memory that its machines usually
-    have.
-    """
+    """The figures that a vendor states for a device, without sparsity, and the usual host memory of its machines."""
 
     bf16_tflops: float  # TFLOP/s of products in bfloat16 with fp32 sums
     fp8_tflops: float | None  # TFLOP/s of products in FP8 with fp32 sums; None: the chip has no FP8
@@ -55,17 +53,14 @@ _TOO_OLD = re.compile(
 def data_sheet(device: str) -> DataSheet | None:
     """The sheet whose name, the longest, occurs in `device` (jax.Device.device_kind or "RTX 4090") as whole words.
 
-    None for a laptop's chip, which has the name of a larger one, and for a slice of a GPU (MIG), which has a part of
-    its rates.
+    None for a laptop's chip, which has the name of a larger one, and for a slice of a GPU (MIG).
     """
     name = _name_in(device, DATA_SHEETS)
     return None if name is None or re.search(r"\b(Laptop|MIG)\b", device, re.IGNORECASE) else DATA_SHEETS[name]
 
 
 def refusal(device: str) -> str | None:
-    """Why jaxtune does not run on a card of compute capability below 8.0, such as V100 or RTX 2080, by its name; else
-    None.
-    """
+    """Why jaxtune does not run on a card of compute capability below 8.0, such as V100, by its name; else None."""
     if (match := _TOO_OLD.search(device)) is not None:
         return (
             f"{match[0]} is older than compute capability 8.0 (Ampere): it has no bfloat16 products, and none of the "

@@ -46,8 +46,7 @@ def cache_file(device: str) -> Path:
 
 
 def known_ceilings(device: str) -> Ceilings | None:
-    """The ceilings measured earlier, or else the data sheet's without host link and launches, or None. Measures
-    nothing.
+    """The ceilings measured earlier, or else the data sheet's without host link and launches, or None.
 
     ValueError: the cache file is damaged.
     """

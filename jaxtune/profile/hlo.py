@@ -189,9 +189,7 @@ class Module:
         return self.computation(self.entry_id)
 
     def launches(self) -> list[Instruction]:
-        """The instructions that start work on the device, in order: a loop's as often as it runs, a conditional's of
-        all branches.
-        """
+        """The instructions that start work on the device, in order: a loop's as often as it runs, and all branches."""
         return list(self._launches(self.entry, 0))
 
     def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
@@ -305,8 +303,7 @@ def flops(instruction: Instruction) -> int:
     """FLOPs of the products in an instruction or fusion, two for each multiply-add; 0 where shapes do not tell.
 
     cuDNN attention counts 2 products of length x length a head in the forward, 5 in the backward, half if causal;
-    packed rows count as one document, which is too much. Of Pallas kernels only `grouped_matmul` and `fp8_matmul`
-    count.
+    packed rows count as one document, which is too much. Of Pallas kernels `grouped_matmul` and `fp8_matmul` count.
     """
     operands = instruction.operand_shapes
     if instruction.is_mosaic:

@@ -128,9 +128,7 @@ class _Classes:
 
 
 def _satellite(name: str) -> bool | None:
-    """For a library's helper kernel: True if its main kernel comes after it, False if before; None for a main
-    kernel.
-    """
+    """For a library's helper kernel: True if its main kernel comes after it, False if before; else None."""
     for pattern, before in _SATELLITES:
         if pattern.search(name):
             return before
@@ -227,9 +225,7 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
 
 
 def _in_order(position: dict[int, int]) -> list[int]:
-    """The longest sequence of launches whose positions increase, as those of a right guess do. position: {launch:
-    position}.
-    """
+    """The longest sequence of launches whose positions increase. position: {launch: its position in the schedule}."""
     tails: list[int] = []
     tail_index: list[int] = []
     predecessor: dict[int, int] = {}
@@ -301,9 +297,7 @@ def _fill(position, unassigned, launches, schedule, executions, by_name, kernel_
 
 
 def _attach_satellites(position, launches, schedule) -> None:
-    """Gives each helper kernel, in place, the position of the nearest custom call on its side among six main
-    launches.
-    """
+    """Gives each helper kernel, in place, the position of the nearest custom call among six main launches."""
     main = [i for i, launch in enumerate(launches) if launch.main and position[i] >= 0]
     for index, launch in enumerate(launches):
         if launch.main:

@@ -31,8 +31,7 @@ def capture(
     stays if the block raises. ValueError: the folder has other files, meta is no JSON, or another trace is running.
 
     Args:
-      meta: JSON values; "tokens_per_step" gives tokens per second and scales comparisons, "what" is shown above the
-        tables.
+      meta: JSON values; "tokens_per_step" gives tokens per second and scales comparisons, "what" heads the tables.
       programs: {name: jax.stages.Compiled}, whose HLO text is written to hlo/NAME.txt.gz.
     """
     import jax
@@ -72,9 +71,7 @@ def capture(
 
 
 def _check_folder(folder: Path) -> None:
-    """ValueError if the folder is a file or has files of names that `capture` does not give: it deletes those that it
-    gives.
-    """
+    """ValueError if the folder is a file, or has files of names that `capture` does not give."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder for the profile")
     foreign = (

@@ -223,9 +223,7 @@ def _wait_words(idle: Idle) -> str:
 
 
 def _buffers(trace: Trace) -> list[dict[str, Any]]:
-    """The 12 largest groups of buffers at the peak; paths that differ in indices only, such as layers, are one
-    group.
-    """
+    """The 12 largest groups of buffers at the peak; paths that differ in indices only are one group."""
     groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for buffer in trace.buffers:
         # An index in a parameter's path, "layers[3]['mlp']", and not one in a shape.

@@ -173,9 +173,7 @@ def is_attention_kernel(name: str) -> bool:
 
 
 def readable(kernel: str) -> str:
-    """A kernel's name for a table, without C++ templates, arguments and "void "; if at most 8 characters were left, its
-    first 100.
-    """
+    """A kernel's name for a table, without C++ templates and arguments; if few characters were left, its first 100."""
     if kernel.startswith("Mem"):  # "Memcpy HtoD (Pinned -> Device)"
         return kernel
     name = kernel.removeprefix("void ")

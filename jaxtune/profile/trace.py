@@ -15,9 +15,7 @@ class TraceError(ValueError):
 
 @dataclasses.dataclass(slots=True)
 class Event:
-    """One piece of work on the device: a kernel, a memset, a copy or a collective; without a device, an operator on the
-    CPU.
-    """
+    """One piece of work on the device: a kernel, a memset, a copy, a collective; or an operator on the CPU."""
 
     start_ns: float  # device clock, counted from the trace's first event
     end_ns: float  # on the same clock

@@ -138,9 +138,7 @@ def _device_events(plane) -> list[_Raw]:
 
 
 def _cpu_events(plane) -> list[_Raw]:
-    """Operations of programs on the CPU, without those that contain others on their thread, so that no time counts
-    twice.
-    """
+    """Operations of programs on the CPU, without those that contain others: no time counts twice."""
     out = []
     for line in plane.lines:
         rows: list[_Raw] = []
@@ -200,11 +198,11 @@ def _kind(raw: _Raw) -> str:
 
 
 def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
-    """Joins events with the HLO of their programs: (Events without steps, runs of programs, ns of kernels that the HLO
-    lacks).
+    """Joins events with the HLO of their programs: (Events without steps, runs, ns of kernels that the HLO lacks).
 
       modules: {program id, or else name: HLO}.
       origin: ns from which times count.
+
     A run is (start_ns, program, name of its module).
     """
     # A function compiled for several shapes is several programs of one name, which differ in their numbers.
@@ -305,8 +303,8 @@ class _WorkCache:
         return self._work[id(instruction)]
 
     def scope(self, instruction: Instruction) -> str:
-        """The op_name; of a fusion or asynchronous call without one, the last in its first called computation that has
-        any.
+        """The op_name; of a fusion or asynchronous call without one, the last in its first called computation
+        with any.
         """
         if instruction.scope or not instruction.called or instruction.computation is None:
             return instruction.scope

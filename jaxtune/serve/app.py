@@ -47,8 +47,7 @@ def make_app(
     key: the API key of all requests but /health; None: no key.
     local: the server listens on a loopback address only: Host and Origin are checked, so that no web page in the
       user's browser can ask it.
-    seconds: from the arrival of a body until its answer has been made and, if streamed, read; a later one fails with
-      504.
+    seconds: from the arrival of a body until its answer has been made and, if streamed, read; else error 504.
     encoding: an executor of one thread, which tokenises prompts.
     """
     api = _Api(models, engine, seconds, encoding)
@@ -161,8 +160,8 @@ class _Api:
         return Json(self._card(self._models[name]))
 
     def _card(self, served: Served) -> dict[str, object]:
-        """OpenAI's JSON of a model, with `parent`, an adapter's base, and vLLM's `max_model_len`, tokens of prompt and
-        answer.
+        """OpenAI's JSON of a model, with `parent` (an adapter's base) and vLLM's `max_model_len` (prompt and
+        answer).
         """
         card = {"id": served.name, "object": "model", "created": self._began, "owned_by": "jaxtune"}
         return card | {"parent": served.base, "max_model_len": self._engine.plans[served.name].length}

@@ -156,8 +156,7 @@ class Asked:
 
 
 def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
-    """What a body of /v1/chat/completions, decoded JSON of any type, asks for. May take seconds (chat template,
-    tokenising).
+    """What a body of /v1/chat/completions, decoded JSON of any type, asks for. May take seconds.
 
     ApiError: 400: the body is wrong, or the chat template is missing or refuses the messages; 404: no such model.
     """
@@ -204,9 +203,7 @@ def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
 
 
 def _checked[B: _Body](kind: type[B], body: object) -> B:
-    """The body as `kind`. Null counts as absent; keys that change no answer, or ask for nothing, are dropped; ApiError
-    (400).
-    """
+    """The body as `kind`; ApiError (400). Null counts as absent; keys that change no answer are dropped."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     body = {key: value for key, value in body.items() if value is not None and key not in _IGNORED}

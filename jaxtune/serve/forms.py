@@ -42,9 +42,7 @@ class _Choice:
         self.reason: str | None = None
 
     def add(self, piece: Piece, stream: bool) -> Pieces:
-        """The thoughts and text that can be sent now: with `stream` what later tokens cannot change, else all with the
-        last ones.
-        """
+        """The thoughts and text that can be sent now: with `stream` what is certain, else all with the last tokens."""
         self.tokens += len(piece.ids)
         if self._asked.logprobs:
             self._ids += piece.ids
@@ -159,9 +157,7 @@ class Answer:
         return [self._chunk({"index": c.index, "delta": begin, "finish_reason": None}) for c in self._choices]
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, object]]:
-        """What a stream sends for new tokens of a row. The first chunk has the log-probabilities of all tokens since
-        the last.
-        """
+        """What a stream sends for new tokens of a row. The first chunk has the log-probabilities since the last one."""
         choice = self._choices[index]
         pieces, chunk_list = choice.add(piece, stream=True), []
 

@@ -32,9 +32,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on an IP address or a name's first one, at `port` (0: a free one). ValueError: not
-    available.
-    """
+    """A socket that listens on an IP address or a name's first one, at `port` (0: a free one); else ValueError."""
     try:
         [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         return socket.create_server(address[:2], family=family, backlog=1024)
@@ -89,8 +87,8 @@ class Server(uvicorn.Server):
         """Serves until a signal, and returns when all answers have ended, after `grace` seconds with error 503.
 
         If the threads have not ended five seconds later, as in a compile, which nothing interrupts, or at a second
-        signal, this ends the process: exit code 0, or 128 plus the second's number. KeyboardInterrupt: the second
-        signal's name.
+        signal, this ends the process: exit code 0, or 128 plus the second's number. KeyboardInterrupt: after a second
+        signal.
         """
         with self._signals():
             self.run(sockets=[self._listener])
@@ -129,8 +127,8 @@ class Server(uvicorn.Server):
         return False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A second signal ends the server without the answers; a SIGHUP, which a shell and the system both send, is
-        never it.
+        """A second signal ends the server without the answers, but not SIGHUP, which a shell and the system
+        both send.
         """
         if not self.should_exit:
             self.should_exit = True

@@ -13,8 +13,7 @@ _PART_OF_CHARACTER = "\ufffd"  # what a decoder gives for bytes of a character w
 
 
 class Text:
-    """Thoughts and text of one answer as pieces that no later token can change, up to the first stop string or tool
-    call.
+    """Thoughts and text of one answer as pieces that no later token can change, up to the first stop string or call.
 
     A token alone cannot be decoded: it may be a part of a character, and its leading space depends on earlier tokens.
     Call `add` for each, or `keep` if the answer is sent whole, then `end` once.

@@ -67,8 +67,7 @@ _LIMITS = {
 
 
 def require_usable_numbers(value: object, key: str) -> None:
-    """Raises `ConfigError` for an integer above its key's limit (2**31 - 1 for most), and for a float that float32
-    lacks.
+    """Raises `ConfigError` for an integer above its key's limit (2**31 - 1 for most), and for a float beyond float32.
 
     Sections and mappings are walked, lists are not.
         key: the dotted key of `value`; "" for a whole configuration.

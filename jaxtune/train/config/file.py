@@ -212,9 +212,7 @@ _LONGEST_NUMBER = 40
 
 
 def _scalar(text: str) -> Any:
-    """An unquoted scalar by YAML 1.2: None (also for ""), a bool, a number or the string; over 40 characters a
-    string.
-    """
+    """An unquoted scalar by YAML 1.2: None (also for ""), a bool, a number, or a string (always over 40 characters)."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if len(text) > _LONGEST_NUMBER:

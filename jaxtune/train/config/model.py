@@ -20,8 +20,7 @@ else:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Where the model comes from (one of `path` and `from_config`), its tokenizer, and the format of its frozen
-    weights.
+    """Where the model comes from (`path` or `from_config`), its tokenizer, and the format of its frozen weights.
 
     A model from `from_config` has random weights: it needs `tokenizer` and cannot have `load_in`. Without `load_in`
     weights that the files store quantised stay so (MXFP4 is decoded), others are stored as `precision` says.

@@ -132,8 +132,7 @@ def without_effect(name: str, options: Mapping[str, object]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is trained for. Options have TRL's names and meanings where TRL has them; one that the objective lacks is an
-    error.
+    """What is trained for. Options have TRL's names and meanings; one that the objective lacks is an error.
 
     None is the default of the objective's class, which an option's description gives in brackets; so is loss_type =
     "sigmoid" for grpo.

@@ -16,8 +16,8 @@ _STRICT = ConfigDict(extra="forbid")
 @dataclass(frozen=True)
 class QatConfig:
     """Layers compute with weights rounded to a low-bit format, so that the model can be stored in it afterwards. A
-    group_size of None becomes the format's default, which may be None: a scale for each row, or groups of the format's
-    own.
+    group_size of None becomes the format's default, which may be None: a scale for each row, or the format's own
+    groups.
     """
 
     __pydantic_config__ = _STRICT

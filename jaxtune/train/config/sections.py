@@ -1,6 +1,5 @@
 """Most sections of a configuration: frozen dataclasses with defaults and help texts (the second argument of
-`Annotated`). What types cannot express is checked in `__post_init__`, for configurations made in Python too; it raises
-ConfigError.
+`Annotated`). `__post_init__` checks what types cannot express, also of configurations made in Python: ConfigError.
 """
 
 from __future__ import annotations
@@ -56,9 +55,7 @@ class Unset(int):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which rows are trained on and evaluated, how they are read, tokenised and packed, and which tokens count in the
-    loss.
-    """
+    """Which rows are trained on and evaluated, how they are read, tokenised and packed, and which tokens count."""
 
     __pydantic_config__ = _STRICT
 
@@ -342,8 +339,7 @@ _READ_BY = {
 @dataclass(frozen=True)
 class MemoryConfig:
     """The memory that a run may use (budget_gb in GiB: a card sold as 24 GB has 24 GiB), and whether each residual, a
-    value of the forward that the backward needs, is kept, recomputed, stored in FP8 or offloaded. `plan` is parsed
-    later.
+    value of the forward that the backward needs, is kept, recomputed, stored in FP8 or offloaded.
     """
 
     __pydantic_config__ = _STRICT
@@ -391,7 +387,7 @@ class PlanConfig:
 @dataclass(frozen=True)
 class MeshConfig:
     """How devices share the work: `data` groups of `fsdp` devices. All divide the rows of a step; the devices of a
-    group also divide weights and optimizer states, which each group has whole. One size may be -1: as many as the other
+    group also divide weights and optimizer states, which each group has whole. One size may be -1: what the other
     leaves.
     """
 

@@ -144,9 +144,7 @@ class MetricsLogger:
 
 
 class _Sink:
-    """One place in which metrics are recorded. It may raise: MetricsLogger catches errors, and then never calls
-    `close`.
-    """
+    """One place in which metrics are recorded. After an error, which MetricsLogger catches, it is not called again."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Records a line of `step`, `time` and metrics, all JSON values."""
@@ -351,9 +349,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def parsed(text: bytes) -> dict[str, Any] | None:
-    """A line of a metrics.jsonl as a dict, with "nan", "inf" and "-inf" as floats at the top level; None if it is
-    damaged.
-    """
+    """A line of a metrics.jsonl as a dict, with "nan", "inf" and "-inf" as floats at the top; None if it is damaged."""
     with contextlib.suppress(ValueError, RecursionError):
         line = json.loads(text.decode("utf-8", "replace"))
         if isinstance(line, dict) and type(line.get("step")) is int:
@@ -488,9 +484,7 @@ class Progress:
             self.print(f"step {step}/{self.total_steps}  {text}  {time_left}".rstrip())
 
     def evaluating(self, done: int, batches: int) -> None:
-        """Shows that `done` of an evaluation's batches are done. Without a bar it prints a line every `line_seconds`,
-        not at once.
-        """
+        """Shows that `done` of an evaluation's batches are done; without a bar at most each `line_seconds`."""
         if self._live is not None:
             text = "step" if done == batches else f"evaluating {done}/{batches}"
             self._bar.update(self._task, description=text)
@@ -507,8 +501,8 @@ class Progress:
         self.console.print(terminal.plain(terminal.fitted(terminal.reworded(text), self.console)), soft_wrap=True)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
-        """An estimate from all time, evaluations and saves included, since the first `update` after compiling; None up
-        to then.
+        """An estimate from all time, evaluations and saves too, since the first `update` after compiling; None
+        before.
         """
         first_step, first_seconds = self._first or (step, now)
         if step <= first_step:
@@ -558,9 +552,7 @@ def loss_plot(folder: Path, unit: str) -> None:
 
 
 def decorate(what: str, make: Callable[[], Any]) -> None:
-    """Calls `make` for something that a run can do without; an error is logged, not raised. what: its name in
-    the log.
-    """
+    """Calls `make`, which makes something that a run can do without: an error is only logged, with its name `what`."""
     try:
         make()
     except Exception as error:

@@ -37,8 +37,7 @@ _LEARNT = 1e-10  # the square of the gradient of a smaller loss may underflow in
 
 class TrainingStopped(ValueError):
     """Raised when a guard ends the run: steps in a row were not finite, nothing or an adapter does not train, or the
-    first step contradicts the reference. Callbacks may raise it too. The Saver then removes a last checkpoint that may
-    be bad.
+    first step contradicts the reference. Callbacks may raise it too. The Saver may then remove the last checkpoint.
     """
 
 
@@ -83,9 +82,7 @@ class _Work:
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What a Monitor needs to know about its run. A line is the dict of a step's metrics with the speeds of this step
-    alone.
-    """
+    """What a Monitor needs to know about its run. A line is a step's metrics with the speeds of this step alone."""
 
     config: TrainConfig  # the run's
     total_steps: int  # optimizer steps of the whole run
@@ -211,8 +208,7 @@ class Monitor:
 
         step: its number, from 0.
         latest: its metrics on the device.
-        counts: host values: "tokens", "trained_tokens", "lengths" of documents, and perhaps "metrics" of the rows'
-          source.
+        counts: host values: "tokens", "trained_tokens", "lengths" of documents, and perhaps the source's "metrics".
         """
         self.waiting.append((step, latest, counts, self._data_wait, self._stamps.submit(self._finished, latest)))
         self._data_wait = 0.0
@@ -220,8 +216,8 @@ class Monitor:
             self._take()
 
     def news(self, step: int) -> None:
-        """Records the answers that were sampled for `step` (from 0), tells callbacks, and prints what the source of the
-        rows says.
+        """Records the answers that were sampled for `step` (from 0), tells callbacks, and prints the source's
+        remarks.
         """
         if rollouts := self.run.batches.rollouts_at(step):
             self.logger.log_rollouts(step + 1, rollouts)
@@ -311,7 +307,7 @@ class Monitor:
             self._unlogged = _Work()
 
     def _of_source(self, metrics: Mapping[str, float], logs: bool) -> dict[str, float]:
-        """A step's metrics of the rows' source; in a logged step means since the last line, as not every step has a
+        """A step's metrics of the rows' source; if it `logs`, means since the last line: not every step has a
         generation.
         """
         self._generation = dict(metrics) or self._generation

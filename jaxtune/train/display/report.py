@@ -128,8 +128,9 @@ def data_summary(
 
 
 def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None) -> list[str]:
-    """Warnings of `held_out` that `train` (None: not all known) does not give too, and how many documents are
-    in both.
+    """Warnings of `held_out` that `train` does not give too, and how many documents are in both.
+
+    train: None: the rows are not all known before the run.
     """
     if held_out is None:
         return []
@@ -363,8 +364,8 @@ def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float]
 def memory_plan(
     forecast: Forecast, compiled_bytes: float, compile_seconds: float, budget_bytes: float | None, console: Console
 ) -> dict[str, float]:
-    """Prints the memory at the peak by use and the compiler's peak: {"predicted", "compiled", "limit" with a budget:
-    GB}.
+    """Prints the memory at the peak by use and the compiler's peak, and returns {"predicted", "compiled",
+    "limit": GB}.
     """
     figures = {"predicted": forecast.peak_bytes / 1e9, "compiled": compiled_bytes / 1e9}
     console.print(_parts_table(forecast))

@@ -98,9 +98,7 @@ class Figures:
                 self.curves.setdefault(key, Curve()).add(self.step, value)
 
     def comparable_evaluations(self) -> list[tuple[int, dict[str, float]]]:
-        """(step, {metric: value}) of evaluations of the last one's rows or of unnamed rows; others cannot be
-        compared.
-        """
+        """(step, {metric: value}) of evaluations of the last one's rows, or of unnamed rows."""
         last = self.evaluations[-1][1] if self.evaluations else ""
         return [(step, numbers) for step, rows, numbers in self.evaluations if rows in ("", last)]
 
@@ -152,9 +150,7 @@ def _identity(path: Path) -> Any:
 
 
 def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
-    """The JSON object of one run: "total" may be None, "left" is words or "", "settings" are those that differ from
-    defaults.
-    """
+    """The JSON object of one run for page.js. "total" may be None, "left" ""; "settings" differ from the defaults."""
     results, settings = _json(folder / RESULTS), _settings(folder / CONFIG)
     name = settings.get("metrics.run_name")
     return {
@@ -332,9 +328,7 @@ def _content(message: JsonMapping) -> str:
 
 
 def _asked(entry: Any) -> list[dict[str, str]]:
-    """Sampled answers of an entry of results.json; incomplete ones are left out, because the file may contain
-    anything.
-    """
+    """Sampled answers of an entry of results.json, which may contain anything; incomplete ones are left out."""
     samples = entry.get("samples") if isinstance(entry, dict) else None
     keys = ("question", "expected", "given")
     complete_samples = [

@@ -13,9 +13,7 @@ _FIRST = ("run", "step", "time")
 
 
 def run_table(folders: Sequence[Path]) -> str:
-    """CSV with a row for each line of metrics.jsonl and a column for each number; ValueError for a folder without
-    metrics.
-    """
+    """CSV with a row for each line of metrics.jsonl and a column for each number; ValueError without metrics."""
     rows: list[dict[str, object]] = []
     for folder in folders:
         if not (folder / m.JSONL).is_file():

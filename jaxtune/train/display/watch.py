@@ -1,7 +1,5 @@
-"""A local server that shows runs while they train.
-
-It listens on the loopback address only, and answers no page of another site, so that none can read runs through the
-browser.
+"""A local server that shows runs while they train, on the loopback address only. It answers no page of another site, so
+that none can read runs through the browser.
 """
 
 from __future__ import annotations
