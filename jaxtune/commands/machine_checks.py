@@ -133,7 +133,6 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
 
 
 def _room() -> Iterator[Finding]:
-    """Host memory, and free disk for models."""
     from huggingface_hub import constants
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

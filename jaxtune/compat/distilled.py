@@ -40,7 +40,7 @@ class DistilledConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class DistillationConfig(DistilledConfig):
-    """TRL's. An update trains on per_device_train_batch_size * gradient_accumulation_steps answers."""
+    """TRL's. An update has per_device_train_batch_size * gradient_accumulation_steps answers."""
 
     section = "distillation"  # of the tables of defaults
     table = DISTILLATION  # the arguments that are not fields: without effect here, or refused
@@ -118,7 +118,7 @@ class DistilledTrainer(PreferenceTrainer):
         return getattr(args, "max_length", None)
 
     def _to_train(self) -> Decoder:
-        """The student with its teacher attached; ValueError if the vocabularies differ."""
+        """The student with its teacher attached; ValueError for another vocabulary."""
         return with_teacher(super()._to_train(), None if self._teacher is None else self._teacher.module)
 
     def _objective(self) -> ObjectiveConfig:

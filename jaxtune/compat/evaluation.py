@@ -78,9 +78,9 @@ class Evaluations(Reports):
     def predict(
         self, test_dataset: object, ignore_keys: object = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Logits, labels and the numbers of `evaluate` for rows of train_dataset's format; calls no callback.
+        """Logits, labels and the numbers of `evaluate` for rows of train_dataset's format, padded to the trainer's
+        length; calls no callback. ValueError as in `evaluate`.
 
-        Rows are padded to the length of the trainer's. ValueError as in `evaluate`.
           ignore_keys: has no effect.
           metric_key_prefix: replaces "eval" in the names.
         """

@@ -207,8 +207,7 @@ class PreferenceTrainer(SFTTrainer):
 
 class ReferencedTrainer(PreferenceTrainer):
     """Base of DPOTrainer and KTOTrainer, whose loss has a reference: the model with its adapter off, or before its
-    first step if all its weights train. ValueError: the adapter has been trained before; TRL's reference would have it
-    on.
+    first step if all its weights train. ValueError: the adapter was trained before: TRL's reference has it on.
     """
 
     @property
@@ -283,11 +282,10 @@ class KTOTrainer(ReferencedTrainer):
 
 
 class RewardTrainer(PreferenceTrainer):
-    """TRL's RewardTrainer: trains a head that gives a text one number, higher for the chosen one. Rows as in
-    DPOTrainer.
+    """TRL's RewardTrainer: trains a head that gives a text one number, higher for the chosen text.
 
-    A model without such a head gets one, in place; ValueError if it has an adapter already: load it with
-    FastLanguageModel.from_pretrained(num_labels=1), then add the adapter.
+    Rows as in DPOTrainer. A model without such a head gets one, in place; ValueError if it has an adapter already: load
+    it with FastLanguageModel.from_pretrained(num_labels=1), then add the adapter.
     """
 
     config_type = RewardConfig

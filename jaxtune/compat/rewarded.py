@@ -358,8 +358,8 @@ class RewardedTrainer(PreferenceTrainer):
         return rows, "auto"
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """The TrainConfig of the run: rows_per_step counts the answers of an update, which are packed in rows of at
-        most max_prompt_length + max_completion_length tokens. Parameters as in SFTTrainer.config.
+        """The TrainConfig of the run: rows_per_step counts the answers of an update, which are packed. A
+        max_prompt_length also bounds the rows, with max_completion_length. Parameters as in SFTTrainer.config.
         """
         config, args = super().config(resume, prepared), self.args
         length, evaluation = config.data.length, config.evaluation

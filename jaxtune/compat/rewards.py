@@ -117,7 +117,9 @@ def get_cosine_scaled_reward(
     max_value_correct: float = 1.0,
 ) -> Callable[..., list[float | None]]:
     """accuracy_reward, scaled along a cosine of the answer's length in tokens, from 0 to max_len: right answers fall
-    from max_value_correct to min_value_correct, wrong ones rise from min_value_wrong to max_value_wrong (2502.03373).
+    from max_value_correct to min_value_correct, wrong ones rise from min_value_wrong to max_value_wrong.
+
+    From arXiv 2502.03373.
     """
     return _CosineScaled(
         "cosine_scaled_reward",

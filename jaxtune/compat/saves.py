@@ -89,7 +89,5 @@ def _mark(folder: Path) -> dict[str, list[list[int]]]:
 
 
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: object = None) -> None:
-    """Saves an adapter for PEFT, or else the whole model for transformers; ValueError unless the folder is empty or
-    new.
-    """
+    """Saves an adapter for PEFT, or else the whole model for transformers, into an empty or new folder."""
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)

@@ -171,7 +171,7 @@ class SFTTrainer(ScriptWords, Evaluations):
         self._events().tell("on_init_end")
 
     def _read(self, dataset: Any, formatting_func: Callable[[Any], Any] | None) -> tuple[Any, str]:
-        """(rows for jaxtune, the name of their format, such as "messages") of a script's data set."""
+        """(rows for jaxtune, the name of their format, such as "messages")."""
         return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
 
     def _train_on(self) -> str:
@@ -478,7 +478,6 @@ class SFTTrainer(ScriptWords, Evaluations):
 
 
 def _with_adapter(model: CompatModel, where: str, peft_config: object, seed: int) -> CompatModel:
-    """A new model with the adapter of a LoraConfig; `where` is the trainer's class, for messages."""
     settings = lora_settings(where, peft_config)
     return with_adapter(model, *adapted(model.module, "LoraConfig", seed, experts_too=False, **settings))
 

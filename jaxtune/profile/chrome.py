@@ -385,7 +385,6 @@ def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
 
 
 def _names_a_place(call: _Call) -> bool:
-    """Whether a call is a marked range or a module's."""
     return call.category == "user_annotation" or _MODULE.match(call.name) is not None
 
 

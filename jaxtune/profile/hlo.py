@@ -167,7 +167,6 @@ class Module:
             self.entry_id = ids[module.entry_computation_name]
 
     def computation(self, id: int) -> Computation:
-        """The computation with this id."""
         if id not in self._made:
             self._made[id] = _computation(self._protos[id], self._schedule.get(id), self)
         return self._made[id]

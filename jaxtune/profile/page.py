@@ -161,7 +161,6 @@ def _page(
 
 
 def _words(title: str, lines: Sequence[str], ordered: bool = False) -> str:
-    """A list of sentences below a heading; ordered: numbered."""
     if not lines:
         return ""
     tag = "ol" if ordered else "ul"
@@ -170,19 +169,16 @@ def _words(title: str, lines: Sequence[str], ordered: bool = False) -> str:
 
 
 def _bars() -> str:
-    """The section in which page.js draws a bar for each profile."""
     return '<h2>One step, by category</h2>\n<div id="bars"></div>\n<ul class="legend" id="legend"></ul>\n'
 
 
 def _timelines() -> str:
-    """The section in which page.js draws the middle step of each profile."""
     return (
         '<h2>One step, by stream</h2>\n<p class="soft">The wheel zooms, dragging moves.</p><div id="timelines"></div>\n'
     )
 
 
 def _kernel_table() -> str:
-    """The section whose table page.js fills."""
     return (
         '<h2>Kernels</h2>\n<div class="tools"><input type="search" id="filter" aria-label="filter" '
         'placeholder="filter: words of name, scope, category, shape"><span class="soft" id="found"></span></div>\n'

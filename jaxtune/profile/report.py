@@ -89,7 +89,6 @@ def make_report(trace: Trace) -> Report:
 
 
 def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
-    """Remarks: kernels that the HLO lacks, and unknown ceilings."""
     notes = []
     busy = sum(e.duration_ns for e in trace.events) or 1.0
     if trace.unmatched_ns > 0.02 * busy:

@@ -245,7 +245,6 @@ def _short(value: object) -> str:
 
 
 def _model(name: str, models: Mapping[str, Served]) -> Served:
-    """The model of this name; ApiError (404), which lists the names."""
     if name not in models:
         raise ApiError(404, f"model = {_short(name)}: there are {', '.join(models)}", "model", "model_not_found")
     return models[name]

@@ -158,10 +158,7 @@ def today_note(today: str | None) -> list[str]:
 
 
 def check(model: Decoder, summary: str, batches: BatchSource, tokenizer: Any, console: Console) -> None:
-    """Prints the report of --check: trainable tensors, the data, and one packed row with its loss mask, or a prompt.
-
-    summary: of data_summary.
-    """
+    """Prints the report of --check: trainable tensors, the data (`summary`), and one packed row, or a prompt."""
     colours = console.color_system is not None
     mark_words = "green" if colours else f"between {MARKS[0]} and {MARKS[1]}"
     if batches.sees_model:

@@ -388,7 +388,6 @@ def _read(path: Path) -> str:
 
 
 def _json(path: Path) -> JsonObject:
-    """The object in a JSON file; {} if there is none."""
     try:
         value = json.loads(_read(path) or "{}")
     except (ValueError, RecursionError):
