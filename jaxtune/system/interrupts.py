@@ -1,5 +1,4 @@
-"""Makes sure that no Ctrl-C is lost where Python would drop the KeyboardInterrupt that it raises
-(`raise_dropped_interrupts`)."""
+"""Ctrl-C where Python would drop its KeyboardInterrupt."""
 
 from __future__ import annotations
 
@@ -12,12 +11,10 @@ _AGAIN_SECONDS = 0.05
 
 
 def raise_dropped_interrupts() -> None:
-    """From now on, if Python drops a KeyboardInterrupt, this process gets SIGINT again 0.05 seconds later, so that the
-    interrupt is raised where Python does not drop it. Other exceptions that Python drops are reported as before. The
-    command line calls it when it starts.
+    """Repeats SIGINT 0.05 seconds after Python has dropped a KeyboardInterrupt.
 
-    Python drops what is raised while it runs a finaliser or a callback of the garbage collector, and prints it as
-    ignored; JAX registers such a callback. A command that was interrupted there would continue.
+    Python drops and prints what is raised in a finaliser or a callback of the garbage collector; JAX registers one. A
+    command interrupted there would continue.
     """
     before = sys.unraisablehook
 

@@ -1,6 +1,4 @@
-"""How the user started jaxtune, so that messages propose commands that work there: `spelled` for a command,
-`prefix_of` for the words before its name. The forms are `jaxtune`, the path of that script, `PYTHON -m jaxtune` and
-`PYTHON -m jaxtune.train`. The processes of `jaxtune launch` get the form of that command in an environment variable."""
+"""How the user started jaxtune, so that messages propose commands that work there."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ _SCRIPT = "jaxtune"
 
 
 def spelled(command: str) -> str:
-    """The command line of a jaxtune command, such as "generate FOLDER", as the user would type it, for messages.
+    """The command line of `command`, such as "generate FOLDER", as this user would type it.
 
-    It starts with the words that started this process (`prefix_of`), or, in a process of `jaxtune launch`, with those
-    that started `jaxtune launch`, from the environment variable VARIABLE. `python -m jaxtune.train` is used for `train`
-    only; other commands then start with `python -m jaxtune`.
+    The words of `jaxtune launch` win, if it started this process. `python -m jaxtune.train` serves `train` only; other
+    commands begin with `python -m jaxtune`.
     """
     name, _, rest = command.partition(" ")
     prefix = os.environ.get(VARIABLE) or prefix_of(sys.orig_argv)
@@ -33,15 +30,13 @@ def spelled(command: str) -> str:
 
 
 def prefix_of(original: list[str]) -> str:
-    """Returns the words with which the user starts jaxtune, before the name of a command. If `python -m` started the
-    process, they are "PYTHON -m jaxtune" or "PYTHON -m jaxtune.train", where PYTHON is the interpreter as it was typed.
-    If the script `jaxtune` did, or in a user's own script the one of this environment, they are "jaxtune" if the shell
-    finds that script under this name, else its path. In an environment without the script they are "PYTHON -m jaxtune",
-    where PYTHON is "python" if the shell finds this interpreter under that name, else its path.
-    `spelled` begins with them, and `jaxtune launch` gives them to its processes.
+    """The words with which the user starts jaxtune: "PYTHON -m jaxtune", "PYTHON -m jaxtune.train", or the script
+    `jaxtune`.
 
-    Args:
-      original: `sys.orig_argv`: the process's arguments, with those that the interpreter consumed.
+    The script of the environment is also the answer within a user's own script. Script and interpreter are named bare
+    if the shell finds them so, else by path.
+
+      original: `sys.orig_argv`.
     """
     for flag, module in itertools.pairwise(original):
         if flag == "-m" and module in ("jaxtune", "jaxtune.train", "jaxtune.cli"):
@@ -59,9 +54,7 @@ def prefix_of(original: list[str]) -> str:
 
 
 def _short(path: str) -> str:
-    """Returns a path relative to the current folder if it is an absolute one below that folder, with "./" before the
-    name of a file in the folder itself, which a shell would look for elsewhere; otherwise the path unchanged.
-    `prefix_of` shortens the path of the script or the interpreter by it."""
+    """The path relative to the current folder if it is below that, with "./" where a shell needs it."""
     if not Path(path).is_relative_to(Path.cwd()):
         return path
     short = os.path.relpath(path)

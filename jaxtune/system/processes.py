@@ -1,19 +1,13 @@
-"""Runs of several processes: how the processes find each other (`join`), agree on what each of them sees alone, and end
-at the same time (`last_words`, `leave`).
+"""Runs of several processes: joining, agreeing on what each sees alone, and ending together.
 
-`count`, `index` and `first` say how many there are and which one this is. `all_of` gives all of them the values of
-each, `of_first` what the first one computes, `smallest` the least number, `hosts` the number of machines.
-`require_same` refuses values that differ, and `agree` decides between two steps on signals and saves. `one_a_host` and
-`written_by_first` are contexts for files that one process fills or writes for others.
+What a process sees alone (a signal, a clock, a folder, its memory) is exchanged through the coordination service of
+`jax.distributed` in the first process; no device takes part. A single process exchanges nothing.
 
-What all of them compute from the same numbers needs no communication. What a process sees alone (a signal, a clock, a
-folder, its memory) they exchange through the coordination service of `jax.distributed`, which runs in the first
-process. None of this touches a device, so no step waits for it. In a run of one process nothing is exchanged, and each
-function returns at once, with what this process gives.
+Every collective function must be called by all processes, in the same order and in the main thread; else the others
+wait forever.
 
-A process that fails reports it to the service. The others, which may be waiting for it in a collective that never ends,
-print its message and end with its exit code (`_watch`). A process that is killed reports nothing; the service notices
-after HEARTBEAT_SECONDS, and JAX ends the others. If the first process dies, the others end at once.
+A process that fails reports it; the others, perhaps in a collective that never ends, print its message and exit with
+its code (`_watch`). A killed one is noticed after HEARTBEAT_SECONDS, and JAX ends the others.
 """
 
 from __future__ import annotations
@@ -54,7 +48,7 @@ _KEPT_DECISIONS = 64  # how many past decisions the service keeps; no process is
 
 
 class _Run:
-    """State of this process within its run of several processes; a class that is never instantiated."""
+    """This process's state in its run; never instantiated."""
 
     watcher: threading.Thread | None = None  # runs `_watch`; None before `join` and in a run of one process
     leaving = False  # whether this process is ending by `leave`, so that the watcher must not end it
@@ -65,24 +59,20 @@ class _Run:
 
 
 def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
-    """Makes this process one of several, if the arguments or the environment say so, else does nothing. `jaxtune train`
-    and `jaxtune evaluate` call it; it must be called before JAX starts its devices. All but the first process are
-    silent from then on (be_silent), stdout is flushed after each line, JAX does not handle SIGTERM, XLA times
-    algorithms in each process alone (`_compile_alone`), and a thread (`_watch`) ends this process if another one fails.
+    """Makes this process one of several, if the arguments or SLURM's or Open MPI's environment say so. Call it before
+    JAX starts its devices.
 
-    With a loopback address, as `jaxtune launch` gives it, or without `coordinator` where SLURM or Open MPI started all
-    processes on one host, the first process listens on that address only. Otherwise anybody who reaches its port can
-    take part in the run, and end it; docs/several_gpus.md says what to close off.
+    Afterwards only the first process prints, stdout is flushed by line, JAX leaves SIGTERM alone, and a thread ends
+    this process if another one fails. With a loopback coordinator, or if a scheduler started all processes on one host,
+    the first process listens there only. Otherwise anybody who reaches its port can join or end the run.
 
-    Args:
-      coordinator: "host:port" of the first process, which listens there.
+    Raises ValueError for incomplete arguments, an unknown address, or processes that do not connect within five
+    minutes.
+
+      coordinator: "host:port" of the first process. Alone, it completes the environment of Open MPI 5 and later, which
+      tells no address.
       processes: their number.
-      process: the index of this one, from 0. Either all three are given or none (None), and then SLURM's or Open MPI's
-        environment is used, if it started several processes; or `coordinator` alone is given there, which Open MPI 5
-        and later need, because they do not tell the address.
-    Raises:
-      ValueError: the arguments are incomplete or malformed, the first process's address is unknown, or the processes
-        could not connect, as when not all come within five minutes.
+      process: this one's index, from 0.
     """
     place = _place(coordinator, processes, process)
     if place is None or place.count == 1:
@@ -116,11 +106,10 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
 
 
 def _compile_alone() -> None:
-    """Has XLA time algorithms for this process alone, by a flag in XLA_FLAGS, which XLA reads when the devices start. A
-    flag that the user has set there is kept.
+    """Has XLA time algorithms in each process alone, unless the user's XLA_FLAGS say otherwise.
 
-    By default processes divide the algorithms among them. A process that finds a program in its cache, or never
-    compiles it, then has nothing to share, and the others would wait for it forever.
+    By default processes share that work; one that finds its program in a cache has nothing to share, and the others
+    would wait forever.
     """
     given = os.environ.get("XLA_FLAGS", "")
     if "xla_gpu_shard_autotuning" not in given:
@@ -129,7 +118,7 @@ def _compile_alone() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a process is in a run of several processes: `_place` finds it, and `join` passes it to jax.distributed."""
+    """Where a process is in a run of several."""
 
     coordinator: str  # "host:port" where the first process listens
     count: int  # number of processes
@@ -138,13 +127,12 @@ class Place:
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """Returns the Place of this process for `join`, whose arguments it takes: either all three (`processes` may be 1,
-    and the process uses all GPUs that it sees), or none, or `coordinator` alone. Without all three the environment
-    variables of SLURM or Open MPI are used. If they name no several processes, the result is None, and `coordinator`
-    alone is an error. If they do, a loopback address is taken where all are on one host and no `coordinator` is given;
-    a process gets one GPU, by its index on its host, unless it is alone there or sees one GPU or none by
-    CUDA_VISIBLE_DEVICES: then it uses all that it sees. Raises ValueError if the arguments are incomplete or malformed,
-    or the first process's address is unknown."""
+    """The Place of this process by `join`'s arguments, else by SLURM's or Open MPI's environment; None for a single
+    process.
+
+    There it gets one GPU, by its index on its host, unless it is alone there or CUDA_VISIBLE_DEVICES shows it one or
+    none. A loopback address is taken if all are on one host. Raises ValueError as `join`.
+    """
     if processes is not None or process is not None:
         if coordinator is None or processes is None or process is None:
             raise ValueError("--coordinator, --processes and --process are incomplete: give all three")
@@ -178,10 +166,9 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
 
 
 def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
-    """(processes, index, index on this host, processes on this host) from `environment`, a mapping of environment
-    variables, as srun or mpirun sets them; None for one process.
-
-    SLURM's variables of the step are used. Those of the job would also count processes that were not started."""
+    """(Processes, index, index on this host, processes on this host) as srun or mpirun set them; None for one process.
+    SLURM's variables of the job would count processes that were not started, so those of the step are read.
+    """
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         tasks = []  # the number on each host, from "4(x2),3"
         for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
@@ -201,8 +188,9 @@ def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
 
 
 def _client() -> Any:
-    """Returns the client of JAX's coordination service, through which processes exchange values; None in a run of one
-    process, or before `join`. It does not import or start JAX."""
+    """The client of JAX's coordination service; None in a single process or before `join`. Does not import or start
+    JAX.
+    """
     if "jax" not in sys.modules:
         return None
     from jaxtune.system.private_jax import distributed
@@ -211,8 +199,7 @@ def _client() -> Any:
 
 
 def count() -> int:
-    """The number of processes of the run; 1 before `join` and in a run of one process. Unlike jax.process_count it does
-    not start JAX's devices."""
+    """The number of processes; 1 before `join`. Unlike jax.process_count it starts no devices."""
     if _client() is None:
         return 1
     from jaxtune.system.private_jax import distributed
@@ -221,9 +208,7 @@ def count() -> int:
 
 
 def index() -> int:
-    """The index of this process among those of the run, from 0; 0 before `join` and in a run of one process. It is that
-    of jax.process_index and device.process_index, but asking it does not start the devices. The planner counts this
-    process's devices by it, shared_folders.writes chooses the process that writes, and errors name processes."""
+    """This process's index, from 0; 0 before `join`. Unlike jax.process_index it starts no devices."""
     if _client() is None:
         return 0
     from jaxtune.system.private_jax import distributed
@@ -232,8 +217,7 @@ def index() -> int:
 
 
 def first() -> bool:
-    """Whether this is the process with index 0 (True), which writes metrics, results and console output for all. The
-    others (False) write none of these."""
+    """Whether this is process 0, which alone writes metrics, results and console output."""
     return index() == 0
 
 
@@ -245,9 +229,7 @@ _meetings = itertools.count()
 
 
 def all_of(value: Any) -> list[Any]:
-    """Returns a list of the values that all processes passed as `value`, by the index of the process. They are sent as
-    JSON, so a tuple comes back as a list. It is a collective call: every process must make it, in the same order as its
-    other collective calls and in its main thread, or the others wait forever. A single process gets [value]."""
+    """The `value` of every process, by index, sent as JSON (tuples become lists). Collective."""
     client, number = _client(), next(_calls)
     if client is None:
         return [value]
@@ -256,7 +238,7 @@ def all_of(value: Any) -> list[Any]:
 
 
 def all_within(value: object, seconds: float) -> list[Any] | None:
-    """`all_of`, for a process that ends: None if not all have called it in time, as they may wait for this one."""
+    """`all_of` for a process that ends: None if not all call it in time, as they may wait for this one."""
     client, number = _client(), next(_calls)
     if client is None:
         return [value]
@@ -277,11 +259,9 @@ def all_within(value: object, seconds: float) -> list[Any] | None:
 
 
 def of_first(value: Callable[[], Any]) -> Any:
-    """Returns in all processes what `value()` returns in the first one, sent as JSON; the others do not call `value`.
-    So they agree on what they could see or choose differently: a plan, the newest checkpoint, which files exist. If it
-    raises an Exception, all processes raise it: the first the exception itself, the others one with the same
-    message and a class of Python's own (shared_errors.py). Collective: every process must call it, in the same
-    order as its other collective calls and in its main thread. A single process returns value()."""
+    """In all processes what `value()` returns in the first one, sent as JSON; the others do not call it. Its exception
+    is raised in all, elsewhere as one of Python's own classes. Collective.
+    """
     client, key = _client(), f"jaxtune/first/{next(_calls)}"
     if client is None:
         return value()
@@ -299,19 +279,13 @@ def of_first(value: Callable[[], Any]) -> Any:
 
 
 def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
-    """Agrees after a step, or between two batches of an evaluation, on what each process may see differently: whether a
-    signal came, and whether a save is due.
+    """Agrees between two steps on whether a signal came and a save is due. Collective.
 
-    A collective call: all processes call it at the same points of the run. The first process decides, and the others
-    wait for its decision, which they get from the coordination service. They tell the service of a signal that came to
-    them; the first process may see it only in a later call.
+    The first process decides; it may hear of another one's signal only at a later call.
 
-    Args:
-      signal_name: the name of a signal that came to this process; None: none did.
-      due: whether a save is due in this process, such as by its clock. Only the first process's value counts.
-    Returns:
-      (the name of a signal that the first process got or was informed of, or None; whether a save is due), the same in
-        all processes; in a run of one process, the arguments.
+      signal_name: a signal that came to this process, or None.
+      due: whether a save is due; the first process's value counts.
+      returns: (signal's name or None, whether a save is due), the same in all.
     """
     client = _client()
     if client is None:
@@ -331,13 +305,13 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Agreed:
-    """What all processes decided while they waited for each other: one of these, or that all are ready."""
+    """What all decided while they waited: that all are ready, or one of the other fields."""
 
     ready: bool
     signal_name: str | None = None
     due: bool = False
     failed: list | None = None
-    """What a process failed of, from shared_errors.described."""
+    """`shared_errors.described` of a process's error."""
 
 
 def meet(
@@ -346,16 +320,12 @@ def meet(
     signal_name: Callable[[], str | None],
     due: Callable[[], bool],
 ) -> Agreed:
-    """Waits in a run of several processes until the `future` of each is done, or until one failed, a signal came to
-    one, or a save is due in the first one, and returns the same in all.
+    """Waits until the `future` of every process is done, or one failed, got a signal, or the first one's save is due;
+    the same result in all. Collective: nobody gets beyond it before all have called it.
 
-    A collective call, as `agree`. No process is beyond it before all have called it, however long one waits.
-
-    Args:
-      future: what this process waits for.
-      failure: what it failed of (shared_errors.described), None if it did not; asked once it is done.
-      signal_name: the name of a signal that came to this process, or None; asked several times a second.
-      due: whether a save is due; only the first process is asked.
+      failure: `shared_errors.described` of this process's failure, or None; asked once when the future is done.
+      signal_name: a signal that came to this process, or None; asked several times a second.
+      due: whether a save is due; asked in the first process only.
     """
     client, point, said = _client(), next(_meetings), False
     place = f"{_READY}{point}/"
@@ -389,7 +359,7 @@ def meet(
 
 
 def _known(client, key: str, is_soon: bool) -> str | None:
-    """The value of a key if it is there, or, if `is_soon`, comes within a fifth of a second; else None."""
+    """The value of a key if it is there or, with `is_soon`, comes within a fifth of a second; else None."""
     from jax.errors import JaxRuntimeError
 
     try:
@@ -403,23 +373,17 @@ def _known(client, key: str, is_soon: bool) -> str | None:
 
 
 def smallest(value: float | None) -> float | None:
-    """Returns the smallest of all processes' numbers (`value`): the planner plans for the least memory of their
-    devices. A process without one passes None; the result is None if all do. Collective: every process must call it, in
-    the same order as its other collective calls and in its main thread."""
+    """The smallest of all processes' numbers; None stands for no number. Collective."""
     found = [number for number in all_of(value) if number is not None]
     return min(found, default=None)
 
 
 def require_same(what: dict[str, Any], fix: str) -> None:
-    """Raises ValueError if the processes have different settings, versions, rows, weights or stored scores. Without
-    this check each process would compute another run, and nobody would notice. Collective: every process must call it,
-    in the same order as its other collective calls and in its main thread.
+    """Raises ValueError in all processes if one has other settings, versions, rows or weights than the first: each
+    would silently compute another run. Collective.
 
-    Args:
-      what: {name: value that JSON can express} of this process.
-      fix: what the user should do, printed after the name and the two values.
-    Raises:
-      ValueError: a process has another value than the first one; it is raised in all processes.
+      what: {name: JSON value} of this process.
+      fix: what the user should do, the end of the message.
     """
     if count() == 1:
         return
@@ -434,19 +398,16 @@ def require_same(what: dict[str, Any], fix: str) -> None:
 
 
 def hosts() -> int:
-    """Returns the number of different machines that the processes run on, by their host names. The planner computes
-    from it how many devices one machine has, because it divides weights within a machine where it can. Collective:
-    every process must call it, in the same order as its other collective calls and in its main thread."""
+    """The number of machines of the run, by host name. Collective."""
     return len(set(all_of(socket.gethostname())))
 
 
 @contextlib.contextmanager
 def one_a_host() -> Iterator[None]:
-    """A context that processes enter in turns: first the first process, then the first one of each other host, then all
-    others. A run prepares its rows in it, which fills the cache on disk: later processes read what earlier ones wrote,
-    and do not compute it again. If a process raises an Exception in its turn, all raise it after that turn (as
-    `of_first`). Collective: every process must call it, in the same order as its other collective calls and in its main
-    thread; nothing within may be collective. A single process enters it at once."""
+    """A context that processes enter in turns: the first one, then the first of each other host, then the rest. Later
+    ones can read what earlier ones wrote to a cache. Collective, with nothing collective within; an exception is raised
+    in all after its turn.
+    """
     if count() == 1:
         yield
         return
@@ -469,11 +430,10 @@ def one_a_host() -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
-    """A context for writing a folder that all processes compute and one writes, as a run's result: it yields `path` in
-    the first process, and in the others a path of the same name in a temporary folder that is removed at the end. Its
-    end waits until all processes have reached it, so that the first has written. A process that raises an Exception
-    within does not wait, and the others raise it at their end (as `of_first`). Collective: every process must enter it,
-    in the same order as its other collective calls and in its main thread. A single process gets `path`."""
+    """A context for writing a folder that all compute and one writes: yields `path` in the first process, elsewhere a
+    temporary path of the same name. Its end waits until all have reached it; an exception within is raised in all.
+    Collective.
+    """
     client, key, failure = _client(), f"jaxtune/written/{next(_calls)}/", None
     if client is None:
         yield path
@@ -492,9 +452,9 @@ def written_by_first(path: Path) -> Iterator[Path]:
 
 
 def _get(client: Any, key: str) -> str:
-    """Waits for a key of the coordination service and returns its value. There is no time limit: if the process that
-    should set the key fails, `_watch` ends this process, and JAX does if it was killed. The wait is interrupted every
-    second, so that Python can handle signals. client: the service's client, which `_client` returns."""
+    """Waits without limit for a key; `_watch`, or JAX, ends this process if its writer dies. It wakes each second, so
+    that Python can handle signals.
+    """
     from jax.errors import JaxRuntimeError
 
     while True:
@@ -509,17 +469,19 @@ def _get(client: Any, key: str) -> str:
 
 
 def last_words(text: str) -> None:
-    """Stores `text`, an error's message or the signal that stopped the command. If the exit code is not 0, `leave`
-    sends it to the other processes, which print it. Without it they print the exit code."""
+    """Stores an error's message or a signal, which the other processes print if this one leaves with an exit code other
+    than 0.
+    """
     _Run.last_words = text
 
 
 def leave(code: int) -> None:
-    """The command line calls it at the end of a process, with its exit code; in a run of one process it does nothing.
-    With code 0 it waits until all others call it, and returns. With any other code it reports the last words to the
-    others and exits at once, because in an orderly shutdown JAX and the others would wait for each other. Only the
-    first process, in which the coordination service runs, waits up to 10 seconds before, until all have read the
-    report, and one second more, in which they exit."""
+    """Ends this process's part in the run; does nothing in a single process.
+
+    With code 0 it waits for all others and returns. Otherwise it reports the last words and exits at once, as in an
+    orderly shutdown all would wait for each other. The first process, whose service the others need, waits up to 10
+    seconds until they have read the report, and one second more.
+    """
     if _Run.watcher is None:
         return
     client = _client()
@@ -550,19 +512,16 @@ def leave(code: int) -> None:
 
 
 def _heard(client: Any) -> None:
-    """Tells the coordination service that this process knows of a failure, for which a failing first process waits
-    before it exits, because the service ends with it. client: the service's client, which `_client` returns."""
+    """Tells the first process that this one knows of a failure."""
     client.key_value_set(f"{_HEARD}{index()}", "", allow_overwrite=True)
 
 
 def _watch() -> None:
-    """Runs in a thread from `join` on and ends this process if another one fails or the first one disappears. Without
-    it a process would wait forever in a collective operation with one that is gone.
+    """The thread that ends this process if another one fails or the first one disappears; a collective operation would
+    wait forever.
 
-    It waits until a process reports its end. If that process failed, this process prints the failed one's message and
-    exits with the same exit code: the first process after up to 10 seconds, in which it may finish writing and end by
-    itself, any other at once. If the first process disappears without a report, this one exits with code 1; if another
-    one does, JAX ends the rest. If the run ended normally (code 0), the thread returns.
+    It prints the failed process's message and exits with its code; the first process has 10 seconds before to finish
+    writing. Code 1 if the first one disappears; JAX handles other ones that do. Returns after a normal end.
     """
     from jax.errors import JaxRuntimeError
 
@@ -589,9 +548,9 @@ def _watch() -> None:
 
 
 def _end(text: str, code: int) -> None:
-    """Ends this process at once with the exit code `code`, without the orderly shutdown in which JAX would wait for the
-    other processes. It first prints on stderr that the process ends because of `text`. `_watch` calls it because
-    another process of the run failed, or the first one is gone; a process that fails itself ends by `leave`."""
+    """Prints `text` as the reason and exits at once, without the orderly shutdown in which JAX would wait for the
+    others.
+    """
     with contextlib.suppress(OSError):
         os.write(2, f"jaxtune: process {index()} ends, because {printable(text)}\n".encode())
     os._exit(code)

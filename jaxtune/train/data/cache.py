@@ -1,16 +1,12 @@
-"""The token cache: tokenised documents as flat, memory-mapped files, written once for each input, so that later runs
-need not tokenise it. `dataset.prepare` uses it. `open_or_build` opens the folder of a set of rows, or builds it first.
-`cache_folder` is the folder of all caches, and `cache_key` the name of the set's folder in it, made with a hash of the
-tokenizer (`tokenizer_fingerprint`). `collect` keeps the tokens of rows that have no key, such as a list of dicts, in
-memory. A `Summary` counts the rows.
+"""The token cache: tokenised documents as memory-mapped files.
 
-A folder of the cache is named by a hash of everything that decides its content: the rows, the tokenizer, the options
-and the source of this code. It is written under a temporary name and then renamed, so a folder under its final name is
-complete. Sizes and checksums are verified whenever it is opened, and a damaged folder is built again.
+A folder's name is a hash of all that decides its content: rows, tokenizer, options and this code's source. It is
+written under a temporary name and renamed, so it is complete; sizes and checksums are verified at each opening, and a
+damaged folder is built again.
 
-Several users may share a cache. Folders get the permissions that the umask allows. Where another user's folder cannot
-be read or replaced, it is left as it is, and this user's is built beside it under a name with the user's id. The counts
-that a folder records are checked against its tokens, because its checksums come from the same writer.
+Several users may share a cache. A folder of another user that cannot be read or replaced stays, and this user's is
+built beside it with the user's id in its name. The recorded counts are checked against the tokens, since the checksums
+come from the same writer.
 """
 
 from __future__ import annotations
@@ -55,59 +51,51 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # the error
 
 @dataclasses.dataclass
 class Summary:
-    """Counts of rows and tokens from reading and tokenising, before packing, by which `dataset.prepare` and a run
-    refuse rows or warn about them. They are collected while the rows are tokenised, and stored with their tokens if
-    these are cached. Each list has only the first 10 (`OFFENDERS`) of its entries."""
+    """Counts of rows and tokens before packing. Lists have their first 10 entries (`OFFENDERS`)."""
 
     rows: int = 0
-    """Rows read, with those that are left out."""
+    """Read, with those left out."""
     documents: int = 0
-    """Documents made: one for each usable row, two for a row of a preference or labelled format (one may be empty)."""
+    """One for each usable row, two for a pair or labelled row (one may be empty)."""
     bad_rows: int = 0
-    """Rows left out because they cannot be used."""
     offenders: list[str] = dataclasses.field(default_factory=list)
-    """The first bad rows, each as "file:line: reason"."""
+    """Bad rows, as "file:line: reason"."""
     untrained: int = 0
-    """Rows left out because no token after their first is trained on; of a preference pair, in one of its documents."""
+    """Rows left out without a trained target; of a pair, in one of its documents."""
     untrained_first: list[str] = dataclasses.field(default_factory=list)
-    """The first rows without a trained token, each as "file:line"."""
+    """As "file:line"."""
     excluded: int = 0
-    """Rows left out by a mark beside their conversation, such as weight = 0."""
+    """Rows left out by a mark beside their conversation."""
     excluded_first: list[str] = dataclasses.field(default_factory=list)
-    """The first such rows, each as "file:line: weight = 0"."""
+    """As "file:line: weight = 0"."""
     implied: int = 0
-    """Pairs without a prompt, whose question is what both answers begin with."""
+    """Pairs without a prompt, whose question is the answers' common beginning."""
     special: int = 0
-    """Rows whose messages or tools contain, as text that somebody wrote, special tokens or marker strings that only a
-    template should write."""
+    """Rows with special tokens or markers in their own text."""
     special_first: list[str] = dataclasses.field(default_factory=list)
-    """The first such rows, each as "file:line: the token or marker"."""
+    """As "file:line: the token or marker"."""
     left_out: int = 0
-    """Rows of which the chat template does not write everything (such as a thought or the tools), so that it is not
-    trained on."""
+    """Rows that the chat template does not write completely."""
     left_out_first: list[str] = dataclasses.field(default_factory=list)
-    """The first such rows, each as "file:line: what is not written"."""
+    """As "file:line: what is not written"."""
     responses: int = 0
-    """Responses that are trained on, in all documents; with data.train_on=all each document counts as one."""
+    """Trained responses; with data.train_on=all one a document."""
     ended: int = 0
-    """Responses whose trained tokens include one that ends the turn, or that were cut before it."""
+    """Responses that train an end of turn, or were cut before it."""
     masked: int = 0
-    """Tokens of responses that are not trained on because of data.mask_spans."""
+    """Response tokens that data.mask_spans excludes."""
     unread: list[str] = dataclasses.field(default_factory=list)
-    """The names of columns that have values and that the row format does not read, at most 10 of them."""
+    """Columns with values that the row format does not read."""
     cut: int = 0
-    """Documents of which only the beginning was tokenised, because they are long; the rest is beyond data.length."""
+    """Documents tokenised only in their beginning."""
     tokens: int = 0
-    """Tokens in all documents."""
     trained_tokens: int = 0
-    """Trained target tokens in all documents."""
+    """Trained targets."""
     max_token: int = -1
-    """The largest token id; -1 if there is no token."""
+    """Largest token id; -1 without tokens."""
 
     def add(self, chunk: Chunk) -> None:
-        """Adds `chunk`, some rows that a worker tokenised, to this summary, in place: its counts are added, and
-        `max_token` becomes the larger one. The lists that name rows, such as `offenders`, and `unread`, the list of
-        names of columns, get new entries only until they have `OFFENDERS` (10). `_Store.add` calls it."""
+        """Adds the counts of `chunk` in place."""
         self.rows += chunk.rows
         self.documents += len(chunk.lengths)
         self.bad_rows += len(chunk.problems)
@@ -136,13 +124,10 @@ class Summary:
         self.max_token = max(self.max_token, int(chunk.tokens.max(initial=-1)))
 
     def __str__(self) -> str:
-        """The numbers of rows and documents, and the warnings, in one line."""
         return "; ".join([f"{self.rows:,} rows, {self.documents:,} documents", *self.warnings()])
 
     def warnings(self) -> list[str]:
-        """Warnings about these rows to show before training, one sentence each: bad rows, rows without a trained token,
-        columns that are not read, special tokens in messages, what the template leaves out, and responses that train no
-        end of turn; [] without any. `TokenDataset.warnings` shows them with those of packing."""
+        """Warnings to show before training, one sentence each."""
         found = []
         if self.bad_rows:
             found.append(f"{self.bad_rows:,} bad rows left out, first {'; '.join(self.offenders[:3])}")
@@ -172,45 +157,34 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class _Meta:
-    """The content of the meta.json of a cache folder, which is written last, and by which `_open` verifies the folder's
-    files and restores what they do not contain."""
+    """The content of meta.json, written last; `_open` verifies the other files by it."""
 
     bytes: dict[str, int]
-    """{name of an array, a key of `FIELDS`: the size of its file in bytes}."""
+    """{array: size of its file}."""
     crc32: dict[str, int]
-    """{name of an array: the CRC-32 of its file}."""
+    """{array: CRC-32 of its file}."""
     files: list[str]
-    """The names of the files that rows came from; the array `origins` has indices into this list."""
+    """Names that `origins` has indices of."""
     summary: Summary
-    """The counts of the rows."""
 
 
 class CachedDocuments(NamedTuple):
-    """What `open_or_build` returns to `dataset.prepare`: (documents, summary, was_cached)."""
+    """Documents of the cache, and whether they were there before."""
 
     documents: Documents
-    """The documents, whose tokens and mask are memory-mapped; an empty set if no row was usable."""
+    """Memory-mapped; empty if no row was usable."""
     summary: Summary
-    """The counts of their rows."""
     was_cached: bool
-    """True if the documents were in the cache already, False if they were tokenised now (`TokenDataset.cached`)."""
 
 
 class _Store:
-    """Collects chunks of tokenised rows, in order: `add` appends a chunk's arrays (tokens, mask, lengths, trained and
-    origins, as in `Documents`) and adds its counts to `summary`.
+    """Collects chunks of tokenised rows, in files NAME.bin of an empty `folder`, or in memory (None).
 
-    With a folder, an empty one, each array is appended to a file NAME.bin in it. `finish` closes the files and writes
-    meta.json (sizes, checksums, names of the rows' files, summary), without which the folder is not complete; `close`
-    closes the files, also after a failure. `_write` uses it so. Without a folder (None) the arrays stay in memory, and
-    `documents` returns them as Documents, for `collect`; `finish` must not be called then.
-
-    Attributes:
-        summary: the Summary, the counts of all rows so far.
+    With a folder: `finish` writes meta.json, without which the folder is incomplete, and `close` closes the files also
+    after a failure. In memory: `documents`.
     """
 
     def __init__(self, folder: Path | None):
-        """Opens the file of each array in `folder` for writing; None: the arrays stay in memory."""
         self.folder = folder
         self.parts: dict[str, list[np.ndarray]] = {name: [] for name in FIELDS}
         self.streams: dict[str, BinaryIO] = {}
@@ -222,8 +196,7 @@ class _Store:
         self.summary = Summary()
 
     def add(self, chunk: Chunk) -> None:
-        """Appends the arrays of a chunk of tokenised rows to those collected so far, in the dtypes of `FIELDS`, and
-        adds its counts to the summary. Raises OSError if a file cannot be written, as on a full disk."""
+        """Appends a chunk's arrays and counts. Raises OSError, as on a full disk."""
         origins = [(self.files.setdefault(file, len(self.files)), number) for file, number in chunk.origins]
         arrays = {name: getattr(chunk, name) for name in FIELDS if name != "origins"}
         arrays["origins"] = np.array(origins, np.int64).reshape(-1, 2)
@@ -239,8 +212,7 @@ class _Store:
         self.summary.add(chunk)
 
     def finish(self) -> None:
-        """For a store with a folder: closes the files and writes meta.json, which makes the folder complete. Raises
-        OSError if a file cannot be written, as on a full disk."""
+        """Completes the folder with meta.json. Raises OSError."""
         assert self.folder is not None
         sizes = {name: stream.tell() for name, stream in self.streams.items()}
         for name, stream in self.streams.items():
@@ -250,21 +222,17 @@ class _Store:
         atomic_write(self.folder / "meta.json", json.dumps(dataclasses.asdict(meta)), durable=False)
 
     def close(self) -> None:
-        """Closes the files, if any, and ignores errors. `_write` calls it in any case, so that none stays open."""
         for stream in self.streams.values():
             with contextlib.suppress(OSError):
                 stream.close()
 
     def documents(self) -> Documents:
-        """The documents of all chunks (there must be at least one), for a store in memory. `collect` returns them."""
+        """The documents in memory, of at least one chunk."""
         return _documents({name: np.concatenate(parts) for name, parts in self.parts.items()}, list(self.files))
 
 
 def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
-    """The documents of a cache folder (`_open`), or of rows in memory (`_Store.documents`). fields: the flat arrays
-    "tokens", "mask", "lengths", "trained" and "origins" of `Documents`; origins may also be flat, as a file has it:
-    pairs of (index into `files`, number of the row). files: the names of the files that rows came from. tokens and mask
-    may be memory-mapped and are not copied; the others are copied into memory."""
+    """Documents of flat arrays by the names of FIELDS; `tokens` and `mask` are not copied. origins may be flat."""
     lengths = np.array(fields["lengths"])
     return Documents(
         tokens=fields["tokens"],
@@ -278,9 +246,7 @@ def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
 
 
 def collect(chunks: Iterable[Chunk]) -> tuple[Documents, Summary]:
-    """(documents, summary) of all chunks: the documents in memory, and the counts of their rows. Without a chunk there
-    is no document, and all counts are 0. `prepare` calls it for rows that cannot be cached, such as a list of dicts or
-    a window of a stream."""
+    """(documents, summary) of all chunks in memory, for rows that cannot be cached."""
     store = _Store(None)
     for chunk in chunks:
         store.add(chunk)
@@ -292,19 +258,15 @@ def collect(chunks: Iterable[Chunk]) -> tuple[Documents, Summary]:
 def open_or_build(
     folder: Path, build: Callable[[], Iterable[Chunk]], say: Callable[[str], None] = print
 ) -> CachedDocuments:
-    """Opens the documents of a cache folder (this user's, `_own_name`, if there is one), after building the folder if
-    it does not exist, is damaged, or is another user's and cannot be read. Where no folder can be made, the documents
-    stay in memory, and a line says so. If `build` makes no document, no folder is
-    made, and the result has no documents. Before it builds, it deletes old temporary folders (`_remove_abandoned`).
+    """Opens a cache folder, this user's if there is one, or builds it if it is missing, damaged, or unreadable as
+    another user's.
 
-    Args:
-        folder: the folder of these documents; its name is their `cache_key`.
-        build: makes the chunks to store; called only if the folder must be built.
-        say: called with a line for the user when another user's folder cannot be read, or a folder is damaged and is
-            built anew.
+    Where no folder can be made, the documents stay in memory, with a warning; no folder is made for none. Old temporary
+    folders are deleted. Raises ValueError if the disk is full, and what `build` raises; nothing partial is left.
 
-    Raises:
-        ValueError: the disk is full. What `build` raises passes through. Nothing partial is left.
+      folder: its name is the `cache_key`.
+      build: makes the chunks, if needed.
+      say: takes lines for the user.
     """
     for place in (_own_name(folder), folder):
         if os.path.isdir(place):
@@ -340,15 +302,14 @@ def open_or_build(
 
 
 def _own_name(folder: Path) -> Path:
-    """The name of this user's folder, for the case that another user's folder has the name `folder` and cannot be used:
-    the same name followed by a hyphen and the user's id."""
+    """This user's folder beside another user's unusable one: with the user's id."""
     return folder.with_name(f"{folder.name}-{os.getuid()}")
 
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
-    """Writes all chunks that `build` makes into `folder`, an existing, empty folder, for `open_or_build`, and completes
-    it with a meta.json. Returns (a set without documents, which is used only if no row was usable; the counts). Raises
-    ValueError if its files cannot be written; what `build` raises passes through. The folder then stays incomplete."""
+    """Writes the chunks and meta.json into an empty folder; (no documents, the counts). Raises ValueError if it cannot
+    be written.
+    """
     with _disk_errors(folder.parent):
         store = _Store(folder)
     try:
@@ -364,8 +325,7 @@ def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Document
 
 @contextlib.contextmanager
 def _disk_errors(parent: Path) -> Iterator[None]:
-    """A context that turns an OSError of writing below the folder `parent` into a ValueError that names
-    data.cache_dir, so that a user sees which setting to change."""
+    """A context that turns an OSError into a ValueError that names data.cache_dir."""
     try:
         yield
     except OSError as error:
@@ -375,10 +335,10 @@ def _disk_errors(parent: Path) -> Iterator[None]:
 
 
 def _commit(temporary: Path, folder: Path) -> Path:
-    """Renames the finished folder `temporary` to its final name `folder`, and returns the path that it has then. If
-    another run has meanwhile written the same folder, that one is kept and returned; `temporary` then stays, for the
-    caller to delete. A damaged folder of that name is deleted first. If another user's folder has the name and cannot
-    be read or replaced, this user's id is added to the name (`_own_name`). Raises OSError if neither name can be used.
+    """Renames the finished folder to its final name (with the user's id if another user's is there), and returns that.
+
+    A folder that another run wrote meanwhile is kept and returned, with `temporary` left to delete; a damaged one is
+    replaced. Raises OSError if neither name can be used.
     """
     for place in (folder, _own_name(folder)):
         if os.path.isdir(place):
@@ -396,10 +356,9 @@ def _commit(temporary: Path, folder: Path) -> Path:
 
 
 def _open(folder: Path) -> tuple[Documents, Summary]:
-    """(documents, summary) of the cache folder `folder`, for `open_or_build`, and for `_commit` to see whether it is
-    damaged: the memory-mapped documents and the counts of their rows, after checking sizes, checksums and counts.
-    Raises PermissionError if another user's folder cannot be read, and one of `DAMAGE`, such as ValueError, if the
-    folder is damaged."""
+    """The memory-mapped documents and counts of a verified folder. Raises PermissionError for another user's, one of
+    DAMAGE for a damaged one.
+    """
     meta = _read_meta(folder / "meta.json")
     fields = {}
     for name, dtype in FIELDS.items():
@@ -416,8 +375,7 @@ def _open(folder: Path) -> tuple[Documents, Summary]:
 
 
 def _read_meta(file: Path) -> _Meta:
-    """Reads the meta.json of a cache folder (`file`, its path). Raises ValueError if it is not the JSON of a `_Meta`,
-    with the name of the first wrong field, or OSError if the file is missing or cannot be read."""
+    """The content of meta.json. Raises ValueError with the first wrong field, or OSError."""
     try:
         return pydantic.TypeAdapter(_Meta).validate_json(read_plain(file), strict=True)
     except pydantic.ValidationError as error:
@@ -426,9 +384,7 @@ def _read_meta(file: Path) -> _Meta:
 
 
 def _require_sound(documents: Documents, summary: Summary) -> None:
-    """Raises ValueError if the arrays of a cache folder's `documents` contradict each other, or the counts that its
-    `summary` has of them, or if a list of the summary does not fit its count. Checksums do not show this: whoever wrote
-    wrong arrays also wrote their checksums. `_open` calls it."""
+    """Raises ValueError if arrays and counts contradict each other; the checksums of wrong arrays are right."""
     lengths, trained = documents.lengths, documents.trained
     if lengths.min() < 0 or lengths.sum() != len(documents.tokens) or len(documents.mask) != len(documents.tokens):
         raise ValueError("its documents do not add up to its tokens")
@@ -462,8 +418,7 @@ def _require_sound(documents: Documents, summary: Summary) -> None:
 
 
 def _checksum(path: Path) -> int:
-    """The CRC-32 of the content of the file at `path`, which is compared with that in meta.json. The file is read in
-    blocks of 16 MiB, so that it need not fit in memory."""
+    """The CRC-32 of a file, read in blocks of 16 MiB."""
     value = 0
     with open(path, "rb") as stream:
         while block := stream.read(1 << 24):
@@ -472,9 +427,7 @@ def _checksum(path: Path) -> int:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Deletes the temporary folders that killed runs left in the folder `parent`: those in which nothing was written
-    for a day (`ABANDONED_SECONDS`). `open_or_build` calls it before it builds a folder. Errors are ignored, as a folder
-    may be another user's."""
+    """Deletes temporary folders of killed runs, without a write for a day. Errors are ignored."""
     for folder in parent.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             written = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
@@ -483,13 +436,13 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def note_use(file: Path) -> None:
-    """Marks a file of the cache folder as used now; another user's may stay as it is."""
+    """Marks a cache file as used now; another user's may stay as it is."""
     with contextlib.suppress(OSError):
         os.utime(file)
 
 
 def _make_room(parent: Path, say: Callable[[str], None]) -> None:
-    """Removes what no run used for a week, the oldest first, while the cache takes more than the disk has free."""
+    """Removes what no run used for a week, oldest first, while the cache takes more than the disk has free."""
     entries = []
     for path in parent.iterdir():
         with contextlib.suppress(OSError):
@@ -512,26 +465,17 @@ def _make_room(parent: Path, say: Callable[[str], None]) -> None:
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
-    """The folder of token caches: `cache_dir` (data.cache_dir); if it is None, the environment variable JAXTUNE_CACHE,
-    or, if that is not set or empty, ~/.cache/jaxtune/tokens. A ~ at its beginning stands for the user's home. It may
-    not exist yet. Values of teachers and reference models are stored there too."""
+    """The folder of token caches: `cache_dir`, else $JAXTUNE_CACHE, else ~/.cache/jaxtune/tokens; it may not exist."""
     if cache_dir is None:
         cache_dir = os.environ.get("JAXTUNE_CACHE") or Path("~", ".cache", "jaxtune", "tokens")
     return Path(cache_dir).expanduser()
 
 
 def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) -> str | None:
-    """The name of the cache folder for these rows, 32 hex digits; None if a source has no identity (such as a list in
-    memory).
+    """32 hex digits, a hash of rows, tokenizer, options and code; None if a source has no identity. Reads the files;
+    raises OSError.
 
-    It is a hash of the rows, the tokenizer, the options and the source of the code that tokenises. `prepare` computes
-    it again after tokenising, to see whether the rows changed. Raises OSError if a file cannot be read.
-
-    Args:
-        sources: the sources of the rows; files are read to hash them.
-        tokenizer: a fast Hugging Face tokenizer.
-        options: everything else that decides which tokens are stored, such as the arguments of `RowEncoder` and the
-            text of the template, as values that json.dumps or str can write.
+      options: what else decides the tokens, as values for json.dumps or str.
     """
     if any(source.identity is None for source in sources):
         return None
@@ -541,9 +485,7 @@ def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) ->
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash, 32 hex digits, of the parts of a fast tokenizer that decide the tokens: its class, all of its
-    tokenizer.json, its special tokens and its chat template. It goes into `cache_key`, so that a changed tokenizer gets
-    another cache; nothing else uses it."""
+    """A hash, 32 hex digits, of a fast tokenizer's class, tokenizer.json, special tokens and chat template."""
     backend = tokenizer.backend_tokenizer.to_str()
     parts = [type(tokenizer).__name__, backend, repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
@@ -551,15 +493,14 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 @functools.cache
 def _code_fingerprint() -> str:
-    """A hash, 32 hex digits, of the code that turns rows into stored tokens: this package's source, and the versions of
-    others."""
+    """A hash, 32 hex digits, of the code that turns rows into tokens, and the versions of other packages."""
     versions = "".join(f"{name} {metadata.version(name)}\n" for name in _RENDERERS)
     sources = [file.read_bytes() for _, file in sorted(_imported(_ROOTS).items())] + [Path(__file__).read_bytes()]
     return hashlib.blake2b(b"".join([versions.encode(), *sources]), digest_size=16).hexdigest()
 
 
 def _imported(modules: Iterable[str]) -> dict[str, Path]:
-    """{module: its file} of these modules and all that they import, at any depth, from `_ROOMS`."""
+    """{module: file} of these modules and their imports from `_ROOMS`, at any depth."""
     files: dict[str, Path] = {}
     names = list(modules)
     while names:

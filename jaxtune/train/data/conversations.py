@@ -1,15 +1,9 @@
-"""Renders conversations with a chat template, and finds in the text where each response begins and ends
-(`Conversations`), because `templates.RowEncoder` trains on responses only. `TextRange` is the place of one message's
-text.
+"""Renders conversations, and finds where each response begins and ends, and what the template leaves out.
 
-It also finds the parts of a conversation that the template does not write into the text, such as a thought, the content
-of a message, a tool call or the list of tools, so that a warning can name them.
-
-A template with `{% generation %}` marks says itself where responses are. For other templates, a response begins where
-the rendered turns before it (with the generation prompt) end, and ends where the rendered turns up to it end, provided
-that both are prefixes of the whole text. Many templates render a turn differently once later turns follow: they leave
-out its thought, or end it with another token. Then the text of a message is found by changing the message, rendering
-again, and comparing the two texts.
+A template with `{% generation %}` marks says where responses are. Otherwise a response begins where the turns before
+it, rendered with the generation prompt, end, and ends where the turns up to it end, if both are prefixes of the whole
+text. Many templates render a turn differently once later turns follow (without its thought, with another end); then a
+message is changed and rendered again, and the texts are compared.
 """
 
 from __future__ import annotations
@@ -32,30 +26,20 @@ _INLINE = re.compile(r"(<think>)(.*\S.*)(</think>)", re.DOTALL)  # a thought wit
 
 
 class TextRange(NamedTuple):
-    """Where a message's own text is in a rendered conversation, as indices of characters. `Conversations._text_of`
-    makes it, to find where a response begins and ends. `start` and `end` are both None if the text cannot be found."""
+    """Characters of a message's own text in the rendered conversation; both None if not found."""
 
     start: int | None
-    """The index of its first character."""
     end: int | None
-    """The index after its last character."""
+    """Index after the last character."""
 
 
 class Conversations:
-    """Renders conversations with one chat template, and finds their responses, the messages with the role "assistant".
-    `templates.RowEncoder` makes it, and `tool_formats.ToolFormat`, which only renders. `render` gives the text,
-    `render_marked` and `render_prefixes` also the places of the responses, and `left_out` what the template does not
-    write. In all methods, `messages` are dicts as in `formats.Example.messages`, and `tools` are the JSON schemas of
-    tools, or None.
+    """Renders conversations with one template, and finds their responses (role "assistant"). `messages` are as in
+    `Example.messages`; `tools` are JSON schemas or None.
 
-    Args:
-        tokenizer: a fast Hugging Face tokenizer.
-        template: the template's Jinja text.
-        special_texts: a pattern that matches special tokens and marker strings, from `spans.special_texts`, by which
-            `_start` recognises a part of the generation prompt; None: only a whole one is recognised.
-        end_ids: the ids of the tokens that may end a turn, to find the end of a response that the template renders
-            differently once later turns follow.
-        whole: whether such a response also has the white space behind that token.
+      special_texts: of `spans.special_texts`, to recognise a part of the generation prompt; None: only a whole one is.
+      end_ids: tokens that may end a turn.
+      whole: whether a response that later turns change also has the white space behind its end token.
     """
 
     def __init__(
@@ -70,24 +54,23 @@ class Conversations:
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation. Raises `RowError` if the template fails on it."""
+        """The text of a conversation. Raises RowError if the template fails."""
         try:
             return render(self.tokenizer, self.template, messages, tools, add_generation_prompt=add_generation_prompt)
         except TemplateError as error:
             raise RowError(str(error)) from None
 
     def render_marked(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
-        """(Text of a conversation, ranges of its responses), for a template with `{% generation %}` marks. The ranges
-        are (start, end) indices of characters of all these blocks that are not empty. Raises `RowError` if the template
-        fails."""
+        """(Text, character ranges of its non-empty `{% generation %}` blocks). Raises RowError if the template fails."""
         text, ranges = self._blocks(messages, tools)
         return text, [(low, high) for low, high in ranges if low < high]
 
     def marked_by_message(
         self, messages: list[dict], tools: list[dict] | None
     ) -> tuple[str, dict[int, list[tuple[int, int]]]]:
-        """(Text of a conversation, {index of a response: its ranges}), as `render_marked`, with a rendering for each
-        response. Raises `RowError` if the template does not show which block is whose."""
+        """(Text, {index of a response: its ranges}), by rendering each response. Raises RowError if blocks cannot be
+        told apart.
+        """
         text, ranges = self._blocks(messages, tools)
         responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(responses) > MOST_RESPONSES:
@@ -104,8 +87,9 @@ class Conversations:
         return text, by_message
 
     def content_range(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> tuple[int, int]:
-        """(Index in `text` of the first character of a message's content, number of characters that the template strips
-        before it). Raises `RowError` if the template does not write the content as it is."""
+        """(Index in `text` of a message's content, characters that the template strips before it). Raises RowError if
+        it is not written as it is.
+        """
         content = messages[index]["content"]
         other = self._rendered_with(messages, tools, index, {**messages[index], "content": SENTINEL})
         if other is not None and other != text:
@@ -121,7 +105,7 @@ class Conversations:
         )
 
     def _blocks(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
-        """(Text of a conversation, ranges of all blocks within `{% generation %}` marks)."""
+        """(Text, ranges of all `{% generation %}` blocks)."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -140,18 +124,11 @@ class Conversations:
     def render_prefixes(
         self, messages: list[dict], tools: list[dict] | None, first: int
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the (start, end) character range of each response, in order, for a template
-        without `{% generation %}` marks. Each response costs up to two renderings, and more if the template renders its
-        turns differently once later turns follow.
+        """(Text, character range of each response) without `{% generation %}` marks, by up to two renderings a
+        response, more where later turns change it.
 
-        Args:
-            messages, tools: the conversation.
-            first: the index of the first message that may be a response; at least 1, because a response that opens a
-                conversation has no prompt. Responses before it get no range.
-
-        Raises:
-            RowError: the template fails, a response cannot be found, or from `first` on there are more than
-                `MOST_RESPONSES`, each of which is rendered anew.
+        Raises RowError if the template fails, a response is not found, or there are more than MOST_RESPONSES. first:
+        index of the first possible response, at least 1, as a response needs a prompt.
         """
         responses = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
         if len(responses) > MOST_RESPONSES:
@@ -170,17 +147,11 @@ class Conversations:
         return text, ranges
 
     def _start(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """The index in `text` where the response that is message `index` begins; `text` is the whole conversation
-        (messages, tools), rendered. `render_prefixes` calls it where `text` does not begin with the turns before the
-        response as rendered alone, with a generation prompt: for templates that render the turns before a response
-        differently once later turns follow, or whose generation prompt opens a thought that earlier turns do not have
-        (Qwen3.5's).
+        """Where response `index` begins in `text`, if the turns before it are no prefix.
 
-        If the template writes a generation prompt at this place, the response begins after it; it is searched for
-        between the message before and the text of the response. Where only a beginning of the generation prompt, with a
-        special token in it, stands directly before that text, the response begins after that. If the template writes no
-        generation prompt at this place, these searches are not made: the response begins after what the template writes
-        behind the message before it, if that has not changed. Raises `RowError` where the place is not found.
+        It begins after the generation prompt, searched between the message before and its own text; or where a
+        beginning of that prompt with a special token stands before its text. A template that writes no generation
+        prompt here (the same turn goes on): after what it writes behind the message before. Raises RowError.
         """
         before, asking = (self.render(messages[:index], tools, add_generation_prompt=ask) for ask in (False, True))
         opening = asking.removeprefix(before)
@@ -208,9 +179,9 @@ class Conversations:
     def _unchanged_end(
         self, messages: list[dict], tools: list[dict] | None, text: str, index: int, turns: str
     ) -> int | None:
-        """The index in `text` after what the template writes behind message `index`, if that is the same in `text`,
-        the whole conversation (messages, tools), and in `turns`, the rendered messages up to this one; None if it is
-        another, or is not found. `_end` finds the end of a response by it, and `_start` that of the message before."""
+        """The index in `text` after what the template writes behind message `index`, if `turns`, rendered up to it, has
+        the same there; else None.
+        """
         last = self._text_of(messages[: index + 1], tools, turns, index).end
         low = self._text_of(messages, tools, text, index).end
         if last is None or low is None or not text.startswith(turns[last:], low):
@@ -218,22 +189,8 @@ class Conversations:
         return low + len(turns) - last
 
     def _end(self, messages: list[dict], tools: list[dict] | None, text: str, index: int, turns: str) -> int:
-        """The index in `text` where the response that is message `index` ends. `render_prefixes` calls it where `text`
-        does not begin with the turns up to this one as rendered alone: for templates that render turns differently once
-        later ones follow.
-
-        Where the template writes behind the message what it writes there while the message is the last one, the
-        response ends after that; elsewhere after the first token that can end a turn (`end_ids`) behind the message's
-        own text.
-
-        Args:
-            messages, tools: the conversation.
-            text: the conversation, rendered.
-            index: the number of the message.
-            turns: the messages up to this one, rendered.
-
-        Raises:
-            RowError: the end is not found.
+        """Where response `index` ends in `text`, if the turns up to it (`turns`) are no prefix: after what the template
+        writes behind it as a last message, else after the first token that can end a turn. Raises RowError.
         """
         unchanged = self._unchanged_end(messages, tools, text, index, turns)
         if unchanged is not None:
@@ -253,13 +210,11 @@ class Conversations:
         return end + len(text[end:]) - len(text[end:].lstrip()) if self._whole else end
 
     def _text_of(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> TextRange:
-        """The range of `text` that is the own text of message `index`; `text` is the whole conversation (messages,
-        tools), rendered. It is found by changing the message's content, thought or calls, one at a time, and comparing
-        the rendered texts: what differs is the message's own. Both ends are None if no change shows in the text.
+        """The range of message `index` in `text`: what differs when its content, thought or calls are changed, one at a
+        time.
 
-        The changes "name" and "added" of `_changed` decide the end only if no other change shows it: a template may
-        repeat a call's name in the turn of its result, and text that is added beside a call brings line breaks of its
-        own.
+        "name" and "added" of `_changed` decide the end only without other changes: a call's name may recur in its
+        result's turn, and added text brings line breaks.
         """
         low = high = weak = None
         for part, changed in _changed(messages[index]):
@@ -276,21 +231,16 @@ class Conversations:
         return TextRange(low, weak if high is None else high)
 
     def _rendered_with(self, messages: list[dict], tools: list[dict] | None, index: int, changed: dict) -> str | None:
-        """The text of the conversation (messages, tools) with the message `changed` instead of message `index`; None if
-        the template fails on it. Comparing it with the unchanged text shows what the template writes of that message:
-        `_text_of` finds the place of its text so, and `left_out` a part that is not written."""
+        """The text with `changed` in place of message `index`; None if the template fails."""
         try:
             return self.render([*messages[:index], changed, *messages[index + 1 :]], tools)
         except RowError:  # some templates refuse a change, such as text beside a call
             return None
 
     def left_out(self, messages: list[dict], tools: list[dict] | None, text: str) -> str:
-        """The parts of a conversation (messages, tools) that the template does not write into its text, in words for a
-        warning, such as "reasoning_content of message 2 (assistant)"; "" if none is found. `RowEncoder` calls it for
-        every conversation; it changes no token and refuses no row. text: the rendered conversation. Checked are the
-        thoughts, the `<think>` blocks of responses, the name of each message's first call, contents without such a
-        block that do not occur in the text unchanged, and the tools. A part counts as written if the template fails
-        when it is changed."""
+        """What the template does not write, in words for a warning, or "": thoughts, <think> blocks, the first call's
+        name, contents that are not in the text unchanged, and tools. A part counts as written if changing it fails.
+        """
         asked = [
             (index, part, changed)
             for index, message in enumerate(messages)
@@ -312,13 +262,8 @@ class Conversations:
         return ", ".join(found)
 
     def _all_written(self, messages: list[dict], tools: list[dict] | None, parts: list[tuple[int, str]]) -> bool:
-        """Whether the template writes every one of these parts of a conversation (messages; tools or None); each part
-        is (index of the message, name of the part as `_changed` gives it). True without parts.
-
-        All parts are replaced by markers and rendered at once, which costs one rendering instead of one for each part.
-        False means that it is not known, and that the parts must be tried one by one: a marker is missing, the template
-        fails, or a part is content. `left_out` asks about content only if the text does not contain it unchanged, so it
-        is probably not written, and this rendering would be wasted.
+        """Whether the template surely writes all `parts`, (index, name as in `_changed`), by one rendering with
+        markers. False: not known. Content is only asked about when probably missing, so that rendering is saved.
         """
         if not parts or any(part == "content" for _, part in parts):
             return not parts
@@ -335,15 +280,12 @@ class Conversations:
 
 
 def _is_lost(content: str, text: str) -> bool:
-    """Whether `content`, that of a message, is not in `text`, a rendered conversation (white space around it does not
-    count). It is False for content with a `<think>` block that is not empty, which a template may leave out.
-    `left_out`, which calls it, checks such blocks of responses separately."""
+    """Whether a content is not in `text`, but for white space; False with a <think> block, which is checked by itself."""
     return not _INLINE.search(content) and content.strip() not in text
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """The number of characters of the longest common prefix of the texts `one` and `other`: where two renderings begin
-    to differ. `_text_of` finds a message's text by it, from the front and, with reversed texts, from the end."""
+    """The length of the longest common prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # comparing slices is much faster than comparing characters
         middle = (low + high + 1) // 2
@@ -355,13 +297,10 @@ def _common_prefix(one: str, other: str) -> int:
 
 
 def _changed(message: Mapping[str, Any], other: str = SENTINEL) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (name of the part, the message with `other` instead of that part) for each part that a message has.
-    Rendering the changed messages shows where a template writes each part, or that it leaves it out.
+    """(Name of a part, message with `other` in place of that part) for each part of a message.
 
-    The names are the key of a thought ("reasoning_content" or "thinking"; if both are there, the first, and both are
-    changed), "content", "added" (content beside a call that had none), "inline" (the text of a `<think>` block within
-    an assistant's content), "name" (of the first call) and "arguments" (of the last call, which becomes
-    {other: other}).
+    Names: a thought's key, "content", "added" (content beside a call that has none), "inline" (text of a <think>
+    block), "name" (of the first call), "arguments" (of the last call).
     """
     thoughts = [key for key in _THOUGHTS if isinstance(message.get(key), str) and message[key].strip()]
     if thoughts:  # a template reads one of the two keys

@@ -1,5 +1,6 @@
-"""The formats of rows: text, Alpaca, prompt and completion, messages and ShareGPT; and two for preference objectives,
-one with a chosen and a rejected answer, one with an answer and a label."""
+"""The formats of rows: text, Alpaca, prompt and completion, messages, ShareGPT; and for preference objectives two
+answers, or one with a label.
+"""
 
 from __future__ import annotations
 
@@ -97,46 +98,44 @@ ALPACA_PREAMBLE_WITH_INPUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A row in the form that chat templates render: `text`; or `messages`; or `prompt`, `completion` and `messages`,
-    which are trained on as plain text if no template was chosen, and else as a conversation."""
+    """A row in the form that templates render: `text`; `messages`; or `prompt` and `completion`, plain without a
+    template, with `messages` for one.
+    """
 
     text: str | None = None
-    """Text that is trained on as a whole, except for the spans of data.mask_spans."""
+    """Trained on as a whole, but for data.mask_spans."""
     prompt: str | None = None
-    """Text before the completion, not trained on."""
+    """Not trained on."""
     completion: str | None = None
-    """Text that follows the prompt and is trained on."""
+    """Follows the prompt, trained on."""
     messages: list[Message] | None = None
-    """A conversation, as `read_messages` gives it."""
+    """Of `read_messages`."""
     tools: list[Message] | None = None
-    """The JSON schemas of the tools that the conversation may call."""
+    """JSON schemas."""
     prompt_messages: int = 0
-    """How many of the messages, from the first and with a system message, are the prompt; responses among them are not
-    trained on."""
+    """First messages, with a system message, that are the prompt; responses there are not trained on."""
     asked_messages: int = 0
-    """Of a preference, how many of the messages, from the first, come before its answer; 0: all but the last."""
+    """Of a preference, messages before its answer; 0: all but the last."""
     unknown: tuple[str, ...] = ()
-    """Keys of its messages that only a template may read."""
+    """Keys of messages that only a template may read."""
     implied: bool = False
-    """Whether its prompt is the text with which both answers of a preference begin."""
+    """Whether the prompt is the common beginning of both answers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt, each an example with the prompt before it, for preference objectives. `workers.py`
-    makes two documents of it. A labelled row has only one answer, and its other document is empty."""
+    """Two answers to one prompt, each an example with it."""
 
     chosen: Example | None
-    """The preferred or desirable answer; None for a labelled row with an undesirable answer."""
+    """The preferred or desirable answer; None for a labelled undesirable one."""
     rejected: Example | None
-    """The worse or undesirable answer; None for a labelled row with a desirable answer."""
+    """The worse or undesirable answer; None for a labelled desirable one."""
 
 
 def detect_format(columns: Iterable[str]) -> str:
-    """The row format, a key of `COLUMNS` such as "alpaca", of rows that have these columns (`columns`, their names). Of
-    several formats that fit, it is the first in `COLUMNS`; the names alone decide, even if a cell is null. With
-    data.format=auto it decides how rows are read, and objectives that sample answers read their prompts by it. Raises
-    `RowError` if none fits, or if there are columns chosen and rejected, which need a preference objective."""
+    """The first key of COLUMNS that fits these column names; cells do not count. Raises RowError if none fits, or for
+    chosen and rejected, which need a preference objective.
+    """
     columns = list(columns)
     if {"chosen", "rejected"} <= set(columns):
         raise RowError("columns chosen and rejected are preference data: set objective=dpo, orpo or simpo")
@@ -150,8 +149,7 @@ def detect_format(columns: Iterable[str]) -> str:
 
 
 def unread(value: Columns, format: str) -> list[str]:
-    """The names of the columns of a row that have a value and are not read in this row format; of columns that mean the
-    same, only the first is read. format: a key of `COLUMNS`, PREFERENCE or LABELLED."""
+    """Columns with values that are not read in this format; of columns that mean the same only the first is."""
     groups = _READ[format]
     if format == LABELLED and value.get("completion") is None and value.get("messages") is not None:
         groups = tuple(group for group in groups if group is not _PROMPT)
@@ -169,12 +167,11 @@ def unread(value: Columns, format: str) -> list[str]:
 
 
 def _is_blank(cell: object) -> bool:
-    """Whether a cell is null, or an empty text, list or object."""
     return cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell)
 
 
 def _asks_in_text(value: Columns, format: str) -> bool:
-    """Whether the question of a row is text, before which HISTORY is read."""
+    """Whether the question is text, before which HISTORY is read."""
     if format == "alpaca":
         return True
     if format == "prompt_completion":
@@ -184,7 +181,7 @@ def _asks_in_text(value: Columns, format: str) -> bool:
 
 
 def _is_text(cell: object) -> bool:
-    """Whether a cell is text, and not the JSON text of turns."""
+    """Whether a cell is text, not the JSON text of turns."""
     try:
         return isinstance(turns_in(cell, ""), str)
     except ConversationError:
@@ -192,12 +189,10 @@ def _is_text(cell: object) -> bool:
 
 
 def refuse_media(value: Columns) -> None:
-    """Raises `RowError` for a row with an image, video or audio column (`_MEDIA`), which cannot be trained on: without
-    it, the text would teach another task, and the tag that represents it is plain letters to the tokenizer. value: the
-    row's columns by name. The functions that normalize rows, or read prompts, call it first.
+    """Raises RowError for a row with an image, video or audio column: without it the text would teach another task, and
+    its tag is plain letters.
 
-    A column that is empty or null does not count. One whose value is a single text is accepted if the other columns
-    have no such tag: it is metadata, such as the address of a page's image. A list of texts is refused.
+    Empty columns do not count, nor a single text without tags elsewhere, such as an address.
     """
     for name, cell in value.items():
         tag = _MEDIA.get(name.lower()) if isinstance(name, str) else None
@@ -212,9 +207,7 @@ def refuse_media(value: Columns) -> None:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yields every string in `value`, which may be nested lists, tuples and mappings, the keys of mappings included.
-    `refuse_media` searches the other columns for tags of images by it, and `RowEncoder` the messages and tools of a
-    conversation for special tokens."""
+    """Every string in nested lists, tuples and mappings, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -227,7 +220,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
-    """`work`, whose errors of conversations are errors of rows."""
+    """`work`, with ConversationError as RowError."""
 
     @functools.wraps(work)
     def wrapped(*arguments: Any) -> T:
@@ -241,15 +234,14 @@ def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
 
 @_as_row_errors
 def refuse_excluded(value: Columns) -> None:
-    """Raises `Excluded` for a row whose columns leave it out of training, such as `weight: 0`."""
+    """Raises Excluded for a row whose columns leave it out, such as `weight: 0`."""
     if mark := exclusion(value):
         raise Excluded(mark)
 
 
 @_as_row_errors
 def normalize_pair(value: Columns) -> Pair:
-    """The `Pair` of a row with a question and two answers. Raises `RowError` if it cannot be used, or if its answers
-    are not to one question."""
+    """The Pair of a row with two answers. Raises RowError if unusable, or if they answer different questions."""
     refuse_media(value)
     if value.get("rejected_response") is not None and _column(value, CHOSEN, False) is None:
         turns = read_messages(_column(value, ("messages",)), "messages")
@@ -260,8 +252,9 @@ def normalize_pair(value: Columns) -> Pair:
 
 @_as_row_errors
 def normalize_labelled(value: Columns) -> Pair:
-    """The `Pair` of a row with one answer (the column completion, or the last turn of messages) and a label; its other
-    side is None. Raises `RowError` if the row cannot be used, or its label is not true, false, 1 or 0."""
+    """The Pair of a row with one answer (completion, or the last of messages) and a label; the other side is None.
+    Raises RowError.
+    """
     refuse_media(value)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
@@ -275,7 +268,7 @@ def normalize_labelled(value: Columns) -> Pair:
 
 @_as_row_errors
 def normalize(value: Columns, format: str) -> Example:
-    """The `Example` of a row of a format of `COLUMNS`. Raises `RowError` with the reason if it cannot be used."""
+    """The Example of a row of a format of COLUMNS. Raises RowError."""
     refuse_media(value)
     if format == "text":
         text = _text(value, ("text",))
@@ -315,8 +308,9 @@ def normalize(value: Columns, format: str) -> Example:
 
 
 def _answered(value: Columns, answers: Mapping[str, Any]) -> list[Example]:
-    """The examples of one question with each of its answers, {column: text or turns}. Raises `RowError` if an answer is
-    empty or not the assistant's, or there is not one question before all of them."""
+    """An example for each of {column: text or turns}. Raises RowError for an answer that is empty or not the
+    assistant's, or without one common question.
+    """
     for side, answer in answers.items():
         if isinstance(answer, str):
             check_unicode(answer)
@@ -359,19 +353,19 @@ _SPEAKERS = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
 def _transcript(text: str) -> list[Message]:
-    """The messages of a transcript, "Human: ... Assistant: ..."."""
+    """Messages of "Human: ... Assistant: ..."."""
     _, *parts = _SPEAKERS.split(text.strip())
     roles = {"Human": "user", "Assistant": "assistant"}
     return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def _is_long(asked: str) -> bool:
-    """Whether a text may be a question that answers repeat; a greeting may be answered by the same word."""
+    """Whether a text may be a question that answers repeat; a greeting may get the same word back."""
     return len(asked.split()) > 1 or len(asked.strip()) >= 16
 
 
 def _without_question(asked: str, answers: Sequence[str]) -> list[str]:
-    """The answers without the question, where all of them repeat it at their beginning."""
+    """The answers without the question, if all begin with it."""
     if not _is_long(asked) or not all(text.startswith(asked) and text[len(asked) :].strip() for text in answers):
         return list(answers)
     rests = [text[len(asked) :] for text in answers]
@@ -380,9 +374,9 @@ def _without_question(asked: str, answers: Sequence[str]) -> list[str]:
 
 
 def _common_question(value: Columns, answers: Sequence[str]) -> str:
-    """The text with which the answers of a preference without a column for its question begin, up to a word's end;
-    spaces after it are the answers'. "" if it is too short for a question, if an answer has no more than it, or if
-    another column of text may be the question."""
+    """The text, up to a word's end, with which both answers of a preference without a question begin; "" if too short,
+    all of an answer, or if another column may be the question.
+    """
     known = (*CHOSEN, *REJECTED, *SYSTEM)
     if len(answers) < 2 or any(
         isinstance(cell, str) and cell.strip() and name not in known and snake(name) not in NEUTRAL
@@ -399,7 +393,7 @@ def _common_question(value: Columns, answers: Sequence[str]) -> str:
 
 
 def _history_cell(value: Columns) -> Sequence[Any] | None:
-    """The list in the column HISTORY, also of JSON text; None without one."""
+    """The list in HISTORY, also from JSON; None without one."""
     cell = value.get(HISTORY)
     if isinstance(cell, str) and cell.lstrip().startswith("["):
         try:
@@ -410,7 +404,7 @@ def _history_cell(value: Columns) -> Sequence[Any] | None:
 
 
 def _history(value: Columns) -> list[Message] | None:
-    """The turns before a row's question: pairs of a question and its answer, or turns; None without the column."""
+    """Turns before the question, from [question, answer] pairs or turns; None without the column."""
     cell = _history_cell(value)
     if cell is None:
         return None
@@ -430,7 +424,7 @@ def _history(value: Columns) -> list[Message] | None:
 
 
 def _in_conversation(value: Columns, asked: Any, column: str, answers: Mapping[str, Any]) -> list[Example]:
-    """The examples of `_answered` where the question (`asked`, of a column) or an answer is turns."""
+    """The examples of `_answered` where question or an answer is turns."""
     question = [] if asked is None else _turns(value, asked, column, "user")
     whole = {side: _turns(value, answer, side, "assistant") for side, answer in answers.items()}
     for side, turns in whole.items():
@@ -466,7 +460,7 @@ def _begins_with_question(turns: Sequence[Message]) -> bool:
 
 
 def _check_repeated(question: Sequence[Message], turns: Sequence[Message], column: str, side: str) -> None:
-    """Raises `RowError` if the answer's turns, which begin with their question, do not ask that of the column."""
+    """Raises RowError if an answer's turns begin with another question than the column's."""
     said = [_said(turn) for turn in question if turn["role"] != "system"]
     if said and question[-1]["role"] == "assistant":  # the whole conversation, with an answer
         said.pop()
@@ -483,7 +477,7 @@ def _check_repeated(question: Sequence[Message], turns: Sequence[Message], colum
 
 
 def _said(turn: Message) -> tuple[object, ...]:
-    """What a turn says, without marks and spaces around it."""
+    """A turn without marks and outer spaces."""
     return turn["role"], turn["content"].strip(), turn.get("tool_calls")
 
 
@@ -498,7 +492,7 @@ def _common(conversations: Sequence[Sequence[Message]]) -> list[Message]:
 
 
 def _following(asked: list[Message], answer: list[Message], side: str) -> list[Message]:
-    """The turns of a prompt and of what follows it. Raises `RowError` if the last and the first are one message."""
+    """A prompt's turns and those after. Raises RowError if last and first are one message."""
     if asked and answer and asked[-1]["role"] == answer[0]["role"] == "assistant":
         if "tool_calls" in asked[-1] or "tool_calls" in answer[0]:
             raise RowError(f"the last turn before {side} and its first one are one message of the assistant: join them")
@@ -506,8 +500,9 @@ def _following(asked: list[Message], answer: list[Message], side: str) -> list[M
 
 
 def _prompted(value: Columns, asked: Any, answer: Any) -> Example:
-    """The example of a prompt and a completion of which at least one is turns: one conversation, in which only the
-    completion's responses are trained on. Raises `RowError` if one is empty or wrong."""
+    """A prompt and a completion, at least one in turns, as one conversation in which only the completion is trained on.
+    Raises RowError.
+    """
     if isinstance(answer, str):
         _not_empty(answer, "response")
     if marks := _marks(value):
@@ -527,7 +522,7 @@ def _prompted(value: Columns, asked: Any, answer: Any) -> Example:
 
 
 def _question_columns(value: Columns) -> list[str]:
-    """The columns with the question of a preference."""
+    """Columns with a preference's question."""
     known = [name for name in _PROMPT if value.get(name) is not None]
     if known:
         return known[:1]
@@ -537,7 +532,7 @@ def _question_columns(value: Columns) -> list[str]:
 
 
 def _question(value: Columns, names: Sequence[str]) -> Any:
-    """The question in these columns: text, turns, or None."""
+    """Text, turns, or None."""
     if not names:
         return None
     if len(names) > 1:
@@ -547,7 +542,7 @@ def _question(value: Columns, names: Sequence[str]) -> Any:
 
 
 def _other_columns(value: Columns) -> str:
-    """What to do about a question that is not found, with the names of the row's other columns."""
+    """What to do about a missing question, with the names of other columns."""
     known = (*CHOSEN, *REJECTED, "completion", "label", *SYSTEM, *TOOLS)
     names = [str(name) for name in value if name not in known]
     which = f" to one of {', '.join(names)}" if names else ""
@@ -555,7 +550,7 @@ def _other_columns(value: Columns) -> str:
 
 
 def _turns(value: Columns, cell: Any, column: str, role: str) -> list[Message]:
-    """The messages of a prompt or an answer: turns in any form, or text, which a speaker of this role says."""
+    """Messages of turns in any form, or of text that a speaker of this role says."""
     if isinstance(cell, str):
         check_unicode(cell)
         return [{"role": role, "content": cell}]
@@ -563,7 +558,7 @@ def _turns(value: Columns, cell: Any, column: str, role: str) -> list[Message]:
 
 
 def _read(value: Columns, cell: Any, column: str) -> list[Message]:
-    """The messages of a column; columns that mark its turns (`loss_mask: [0, 1]`) are put into them."""
+    """Messages of a column, with marks from columns such as `loss_mask: [0, 1]`."""
     turns = turns_of(cell, column)
     for name, marks in (_marks(value) if column in _WHOLE else {}).items():
         if len(marks) != len(turns):
@@ -574,15 +569,13 @@ def _read(value: Columns, cell: Any, column: str) -> list[Message]:
 
 
 def _marks(value: Columns) -> dict[str, Sequence[Any]]:
-    """The columns that say of each turn of the row's conversation whether it is trained on."""
+    """Columns that mark each turn as trained on or not."""
     lists = {name: cell for name, cell in value.items() if isinstance(cell, list | tuple) and cell}
     return {name: cell for name, cell in lists.items() if isinstance(name, str) and snake(name) in MARKS}
 
 
 def _alpaca_prompt(instruction: str, context: str) -> str:
-    """The text of Alpaca's prompt for an instruction and its input (`context`; if that is blank, the prompt without
-    input), up to where the response begins. `normalize` makes `Example.prompt` of it, which is used without a template;
-    a template gets the plain instruction as a user's turn."""
+    """Alpaca's prompt up to the response, with input unless `context` is blank."""
     if context.strip():
         body = f"{ALPACA_PREAMBLE_WITH_INPUT}\n\n### Instruction:\n{instruction}\n\n### Input:\n{context}"
     else:
@@ -591,30 +584,28 @@ def _alpaca_prompt(instruction: str, context: str) -> str:
 
 
 def _after(system: str, prompt: str) -> str:
-    """The text of a prompt in which the system message comes first: `system`, an empty line, and `prompt`. If `system`
-    is blank, it is `prompt` alone. It is `Example.prompt`, which is used without a template."""
+    """The system message, unless blank, an empty line, and the prompt."""
     return f"{system}\n\n{prompt}" if system.strip() else prompt
 
 
 def _exchange(system: str, user: str, assistant: str, before: Sequence[Message] = ()) -> list[Message]:
-    """The messages of a question and its answer, after the system message, unless it is blank, and earlier turns."""
+    """A question and its answer after the system message, unless blank, and earlier turns."""
     turns = [*before, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     return with_system(turns, system)
 
 
 def _name(value: Columns, names: tuple[str, ...]) -> str:
-    """The first of the columns `names` that is not null."""
+    """The first of `names` that is not null."""
     return next((name for name in names if value.get(name) is not None), names[0])
 
 
 def _cell(value: Columns, names: tuple[str, ...]) -> Any:
-    """The value of the first of the columns `names` that is not null; the JSON text of turns is decoded."""
+    """The first of `names` that is not null; JSON text of turns is decoded."""
     return turns_in(_column(value, names), _name(value, names))
 
 
 def _column(value: Columns, names: tuple[str, ...], required: bool = True) -> Any:
-    """The value of the first of the columns `names` that is not null; without one it raises `RowError` (required) or
-    returns None."""
+    """The first of `names` that is not null; without one RowError, or None unless `required`."""
     for name in names:
         if value.get(name) is not None:
             return value[name]
@@ -626,8 +617,9 @@ def _column(value: Columns, names: tuple[str, ...], required: bool = True) -> An
 
 
 def _text(value: Columns, names: tuple[str, ...], required: bool = True) -> str:
-    """The text in the first of the columns `names` that is not null; without one it raises `RowError` (required) or
-    returns "". Raises `RowError` for turns and for any other value."""
+    """The text in the first of `names` that is not null; without one RowError, or "" unless `required`. Raises RowError
+    for turns and other values.
+    """
     found = _column(value, names, required)
     if found is None:
         return ""
@@ -642,14 +634,14 @@ def _text(value: Columns, names: tuple[str, ...], required: bool = True) -> str:
 
 
 def _not_empty(text: str, what: str) -> None:
-    """Raises `RowError` if `text` is only white space. what: its name in the message."""
     if not text.strip():
         raise RowError(f"empty {what}")
 
 
 def _conversation(value: Columns, messages: list[Message]) -> Example:
-    """The example of a conversation, with the row's system message (unless it begins with one) and tools. Raises
-    `RowError` if it is empty, or a response is empty and calls no tool."""
+    """The example of a conversation with the row's system message and tools. Raises RowError if it is empty, or a
+    response is empty without calls.
+    """
     if not messages:
         raise RowError("empty conversation")
     for message in messages:
@@ -662,7 +654,7 @@ def _conversation(value: Columns, messages: list[Message]) -> Example:
 
 
 def _tools(value: Columns) -> list[Message] | None:
-    """The schemas of a row's tools; OpenAI's preferences have them beside the messages of `input`."""
+    """Schemas of a row's tools; OpenAI's preferences have them in `input`."""
     inner = value.get("input")
     if _column(value, TOOLS, False) is None and isinstance(inner, Mapping):
         value = inner

@@ -1,10 +1,7 @@
-"""Packs preference pairs into rows. A pair has two documents, which are always in the same row.
+"""Packs preference pairs into rows, both documents of a pair in the same one.
 
-Documents 2i and 2i + 1 of a set are pair i: the prompt with the chosen answer, then the prompt with the rejected one.
-(For kto, the "chosen" one is the row's own answer, desirable or not, and the "rejected" one a mismatched answer.) A
-pair is packed as one piece, so its documents are next to each other: in a row, segment 2p + 1 is the chosen document of
-the row's pair p, and segment 2p + 2 the rejected one. `PairDataset` is the data set of pairs, and `PackedPairs` its
-packed rows.
+Documents 2i and 2i + 1 are pair i: the prompt with the chosen answer, then with the rejected one (for kto, the row's
+own answer and a mismatched one). A row's pair p is segments 2p + 1 and 2p + 2.
 """
 
 from __future__ import annotations
@@ -26,36 +23,26 @@ REFERENCE = "reference"  # float32[rows, P, 2]: log-probabilities of the two ans
 
 
 class PackedPairs:
-    """Packed rows of preference pairs, which are built when they are written into a batch (`batches.Rows`);
-    `PairDataset.rows` makes them. The attribute `kept`, int64[pairs, 2], is the number of tokens of each document after
-    truncation, 0 for a pair that is left out; the name of the file in which a reference's log-probabilities are stored
-    depends on it, too. `report` has the counts, a PackingReport, `plan` the assignment of pairs to rows, `length` is
-    the number of tokens in a row, and `max_pairs` the most pairs of a row (half of `max_documents`, if that is given).
-    `full` is always False.
+    """Packed rows of pairs, built when written into a batch.
 
-    With overflow="truncate", a pair that is longer than `length` is cut: first its longer document, to the length of
-    the shorter one, then both equally; with `width`, each document is cut by itself. With any overflow, a pair is left
-    out if one of its documents has no trained token, or has lost all of them. With `second_yields`, the first document
-    is cut to `length` alone, the second to the room that is left, and only the second one is left out.
+    With overflow="truncate" a pair longer than `length` is cut: first its longer document to the shorter one's length,
+    then both equally; with `width` each by itself. A pair is left out if a document has no trained token left. With
+    `second_yields` the first document is cut to `length` alone, the second to the remaining room, and only the second
+    is left out.
 
-    Args:
-        documents: two documents for each pair.
-        length: without `width`, the most tokens of a pair, and the length of a row; with `width`, the most tokens of
-            each document.
-        overflow: what happens to what is longer: "truncate", "drop" or "error".
-        packing: True puts several pairs into a row; False gives every pair a row of its own.
-        reference: float32[documents] or None, the sum of the log-probabilities of each document's answer under the
-            reference model. NaN where it is not computed yet; it is filled in place later.
-        labels: float32[pairs] or None, a number that the objective gives each pair, such as its margin.
-        whole: True leaves out pairs that would have to be cut; False cuts them.
-        second_yields: whether the second documents have only the room that the first ones leave.
-        width: the number of tokens in a row, at least that of the longest pair; None: `length` is that of a row.
-        max_documents: the most documents that a row may have, at least 2; batches have room for as many. None sets no
-            limit, and batches have room for the most of any row.
+    `kept`, int64[pairs, 2], has the tokens of each document after truncation, 0 if left out; it is part of stored
+    references' file names. `max_pairs` is the most of a row, and `full` is False.
 
-    Raises:
-        ValueError: the number of documents is odd; `overflow` is "split"; it is "error", and a pair, or with `width` a
-            document, is longer than `length`; or a pair is longer than `width`.
+    Raises ValueError for an odd number of documents, overflow="split", a too long pair (with `width` document) with
+    "error", or a pair longer than `width`.
+
+      length: most tokens of a pair and a row's length; with `width`, most tokens of a document.
+      packing: False gives each pair a row of its own.
+      reference: float32[documents], log-probabilities of answers under the reference model; NaN until filled in place.
+      labels: float32[pairs], the objective's number for each pair, such as a margin.
+      whole: leave out pairs that would be cut.
+      width: tokens of a row.
+      max_documents: most of a row, and the room in batches; None: no limit, and the most of any row.
     """
 
     def __init__(
@@ -72,8 +59,6 @@ class PackedPairs:
         width: int | None = None,
         max_documents: int | None = None,
     ):
-        """Decides how far each pair is cut, plans the packing from the lengths, and counts what it does; no row is
-        built yet. The class describes the arguments."""
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
         if overflow == "split":
@@ -137,25 +122,19 @@ class PackedPairs:
         )
 
     def __len__(self) -> int:
-        """The number of rows."""
         return self.plan.rows
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: the number of tokens in each row, the sum over both documents of its pairs, padding not counted.
-        With data.packing=step, where a row is one pair, steps are packed by them (`steps.StepBatches`)."""
+        """int64[rows]: tokens of each row, without padding."""
         return self.plan.lengths
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """A batch of `rows` rows of padding as new numpy arrays, into which `fill` then writes pairs; the train step is
-        compiled for its shapes. With P the most pairs of a row of the batch (`max_pairs` x `shared`), its `extra` has
-        the float32 arrays PAIRS, [rows, P] (1 where there is a pair), and, if these pairs have them, LABELS, [rows, P]
-        (a number for each pair), and REFERENCE, [rows, P, 2] (log-probabilities of the answers), all zeros.
+        """A batch of padding with float32 `extra` arrays of zeros: PAIRS [rows, P] and, if there are any, LABELS [rows,
+        P] and REFERENCE [rows, P, 2], with P = max_pairs x shared.
 
-        Args:
-            rows: the number of rows of the batch.
-            length: the number of tokens in a row of the batch; None is `self.length`, that of these rows.
-            shared: how many of these rows may be written into one row of the batch.
+          length: None is that of these rows.
+          shared: how many of these rows may share a batch's row.
         """
         most = self.max_pairs * shared
         extra: dict[str, np.ndarray] = {PAIRS: np.zeros((rows, most), np.float32)}
@@ -166,11 +145,9 @@ class PackedPairs:
         return dataclasses.replace(Batch.empty(rows, length or self.length), extra=extra)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes the pairs of row number `row` of these, in place, into row `slot` of a batch, from token `at` on, and
-        returns the index after their last token: both documents of each pair, and its values in `extra` at its index in
-        the row. place: how many of these rows were written into the same row of the batch before, so that segment ids
-        and indices in `extra` do not overlap. `Batches`, `FedBatches` and `StepBatches` call it; only StepBatches
-        writes several of these rows into one."""
+        """Writes row `row` into row `slot` of a batch in place, from token `at` on; the index after it. place: how many
+        of these rows the slot has already, for distinct segment ids and indices.
+        """
         documents, before = self.documents, place * self.max_pairs
         for place, pair in enumerate(self.pairs(row), start=before):
             batch.extra[PAIRS][slot, place] = 1.0
@@ -184,21 +161,17 @@ class PackedPairs:
         return at
 
     def sources(self, row: int) -> list[str]:
-        """Where the pairs of row number `row` came from, as `file:line`, one for each pair, in the order in which the
-        row has them. A run prints it if the loss of a step with this row is not finite."""
+        """`file:line` of each pair of a row, in order."""
         return [self.documents.source(2 * pair) for pair in self.pairs(row)]
 
     def pairs(self, row: int) -> list[int]:
-        """The indices of the pairs that row number `row` has, in the order in which they are in it; pair i is documents
-        2i and 2i + 1. `fill` writes these pairs, and objectives/references.py computes their references."""
+        """Indices of the pairs of a row, in order."""
         pieces = slice(self.plan.row_starts[row], self.plan.row_starts[row + 1])
         return [int(pair) for pair in self.plan.document[pieces]]
 
 
 def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
-    """int64[pairs, 2]: the lengths of both documents of each pair after truncation, so that their sum is at most
-    `length`: the longer one loses tokens first, then both equally. lengths: int64[pairs, 2], the lengths before.
-    `PackedPairs` cuts pairs by it with overflow="truncate"."""
+    """int64[pairs, 2]: lengths cut to a sum of `length`: the longer document first, then both equally."""
     half, shorter = length // 2, lengths.min(1)
     cut = np.where(shorter > half, half, length - shorter)  # of an odd length both lose one token more
     room = np.where(lengths.sum(1) > length, cut, lengths.max(1))
@@ -206,40 +179,33 @@ def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
 
 
 def _yielded(lengths: np.ndarray, length: int) -> np.ndarray:
-    """int64[pairs, 2]: lengths after truncation to `length` tokens a pair, in which the second document has the room
-    that the first one leaves."""
+    """int64[pairs, 2]: lengths cut to `length` a pair; the second document has the room that the first leaves."""
     first = np.minimum(lengths[:, 0], length)
     return np.stack([first, np.minimum(lengths[:, 1], length - first)], 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class PairDataset(TokenDataset):
-    """Tokenised preference pairs, ready to be packed and batched, which preference objectives make of a TokenDataset
-    (`Pairs.prepare`). Documents 2i and 2i + 1 are pair i, the chosen and the rejected answer, each after the prompt;
-    for kto, the row's own and a mismatched answer."""
+    """Tokenised preference pairs: documents 2i and 2i + 1 are the chosen and rejected answers, each after the prompt;
+    for kto the row's own and a mismatched one.
+    """
 
     reference: np.ndarray | None = None
-    """float32[documents] or None: the sum of the log-probabilities of each document's answer under the reference model,
-    NaN where it is not computed yet."""
+    """float32[documents]: log-probability of each answer under the reference model, NaN until computed."""
     labels: np.ndarray | None = None
-    """float32[pairs] or None: a number that the objective gives each pair, its margin or (kto) 1 if its answer is
-    desirable, else 0. Batches have it as LABELS."""
+    """float32[pairs]: its margin, or for kto 1 if desirable, else 0."""
     whole: bool = False
-    """Whether pairs that would have to be cut are left out (True, for reward) or cut (False)."""
+    """Whether pairs that would be cut are left out (reward)."""
     second_yields: bool = False
-    """Whether the second documents, which are not a row's own, have only the room that the first ones leave (True, for
-    kto), or both are cut alike."""
+    """Whether second documents have only the room that first ones leave (kto)."""
     width: int | None = None
-    """The number of tokens in a row, if `length` is the most tokens of each document; None if `length` is the most
-    tokens of a pair, and of a row. `in_rows` sets it."""
+    """Tokens of a row, if `length` limits each document; None if it limits the pair and the row."""
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]
-        """The packed rows of pairs; packing is planned on first access. With packing="step" each row is one pair, and
-        `steps.pack_steps` packs them; then, and with `width`, `length` limits each document, and otherwise the pair.
-        Raises `NothingUsable` if no pair is left whose documents both have a trained token, and ValueError if
-        `overflow` is "split", or is "error" and a document or pair is longer than its limit, or if a pair is longer
-        than `width`."""
+        """The packed pairs, planned on first access; one a row with packing="step". Raises NothingUsable if no pair is
+        left, and ValueError as PackedPairs.
+        """
         rows = PackedPairs(
             self.documents,
             self.length,
@@ -276,25 +242,18 @@ class PairDataset(TokenDataset):
 
     @property
     def longest(self) -> int:
-        """The most tokens that any pair could have after truncation with packing="step", where `length` limits each of
-        its two documents: 2 * length, whatever the pairs are. `pack_steps` makes no row longer than that."""
         return 2 * self.length
 
     def in_rows(self, slots: int) -> PairDataset:
-        """The data set as it is evaluated, or passed once through the reference model. With packing="step" it is a copy
-        that is packed into rows of `slots` tokens, because the length of rows is known only when the training steps are
-        packed. Callers give at least the tokens of the longest pair; a longer one raises ValueError when the rows are
-        packed. Otherwise it is `self`, and `slots` is not used."""
+        """As TokenDataset; a pair longer than `slots` raises ValueError when packed."""
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:
-        """(train, eval), as TokenDataset.split, each with the references and labels of its pairs. A pair is known by
-        its first document."""
+        """As TokenDataset, with references and labels. A pair is known by its first document."""
         firsts = np.arange(0, len(self.documents), 2)
         training, chosen, copies = self.documents.held_out(firsts, eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:
-            """A copy with only the pairs at the indices `pairs` (int64[n]), in that order."""
             indices = np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1)
             reference = None if self.reference is None else self.reference[indices]
             labels = None if self.labels is None else self.labels[pairs]

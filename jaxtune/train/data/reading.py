@@ -1,11 +1,7 @@
 """Opens and reads rows of files, folders, Hugging Face data sets and lists of dicts.
 
-Reading yields each row as a `Row` with its file and line (or number), so that error messages can name it. A row that
-cannot be read is yielded with the reason, and the caller decides whether to stop or leave it out. The readers are in
-`row_files.py`. A row has at most `MAX_ROW_SIZE` bytes or characters (32 MiB), and a Parquet file may expand to at most
-`MAX_EXPANSION` times its size (or 32 MiB), so that a damaged or malicious file cannot exhaust the memory.
-`open_sources` finds the files or data sets, each a `Source`, and `read_rows` reads them. A `Window` is a source of rows
-that were read already, those of a stream.
+Each `Row` has its file and line, and one that cannot be read has the reason. A row has at most 32 MiB, and a Parquet
+file expands to at most MAX_EXPANSION times its size, so that a damaged file cannot exhaust memory.
 """
 
 from __future__ import annotations
@@ -46,70 +42,53 @@ _FIRST_ROWS = re.compile(r"(.+)\[:(\d+)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One file, data set or list that rows are read from; `open_sources` makes it. Its functions may be called
-    repeatedly."""
+    """A file, data set or list of rows. Its functions may be called repeatedly."""
 
     name: str
-    """Its name in messages."""
+    """For messages."""
     read: Callable[[int], Iterator[Row]]
-    """Yields in order the rows whose number is above the argument; 0 yields all. Only a stream that continues from a
-    checkpoint gives another number. The others are skipped as cheaply as the file format allows. A JSON array and a
-    window yield all rows in any case."""
+    """Yields the rows with numbers above the argument, in order; a JSON array and a window yield all. Skipping is as
+    cheap as the format allows.
+    """
     identity: Callable[[], str] | None = None
-    """Returns a string that changes when the rows change, which goes into the key of the token cache, and into the
-    digest of a file of a teacher's log-probabilities. None for a list in memory, a window of a stream or a data set
-    without a fingerprint; then tokens are not cached."""
+    """A string that changes with the rows. None (a list, a window, a data set without a fingerprint): tokens are not
+    cached.
+    """
     count: Callable[[], int] | None = None
-    """Returns roughly how many rows there are, for a progress bar; None if that is not known."""
+    """Rough number of rows for a progress bar; None: unknown."""
     file: Path | None = None
-    """The file, if the source is one. A stream notices by it that the file has changed."""
     streams: bool = True
-    """True if it can be read with only a few rows in memory at a time; False if it must be read whole, as a JSON array,
-    which data.streaming refuses."""
+    """Whether few rows in memory suffice; False for a JSON array, which data.streaming refuses."""
     set_epoch: Callable[[int], None] | None = None
-    """Tells a data set that orders its own rows which pass over it is read next, from 0; None for others."""
+    """Tells a data set that orders its own rows the number of the next pass, from 0."""
     part: bool = False
-    """True for the rows of a window of a stream after the first; False for all other sources. `prepare` shows no
-    progress bar for such rows, and accepts them if no response in them ends its turn. It does not decide whether a
-    window is left out."""
+    """True for a stream's windows after the first: no progress bar, and no response need end its turn."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Consecutive rows of a stream that are tokenised as one set, which streamed.py makes (the first one before the
-    run, the others during it). `open_sources` accepts it, and makes a source of the rows of each file."""
+    """Consecutive rows of a stream that are tokenised as one set."""
 
     name: str
-    """The name of the stream."""
+    """Of the stream."""
     rows: Sequence[Row]
-    """The rows."""
     part: bool = True
-    """False for the first window of a stream, in which a response must end its turn; True for later ones, in which none
-    need do so. It becomes `Source.part`."""
+    """False for the first window; becomes `Source.part`."""
 
 
 def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str] | None = None) -> list[Source]:
-    """Finds the files or data sets that `source` names, and returns them in order. All rows that a run reads are found
-    by it: those that it trains and evaluates on, prompts, and a teacher's log-probabilities. No rows of files are read,
-    but a data set given by name is downloaded unless `streaming` is set.
+    """The files or data sets that `source` names, in order. Reads no rows, but downloads a data set named on the hub
+    unless `streaming`.
 
-    Args:
-        source: a file (.jsonl, .json, .parquet, .csv), a folder of such files, a folder written by
-            `datasets.save_to_disk`, the name of a data set (`name`, `name:config` or `name:config:split`; the split is
-            `train` if it is not given), any of these with `[:N]` behind it, for its first N rows, a list of such paths
-            and names, a `datasets.Dataset` or IterableDataset, a list (or other iterable) of dicts, or a Window (rows
-            of a stream that were read already).
-        streaming: whether a data set given by name is read over the network during the run instead of being downloaded.
-            With it, such a data set, or an IterableDataset, gives one source for each of its shards; else a data set is
-            one source.
-        columns: {name of a format's column: its name in these rows}; other columns keep their names. A row that lacks
-            one of these columns is a bad row.
+    Raises ValueError for unknown files, kinds and data sets, a folder with no data file, a compressed one or several
+    splits, a saved data set without `train`, and [:N] with several files or streaming; OSError for an unreadable .json
+    file.
 
-    Raises:
-        ValueError: there is no such file or data set, or its kind is not known; a folder has no data file, a compressed
-            one, or files of several splits; a saved data set has splits, but no `train`; or [:N] is after a folder of
-            several files, or after any name with `streaming` set.
-        OSError: a .json file, of which the first characters are read, cannot be opened.
+      source: a file (.jsonl, .json, .parquet, .csv), a folder of them or of `save_to_disk`, a data set's `name`,
+      `name:config` or `name:config:split` (default `train`), any of these with [:N] for its first N rows, a list of
+      them, a `datasets` object, an iterable of dicts, or a Window.
+      streaming: data sets are read over the network during the run; each shard is a source.
+      columns: {name of a format's column: its name in these rows}; a row without one is bad.
     """
     if columns:
         return [_renamed(one, columns) for one in open_sources(source, streaming)]
@@ -140,21 +119,15 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
 
 
 def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | None = None) -> Iterator[Row]:
-    """Yields the rows of all sources in order, as they are read. `prepare` gets the rows that it tokenises from it.
-    Prompts to sample answers to, and the rows of a stream before they are a Window, are read by `Source.read` itself. A
-    good row has its row format set. A bad row, which cannot be read or (with "auto") fits no format, is yielded too,
-    without columns and with the reason.
+    """The rows of all sources in order, with their format set. Bad rows are yielded too, without columns and with the
+    reason.
 
-    Args:
-        sources: from `open_sources`.
-        format: a row format of `formats.FORMATS`. With "auto", the first row of a source whose columns fit a format
-            decides for the whole source: the rows before it become bad rows, and the rows after it are not compared
-            with the format.
-        max_rows: the number of rows of all sources, bad rows included, after which to stop; None reads all.
+    Raises ValueError for a wrong argument (at the call) or a file that cannot be read further, OSError for one that
+    cannot be opened.
 
-    Raises:
-        ValueError: an argument is wrong (raised at the call), or a file cannot be read further (while rows are read).
-        OSError: a file cannot be opened.
+      format: of `formats.FORMATS`. "auto": a source's first row that fits a format decides; rows before it are bad,
+      later ones are not compared.
+      max_rows: of all sources, bad rows included; None: all.
     """
     if format not in FORMATS:
         raise ValueError(f"data.format must be one of {', '.join(FORMATS)}, got {format!r}")
@@ -165,20 +138,12 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
 
 
 def _window_source(window: Window, rows: list[Row]) -> Source:
-    """The `Source` of `rows`, those of `window` (consecutive rows of a stream) that come from one file, so that
-    data.format=auto decides for each file. They are in memory and have no identity, so their tokens are not cached."""
+    """A source for a window's rows of one file, so that the format is detected for each file. Not cached."""
     return Source(window.name, lambda after: iter(rows), part=window.part)
 
 
 def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
-    """Yields the rows of one source with their row format set, for `read_rows`. As long as the format is to be
-    detected, a row whose columns fit none becomes a bad row (without columns, with the reason).
-
-    Args:
-        rows: the rows of the source.
-        format: a row format of `formats.FORMATS`; with "auto" it is detected from the first row whose columns fit one,
-            and applies to all rows after it, whatever their columns are.
-    """
+    """The rows of one source with their format; see `read_rows`."""
     for row in rows:
         if row.value is not None:
             try:
@@ -193,9 +158,9 @@ def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
 
 
 def _folder(folder: Path) -> list[Source]:
-    """The sources of all data files below a folder, in the order of their names. Hidden files and folders are ignored.
-    `open_sources` calls it. Raises ValueError if there is none, if one is compressed, or if the names are those of both
-    training and test splits."""
+    """Sources of the data files below a folder by name, without hidden ones. Raises ValueError for none, a compressed
+    one, or training and test splits together.
+    """
     files = sorted(
         file
         for file in folder.rglob("*")
@@ -216,9 +181,9 @@ def _folder(folder: Path) -> list[Source]:
 
 
 def _split_of(file: PurePath) -> int | None:
-    """The index in _SPLITS of the split that a data file's name says, or else the name of the nearest folder above it:
-    0 for training, 1 for test and validation. None if no name has such a word, or the first that does has words of
-    both. file: the path relative to the folder that the user gave, whose own name does not count."""
+    """0 (training) or 1 (test, validation) by words in the file's name or the nearest folder's; None if undecided.
+    file: relative to the user's folder.
+    """
     for part in reversed(file.parts):
         words = set(re.split(r"[^a-z]+", part.lower()))
         if found := [split for split, names in enumerate(_SPLITS) if words & names]:
@@ -227,9 +192,9 @@ def _split_of(file: PurePath) -> int | None:
 
 
 def _file_source(file: Path) -> Source:
-    """The `Source` of the data file `file`, read by the reader for its suffix; lower and upper case are the same. Of a
-    .json file the beginning is read, to see whether it is an array. Raises ValueError if no reader knows the suffix,
-    and OSError if a .json file cannot be opened."""
+    """The source of a data file, by its suffix in any case. Raises ValueError for an unknown one, OSError if a .json
+    file cannot be opened.
+    """
     readers = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet, ".csv": read_csv}
     reader = readers.get(file.suffix.lower())
     if reader is None:
@@ -246,16 +211,13 @@ def _file_source(file: Path) -> Source:
 
 
 def _file_identity(file: Path) -> str:
-    """A string that changes with a file's path (as it was given) or content, by which cached tokens of the file are
-    found; those of a moved file are not. It reads the whole file. The path counts because the cache stores it for
-    messages about rows. Raises OSError if the file cannot be read."""
+    """Path and content hash; the path counts because cached origins name it."""
     with open(file, "rb") as stream:
         return f"{file} {hashlib.file_digest(stream, 'blake2b').hexdigest()}"
 
 
 def _file_count(file: Path) -> int:
-    """The number of rows of a Parquet file, 0 if it is damaged, which reading it will report; or the number of line
-    breaks of another file, about that of its rows. A progress bar takes it as the total."""
+    """Rows of a Parquet file (0 if damaged), or line breaks of another."""
     if file.suffix.lower() == ".parquet":
         import pyarrow.parquet as parquet
 
@@ -268,14 +230,7 @@ def _file_count(file: Path) -> int:
 
 
 def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
-    """The sources of a data set of the library `datasets`: one for each of its shards if it is streamed, otherwise one
-    for all rows.
-
-    Args:
-        dataset: a Dataset or IterableDataset.
-        name: its name in messages.
-        streaming: whether an IterableDataset is divided into its shards; a Dataset never is.
-    """
+    """A source for a `datasets` object, or with `streaming` one for each shard of an IterableDataset."""
     shards = dataset.num_shards if streaming and not hasattr(dataset, "__len__") else 1
     if shards > 1:
         parts = (dataset.shard(num_shards=shards, index=index) for index in range(shards))
@@ -293,17 +248,7 @@ def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
 
 
 def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -> Source:
-    """The source of the first `count` rows of another one, bad rows included, for a name such as rows.jsonl[:1000].
-
-    Args:
-        sources: a list with that source only.
-        name: its name with the number of rows, for messages.
-        count: how many rows are read.
-        streaming: whether the rows are streamed, which is refused.
-
-    Raises:
-        ValueError: there are several sources, or `streaming` is set.
-    """
+    """The first `count` rows of the only source, bad rows included. Raises ValueError for several, or a stream."""
     if len(sources) != 1 or streaming:
         why = "of a stream `steps` says how much is read" if streaming else "it is a folder of several files"
         raise ValueError(f"{name}: {why}; name one file or data set before [:{count}]")
@@ -318,11 +263,10 @@ def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -
 
 
 def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
-    """A copy of `source` with the columns of its rows renamed to the names that the row formats use (data.columns);
-    other columns stay, unless one has such a name already: then it is replaced. The renaming is part of its identity.
+    """A source with columns renamed to those of the row formats; others stay, unless a renamed one replaces them.
 
-    columns: {name of a format's column: its name in these rows, or a text with such names in braces}. A row that lacks
-      one of them is a bad row; of several in one text, only one that lacks the first.
+    columns: {name of a format's column: its name in these rows, or a text with such names in braces}. A row without
+    one is bad; in a text only the first is required.
     """
     texts = {ours: _BRACES.split(name) for ours, name in columns.items() if _BRACES.search(name)}
     plain = {ours: name for ours, name in columns.items() if ours not in texts}
@@ -330,7 +274,7 @@ def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
     read = {*plain.values(), *(name for parts in texts.values() for name in parts[1::2])}
 
     def renamed(row: Row) -> Row:
-        """`row` with renamed columns; a bad row, with the reason, if it lacks one; unchanged if it is bad already."""
+        """The renamed row; bad if it lacks a column."""
         if row.value is None:
             return row
         if missing := [name for name in needed if name not in row.value]:
@@ -357,9 +301,9 @@ _BRACES = re.compile(r"\{([^{}]+)\}")  # the name of a column in a text of data.
 
 
 def _filled(parts: Sequence[str], cells: Mapping[str, Any]) -> str:
-    """A text of several columns. What stands between two of them is left out unless both have text.
-
-    parts: texts and names of columns in turn."""
+    """A text of several columns; text between two of them is left out unless both have some. parts: texts and names in
+    turn.
+    """
     written: list[str] = []
     for before, name in zip(["", *parts[2:-1:2]], parts[1::2], strict=True):
         if cell := cells[name]:
@@ -368,9 +312,7 @@ def _filled(parts: Sequence[str], cells: Mapping[str, Any]) -> str:
 
 
 def _nearest(path: Path) -> str:
-    """Returns the end of the error message of `open_sources` about a path that is not found, or of `_load_named` about
-    a data set: "; did you mean ...?" with the file or folder beside it whose name is nearest; that the folder does not
-    exist either; or ""."""
+    """ "; did you mean ...?" with the nearest name beside `path`, that its folder is missing, or ""."""
     try:
         near = difflib.get_close_matches(path.name, [one.name for one in path.parent.iterdir()], 1, 0.75)
     except OSError:
@@ -379,14 +321,12 @@ def _nearest(path: Path) -> str:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether `folder` was written by `save_to_disk` of the library `datasets`, whose files only that library reads.
-    `open_sources` loads such a folder by `_load_from_disk`, and takes any other for a folder of data files."""
+    """Whether `save_to_disk` of `datasets` wrote the folder."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _load_from_disk(folder: Path) -> object:
-    """Loads, for `open_sources`, the data set in a folder that `save_to_disk` of the library `datasets` wrote; if it
-    was saved with its splits, the one named `train`. Raises ValueError if none of the splits has that name."""
+    """The data set in a folder of `save_to_disk`, or its split `train`. Raises ValueError without one."""
     from datasets import DatasetDict, load_from_disk
 
     dataset = load_from_disk(str(folder))
@@ -400,9 +340,7 @@ def _load_from_disk(folder: Path) -> object:
 
 
 def _load_named(name: str, streaming: bool) -> Any:
-    """Loads, for `open_sources`, the data set `name`, `name:config` or `name:config:split`, from the hub or a local
-    cache; without them, its default config and the split "train". streaming: whether its rows are read over the network
-    later instead of being downloaded now. Raises ValueError if it cannot be loaded."""
+    """The data set `name[:config[:split]]` from the hub or a local cache; the split is `train` by default."""
     from datasets import load_dataset
 
     path, config, split = [*name.split(":"), "", ""][:3]

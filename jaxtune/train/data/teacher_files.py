@@ -1,16 +1,14 @@
-"""Files with a teacher's log-probabilities that another program wrote (objective.teacher_logprobs).
+"""Files with a teacher's log-probabilities from another program (objective.teacher_logprobs).
 
-A row of the file (JSONL, JSON or Parquet; or a folder of such files) is a document:
+A row (JSONL, JSON, Parquet, or a folder of such files) is a document:
 
-- `input_ids`: its token ids, as the run makes them (`prompt_token_ids` is read too);
-- `top_ids` and `top_logprobs`: for each of these tokens, the most probable tokens at its place, given the tokens before
-  it, and their natural logarithms of probabilities; null or an empty list for the first token, and for tokens that are
-  not trained on;
-- or, in place of both, `prompt_logprobs`: for each token null or {token id: {"logprob": number}}, as vLLM writes it.
+- `input_ids` (or `prompt_token_ids`): token ids as the run makes them;
+- `top_ids` and `top_logprobs`: for each token the most probable ones at its place, given the tokens before, and their
+  log-probabilities in nats; null or [] for the first token and untrained ones;
+- or `prompt_logprobs` as vLLM writes it: for each token null or {token id: {"logprob": number}}.
 
-Rows may be in any order, and more than needed. They are found by their token ids; if the run cuts documents at a row's
-length, the ids behind it do not count. Of rows with the same ids the first is used. `open_file` opens such a file and
-returns a `TeacherFile`, which reads the values for `objectives.stored_teachers`.
+Rows may be in any order, and more than needed. They are found by token ids up to the length at which the run cuts
+documents; of equal ones the first counts.
 """
 
 from __future__ import annotations
@@ -34,23 +32,20 @@ _SLACK = 1e-3  # by how much probabilities may add up to more than 1, because th
 
 @dataclasses.dataclass(frozen=True)
 class TeacherFile:
-    """A file with a teacher's log-probabilities, which `open_file` has read once. `require_all` reads it again when the
-    run's rows are known, and `read` before the first step or evaluation, unless the values are stored from an earlier
-    run."""
+    """A file with a teacher's log-probabilities, read once for `digest` and `k`."""
 
     path: str
-    """The file or folder, as the config names it."""
+    """As the config names it."""
     sources: list[Source]
-    """Its files."""
     digest: str
-    """A hash of the content and the paths of the files, 32 hex digits: a run is not resumed with another file."""
+    """32 hex digits of content and paths; a run does not resume with another file."""
     k: int
-    """The most tokens that any distribution of the file has, by which the arrays for its values are made."""
+    """Most tokens of any distribution."""
 
     def require_all(self, values: TeacherValues, what: str) -> None:
-        """Raises ConfigError if a document with trained tokens is not in the file, so that a run does not find this out
-        later; whether each of these tokens has a distribution is checked by `read`. values: the documents, with the
-        places for their values. what: the key of their rows, such as data.train, for messages."""
+        """Raises ConfigError if a document with trained tokens is missing, before the run. what: the rows' key, such as
+        data.train.
+        """
         wanted = _wanted(values)
         for row in _rows(self.sources):
             wanted.pop(_key(_tokens(row), values.limit), None)
@@ -68,17 +63,10 @@ class TeacherFile:
         )
 
     def read(self, values: TeacherValues, vocab_size: int, into: np.ndarray) -> None:
-        """Reads the file's distributions for the trained tokens of the documents of `values`, all of which the file
-        has: `require_all` was called before. Documents without trained tokens are not looked for.
+        """Reads the distributions of all trained tokens; call `require_all` before. Raises ConfigError for a missing,
+        unreadable or invalid one.
 
-        Args:
-          values: the documents, and the places of their tokens.
-          vocab_size: the number of the model's token ids.
-          into: `[values.total]` of the dtype `TeacherValues.entry(k)`, filled in place, as `TeacherValues.stored` has
-            the values.
-        Raises:
-          ConfigError: a trained token has no distribution, or one that cannot be read, or what it has is none
-            (`_require_distributions` has the rules).
+          into: [values.total] of `TeacherValues.entry(k)`, filled in place.
         """
         wanted = _wanted(values)
         for row in _rows(self.sources):
@@ -92,11 +80,9 @@ class TeacherFile:
 
 
 def open_file(path: str, say: Callable[[str], None]) -> TeacherFile:
-    """Opens a file or folder, `path` (objective.teacher_logprobs), by `reading.open_sources`, and reads it: for its
-    digest, and to find out how many tokens its distributions have. `objectives.stored_teachers` calls it when a run is
-    set up. say: shows a line to the user. Raises ConfigError if it is not there, a row has no token ids or not an entry
-    for each, or no row has a distribution, and ValueError as `_rows`. The distributions themselves are checked only by
-    `TeacherFile.read`."""
+    """Opens and reads a file or folder. Raises ConfigError if it is missing, a row has no token ids or not an entry for
+    each, or none has a distribution; ValueError if it cannot be read. Distributions are checked by `TeacherFile.read`.
+    """
     try:
         sources = open_sources(path)
         digest = hashlib.blake2b(digest_size=16)
@@ -116,9 +102,9 @@ def open_file(path: str, say: Callable[[str], None]) -> TeacherFile:
 
 
 def _rows(sources: Sequence[Source]) -> Iterator[Row]:
-    """Yields the rows of all sources, in order: `open_file` and both methods of `TeacherFile` read the file by it.
-    Raises ConfigError for a row that cannot be read, and a plain ValueError for a file that cannot be read at all, such
-    as damaged Parquet."""
+    """Rows of all sources. Raises ConfigError for a bad row, ValueError for an unreadable file, such as damaged
+    Parquet.
+    """
     for source in sources:
         for row in source.read(0):
             if row.value is None:
@@ -127,22 +113,16 @@ def _rows(sources: Sequence[Source]) -> Iterator[Row]:
 
 
 def _bad(row: Row, reason: str) -> ConfigError:
-    """Returns the error, for the caller to raise, that names a row of the file by its file and line, and the
-    `reason`."""
     return ConfigError(f"{_KEY}: {row.file}:{row.number}: {reason}; {_FORMAT}")
 
 
 def _columns(row: Row) -> Mapping[str, object]:
-    """The columns by name of a row from `_rows`. They are never None, because `_rows` refuses a row that cannot be
-    read."""
     assert row.value is not None
     return row.value
 
 
 def _tokens(row: Row) -> np.ndarray:
-    """The token ids of a row, int32[n], from the column input_ids or else prompt_token_ids; a row is matched with a
-    document of the run by them. `open_file` calls it only to check every row. Raises ConfigError if it has none, or
-    they are not whole numbers."""
+    """int32[n]: a row's token ids. Raises ConfigError."""
     columns = _columns(row)
     name = next((name for name in ("input_ids", "prompt_token_ids") if columns.get(name) is not None), None)
     if name is None:
@@ -157,10 +137,9 @@ def _tokens(row: Row) -> np.ndarray:
 
 
 def _entries(row: Row) -> Sequence[Sequence[int] | Mapping[str, object] | None]:
-    """For each token of a row, its entry in top_ids (token ids) or else in prompt_logprobs ({token id as text:
-    log-probability, or a dict with it}), which is None or empty if the token has no distribution. Raises ConfigError if
-    there is neither column, or it is no list with as many such entries as the row has tokens. `open_file` counts the
-    tokens of the entries, and `_distributions` reads them."""
+    """For each token its entry in top_ids, or in prompt_logprobs as a mapping; None or empty without a distribution.
+    Raises ConfigError.
+    """
     columns = _columns(row)
     for name in ("top_ids", "prompt_logprobs"):
         found = columns.get(name)
@@ -174,10 +153,9 @@ def _entries(row: Row) -> Sequence[Sequence[int] | Mapping[str, object] | None]:
 
 
 def _distributions(row: Row, places: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The stored distributions of the tokens at the indices `places` of a row, which are trained on: (ids int32[n, k],
-    -1 in places that are not used; log-probabilities float32[n, k], 0 there). k: the most tokens of a distribution.
-    Raises ConfigError if one is missing or cannot be read; `TeacherFile.read` has `_require_distributions` check their
-    values, and then writes them into the run's array."""
+    """(ids int32[n, k], -1 where unused; log-probabilities float32[n, k], 0 there) of the trained tokens at `places`.
+    Raises ConfigError.
+    """
     entries = _entries(row)
     logs = _columns(row).get("top_logprobs")
     ids, log_probs = np.full((len(places), k), -1, np.int32), np.zeros((len(places), k), np.float32)
@@ -204,16 +182,8 @@ def _distributions(row: Row, places: list[int], k: int) -> tuple[np.ndarray, np.
 def _require_distributions(
     row: Row, places: list[int], ids: np.ndarray, log_probs: np.ndarray, vocab_size: int
 ) -> None:
-    """Raises ConfigError, with the index of the token, if a stored distribution is none: it has no token, a token id
-    twice, below -1 or not below `vocab_size`, a log-probability above 0 or not finite, or probabilities that add up to
-    more than 1 (rounding allowed, `_SLACK`). The id -1 is taken for a place that is not used, also if the file has it.
-    `TeacherFile.read` calls it for each row that it uses.
-
-    Args:
-      row: the row, for the message.
-      places: the indices of its tokens that have these distributions, for the message.
-      ids, log_probs: the distributions, `[len(places), k]`, as `_distributions` returns them.
-      vocab_size: the number of the model's token ids.
+    """Raises ConfigError for a distribution with no token, a repeated or invalid id, a log-probability above 0 or not
+    finite, or a sum above 1 (+ _SLACK). ids, log_probs: [len(places), k].
     """
     used, given = ids != -1, (ids != -1).sum(1)
     ordered = np.sort(np.where(used, ids, -1 - np.arange(ids.shape[1])), 1)
@@ -232,15 +202,12 @@ def _require_distributions(
 
 
 def _key(tokens: np.ndarray, limit: int | None) -> bytes:
-    """A hash of the first `limit` tokens of a document (None: of all), by which a row of the teacher's file is matched
-    with the documents of the run that have the same tokens."""
+    """A hash of a document's first `limit` tokens."""
     return hashlib.blake2b(np.ascontiguousarray(tokens[:limit], np.int32).tobytes(), digest_size=16).digest()
 
 
 def _wanted(values: TeacherValues) -> dict[bytes, list[int]]:
-    """Returns {hash of a document's first `values.limit` tokens (`_key`): the indices of the documents with this hash},
-    for all documents of `values` that have trained tokens. `TeacherFile.require_all` finds by it the documents that the
-    file lacks, and `read` those that a row's values are for."""
+    """{hash: indices of documents} of those with trained tokens."""
     found: dict[bytes, list[int]] = {}
     for index in np.flatnonzero(values.counts).tolist():
         found.setdefault(_key(values.documents[index].tokens, values.limit), []).append(index)

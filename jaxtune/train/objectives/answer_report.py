@@ -1,5 +1,4 @@
-"""What a run that learns from rewards says about a generation of answers (those that are sampled at once): metrics for
-the log (`measured`), a sample and warnings for the screen (`screen_lines`). `rollouts.SampledAnswers` calls it."""
+"""What a run that learns from rewards says about a generation: metrics, samples and warnings."""
 
 from __future__ import annotations
 
@@ -21,19 +20,11 @@ _CUT_OFF, _EQUAL = 0.5, 0.8  # shares of answers cut off, and of groups with equ
 def measured(
     answers: Sequence[Answer], table: np.ndarray, rewards: RewardFunctions, settings: Settings
 ) -> dict[str, float]:
-    """The metrics of a generation (the answers that are sampled at once), {TRL's name: value}: the mean and the
-    standard deviation of the weighted sums of rewards ("reward", "reward_std") and of the rewards of each function
-    ("rewards/NAME/mean", "/std"), of those that are not missing, 0 where there are none or too few; the share of groups
-    in which all weighted sums are equal or at most one is not missing ("frac_reward_zero_std"); and the mean, smallest
-    and largest length and the share of answers that were cut off ("completions/..."). Lengths count the tokens that
-    were sampled. `rollouts.SampledAnswers` adds them to the metrics of the step before which the answers were sampled;
-    nothing is trained by them.
+    """Metrics of a generation by TRL's names. Missing rewards do not count; a mean or deviation of too few is 0;
+    lengths are of sampled tokens.
 
-    Args:
-      answers: the answers, those to the same prompt one after another.
-      table: float64[answers, functions], the rewards, NaN where a function does not apply.
-      rewards: the reward functions, which give the names and weights of the columns of `table`.
-      settings: how answers were sampled; num_generations is the number of answers to a prompt.
+      answers: those to one prompt consecutive.
+      table: float64[answers, functions], NaN where a function does not apply.
     """
     lengths = np.array([answer.length for answer in answers])
     cut = np.array([answer.finish_reason == "length" for answer in answers])
@@ -59,17 +50,10 @@ def measured(
 def screen_lines(
     sampled: Sampled, table: np.ndarray, answers: Sequence[Answer], rewards: RewardFunctions, settings: Settings
 ) -> list[str]:
-    """Lines for the screen about a generation of answers: the one with the largest reward (the first one if no answer
-    has a reward), and warnings if more than half are cut off, or if in more than 80% of groups (the answers to one
-    prompt) the weighted sums of rewards are equal or missing, which teaches little or nothing. A run
-    shows them in every tenth generation.
+    """A sample of largest reward, and warnings if over half of the answers are cut off or over 80 % of groups have
+    equal rewards.
 
-    Args:
-      sampled: the prompts and answers as reward functions got them.
-      table: float64[answers, functions], the rewards, NaN where a function does not apply.
-      answers: the same answers as tokens, in the same order.
-      rewards: the reward functions, whose weights add up the columns of `table`.
-      settings: how answers were sampled.
+      table: float64[answers, functions], NaN where a function does not apply.
     """
     total = total_rewards(table, np.array(rewards.weights))
     best = int(np.nanargmax(np.where(np.isnan(total), -np.inf, total)))
@@ -101,15 +85,11 @@ def recorded(
     rewards: RewardFunctions,
     extra: Mapping[str, Sequence[object]],
 ) -> list[Rollout]:
-    """The answers of a generation as the lines of rollouts.jsonl (display/rollouts.py); NaN stands for no reward.
+    """A generation as lines of rollouts.jsonl; NaN is no reward.
 
-    Args:
-      step: the first step, from 1, that trains on them.
-      sampled: the prompts and answers as reward functions got them.
-      table: float64[answers, functions], the rewards.
-      answers: the same answers as tokens, with their advantages.
-      rewards: the reward functions.
-      extra: {column: a value for each answer}, which the functions logged.
+    step: from 1, the first that trains on them.
+    table: float64[answers, functions].
+    extra: {column: a value for each answer}, logged by functions.
     """
     total = total_rewards(table, np.array(rewards.weights))
     rows = [
@@ -132,8 +112,7 @@ def recorded(
 
 
 def masked_lines(line: Mapping[str, float]) -> list[str]:
-    """Warnings for the screen if the metrics of a step, a line of metrics.jsonl, say that more than half of the answers
-    have no part in the loss. The names are those of policy.py."""
+    """Warnings if, by a step's metrics, over half of the answers have no part in the loss."""
     masked, zero = (line.get(name, 0.0) for name in ("completions/masked_ratio", f"{_RATIO}/zero"))
     found = []
     if masked > _LEFT_OUT:
@@ -151,8 +130,7 @@ def masked_lines(line: Mapping[str, float]) -> list[str]:
 
 
 def _line(value: Turns) -> str:
-    """`value`, a prompt or an answer, as text on one line, for the screen; a longer one is cut after 160 characters,
-    and "..." is added. Of a list of messages only the content of the last one is shown."""
+    """A prompt or answer (of messages the last) on one line, cut at 160 characters."""
     text = value if isinstance(value, str) else value[-1].get("content", "")
     text = " ".join(str(text).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

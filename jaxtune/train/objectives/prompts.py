@@ -1,8 +1,4 @@
-"""Reads the prompts of data rows for runs that sample answers (`read_prompts`), and makes the batch source of a run
-that learns from rewards (GRPO, RLOO) from them and from the functions of the user's code, its `OwnParts`
-(`sampled_answers`). `read_each` and `prompt_of` serve other readers of prompts, such as on-policy distillation, and
-evaluations by generated answers read their questions by `read_prompts` too. `_answering` makes
-what samples the answers of a run, and `completions_of` what reward functions get of them."""
+"""Reads prompts of data rows, and makes the batch source of runs that learn from rewards (GRPO, RLOO)."""
 
 from __future__ import annotations
 
@@ -51,28 +47,16 @@ def read_prompts(
     tools: Tools | None = None,
     cut: bool = False,
 ) -> list[Prompt]:
-    """Reads and tokenises the prompts of data rows.
+    """Reads and tokenises prompts: a row's `prompt`, text or messages, as in TRL. Rows for fine-tuning serve too: what
+    comes before the last answer, which becomes the column `answer` unless there is one.
 
-    A row has a `prompt`, text or messages, as TRL's rows have. Rows for supervised fine-tuning serve too: the prompt is
-    what comes before the last answer, which becomes the column `answer` unless the row has one (`prompt_of` says which
-    answers do).
+    Raises ConfigError without a usable prompt, for a bad or too long one (unless on_bad_row is "skip"), or for an
+    unknown environment in the column `environment`; ValueError if there is no such file.
 
-    Args:
-      rows: a path, a data set's name, or a list of dicts.
-      tokenizer: a fast Hugging Face tokenizer.
-      data: the options of reading rows; only its template, columns, max_rows (the most prompts; None: all) and
-        on_bad_row have an effect.
-      most_tokens: the most tokens that a prompt may have.
-      key: the config key that names the rows, for errors.
-      beside: words for the error about a prompt that is too long, which reads "beside {beside} room for N": what takes
-        the other tokens of a row, and which option limits both.
-      tools: the tools that the chat template describes in the prompts; None: there are none.
-      cut: whether a longer prompt loses its first tokens, which a line says, instead of being an error.
-    Raises:
-      ConfigError: no row has a prompt that can be used; or a row cannot be read or its prompt is too long, unless
-        data.on_bad_row is "skip", which leaves such rows out. The message names the row's file and line. Also, in any
-        case, if a row's column `environment` names none of the environments in `tools`.
-      ValueError: there is no such file or data set.
+      data: its template, columns, max_rows (most prompts) and on_bad_row count.
+      key: the rows' config key, for errors.
+      beside: words for "beside {beside} room for N": what takes a row's other tokens.
+      cut: a longer prompt loses its first tokens, with a line.
     """
     encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
     if not cut or most_tokens < 1:
@@ -84,20 +68,11 @@ def read_prompts(
 
 
 def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object]], T]) -> list[T]:
-    """Reads data rows, converts each by `make`, and returns the results in order. `read_prompts` and on-policy
-    distillation read their rows by it.
+    """Converts each data row by `make`, in order; RowError leaves a row out or stops (on_bad_row).
 
-    Args:
-      rows: a path, a data set's name, or a list of dicts.
-      data: the options of reading rows; only its columns, max_rows (the most results; None: all) and on_bad_row have an
-        effect.
-      key: the config key that names the rows, for errors.
-      make: a function that gets a row, {column: value}, and returns its result, or raises RowError if it cannot be
-        used. Other exceptions of it are passed on.
-    Raises:
-      ConfigError: no row can be used; or one cannot, unless data.on_bad_row is "skip", which leaves such rows out. The
-        message names the row's file and line.
-      ValueError: there is no such file or data set.
+    Raises ConfigError if none or, unless "skip", one is unusable; ValueError if there is no such file.
+
+      data: its columns, max_rows (most results) and on_bad_row count.
     """
     found: list[T] = []
     left_out: list[str] = []
@@ -135,26 +110,15 @@ def sampled_answers(
     positions: int,
     own: OwnParts | None = None,
 ) -> SampledAnswers:
-    """Makes the batch source of a run that learns from rewards: reads the prompts, and combines them with what samples
-    the answers and what rewards them. Rewards are those of `own.rewards`, and those that the environments in
-    `own.tools` give by `get_reward`; without `own.rewards` and `own.tools`, the column `reward` that the rollout
-    function returns.
+    """The batch source of a run that learns from rewards. They are `own.rewards`, then those of environments'
+    `get_reward`; without both, the rollout function's column `reward`.
 
-    Args:
-      objective: GRPO or RLOO.
-      rows: the rows with prompts: a path, a data set's name, or a list of dicts.
-      tokenizer: a fast Hugging Face tokenizer.
-      config: the config of the run.
-      ends: the token ids that end an answer.
-      positions: the most tokens of a prompt and its answer that the model allows.
-      own: the reward functions, tools with environments, rollout function and function for a reference's
-        log-probabilities that a Python script gives; None: those that the section config.objective names
-        (`OwnParts.named`), which are without the last. The Trainer gives None; only the trainers with TRL's interface
-        (compat/rewarded.py) give them.
-    Raises:
-      ConfigError: a row or a function cannot be used, the lengths in the config leave no room for prompt and answer, or
-        config.rows_per_step, the answers of a step, is no multiple of num_generations.
-      ValueError: there is no such file or data set.
+    Raises ConfigError if a row or function cannot be used, lengths leave no room, or rows_per_step is no multiple of
+    num_generations; ValueError if there is no such file.
+
+      ends: token ids that end an answer.
+      positions: most tokens of prompt and answer that the model allows.
+      own: a script's functions; None: those that the config names.
     """
     data, settings = config.data, objective.settings
     own = OwnParts.named(config.objective) if own is None else own
@@ -193,9 +157,9 @@ def sampled_answers(
 
 
 def rows_multiple(config: TrainConfig) -> int:
-    """The number that the packed rows of a step must be a multiple of, so that each device has equally many in each
-    micro-batch: the devices of `config.mesh`, whose size -1 is what the other leaves of all, times the micro-batches.
-    It is 1 without config.mesh, because the run then chooses a mesh that divides the rows."""
+    """What a step's packed rows are a multiple of: the mesh's devices times the micro-batches; 1 without config.mesh,
+    as the run chooses one that divides them.
+    """
     if config.mesh is None:
         return 1
     return partition.make_mesh(*config.mesh.sizes).size * (config.micro_batches or 1)
@@ -203,37 +167,29 @@ def rows_multiple(config: TrainConfig) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class OwnParts:
-    """The functions of the user's code that a run with sampled answers (GRPO, RLOO) calls. A recipe names them, or a
-    Python script gives them; `sampled_answers` makes the run's batch source with them."""
+    """The user's functions of a run with sampled answers, from a recipe or a script."""
 
     rewards: RewardFunctions | None = None
-    """The reward functions of the user, without those of environments; None if there are none."""
+    """Without those of environments."""
     reward_weights: Sequence[float] | None = None
-    """A weight for each of `rewards`, then for each class of environments with a reward (which may be left out: 1)."""
+    """For each of `rewards`, then of environments with a reward (may be left out: 1)."""
     reward_options: RewardOptions = dataclasses.field(default_factory=lambda: RewardOptions())
-    """The fields timeout_seconds, errors, ... of RewardFunctions, for rewards that only environments or the rollout
-    function give."""
+    """Of RewardFunctions, if only environments or the rollout function reward."""
     tools: Tools | None = None
-    """The tools that the model may call, and environments, whose methods are tools; None if the model calls none."""
     rollout: RolloutFunc | None = None
-    """A function that samples the answers in its own way (rollout_function.py); None: the run samples them itself."""
+    """Samples the answers (rollout_function.py); None: the run does."""
     most_iterations: int | None = None
-    """The most turns of an answer in which tools are called; None is no limit."""
+    """Most turns with calls; None: no limit."""
     chooses_length: bool = False
-    """Whether data.length only limits a prompt with its answer, and the length of packed rows is chosen."""
+    """Whether data.length is only a limit, and packed rows' length is chosen."""
     longest_prompt: int | None = None
-    """Prompts of more tokens lose their first ones; None: one that leaves no room for an answer is an error."""
+    """Longer prompts lose their first tokens; None: an error."""
     reference: Score | None = None
-    """A function that computes log-probabilities under a reference model of the script's (rollouts.Score). None: the
-    reference, if one is needed, is the model with its adapter off."""
+    """Log-probabilities under a script's reference; None: the model with its adapter off."""
 
     @classmethod
     def named(cls, wanted: ObjectiveConfig) -> OwnParts:
-        """Loads the functions that a config names: those of the user's code, file.py:name, by running these files, and
-        ready reward functions by their names. Reward functions of both kinds are loaded by `load_function`, tools,
-        environments and the rollout function by `load_from_file`. wanted: the config's section `objective`. The field
-        `reference` of the result is None. `sampled_answers` calls it if no OwnParts were given. Raises ConfigError if a
-        function cannot be loaded."""
+        """Loads the functions that a config names, by running their files. Raises ConfigError."""
         options = RewardOptions(timeout_seconds=wanted.reward_timeout, errors=wanted.reward_errors or "stop")
         rewards = None
         if wanted.reward_funcs:
@@ -253,8 +209,7 @@ class OwnParts:
         return cls(rewards, wanted.reward_weights, options, tools, rollout, wanted.max_tool_calling_iterations)
 
     def all_rewards(self) -> RewardFunctions:
-        """The reward functions of the run: `rewards`, then those of environments; or, without both, the column `reward`
-        of the rollout function. ConfigError: there are none, or another number of weights."""
+        """All reward functions of the run. Raises ConfigError if there are none, or another number of weights."""
         rewards, own = self.rewards, 0 if self.rewards is None else len(self.rewards.functions)
         if self.tools is not None:
             rewards = self.tools.rewards(rewards, **self.reward_options)
@@ -271,18 +226,8 @@ def _answering(
     ends: Sequence[int],
     length: int,
 ) -> Answering:
-    """Makes what samples the answers of a run that learns from rewards: a RolloutFunction if the user's code has one,
-    ToolTurns if it has tools, else OneTurn. `sampled_answers` gives it to SampledAnswers.
-
-    Args:
-      own: the functions of the user's code.
-      settings: how answers are sampled.
-      tokenizer: a fast Hugging Face tokenizer.
-      config: the config of the run, for its chat template.
-      ends: the token ids that end an answer.
-      length: the most tokens of a prompt with its answer.
-    Raises:
-      ConfigError: there are tools, and the chat template cannot write their calls or answers.
+    """A RolloutFunction, ToolTurns, or OneTurn, by the user's functions. Raises ConfigError if the template cannot
+    write calls. length: most tokens of prompt and answer.
     """
     encoder = RowEncoder(tokenizer, template=config.data.trained_template, today=config.data.today)
     completions = completions_of(tokenizer, config.data.trained_template)
@@ -290,7 +235,6 @@ def _answering(
     if own.rollout is not None:
 
         def encoded(prompt: Turns) -> tuple[int, ...]:
-            """The token ids of `prompt`, text or messages, up to where the answer begins, for a rollout function."""
             text = prompt if isinstance(prompt, str) else None
             messages = [{"role": "user", "content": text}] if isinstance(prompt, str) else read_messages(prompt)
             example = Example(prompt=text, messages=messages)
@@ -302,8 +246,6 @@ def _answering(
     tools = own.tools
 
     def with_tools(messages: Sequence[Message], columns: Mapping[str, object]) -> tuple[int, ...]:
-        """The token ids of the prompt `messages` with the schemas of the tools of a data row, whose other columns are
-        `columns`."""
         example = Example(messages=read_messages(messages), tools=tools.schemas(columns) or None)
         return tuple(map(int, encoder.encode_prompt(example)))
 
@@ -312,7 +254,7 @@ def _answering(
 
 
 def completions_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Completions:
-    """What reward functions get of answers to prompts in a chat template, as data.template names it."""
+    """What reward functions get of answers in a chat template, as data.template names it."""
     try:
         reader = AnswerReader(tokenizer, resolve_template(tokenizer, template))
     except SetupError:  # prompts are text alone
@@ -325,21 +267,13 @@ def completions_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> 
 def prompt_of(
     value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str, tools: Tools | None = None
 ) -> Prompt:
-    """The prompt of a data row, tokenised as in training, with the row's columns other than prompt, messages and
-    conversations. If the row has an answer too, that becomes the column `answer`, unless there is one: the last message
-    if it is the assistant's, or the row's completion, of which, if it is messages, the last one counts. `read_prompts`
-    calls it for each row, and on-policy distillation does so only for the tokens of the prompt.
+    """A row's prompt, tokenised as in training, with its columns but prompt, messages and conversations. An answer (a
+    last assistant message, or the completion) becomes the column `answer` unless there is one.
 
-    Args:
-      value: the row, {column: value}.
-      encoder: tokenises with the chat template of the run.
-      most_tokens: the most tokens that the prompt may have.
-      beside: words for the error about a prompt that is too long, which reads "beside {beside} room for N".
-      tools: the tools that the chat template describes in the prompt, or None.
-    Raises:
-      RowError: the row has no prompt, or it is empty, too long or no valid Unicode; the row has an image, video or
-        audio column; or there are tools and the prompt is a text, in which the template cannot describe them.
-      ConfigError: the row's column `environment` names none of the run's environments.
+    Raises RowError for a missing, empty, too long or invalid prompt, media columns, or a text with tools, which a
+    template cannot describe there; ConfigError for an unknown environment.
+
+      beside: words for "beside {beside} room for N".
     """
     refuse_media(value)
     try:
@@ -385,15 +319,13 @@ def prompt_of(
 
 
 def _is_answer(completion: object) -> bool:
-    """Whether a column `completion`, beside a prompt of messages, is an answer in a form of fine-tuning data: a text, a
-    turn or a list of turns. Any other value is only a column for reward functions. `prompt_of` calls it to tell whether
-    the row is one of fine-tuning data."""
+    """Whether a completion beside a prompt of messages is an answer, a text or turns, and no column for reward
+    functions.
+    """
     turns = completion if isinstance(completion, list) else [completion]
     return bool(turns) and (isinstance(completion, str) or all(isinstance(turn, Mapping) for turn in turns))
 
 
 def _answered(value: Mapping[str, object]) -> bool:
-    """Whether the data row `value`, {column: value}, has a column `completion` or `response` (even if it is None), as
-    rows for supervised fine-tuning do. `prompt_of` calls it for rows whose prompt is a text: one with such a column is
-    read as a row for supervised fine-tuning, and its completion becomes the column ANSWER."""
+    """Whether a row with a text prompt has completion or response, even None, as fine-tuning rows do."""
     return any(name in value for name in ("completion", "response"))
