@@ -22,8 +22,6 @@ _TAIL = 64  # tokens of a prompt's end, in which an answer may have opening
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A parsed answer."""
-
     content: str
     reasoning: str = ""
     """The thoughts before the answer, or ""."""
@@ -41,7 +39,6 @@ class Answer:
 
     @property
     def shown(self) -> str:
-        """Thoughts and text, for a screen."""
         return f"{self.reasoning}\n\n{self.content}" if self.reasoning else self.content
 
 
@@ -119,7 +116,6 @@ class AnswerReader:
         return bool(marks) and set(marks) <= self._thought_marks.keys()
 
     def _special(self) -> tuple[dict[str, int], dict[str, int]]:
-        """{mark: id} of the special tokens that mark thoughts, and that mark calls."""
         by_text = {str(self._tokenizer.convert_ids_to_tokens(token)): token for token in self._specials}
         thoughts, form = self._thoughts, self.form
         of_thoughts = _CHANNEL_MARKS if self._channels else ()
@@ -177,7 +173,6 @@ class AnswerReader:
         return self.read_text(self.text(ids, ends, schemas is not None), schemas, opening)
 
     def read_text(self, text: str, schemas: Schemas | None = None, opening: str = "") -> Answer:
-        """The answer of a text with the family's marks."""
         stream = self.stream(schemas, opening)
         pieces = [*stream.add(text), *stream.end()]
         thoughts, content = ("".join(text for kind, text in pieces if kind == name) for name in ("thought", "content"))
@@ -321,7 +316,6 @@ class _Tags(AnswerStream):
         return [one.opens for one in (self._thoughts, self._form) if one is not None]
 
     def _enter(self, mark: str) -> None:
-        """Enters the thought or call that `mark` opens."""
         if mark and self._thoughts is not None and mark == self._thoughts.opens:
             self._think(self._thoughts.title)
         elif mark and self._form is not None and mark == self._form.opens:

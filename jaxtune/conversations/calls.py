@@ -23,7 +23,6 @@ class Call:
 
     @property
     def message(self) -> Arguments:
-        """An entry of a message's `tool_calls`."""
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -46,7 +45,6 @@ class CallForm:
 
 
 def schemas_of(tools: object) -> Arguments:
-    """{tool's name: JSON schema of its parameters}."""
     schemas: Arguments = {}
     for tool in tools if isinstance(tools, list | tuple) else ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -126,7 +124,6 @@ def allows_text(schema: object, root: object = None) -> bool:
 
 
 def _referred(root: object, reference: str) -> object:
-    """The target of a reference such as "#/$defs/Name"; {} if missing."""
     for key in reference.removeprefix("#").strip("/").split("/"):
         root = root.get(key, {}) if isinstance(root, Mapping) else {}
     return {} if isinstance(root, Mapping) and "$ref" in root else root

@@ -13,8 +13,8 @@ _WORD = "\ue000x\ue001"  # a text that no template writes
 
 
 def turn_ends(tokenizer: Tokenizer) -> list[int]:
-    """The ids of the special tokens with which the chat template ends an answer or a call of tools; [] if there are
-    none or it refuses a short conversation.
+    """The special tokens with which the chat template ends an answer or a call of tools; [] if it refuses a short
+    conversation.
     """
     ends = []
     for tools in (None, True):

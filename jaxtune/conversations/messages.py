@@ -155,7 +155,6 @@ def with_system(messages: list[Message], system: str) -> list[Message]:
 
 
 def unknown_keys(messages: Iterable[Mapping[str, object]]) -> list[str]:
-    """Names of keys that only a template may read."""
     return list(dict.fromkeys(key for message in messages for key in message if key not in _READ))
 
 
@@ -231,12 +230,10 @@ def _refuse_printed(text: str, looks: Callable[[object], bool]) -> None:
 
 
 def _looks_written(value: object) -> bool:
-    """Whether an object is a turn, a call or a schema."""
     return _is_turn(value) or (isinstance(value, Mapping) and ("name" in value or "function" in value))
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """JSON's pairs as a dict; raises for a repeated key."""
     names = [name for name, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConversationError(f"an object has the key {twice!r} twice")
@@ -244,7 +241,6 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _loaded(text: str, why: str, *path: int | str) -> object:
-    """The value of JSON text; `why` begins the error."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except ConversationError as error:
@@ -325,7 +321,6 @@ def _message(turn: object) -> Message:
 
 
 def _within[T](key: str | None, read: Callable[..., T], *values: object) -> T:
-    """What `read` returns; its errors name the key."""
     try:
         return read(*values)
     except ConversationError as error:
@@ -476,7 +471,6 @@ def _is_entry(item: object) -> bool:
 
 
 def _schema(tool: object, column: str, index: int) -> Message:
-    """A tool's schema in OpenAI's form."""
     if isinstance(tool, str):
         tool = _loaded(tool, "a tool is not JSON", column, index)
     if not isinstance(tool, Mapping):
@@ -599,7 +593,6 @@ def _continues(before: Message, message: Message) -> bool:
 
 
 def _one(run: list[Message]) -> Message:
-    """The assistant's consecutive turns as one message."""
     merged: Message = {"role": "assistant", "content": ""}
     spans: list[Message] = []
     marks = [message.get("train", True) for message in run]

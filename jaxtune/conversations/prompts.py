@@ -26,17 +26,16 @@ def prompt_tokens(
     begins_answer: bool = True,
     continues: bool = False,
 ) -> list[int]:
-    """The token ids with which a model is asked: BOS once if the tokenizer adds one, no EOS. Special tokens' texts in
-    tool results stay text.
+    """The token ids with which a model is asked: BOS once if the tokenizer adds one, no EOS. Special tokens in tool
+    results stay text.
 
     Raises TemplateError if there is no template, it refuses the messages, or the text is not valid Unicode.
 
       prompt: a text, taken as it is, or messages.
-      template: Jinja text; None is the tokenizer's own, of several the one for `tools`.
-      tools: schemas of the tools.
-      arguments: further variables of the template, such as {"enable_thinking": False}.
-      begins_answer: messages end with the beginning of an answer.
-      continues: the last message is continued, and no answer begins.
+      template: Jinja text; None: the tokenizer's own, of several the one for `tools`.
+      arguments: further variables, such as {"enable_thinking": False}.
+      begins_answer: end with the beginning of an answer.
+      continues: the last message is continued; no answer begins.
     """
     text, cuts = (prompt, []) if isinstance(prompt, str) else ("", [])
     if not isinstance(prompt, str):

@@ -159,7 +159,6 @@ def _at_line_start(template: str) -> str:
 
 
 def _tried(tokenizer: Tokenizer, template: str) -> str | None:
-    """A short conversation in the template; None if it refuses all probes."""
     for messages in _PROBES:
         try:
             return render(tokenizer, template, messages)

@@ -1,8 +1,7 @@
 """Tokenises texts with the position of each token, in time linear in their length.
 
-Longer texts than a window (65,536 characters) go window by window. Neighbours overlap and are joined at a token that
-both have at the same position, near the overlap's middle; the tokens equal those of the whole text. Exception: in
-repeated text longer than the overlap tokens may begin at another character of the repeated unit.
+A longer text than a window (65,536 characters) goes window by window. Neighbours overlap and are joined at a common
+token near the overlap's middle, so tokens equal those of the whole text, but for repeated text longer than the overlap.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Tokens:
 
     @classmethod
     def joined(cls, parts: list[Tokens]) -> Tokens:
-        """The tokens of consecutive pieces, whose positions are in the whole text; `cut` of the last."""
+        """The tokens of consecutive pieces with positions in the whole text."""
         fields = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "starts", "ends"))
         return cls(*fields, cut=parts[-1].cut)
 
@@ -81,18 +80,16 @@ def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = No
     """The tokens of each text, without special tokens around it.
 
     tokenizer: a fast Hugging Face tokenizer.
-    max_tokens: a text of several windows stops after the window that reaches this number, with `cut` True if text is
-    left.
+    max_tokens: a longer text stops after the window that reaches it, with `cut` True if text is left.
     """
     short = iter(_at_once(tokenizer, [text for text in texts if len(text) <= WINDOW]))
     return [next(short) if len(text) <= WINDOW else _in_windows(tokenizer, text, max_tokens) for text in texts]
 
 
 def tokenize_pieces(tokenizer: Tokenizer, text: str, cuts: Sequence[int], max_tokens: int | None = None) -> Tokens:
-    """The tokens of a text, none across a position in `cuts` (ascending character indices that begin pieces).
+    """The tokens of a text, none across a position in `cuts` (ascending character indices).
 
-    tokenizer: a fast Hugging Face tokenizer.
-    max_tokens: stops after the piece that reaches this number, with `cut` True if text is left.
+    max_tokens: stops after the piece that reaches it, with `cut` True if text is left.
     """
     pieces, count = [], 0
     for low, high in itertools.pairwise([0, *cuts, len(text)]):
@@ -146,10 +143,8 @@ def _at_once(tokenizer: Tokenizer, texts: list[str]) -> list[Tokens]:
 
 
 def _in_windows(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> Tokens:
-    """The tokens of a text longer than WINDOW. max_tokens: as `tokenize`."""
 
     def window(low: int) -> Tokens:
-        """The tokens of the window at character `low`, with positions in the whole text."""
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]
         return tokens.part(0, len(tokens), low)
 
@@ -173,11 +168,9 @@ def _in_windows(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> Toke
 
 
 def _seam(before: Tokens, after: Tokens, low: int, high: int) -> tuple[int, int | None]:
-    """(Index in `before`, index in `after`) of their common token (id and position) nearest to the middle of the
-    overlap, characters low to high - 1.
-
-    Without one: the index of the first token of `before` at or after the middle, and None; the next window is then
-    tokenised anew from there.
+    """(Index in `before`, index in `after`) of the common token nearest to the middle of the overlap, characters low to
+    high - 1. Without one: the first token of `before` from the middle on, and None; the next window is then made anew
+    from there.
     """
     middle = (low + high) // 2
     places = np.intersect1d(before.starts[before.starts >= low], after.starts[after.starts < high])

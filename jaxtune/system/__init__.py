@@ -1,1 +1,1 @@
-"""Basics that every package may import: files, the terminal, signals, runs of several processes, private JAX."""
+"""Basics that every package may import: files, the terminal, signals, runs of several processes."""

@@ -29,15 +29,14 @@ _START_ONLY = 2  # SYNC_FILE_RANGE_WRITE: writes what is not on its way yet, and
 
 
 def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, durable: bool = True) -> None:
-    """Writes a file so that a reader, also after a crash or on a full disk, finds the whole old or the whole new
-    content.
+    """Writes a file so that readers, also after a crash or on a full disk, find the whole old or the whole new content.
 
-    Raises OSError; the old content is then untouched, unless only the folder's flush failed.
+    Raises OSError; the old content is then untouched, unless only the folder's flush failed. A symbolic link is
+    replaced.
 
-      path: a symbolic link is replaced, not followed.
       mode: permissions, less the umask.
       durable: wait until data and name are on disk. Without, a power failure may leave an incomplete file: for files
-      that are verified when read, or flushed with their folder later.
+      that are verified when read, or flushed with their folder.
     """
     path = Path(path)
     data = data.encode() if isinstance(data, str) else data
@@ -60,18 +59,14 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
 
 
 def temporary_path(path: str | os.PathLike) -> Path:
-    """A new hidden path beside `path` that `remove_temporary` recognises; nothing is created. Lock (`hold`) what you
-    create there, or use `create_temporary`.
-    """
+    """A new hidden path beside `path` for `remove_temporary`, not created. Lock (`hold`) what you create there."""
     path = Path(path)
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def create_temporary(path: str | os.PathLike, mode: int = 0o666) -> tuple[Path, int]:
-    """Creates and locks an empty temporary file beside `path`; (its path, descriptor for reading and writing).
-
-    The caller writes it, renames it to `path` and then closes the descriptor, which ends the lock. Raises OSError.
-    mode: permissions, less the umask.
+    """Creates and locks an empty temporary file beside `path`: (its path, read-write descriptor). Write it, rename it
+    to `path`, then close the descriptor, which ends the lock. Raises OSError.
     """
     while True:
         temporary = temporary_path(path)
@@ -83,8 +78,8 @@ def create_temporary(path: str | os.PathLike, mode: int = 0o666) -> tuple[Path, 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
-    """A context in which an OSError that names no file, as of write and flush, gets this file's name and its size in
-    the message: the user learns which disk is full.
+    """A context in which an OSError without a file name, as of write, gets this one and the size: the user learns which
+    disk is full.
     """
     try:
         yield
@@ -97,8 +92,8 @@ def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
 
 
 def hold(descriptor: int) -> bool:
-    """Locks an open file or folder (flock, exclusive) until the descriptor closes or the process ends, without waiting.
-    False if it is locked through another descriptor; True also on file systems without locks.
+    """Locks an open file or folder (flock) until the descriptor closes or the process ends. False if it is locked
+    elsewhere; does not wait. True also where there are no locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,8 +105,8 @@ def hold(descriptor: int) -> bool:
 
 
 def remove_left(path: Path) -> None:
-    """Removes a temporary file or folder that a killed process left; one that is locked (`hold`) stays. Without locks
-    on the file system everything goes. Errors are ignored; a symbolic link is removed itself.
+    """Removes a temporary file or folder unless a living process has locked it (`hold`). Errors are ignored; a symbolic
+    link is removed itself.
     """
     with contextlib.suppress(OSError):
         if path.is_symlink():
@@ -130,8 +125,8 @@ def remove_left(path: Path) -> None:
 
 
 def read_plain(path: str | os.PathLike) -> bytes:
-    """The content of a regular file; symbolic links are followed. Raises OSError for anything else: a named pipe or
-    device in a folder that others may write to could block a read forever.
+    """The content of a regular file. Raises OSError for anything else: where others may write, a pipe could block a
+    read forever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
@@ -144,9 +139,7 @@ _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 
 def remove_temporary(folder: str | os.PathLike) -> None:
-    """Removes the temporary files and folders (`temporary_path`) of killed processes in `folder`; those of living
-    processes are locked and stay.
-    """
+    """Removes temporary files and folders (`temporary_path`) of killed processes; those of living ones are locked."""
     for left in Path(folder).glob(".*.tmp"):
         if _TEMPORARY.fullmatch(left.name):
             remove_left(left)
@@ -162,9 +155,8 @@ def sync(path: str | os.PathLike) -> None:
 
 
 def start_flush(descriptor: int, at: int, size_bytes: int) -> None:
-    """Has the kernel begin to write `size_bytes` of a file from byte `at`, so that the final flush waits for little. It
-    may wait while the disk is busy. The final flush is still needed, and raises the disk's errors. Does nothing outside
-    Linux.
+    """Has the kernel begin to write bytes of a file, so that the final flush, which stays needed and raises errors, is
+    short. It may wait while the disk is busy. Linux only.
     """
     if _SYNC_FILE_RANGE is not None:
         _SYNC_FILE_RANGE(descriptor, at, size_bytes, _START_ONLY)
@@ -191,9 +183,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def require_makeable(key: str, value: str) -> None:
-    """Raises ValueError unless the folder `value` is writable or can be created; creates nothing. key: the setting's
-    name, for the message.
-    """
+    """Raises ValueError unless the folder `value` is writable or can be created. key: the setting's name."""
     wanted = Path(value).absolute()
     there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
     if not there.is_dir():

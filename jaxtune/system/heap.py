@@ -12,9 +12,9 @@ _depth = 0  # how many contexts have been entered and not left
 
 @contextlib.contextmanager
 def frozen_heap():
-    """A context whose garbage collections skip the objects that exist at its start. After compiling, several hundred
-    thousand live as long as the run, and a full collection in a step would visit each. Nothing happens in a nested
-    context, or if the caller has frozen objects.
+    """A context whose garbage collections skip objects that exist at its start: after compiling several hundred
+    thousand, which a full collection in a step would visit. Does nothing in a nested context, or if the caller has
+    frozen objects.
     """
     global _depth
     _depth += 1
@@ -35,8 +35,8 @@ def frozen_heap():
 
 @contextlib.contextmanager
 def uncollected():
-    """A context without garbage collection, which takes a fifth of the time of tracing and lowering and finds little
-    there (20 MB in a step of 48 layers).
+    """A context without garbage collection, which takes a fifth of tracing and lowering and finds little (20 MB for 48
+    layers).
     """
     enabled = gc.isenabled()
     gc.disable()

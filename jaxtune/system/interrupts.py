@@ -11,10 +11,8 @@ _AGAIN_SECONDS = 0.05
 
 
 def raise_dropped_interrupts() -> None:
-    """Repeats SIGINT 0.05 seconds after Python has dropped a KeyboardInterrupt.
-
-    Python drops and prints what is raised in a finaliser or a callback of the garbage collector; JAX registers one. A
-    command interrupted there would continue.
+    """Repeats SIGINT 0.05 s after Python dropped a KeyboardInterrupt, as it does in finalisers and callbacks of the
+    garbage collector (JAX has one): a command interrupted there would continue.
     """
     before = sys.unraisablehook
 

@@ -15,10 +15,8 @@ _SCRIPT = "jaxtune"
 
 
 def spelled(command: str) -> str:
-    """The command line of `command`, such as "generate FOLDER", as this user would type it.
-
-    The words of `jaxtune launch` win, if it started this process. `python -m jaxtune.train` serves `train` only; other
-    commands begin with `python -m jaxtune`.
+    """The command line of `command`, such as "generate FOLDER", as this user would type it; what started `jaxtune
+    launch` counts in its processes. `python -m jaxtune.train` serves `train` only.
     """
     name, _, rest = command.partition(" ")
     prefix = os.environ.get(VARIABLE) or prefix_of(sys.orig_argv)
@@ -30,13 +28,8 @@ def spelled(command: str) -> str:
 
 
 def prefix_of(original: list[str]) -> str:
-    """The words with which the user starts jaxtune: "PYTHON -m jaxtune", "PYTHON -m jaxtune.train", or the script
-    `jaxtune`.
-
-    The script of the environment is also the answer within a user's own script. Script and interpreter are named bare
-    if the shell finds them so, else by path.
-
-      original: `sys.orig_argv`.
+    """The words with which the user starts jaxtune: the script `jaxtune`, also in a user's own script, or "PYTHON -m
+    jaxtune" or "... -m jaxtune.train". Bare if the shell finds them so, else by path. original: `sys.orig_argv`.
     """
     for flag, module in itertools.pairwise(original):
         if flag == "-m" and module in ("jaxtune", "jaxtune.train", "jaxtune.cli"):

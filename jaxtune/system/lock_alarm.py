@@ -34,8 +34,8 @@ class _Times(ctypes.Structure):
 
 
 class LockAlarm:
-    """Writes a text to stderr unless `again` or `clear` comes in time: a POSIX timer that calls the C library's
-    `warnx`. Silent on systems without one.
+    """Writes a text to stderr unless `again` or `clear` comes in time, by a POSIX timer that calls the C library's
+    `warnx`; silent on other systems.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,6 @@ class LockAlarm:
         self._nanoseconds = 0
 
     def set(self, text: str, seconds: float) -> None:
-        """Starts or restarts the alarm."""
         if self._library is None and not self._make():
             return
         self._text.value = text.replace("%", "%%").encode("utf-8", "replace")[:1023]

@@ -1,7 +1,7 @@
-"""Addresses of this machine, and protection of its local servers from pages of other sites.
+"""Addresses of this machine, and protection of local servers from pages of other sites.
 
-A page in the browser can send requests to a loopback address, and its site's host name can be made to resolve there.
-Such requests carry the site's name in Host or Origin.
+A browser's page can send requests to a loopback address, also with its site's host name resolved there; they carry the
+site's name in Host or Origin.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 def refusal(host: str | None, origin: str | None) -> str | None:
-    """Why a server on a loopback address must not answer a request, in words for its sender; None if it may.
+    """Why a server on a loopback address must not answer a request, for its sender; None if it may.
 
     host: the header Host; None is refused.
     origin: the header Origin; None is accepted, as is this machine at any port.

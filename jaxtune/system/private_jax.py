@@ -1,12 +1,11 @@
-"""JAX's private names, all imported here (and in `private_mlir`), as any release of JAX may change them. Why each:
+"""JAX's private names, all imported here (and in `private_mlir`): any release may change them. Why each:
 
 ClusterEnv: the address of a cluster's first process.
-CacheInterface, compilation_cache: replacing the store of the persistent compilation cache.
-config: use_shardy_partitioner for one program; the public option sets it for the process.
-distributed: global_state; public functions start the backend, which must come after joining.
-fused_attention_stablehlo: cuDNN attention with windows in packed rows and with softmax statistics, which
-jax.nn.dot_product_attention lacks.
-lib: cuda_versions, the versions of the loaded CUDA libraries.
+CacheInterface, compilation_cache: replacing the store of compiled programs.
+config: use_shardy_partitioner for one program, not the process.
+distributed: global_state; public functions start the backend, before joining.
+fused_attention_stablehlo: cuDNN attention with windows in packed rows and statistics for a backward pass.
+lib: cuda_versions, of the loaded CUDA libraries.
 """
 
 from jax._src import compilation_cache as compilation_cache

@@ -1,6 +1,5 @@
-"""MLIR's Python bindings, private to jaxlib, for instructions that Pallas lacks, such as a byte permutation.
-
-Apart from `private_jax`, because importing them takes a quarter of a second and only kernels need them.
+"""MLIR's Python bindings, private to jaxlib, for instructions that Pallas lacks. The import takes a quarter of a
+second.
 """
 
 from jaxlib.mlir import ir as ir

@@ -1,13 +1,13 @@
 """Runs of several processes: joining, agreeing on what each sees alone, and ending together.
 
-What a process sees alone (a signal, a clock, a folder, its memory) is exchanged through the coordination service of
-`jax.distributed` in the first process; no device takes part. A single process exchanges nothing.
+Values go through the coordination service of `jax.distributed` in the first process, not through devices. A single
+process exchanges nothing.
 
 Every collective function must be called by all processes, in the same order and in the main thread; else the others
 wait forever.
 
-A process that fails reports it; the others, perhaps in a collective that never ends, print its message and exit with
-its code (`_watch`). A killed one is noticed after HEARTBEAT_SECONDS, and JAX ends the others.
+A failing process reports it, and the others, perhaps in a collective that never ends, print its message and exit with
+its code. A killed one is noticed after HEARTBEAT_SECONDS, and JAX ends the others.
 """
 
 from __future__ import annotations
@@ -63,14 +63,12 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
     JAX starts its devices.
 
     Afterwards only the first process prints, stdout is flushed by line, JAX leaves SIGTERM alone, and a thread ends
-    this process if another one fails. With a loopback coordinator, or if a scheduler started all processes on one host,
-    the first process listens there only. Otherwise anybody who reaches its port can join or end the run.
+    this process if another one fails. The first process listens on loopback only if told so, or if a scheduler started
+    all on one host; otherwise anybody who reaches its port can join or end the run.
 
-    Raises ValueError for incomplete arguments, an unknown address, or processes that do not connect within five
-    minutes.
+    Raises ValueError for incomplete arguments, an unknown address, or no connection within five minutes.
 
-      coordinator: "host:port" of the first process. Alone, it completes the environment of Open MPI 5 and later, which
-      tells no address.
+      coordinator: "host:port" of the first process; alone for Open MPI 5 and later, which tells no address.
       processes: their number.
       process: this one's index, from 0.
     """
@@ -106,10 +104,8 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
 
 
 def _compile_alone() -> None:
-    """Has XLA time algorithms in each process alone, unless the user's XLA_FLAGS say otherwise.
-
-    By default processes share that work; one that finds its program in a cache has nothing to share, and the others
-    would wait forever.
+    """Has XLA time algorithms in each process alone, unless XLA_FLAGS say otherwise: with shared work, one that finds
+    its program in a cache has nothing to share, and the others wait forever.
     """
     given = os.environ.get("XLA_FLAGS", "")
     if "xla_gpu_shard_autotuning" not in given:
@@ -127,11 +123,8 @@ class Place:
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """The Place of this process by `join`'s arguments, else by SLURM's or Open MPI's environment; None for a single
-    process.
-
-    There it gets one GPU, by its index on its host, unless it is alone there or CUDA_VISIBLE_DEVICES shows it one or
-    none. A loopback address is taken if all are on one host. Raises ValueError as `join`.
+    """This process's Place, by `join`'s arguments or SLURM's or Open MPI's environment; None for one process. In the
+    latter it gets one GPU, by its index on the host, unless it is alone there or sees at most one. Raises ValueError.
     """
     if processes is not None or process is not None:
         if coordinator is None or processes is None or process is None:
@@ -166,8 +159,8 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
 
 
 def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
-    """(Processes, index, index on this host, processes on this host) as srun or mpirun set them; None for one process.
-    SLURM's variables of the job would count processes that were not started, so those of the step are read.
+    """(Processes, index, index on this host, processes here) as srun or mpirun set them; None for one process. SLURM's
+    variables of the job would count processes that were not started.
     """
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         tasks = []  # the number on each host, from "4(x2),3"
@@ -279,13 +272,10 @@ def of_first(value: Callable[[], Any]) -> Any:
 
 
 def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
-    """Agrees between two steps on whether a signal came and a save is due. Collective.
+    """(A signal's name or None, whether a save is due), the same in all processes, between two steps. Collective.
 
-    The first process decides; it may hear of another one's signal only at a later call.
-
-      signal_name: a signal that came to this process, or None.
-      due: whether a save is due; the first process's value counts.
-      returns: (signal's name or None, whether a save is due), the same in all.
+    The first process decides: its `due` counts, and it may hear of another one's signal only at a later call.
+    signal_name: a signal that came to this process.
     """
     client = _client()
     if client is None:
@@ -320,12 +310,12 @@ def meet(
     signal_name: Callable[[], str | None],
     due: Callable[[], bool],
 ) -> Agreed:
-    """Waits until the `future` of every process is done, or one failed, got a signal, or the first one's save is due;
-    the same result in all. Collective: nobody gets beyond it before all have called it.
+    """Waits until every process's `future` is done, or one failed, got a signal, or the first one's save is due; the
+    same in all. Collective: nobody returns before all have called it.
 
-      failure: `shared_errors.described` of this process's failure, or None; asked once when the future is done.
-      signal_name: a signal that came to this process, or None; asked several times a second.
-      due: whether a save is due; asked in the first process only.
+      failure: `shared_errors.described` of this process's failure, or None; asked when the future is done.
+      signal_name: a signal that came to this process; asked several times a second.
+      due: whether a save is due; asked in the first process.
     """
     client, point, said = _client(), next(_meetings), False
     place = f"{_READY}{point}/"
@@ -382,8 +372,8 @@ def require_same(what: dict[str, Any], fix: str) -> None:
     """Raises ValueError in all processes if one has other settings, versions, rows or weights than the first: each
     would silently compute another run. Collective.
 
-      what: {name: JSON value} of this process.
-      fix: what the user should do, the end of the message.
+      what: {name: JSON value}.
+      fix: what to do, the end of the message.
     """
     if count() == 1:
         return
@@ -404,9 +394,9 @@ def hosts() -> int:
 
 @contextlib.contextmanager
 def one_a_host() -> Iterator[None]:
-    """A context that processes enter in turns: the first one, then the first of each other host, then the rest. Later
-    ones can read what earlier ones wrote to a cache. Collective, with nothing collective within; an exception is raised
-    in all after its turn.
+    """A context that processes enter in turns: the first, the first of each other host, the rest, so that later ones
+    read what earlier ones cached. Collective, with nothing collective within; exceptions are raised in all after their
+    turn.
     """
     if count() == 1:
         yield
@@ -430,9 +420,8 @@ def one_a_host() -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
-    """A context for writing a folder that all compute and one writes: yields `path` in the first process, elsewhere a
-    temporary path of the same name. Its end waits until all have reached it; an exception within is raised in all.
-    Collective.
+    """A context for writing a folder that all compute and one writes: `path` in the first process, elsewhere a
+    temporary path. Its end waits for all; an exception within is raised in all. Collective.
     """
     client, key, failure = _client(), f"jaxtune/written/{next(_calls)}/", None
     if client is None:
@@ -469,18 +458,14 @@ def _get(client: Any, key: str) -> str:
 
 
 def last_words(text: str) -> None:
-    """Stores an error's message or a signal, which the other processes print if this one leaves with an exit code other
-    than 0.
-    """
+    """An error's message or a signal, printed by the other processes if this one leaves with another code than 0."""
     _Run.last_words = text
 
 
 def leave(code: int) -> None:
-    """Ends this process's part in the run; does nothing in a single process.
-
-    With code 0 it waits for all others and returns. Otherwise it reports the last words and exits at once, as in an
-    orderly shutdown all would wait for each other. The first process, whose service the others need, waits up to 10
-    seconds until they have read the report, and one second more.
+    """Ends this process's part in the run. With code 0 it waits for all and returns. Otherwise it reports the last
+    words and exits at once, as an orderly shutdown would wait for the others; the first process, which has the service,
+    first waits up to 11 seconds until all have read them.
     """
     if _Run.watcher is None:
         return
@@ -512,16 +497,13 @@ def leave(code: int) -> None:
 
 
 def _heard(client: Any) -> None:
-    """Tells the first process that this one knows of a failure."""
     client.key_value_set(f"{_HEARD}{index()}", "", allow_overwrite=True)
 
 
 def _watch() -> None:
-    """The thread that ends this process if another one fails or the first one disappears; a collective operation would
-    wait forever.
-
-    It prints the failed process's message and exits with its code; the first process has 10 seconds before to finish
-    writing. Code 1 if the first one disappears; JAX handles other ones that do. Returns after a normal end.
+    """The thread that ends this process, with the same message and code, if another one fails, or with code 1 if the
+    first one disappears: a collective would wait forever. The first process gets 10 seconds before, to finish writing.
+    JAX handles others that disappear.
     """
     from jax.errors import JaxRuntimeError
 
@@ -548,9 +530,7 @@ def _watch() -> None:
 
 
 def _end(text: str, code: int) -> None:
-    """Prints `text` as the reason and exits at once, without the orderly shutdown in which JAX would wait for the
-    others.
-    """
+    """Prints the reason and exits without the orderly shutdown, which would wait for the others."""
     with contextlib.suppress(OSError):
         os.write(2, f"jaxtune: process {index()} ends, because {printable(text)}\n".encode())
     os._exit(code)

@@ -9,10 +9,8 @@ _KINDS = (OSError, ValueError, TypeError, LookupError, MemoryError, RuntimeError
 
 
 def described(error: BaseException) -> list:
-    """JSON values from which another process makes an exception like `error`: [class name, arguments].
-
-    The class is the nearest one in _KINDS, else RuntimeError. An OSError keeps its number, text and file name, so that
-    the command line shows it as a plain message.
+    """[class name, arguments] of an exception like `error`, of the nearest class in _KINDS, else RuntimeError. An
+    OSError keeps number, text and file, so that the command line shows a plain message.
     """
     if isinstance(error, OSError) and error.errno is not None:
         file = [] if error.filename is None else [os.fsdecode(error.filename)]

@@ -1,6 +1,5 @@
-"""Folders of a run of several processes: one shared folder, or another one on each host.
-
-The first process creates a file there, and all look for it; a single process creates nothing.
+"""Folders of a run of several processes, shared or another one on each host. The first process creates a file, and all
+look for it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ _LATE_SECONDS = 30.0  # after which a network file system shows a new name at th
 
 
 def require_shared(folder: Path) -> None:
-    """Raises ValueError in all processes if `folder` is not the same folder for all of them, and the first one's
-    OSError if it is missing or not writable there. Collective, in the main thread.
+    """Raises ValueError in all processes unless `folder` is the same for all, and OSError if the first one cannot write
+    there. Collective.
     """
     lacking = [number for number, there in enumerate(_see_first(folder)) if not there]
     if lacking:
@@ -29,8 +28,8 @@ def require_shared(folder: Path) -> None:
 
 
 def writes(folder: Path) -> bool:
-    """Whether this process must write the files that all read from `folder`: the first process, and the lowest one of
-    each host that does not share the folder. Raises OSError as `require_shared`. Collective.
+    """Whether this process must write files that all read: the first process, and the lowest one of each host that does
+    not share the folder. Raises OSError. Collective.
     """
     own, hosts = processes.index(), processes.all_of(socket.gethostname())
     without = [number for number, there in enumerate(_see_first(folder)) if not there and hosts[number] == hosts[own]]
@@ -59,7 +58,6 @@ def _see_first(folder: Path) -> list[bool]:
 
 
 def _marked(folder: Path) -> str:
-    """Creates an empty file with a unique hidden name in `folder`, and returns the name."""
     name = f".shared_{os.getpid()}_{time.time_ns()}.tmp"
     with open(os.path.join(folder, name), "xb"):
         return name

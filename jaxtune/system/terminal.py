@@ -1,8 +1,8 @@
-"""Safe output of text from outside (rows, file names, messages of other programs) on a terminal.
+"""Safe output of text from outside (rows, file names, messages) on a terminal.
 
-Such text may hold rich's markup, escape sequences, characters that reverse a line, and lone surrogates. So jaxtune
-prints only by `say`, on a `console` from here, or through logging with `PrintableFormatter`; a test checks this. A
-reader of stdout or stderr may disappear at any time, and must not end a run (`outlive`, `outliving`).
+Such text may hold rich's markup, escape sequences, reversing characters and lone surrogates, so jaxtune prints only by
+`say`, on a `console` from here, or through logging with `PrintableFormatter`; a test checks this. A reader that
+disappears must not end a run (`outlive`, `outliving`).
 """
 
 from __future__ import annotations
@@ -34,20 +34,16 @@ def printable(text: object) -> str:
 
 
 class _Stream:
-    """A text stream that may lose its reader (a dead pipe, a closed terminal, a full disk): text that cannot be written
-    is dropped.
+    """A text stream that drops what it cannot write (a dead pipe, a closed terminal, a full disk).
 
-      name: "" ignores all errors; else the first OSError is raised with this name as its file, and later ones (as at
-      exit) are ignored.
+    name: "" ignores all errors; else the first OSError is raised with this name as its file.
     """
 
     def __init__(self, stream: Any, name: str = ""):
         self._stream, self._name = stream, name
 
     def write(self, text: str) -> int:
-        """Writes `text`, with escapes for characters that the encoding lacks; the number of characters, also if they
-        are dropped.
-        """
+        """The number of characters, also of dropped text; characters that the encoding lacks become escapes."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
@@ -69,7 +65,6 @@ class _Stream:
             self._lost(error)
 
     def _lost(self, error: Exception) -> None:
-        """Raises the first OSError of a stream with a name; ignores all other errors."""
         if self._name and isinstance(error, OSError):
             name, self._name = self._name, ""
             raise OSError(error.errno, error.strerror, name) from None
@@ -82,11 +77,10 @@ class _Stream:
 
 
 def outlive(raises: bool = False) -> None:
-    """From now on failing writes to stdout and stderr (no reader, full disk) do not end the process.
+    """From now on failing writes to stdout and stderr do not end the process, and closed descriptors 0 to 2 are the
+    null device. SIGHUP is not handled.
 
-    Closed file descriptors 0 to 2 become the null device. SIGHUP of a closing terminal is not handled here.
-
-      raises: the first failing write to stdout raises OSError, for commands whose result is what they print.
+      raises: the first failing write to stdout raises OSError, for commands whose result is printed.
     """
     with contextlib.suppress(OSError):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -98,7 +92,7 @@ def outlive(raises: bool = False) -> None:
 
 @contextlib.contextmanager
 def outliving() -> Iterator[None]:
-    """`outlive` as a context, for a run in a user's own script: stdout and stderr are restored at its end."""
+    """`outlive` as a context, for a run in a user's own script."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_outliving(stream) for stream in before)
     try:
@@ -150,10 +144,8 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
 
 
 def fitted(text: str, console: Console, hang: int = 2) -> str:
-    """`text` with its lines broken between words at the width of the console's terminal; unchanged without a terminal.
-    A longer word stays whole.
-
-      hang: columns by which continuation lines are indented further.
+    """`text` broken between words at the terminal's width; unchanged without one. hang: further columns of continuation
+    lines.
     """
     if not console.is_terminal:
         return text
@@ -168,10 +160,8 @@ def fitted(text: str, console: Console, hang: int = 2) -> str:
 
 
 def console(**options: Any) -> Console:
-    """A rich Console for text from outside: no markup, emoji codes or coloured numbers, and control characters as
-    escapes.
-
-    In a silent process (`be_silent`) it prints nothing, unless it has a `file`. options: of rich's Console; they win.
+    """A rich Console for text from outside: no markup, emoji or coloured numbers, and escapes for control characters.
+    In a silent process it prints nothing without a `file`. options: of rich's Console; they win.
     """
     quiet = _silent and options.get("file") is None
     as_text: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "quiet": quiet}
@@ -180,9 +170,7 @@ def console(**options: Any) -> Console:
 
 @functools.cache
 def _console_class() -> type[Console]:
-    """A subclass of rich's Console that draws what a terminal would act on as escapes; made at first use, as importing
-    rich takes time.
-    """
+    """A rich Console with escapes for what a terminal acts on; made at first use, as importing rich takes time."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -201,8 +189,8 @@ def _console_class() -> type[Console]:
 
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A context with a progress bar on stderr for `total_bytes` of work. It yields a function that any thread calls
-    with the bytes done since its last call. Shows nothing without a terminal or in a silent process.
+    """A context with a progress bar on stderr, if it is a terminal and the process not silent. Yields a function that
+    takes, from any thread, the bytes done since its last call.
     """
     if _silent or not sys.stderr.isatty():
         yield lambda _: None
@@ -223,11 +211,7 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A context with a progress bar on stderr for `total` items, which stays on the screen. It yields a function that
-    takes the items done since its last call. Shows nothing without a terminal or in a silent process.
-
-      done: items done before it begins.
-    """
+    """As `progress`, for items, with a bar that stays. done: items done before."""
     if _silent or not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -99,9 +99,8 @@ def look() -> None:
 
 
 def result[T](future: Future[T], what: str, timeout_seconds: float | None = None) -> T:
-    """What the future returns or raises. what: such as "rows of step 3", for the line after ten seconds.
-
-    Raises TimeoutError after `timeout_seconds`; `future.done()` tells it from one of the future's own.
+    """What the future returns or raises. what: such as "rows of step 3", for a line after ten seconds. Raises
+    TimeoutError; `future.done()` tells it from the future's own.
     """
     began, reported, kind = time.monotonic(), False, re.sub(r"\d+", "#", what)
     while True:
@@ -119,8 +118,8 @@ def result[T](future: Future[T], what: str, timeout_seconds: float | None = None
 
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
-    """Around synchronous user code in the main thread; elsewhere it does nothing. The first signal raises out of the
-    code, and the look at its end saves and raises. name: of the function, for messages.
+    """Around synchronous user code in the main thread. The first signal raises out of it, and the look at its end saves
+    and raises. name: for messages.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -238,7 +237,7 @@ def _look_within(listener: _Listener, code: _Code | None) -> BaseException | Non
 
 
 class Worker:
-    """A daemon thread that runs tasks in order, as a context. After an error it is joined for two seconds only, as its
+    """A daemon thread that runs tasks in order, as a context. After an error it is joined for two seconds only: its
     task may never end.
     """
 

@@ -46,7 +46,6 @@ class Batch:
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
-        """Rows of padding, new numpy arrays."""
         shape = (rows, length)
         return cls(
             tokens=np.zeros(shape, np.int32),
@@ -64,7 +63,6 @@ class SampledRows:
     length: int
     """Most tokens of a row, prompt included."""
     most: int
-    """Most rows at a time."""
 
 
 class Rollout(TypedDict, total=False):
@@ -109,7 +107,7 @@ class BatchSource:
 
     @property
     def full(self) -> bool:
-        """Whether each row of every step is one document without padding, so that attention needs no mask. Asked once."""
+        """Whether each row of every step is one document without padding, and attention needs no mask; asked once."""
         return False
 
     @property
@@ -152,11 +150,10 @@ class BatchSource:
         return {}
 
     def functions(self) -> Mapping[str, Callable]:
-        """{name for messages: function or class} of code that makes rows, so that a resumed run can say what changed."""
+        """{name for messages: function or class} of code that makes rows; a resumed run says what changed."""
         return {f"rows {type(self).__name__}": type(self)}
 
     def described(self, total_steps: int) -> list[str]:
-        """Lines about the rows before a run."""
         return ["training rows: made during the run", f"{total_steps:,} steps of {self.rows_per_step:,} rows"]
 
     def first_prompt(self) -> Sequence[int]:
@@ -172,7 +169,7 @@ class BatchSource:
         return []
 
     def remarks(self, step: int, line: Mapping[str, float]) -> list[str]:
-        """Warnings about the metrics of `step`, a line of metrics.jsonl."""
+        """Warnings about a line of metrics.jsonl."""
         return []
 
     def news(self) -> list[str]:
@@ -197,9 +194,7 @@ class Rows(Protocol):
     full: bool
     """Whether each row is one document without padding."""
     documents: Any
-    """The packed `documents.Documents`."""
     report: Any
-    """Its `packing.PackingReport`."""
 
     def __len__(self) -> int: ...
 

@@ -1,12 +1,11 @@
 """The token cache: tokenised documents as memory-mapped files.
 
-A folder's name is a hash of all that decides its content: rows, tokenizer, options and this code's source. It is
-written under a temporary name and renamed, so it is complete; sizes and checksums are verified at each opening, and a
-damaged folder is built again.
+A folder's name is a hash of all that decides its content: rows, tokenizer, options and code. It is written under a
+temporary name and renamed, so it is complete; sizes and checksums are verified at each opening, and a damaged folder is
+built again.
 
-Several users may share a cache. A folder of another user that cannot be read or replaced stays, and this user's is
-built beside it with the user's id in its name. The recorded counts are checked against the tokens, since the checksums
-come from the same writer.
+Several users may share a cache: beside another user's unusable folder this user's is built, with the user's id in its
+name. Recorded counts are checked against the tokens, since the checksums come from the same writer.
 """
 
 from __future__ import annotations
@@ -63,21 +62,19 @@ class Summary:
     untrained: int = 0
     """Rows left out without a trained target; of a pair, in one of its documents."""
     untrained_first: list[str] = dataclasses.field(default_factory=list)
-    """As "file:line"."""
     excluded: int = 0
     """Rows left out by a mark beside their conversation."""
     excluded_first: list[str] = dataclasses.field(default_factory=list)
-    """As "file:line: weight = 0"."""
     implied: int = 0
     """Pairs without a prompt, whose question is the answers' common beginning."""
     special: int = 0
     """Rows with special tokens or markers in their own text."""
     special_first: list[str] = dataclasses.field(default_factory=list)
-    """As "file:line: the token or marker"."""
+    """As "file:line: what"."""
     left_out: int = 0
     """Rows that the chat template does not write completely."""
     left_out_first: list[str] = dataclasses.field(default_factory=list)
-    """As "file:line: what is not written"."""
+    """As "file:line: what"."""
     responses: int = 0
     """Trained responses; with data.train_on=all one a document."""
     ended: int = 0
@@ -90,12 +87,10 @@ class Summary:
     """Documents tokenised only in their beginning."""
     tokens: int = 0
     trained_tokens: int = 0
-    """Trained targets."""
     max_token: int = -1
     """Largest token id; -1 without tokens."""
 
     def add(self, chunk: Chunk) -> None:
-        """Adds the counts of `chunk` in place."""
         self.rows += chunk.rows
         self.documents += len(chunk.lengths)
         self.bad_rows += len(chunk.problems)
@@ -160,9 +155,9 @@ class _Meta:
     """The content of meta.json, written last; `_open` verifies the other files by it."""
 
     bytes: dict[str, int]
-    """{array: size of its file}."""
+    """Of each array's file."""
     crc32: dict[str, int]
-    """{array: CRC-32 of its file}."""
+    """Of each array's file."""
     files: list[str]
     """Names that `origins` has indices of."""
     summary: Summary
@@ -178,10 +173,8 @@ class CachedDocuments(NamedTuple):
 
 
 class _Store:
-    """Collects chunks of tokenised rows, in files NAME.bin of an empty `folder`, or in memory (None).
-
-    With a folder: `finish` writes meta.json, without which the folder is incomplete, and `close` closes the files also
-    after a failure. In memory: `documents`.
+    """Collects chunks, in files NAME.bin of an empty `folder`, which `finish` completes with meta.json and `close`
+    closes also after a failure, or in memory (None), for `documents`.
     """
 
     def __init__(self, folder: Path | None):
@@ -212,7 +205,6 @@ class _Store:
         self.summary.add(chunk)
 
     def finish(self) -> None:
-        """Completes the folder with meta.json. Raises OSError."""
         assert self.folder is not None
         sizes = {name: stream.tell() for name, stream in self.streams.items()}
         for name, stream in self.streams.items():
@@ -227,7 +219,6 @@ class _Store:
                 stream.close()
 
     def documents(self) -> Documents:
-        """The documents in memory, of at least one chunk."""
         return _documents({name: np.concatenate(parts) for name, parts in self.parts.items()}, list(self.files))
 
 
@@ -258,14 +249,11 @@ def collect(chunks: Iterable[Chunk]) -> tuple[Documents, Summary]:
 def open_or_build(
     folder: Path, build: Callable[[], Iterable[Chunk]], say: Callable[[str], None] = print
 ) -> CachedDocuments:
-    """Opens a cache folder, this user's if there is one, or builds it if it is missing, damaged, or unreadable as
-    another user's.
+    """Opens a cache folder, or builds it if it is missing, damaged, or unreadable as another user's. Without a writable
+    folder the documents stay in memory, with a warning. Raises ValueError if the disk is full, and what `build` raises;
+    nothing partial is left.
 
-    Where no folder can be made, the documents stay in memory, with a warning; no folder is made for none. Old temporary
-    folders are deleted. Raises ValueError if the disk is full, and what `build` raises; nothing partial is left.
-
-      folder: its name is the `cache_key`.
-      build: makes the chunks, if needed.
+      folder: named by `cache_key`.
       say: takes lines for the user.
     """
     for place in (_own_name(folder), folder):
@@ -302,14 +290,11 @@ def open_or_build(
 
 
 def _own_name(folder: Path) -> Path:
-    """This user's folder beside another user's unusable one: with the user's id."""
     return folder.with_name(f"{folder.name}-{os.getuid()}")
 
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
-    """Writes the chunks and meta.json into an empty folder; (no documents, the counts). Raises ValueError if it cannot
-    be written.
-    """
+    """Writes chunks and meta.json into an empty folder; (no documents, the counts). Raises ValueError."""
     with _disk_errors(folder.parent):
         store = _Store(folder)
     try:
@@ -325,7 +310,7 @@ def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Document
 
 @contextlib.contextmanager
 def _disk_errors(parent: Path) -> Iterator[None]:
-    """A context that turns an OSError into a ValueError that names data.cache_dir."""
+    """OSError becomes a ValueError that names data.cache_dir."""
     try:
         yield
     except OSError as error:
@@ -335,10 +320,9 @@ def _disk_errors(parent: Path) -> Iterator[None]:
 
 
 def _commit(temporary: Path, folder: Path) -> Path:
-    """Renames the finished folder to its final name (with the user's id if another user's is there), and returns that.
-
-    A folder that another run wrote meanwhile is kept and returned, with `temporary` left to delete; a damaged one is
-    replaced. Raises OSError if neither name can be used.
+    """Renames the finished folder, and returns its name: with the user's id if another user's is there. One that
+    another run wrote meanwhile is kept and returned, with `temporary` left to delete; a damaged one is replaced. Raises
+    OSError.
     """
     for place in (folder, _own_name(folder)):
         if os.path.isdir(place):
@@ -375,7 +359,7 @@ def _open(folder: Path) -> tuple[Documents, Summary]:
 
 
 def _read_meta(file: Path) -> _Meta:
-    """The content of meta.json. Raises ValueError with the first wrong field, or OSError."""
+    """Raises ValueError with the first wrong field, or OSError."""
     try:
         return pydantic.TypeAdapter(_Meta).validate_json(read_plain(file), strict=True)
     except pydantic.ValidationError as error:
@@ -418,7 +402,6 @@ def _require_sound(documents: Documents, summary: Summary) -> None:
 
 
 def _checksum(path: Path) -> int:
-    """The CRC-32 of a file, read in blocks of 16 MiB."""
     value = 0
     with open(path, "rb") as stream:
         while block := stream.read(1 << 24):

@@ -1,9 +1,9 @@
 """Renders conversations, and finds where each response begins and ends, and what the template leaves out.
 
-A template with `{% generation %}` marks says where responses are. Otherwise a response begins where the turns before
-it, rendered with the generation prompt, end, and ends where the turns up to it end, if both are prefixes of the whole
-text. Many templates render a turn differently once later turns follow (without its thought, with another end); then a
-message is changed and rendered again, and the texts are compared.
+A template with `{% generation %}` marks shows responses. Otherwise one begins after the turns before it, rendered with
+the generation prompt, and ends after the turns up to it, if both are prefixes of the whole text. Many templates render
+a turn differently once later turns follow (without its thought); then a message is changed, rendered again, and the
+texts are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class TextRange(NamedTuple):
 
     start: int | None
     end: int | None
-    """Index after the last character."""
 
 
 class Conversations:
@@ -54,14 +53,14 @@ class Conversations:
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation. Raises RowError if the template fails."""
+        """Raises RowError if the template fails."""
         try:
             return render(self.tokenizer, self.template, messages, tools, add_generation_prompt=add_generation_prompt)
         except TemplateError as error:
             raise RowError(str(error)) from None
 
     def render_marked(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
-        """(Text, character ranges of its non-empty `{% generation %}` blocks). Raises RowError if the template fails."""
+        """(Text, character ranges of non-empty `{% generation %}` blocks). Raises RowError if the template fails."""
         text, ranges = self._blocks(messages, tools)
         return text, [(low, high) for low, high in ranges if low < high]
 
@@ -105,7 +104,6 @@ class Conversations:
         )
 
     def _blocks(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
-        """(Text, ranges of all `{% generation %}` blocks)."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -147,11 +145,10 @@ class Conversations:
         return text, ranges
 
     def _start(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """Where response `index` begins in `text`, if the turns before it are no prefix.
-
-        It begins after the generation prompt, searched between the message before and its own text; or where a
-        beginning of that prompt with a special token stands before its text. A template that writes no generation
-        prompt here (the same turn goes on): after what it writes behind the message before. Raises RowError.
+        """Where response `index` begins in `text`, if the turns before it are no prefix: after the generation prompt,
+        searched between the message before and its own text; where a beginning of that prompt with a special token
+        stands before its text; or, if the template writes no such prompt here, after what it writes behind the message
+        before. Raises RowError.
         """
         before, asking = (self.render(messages[:index], tools, add_generation_prompt=ask) for ask in (False, True))
         opening = asking.removeprefix(before)
@@ -231,15 +228,14 @@ class Conversations:
         return TextRange(low, weak if high is None else high)
 
     def _rendered_with(self, messages: list[dict], tools: list[dict] | None, index: int, changed: dict) -> str | None:
-        """The text with `changed` in place of message `index`; None if the template fails."""
         try:
             return self.render([*messages[:index], changed, *messages[index + 1 :]], tools)
         except RowError:  # some templates refuse a change, such as text beside a call
             return None
 
     def left_out(self, messages: list[dict], tools: list[dict] | None, text: str) -> str:
-        """What the template does not write, in words for a warning, or "": thoughts, <think> blocks, the first call's
-        name, contents that are not in the text unchanged, and tools. A part counts as written if changing it fails.
+        """What the template does not write, in words for a warning, or "": thoughts, <think> blocks, names of calls,
+        changed contents, tools. A part counts as written if changing it fails.
         """
         asked = [
             (index, part, changed)
@@ -263,7 +259,7 @@ class Conversations:
 
     def _all_written(self, messages: list[dict], tools: list[dict] | None, parts: list[tuple[int, str]]) -> bool:
         """Whether the template surely writes all `parts`, (index, name as in `_changed`), by one rendering with
-        markers. False: not known. Content is only asked about when probably missing, so that rendering is saved.
+        markers. False: not known. Content is asked about only when probably missing.
         """
         if not parts or any(part == "content" for _, part in parts):
             return not parts
@@ -280,12 +276,11 @@ class Conversations:
 
 
 def _is_lost(content: str, text: str) -> bool:
-    """Whether a content is not in `text`, but for white space; False with a <think> block, which is checked by itself."""
+    """Whether a content is missing in `text`; False with a <think> block, which is checked by itself."""
     return not _INLINE.search(content) and content.strip() not in text
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """The length of the longest common prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # comparing slices is much faster than comparing characters
         middle = (low + high + 1) // 2

@@ -48,7 +48,6 @@ class TokenDataset:
     overflow: Overflow = "truncate"
     """What happens to longer documents: "truncate", "split" into pieces, "drop" or "error"."""
     cached: bool = False
-    """Whether the tokens came from the token cache."""
     mask_spans: tuple[tuple[str, str], ...] = ()
     """(opening, closing) texts of untrained spans, which the masks show already; here only for `warnings`."""
     order: Order = "shuffled"
@@ -58,14 +57,11 @@ class TokenDataset:
     copies: int = 0
     """Rows that `split` left out because they equal a held-out one."""
     teacher: TeacherValues | None = None
-    """A teacher's log-probabilities for the batches; None without."""
 
     @functools.cached_property
     def rows(self) -> PackedRows:
-        """The packed rows, planned on first access.
-
-        Raises NothingUsable if no trained token is left within `length`, and ValueError for a longer document with
-        overflow="error" or a `length` below 2.
+        """The packed rows, planned on first access. Raises NothingUsable without a trained token, and ValueError for a
+        longer document with overflow="error" or a `length` below 2.
         """
         rows = PackedRows(
             self.documents,
@@ -108,7 +104,7 @@ class TokenDataset:
         return found
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        """Raises ValueError if a token id is not below `vocab_size`, the rows of the embedding. Reads no tokens."""
+        """Raises ValueError if a token id is not below `vocab_size`. Reads no tokens."""
         if self.summary.max_token >= vocab_size:
             raise ValueError(
                 f"token id {self.summary.max_token} is beyond the model's vocabulary of {vocab_size}: these rows were "
@@ -177,31 +173,29 @@ def prepare(
 ) -> TokenDataset:
     """Reads rows and tokenises them, or opens the token cache of an earlier run.
 
-    Raises ValueError for data that cannot be trained on (NothingUsable: no row or token) or that changed while it was
-    read, an unwritable cache or a wrong argument, and OSError for an unreadable file.
+    Raises ValueError for data that cannot be trained on (NothingUsable: no row or token) or that changed meanwhile, an
+    unwritable cache or a wrong argument; OSError for an unreadable file.
 
       source: in any form of `reading.open_sources`.
       tokenizer: a fast Hugging Face tokenizer.
-      length: tokens of a packed row; with "truncate" very long texts are not tokenised whole.
+      length: tokens of a packed row.
       format: of `formats.FORMATS`; "auto" detects it by columns.
       columns: {name of a format's column: its name in these rows}.
       template: as `resolve_template` takes it. None: Alpaca rows get Alpaca's prompt, and plain text is followed by its
       completion; otherwise both become conversations.
       today: the day that templates write, such as 2026-11-28; None: the current one. Part of the cache's key.
       train_on: as RowEncoder takes it.
-      instruction_part, response_part: markers that begin a user's turn and a response, both or neither. They replace
-      the template in finding responses, except in rows whose own text has one or a special token.
-      mask_spans: (opening, closing) texts, such as ("<think>", "</think>"), whose spans in responses are not trained
-      on.
+      instruction_part, response_part: markers of a user's turn and a response, both or neither. They find responses in
+      place of the template, except in rows whose own text has one or a special token.
+      mask_spans: (opening, closing) texts, such as ("<think>", "</think>"), of untrained spans in responses.
       packing: several documents a row (True), one (False), or packed for each "step".
       overflow: longer documents are cut ("truncate"), divided ("split"), left out ("drop") or refused ("error").
-      on_bad_row: stop at the first bad row ("error"), or count and leave out ("skip").
-      cache_dir: None: as `cache_folder` says. A list of dicts is not cached.
-      num_workers: tokenising processes; None chooses, 0 or 1 stays in this process.
+      on_bad_row: stop ("error"), or leave out and count ("skip").
+      cache_dir: None: as `cache_folder`. A list of dicts is not cached.
+      num_workers: processes; None chooses, 0 or 1: this process.
       vocab_size: all ids must be below it; None: unchecked.
-      pairs: whether `format` is PREFERENCE or LABELLED: each row then makes two documents, one of them empty for a
-      labelled row.
-      say: takes lines for the user about the token cache.
+      pairs: whether `format` is PREFERENCE or LABELLED: a row makes two documents, one empty for a labelled row.
+      say: takes lines about the token cache.
       poll: called several times a second; it may raise, which leaves no partial cache.
     """
     _require_known(format, pairs, on_bad_row, overflow)
@@ -222,7 +216,6 @@ def prepare(
     sources = open_sources(source, columns=columns)
 
     def chunks() -> Iterator[Chunk]:
-        """Tokenised rows in chunks. Raises ValueError at a bad row with on_bad_row="error", or if the rows changed."""
         rows = read_rows(sources, format, max_rows)
         encoded = encode_rows(rows, tokenizer, options, num_workers, poll)
         encoded = _with_progress(encoded, sources, max_rows)
@@ -248,7 +241,6 @@ def prepare(
 
 
 def _changed_while_read(sources: list[Source], template: str | None) -> ValueError:
-    """The error for content that changed after its hash, the cache's key, was computed."""
     names = ", ".join([*(source.name for source in sources), *([template] if template else [])])
     return ValueError(
         f"{names}: changed while the rows were tokenised, so the tokens may be of either version and were discarded. "
@@ -274,7 +266,6 @@ def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> 
 
 
 def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-    """The chunks; raises ValueError at the first bad row."""
     for chunk in chunks:
         if chunk.problems:
             place, reason = chunk.problems[0]
@@ -283,9 +274,7 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
-    """The chunks, with a progress bar of rows on a terminal; none for later windows of a stream, where the run has its
-    own.
-    """
+    """The chunks, with a progress bar on a terminal; none in a stream's later windows, where the run has its own."""
     console = terminal.console(stderr=True)
     if not console.is_terminal or any(source.part for source in sources):
         yield from chunks

@@ -18,8 +18,6 @@ from jaxtune.train.data.batches import Batch
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """The tokens of one document."""
-
     tokens: np.ndarray
     """int32[n]"""
     mask: np.ndarray
@@ -50,7 +48,7 @@ class Documents:
 
     @functools.cached_property
     def tokens_crc32(self) -> int:
-        """The CRC-32 of `tokens`, by which checkpoints recognise rows: reads all tokens once, the same for a selection."""
+        """The CRC-32 of `tokens`, by which checkpoints recognise rows; the same for a selection. Reads all tokens once."""
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
     @property
@@ -59,7 +57,6 @@ class Documents:
         return f"{self.tokens_crc32:08x}"
 
     def __getitem__(self, index: int) -> Document:
-        """A view of the document's tokens, with a copied mask."""
         start, length = self.starts[index], self.lengths[index]
         return Document(self.tokens[start : start + length], self.mask[start : start + length].astype(bool))
 
@@ -71,7 +68,6 @@ class Documents:
         return f"{self.files[file]}:{line}"
 
     def select(self, indices: np.ndarray) -> Documents:
-        """The documents at `indices` (int[n]), in that order; tokens are not copied."""
         return dataclasses.replace(
             self,
             starts=self.starts[indices],
@@ -81,13 +77,11 @@ class Documents:
         )
 
     def write(self, start: int, count: int, batch: Batch, slot: int, at: int, segment: int) -> int:
-        """Writes tokens[start : start + count] (at least one) into a batch's row in place; the index in the row after
-        them.
+        """Writes tokens[start : start + count] (at least one) into a batch's row in place; the index after them. The
+        last token gets no target; positions count from 0.
 
-        The last token gets no target, and positions count from 0.
-
-          slot, at: the row of the batch, and the index in it.
-          segment: the run's segment id, from 1.
+          slot, at: the batch's row, and the index in it.
+          segment: segment id, from 1.
         """
         end, tokens = at + count, self.tokens[start : start + count]
         batch.tokens[slot, at:end] = tokens
@@ -98,11 +92,11 @@ class Documents:
         return end
 
     def held_out(self, firsts: np.ndarray, eval_rows: float, what: str) -> tuple[np.ndarray, np.ndarray, int]:
-        """(Training, held-out, copies) for data.eval_rows: ascending int64 indices into `firsts`, and the number of
-        rows left out of both because they equal a held-out one.
+        """(Training, held-out, copies): ascending int64 indices into `firsts`, and the number of rows in neither,
+        because they equal a held-out one.
 
-        Chooses the distinct texts with the smallest hashes, and the first row of each; row order and seed do not
-        matter. Raises ValueError unless between 1 and all but one text are chosen.
+        Chooses the distinct texts with the smallest hashes, and each one's first row; order and seed do not matter.
+        Raises ValueError unless between 1 and all but one are chosen.
 
           firsts: int[n], the document that identifies each row or pair.
           eval_rows: number of texts, or below 1 their share, rounded to at least 1.

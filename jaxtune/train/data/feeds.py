@@ -72,13 +72,9 @@ class RowSet(Protocol):
         """Values, such as checksums, by which a resumed run recognises the rows."""
         ...
 
-    def described(self) -> str:
-        """A line with the name and known counts."""
-        ...
+    def described(self) -> str: ...
 
-    def warnings(self) -> list[str]:
-        """Sentences to show before training."""
-        ...
+    def warnings(self) -> list[str]: ...
 
     def news(self) -> list[str]:
         """Sentences on what happened since the last call, such as rows left out."""
@@ -116,7 +112,6 @@ class FedBatches(BatchSource):
 
     @property
     def length(self) -> int:
-        """Tokens of a row, padding included."""
         return self.sets[0].length
 
     @property
@@ -198,7 +193,6 @@ class FedBatches(BatchSource):
         }
 
     def described(self, total_steps: int) -> list[str]:
-        """Two lines for the screen before a run."""
         shares = np.diff(self._bounds, prepend=0.0)
         words = [one.described() for one in self.sets]
         if len(words) > 1:
@@ -278,4 +272,4 @@ class _PreparedFeed:
         return self._taken
 
     def close(self) -> None:
-        """There is no thread or file."""
+        """Nothing to close."""

@@ -16,15 +16,13 @@ _MOST_FILES = 32  # the most files of a folder that are opened
 
 
 def require_readable(config: TrainConfig) -> None:
-    """Reads the first row of each file of data.train and data.eval (at most 32 of a folder; with streaming the first
-    training shard), and looks for a local model's tokenizer.
-
-    For sft the row is also converted, which checks its columns. Data sets named on the hub are downloaded, unless
-    streamed.
+    """Reads the first row of each file of data.train and data.eval (at most 32 of a folder; of a stream the first
+    shard), and looks for a local model's tokenizer. For sft it converts the row, which checks columns. A data set named
+    on the hub is downloaded unless streamed.
 
     Raises ConfigError, which names the key, for missing or empty sources and, unless data.on_bad_row is "skip", bad
-    first rows; ValueError for a missing tokenizer, an unusable config.json, an unknown data.format or an unreadable
-    file; OSError for a file that cannot be opened.
+    rows; ValueError for a missing tokenizer, an unusable config.json, an unknown data.format or an unreadable file;
+    OSError.
     """
     data = config.data
     mixed = [rows for rows, _ in data.mixed]
@@ -39,7 +37,6 @@ def require_readable(config: TrainConfig) -> None:
 
 
 def _look(key: str, rows: Any, config: TrainConfig) -> None:
-    """Checks `rows`, a name in the config's `key`; see `require_readable`."""
     data, objective = config.data, config.objective.name
     streaming = data.streaming and key == "data.train"
     try:

@@ -109,9 +109,7 @@ class Example:
     completion: str | None = None
     """Follows the prompt, trained on."""
     messages: list[Message] | None = None
-    """Of `read_messages`."""
     tools: list[Message] | None = None
-    """JSON schemas."""
     prompt_messages: int = 0
     """First messages, with a system message, that are the prompt; responses there are not trained on."""
     asked_messages: int = 0
@@ -171,7 +169,6 @@ def _is_blank(cell: object) -> bool:
 
 
 def _asks_in_text(value: Columns, format: str) -> bool:
-    """Whether the question is text, before which HISTORY is read."""
     if format == "alpaca":
         return True
     if format == "prompt_completion":
@@ -181,7 +178,6 @@ def _asks_in_text(value: Columns, format: str) -> bool:
 
 
 def _is_text(cell: object) -> bool:
-    """Whether a cell is text, not the JSON text of turns."""
     try:
         return isinstance(turns_in(cell, ""), str)
     except ConversationError:
@@ -207,7 +203,6 @@ def refuse_media(value: Columns) -> None:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every string in nested lists, tuples and mappings, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -220,7 +215,6 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
-    """`work`, with ConversationError as RowError."""
 
     @functools.wraps(work)
     def wrapped(*arguments: Any) -> T:
@@ -234,7 +228,7 @@ def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
 
 @_as_row_errors
 def refuse_excluded(value: Columns) -> None:
-    """Raises Excluded for a row whose columns leave it out, such as `weight: 0`."""
+    """Raises Excluded for a row that its columns leave out, such as `weight: 0`."""
     if mark := exclusion(value):
         raise Excluded(mark)
 
@@ -353,7 +347,6 @@ _SPEAKERS = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
 def _transcript(text: str) -> list[Message]:
-    """Messages of "Human: ... Assistant: ..."."""
     _, *parts = _SPEAKERS.split(text.strip())
     roles = {"Human": "user", "Assistant": "assistant"}
     return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
@@ -477,12 +470,10 @@ def _check_repeated(question: Sequence[Message], turns: Sequence[Message], colum
 
 
 def _said(turn: Message) -> tuple[object, ...]:
-    """A turn without marks and outer spaces."""
     return turn["role"], turn["content"].strip(), turn.get("tool_calls")
 
 
 def _common(conversations: Sequence[Sequence[Message]]) -> list[Message]:
-    """The turns with which all conversations begin."""
     count = 0
     for turns in zip(*conversations, strict=False):
         if any(_said(turn) != _said(turns[0]) for turn in turns):
@@ -522,7 +513,6 @@ def _prompted(value: Columns, asked: Any, answer: Any) -> Example:
 
 
 def _question_columns(value: Columns) -> list[str]:
-    """Columns with a preference's question."""
     known = [name for name in _PROMPT if value.get(name) is not None]
     if known:
         return known[:1]
@@ -532,7 +522,6 @@ def _question_columns(value: Columns) -> list[str]:
 
 
 def _question(value: Columns, names: Sequence[str]) -> Any:
-    """Text, turns, or None."""
     if not names:
         return None
     if len(names) > 1:
@@ -542,7 +531,6 @@ def _question(value: Columns, names: Sequence[str]) -> Any:
 
 
 def _other_columns(value: Columns) -> str:
-    """What to do about a missing question, with the names of other columns."""
     known = (*CHOSEN, *REJECTED, "completion", "label", *SYSTEM, *TOOLS)
     names = [str(name) for name in value if name not in known]
     which = f" to one of {', '.join(names)}" if names else ""
@@ -595,17 +583,15 @@ def _exchange(system: str, user: str, assistant: str, before: Sequence[Message] 
 
 
 def _name(value: Columns, names: tuple[str, ...]) -> str:
-    """The first of `names` that is not null."""
     return next((name for name in names if value.get(name) is not None), names[0])
 
 
 def _cell(value: Columns, names: tuple[str, ...]) -> Any:
-    """The first of `names` that is not null; JSON text of turns is decoded."""
     return turns_in(_column(value, names), _name(value, names))
 
 
 def _column(value: Columns, names: tuple[str, ...], required: bool = True) -> Any:
-    """The first of `names` that is not null; without one RowError, or None unless `required`."""
+    """The first of `names` that is not null; without one RowError, or None."""
     for name in names:
         if value.get(name) is not None:
             return value[name]
@@ -617,9 +603,7 @@ def _column(value: Columns, names: tuple[str, ...], required: bool = True) -> An
 
 
 def _text(value: Columns, names: tuple[str, ...], required: bool = True) -> str:
-    """The text in the first of `names` that is not null; without one RowError, or "" unless `required`. Raises RowError
-    for turns and other values.
-    """
+    """As `_column`, of text; without one RowError, or "". Raises RowError for turns and other values."""
     found = _column(value, names, required)
     if found is None:
         return ""

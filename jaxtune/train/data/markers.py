@@ -1,11 +1,11 @@
 """Finds responses by marker strings, with the rules of Unsloth's `train_on_responses_only`.
 
 They work on token ids, so also on rows tokenised elsewhere. A marker is found by its core, the tokens that are the same
-in every context; tokens at its edges may merge with their neighbours and are optional.
+in every context; tokens at its edges may merge with their neighbours.
 
 Token ids do not show who wrote them: a user's "<|im_start|>assistant" would begin a response, as in Unsloth and TRL's
 completion collator. So markers decide only for conversations whose own text has no special token or marker; for others
-the template's turns do, with a warning, or the row is bad. Text that is already rendered is not checked.
+the template does, with a warning, or the row is bad. Rendered text is not checked.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class _Marker:
         return ""
 
     def find(self, tokens: np.ndarray) -> np.ndarray:
-        """int64[n]: indices in `tokens` where the core begins."""
         return _find(tokens, self.core)
 
 
@@ -110,7 +109,7 @@ def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) 
 
 
 def _is_blank(pieces: str) -> bool:
-    """Whether raw pieces are only white space, in byte-level BPE ("Ġ", "Ċ") or SentencePiece ("▁", "<0x0A>")."""
+    """Whether raw pieces of byte-level BPE or SentencePiece are only white space."""
     return not pieces.replace("<0x0A>", "").strip("ĠĊĉč▁ \t\n\r")
 
 

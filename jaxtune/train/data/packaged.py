@@ -18,8 +18,6 @@ _FOLDER = Path(__file__).with_name("chat_templates")
 
 @dataclasses.dataclass(frozen=True)
 class Packaged:
-    """A packaged chat template."""
-
     name: str
     """The value of data.template, and its file's name."""
     marks: tuple[str, ...] | None
@@ -27,7 +25,6 @@ class Packaged:
 
     @property
     def text(self) -> str:
-        """The Jinja text, without the final line break."""
         return (_FOLDER / f"{self.name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
 
 
@@ -64,5 +61,4 @@ def missing_marks(tokenizer: Tokenizer, name: str) -> list[str]:
 
 
 def packaged_that_fit(tokenizer: Tokenizer) -> list[str]:
-    """Names of the packaged templates that the tokenizer can use."""
     return [name for name in PACKAGED if not missing_marks(tokenizer, name)]

@@ -36,16 +36,13 @@ class PackingReport:
     documents: int
     rows: int
     tokens: int
-    """In the rows, without padding."""
     slots: int
     """Tokens and padding: rows x length."""
     trained_tokens: int
-    """Trained targets in the rows."""
     truncated: int
     """Documents that were cut, without dropped ones."""
     cut_tokens: int
     split: int
-    """Documents that were divided into pieces."""
     dropped: int
     """Documents in no row: empty, without a trained token after cutting, or too long with overflow="drop"; both of a
     pair.
@@ -65,7 +62,7 @@ class PackingReport:
 
     @property
     def of_documents(self) -> str:
-        """The counts in words without rows and slots, for data.packing=step."""
+        """The counts without rows and slots, for data.packing=step."""
         return self._text("", "")
 
     def _text(self, rows: str, slots: str) -> str:
@@ -85,7 +82,6 @@ class Plan:
     """Assigns pieces, runs of tokens of one document (or pair), to rows. Arrays are in the order of the rows."""
 
     length: int
-    """Tokens of a row."""
     row_starts: np.ndarray
     """int64[rows + 1]: row r has pieces row_starts[r]:row_starts[r + 1]."""
     document: np.ndarray
@@ -106,7 +102,7 @@ class Plan:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: tokens of each row, without padding."""
+        """int64[rows]: tokens, without padding."""
         ends = np.concatenate([[0], np.cumsum(self.count)])[self.row_starts]
         return np.diff(ends)
 
@@ -127,16 +123,17 @@ def plan_rows(
     max_documents: int | None = None,
 ) -> Plan:
     """Assigns documents (or pairs) to rows by best fit decreasing: longest first, each into the fullest row with room.
+    Equal lengths go in index order, so the plan is deterministic; a row's pieces are in document order. Empty documents
+    are left out.
 
-    Deterministic: equal lengths in index order, and pieces of a row in document order. Empty documents are left out.
     Raises ValueError for wrong arguments, or a long document with overflow="error".
 
       lengths: int[n], tokens of each document.
       length: tokens of a row, at least 2.
       packing: False gives each piece a row of its own.
       name: a document's name by index, for messages.
-      is_trained: of (document, offset, count), whether a split document's piece has a trained token; pieces without are
-      left out. None keeps all.
+      is_trained: of (document, offset, count), whether a split document's piece has a trained token; others are left
+      out. None keeps all.
       max_documents: most pieces of a row; None: no limit.
     """
     if length < 2:
@@ -218,12 +215,11 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
 
 
 class PackedRows:
-    """Packed rows of documents, built when written into a batch.
+    """Packed rows of documents, built when written into a batch. Documents that are empty, or lose all trained tokens
+    when cut, are in no row, nor are untrained pieces; a document that never had one stays.
 
-    Documents that are empty, or lose all trained tokens when cut, are in no row; nor are untrained pieces of a split
-    document. A document without any trained token stays. `report` has the counts, `plan` the rows, and `full` says
-    whether each row is one document without padding. Raises ValueError for a long document with overflow="error", or
-    wrong arguments.
+    `report` has the counts, and `full` says whether each row is one document without padding. Raises ValueError for a
+    long document with overflow="error", or wrong arguments.
 
       length: tokens of a row.
       packing: False gives each document a row of its own.
@@ -328,7 +324,6 @@ class PackedRows:
         return [self.documents.source(int(index)) for index in plan.document[pieces]]
 
     def batch(self) -> Batch:
-        """All rows in one batch."""
         batch = Batch.empty(len(self), self.length)
         for row in range(len(self)):
             self.fill(batch, row, row)

@@ -28,18 +28,15 @@ class PackedPairs:
     With overflow="truncate" a pair longer than `length` is cut: first its longer document to the shorter one's length,
     then both equally; with `width` each by itself. A pair is left out if a document has no trained token left. With
     `second_yields` the first document is cut to `length` alone, the second to the remaining room, and only the second
-    is left out.
-
-    `kept`, int64[pairs, 2], has the tokens of each document after truncation, 0 if left out; it is part of stored
-    references' file names. `max_pairs` is the most of a row, and `full` is False.
+    is left out. `kept`, int64[pairs, 2], has the tokens left of each document, 0 if left out.
 
     Raises ValueError for an odd number of documents, overflow="split", a too long pair (with `width` document) with
     "error", or a pair longer than `width`.
 
       length: most tokens of a pair and a row's length; with `width`, most tokens of a document.
       packing: False gives each pair a row of its own.
-      reference: float32[documents], log-probabilities of answers under the reference model; NaN until filled in place.
-      labels: float32[pairs], the objective's number for each pair, such as a margin.
+      reference: float32[documents], answers' log-probabilities under the reference; NaN until filled in place.
+      labels: float32[pairs], such as margins.
       whole: leave out pairs that would be cut.
       width: tokens of a row.
       max_documents: most of a row, and the room in batches; None: no limit, and the most of any row.
@@ -126,7 +123,7 @@ class PackedPairs:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: tokens of each row, without padding."""
+        """int64[rows]: tokens, without padding."""
         return self.plan.lengths
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
@@ -165,7 +162,6 @@ class PackedPairs:
         return [self.documents.source(2 * pair) for pair in self.pairs(row)]
 
     def pairs(self, row: int) -> list[int]:
-        """Indices of the pairs of a row, in order."""
         pieces = slice(self.plan.row_starts[row], self.plan.row_starts[row + 1])
         return [int(pair) for pair in self.plan.document[pieces]]
 
@@ -186,8 +182,8 @@ def _yielded(lengths: np.ndarray, length: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class PairDataset(TokenDataset):
-    """Tokenised preference pairs: documents 2i and 2i + 1 are the chosen and rejected answers, each after the prompt;
-    for kto the row's own and a mismatched one.
+    """Tokenised preference pairs: documents 2i and 2i + 1 are the chosen and rejected answers after the prompt; for kto
+    the row's own and a mismatched one.
     """
 
     reference: np.ndarray | None = None

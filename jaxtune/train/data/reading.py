@@ -45,7 +45,6 @@ class Source:
     """A file, data set or list of rows. Its functions may be called repeatedly."""
 
     name: str
-    """For messages."""
     read: Callable[[int], Iterator[Row]]
     """Yields the rows with numbers above the argument, in order; a JSON array and a window yield all. Skipping is as
     cheap as the format allows.
@@ -70,7 +69,6 @@ class Window:
     """Consecutive rows of a stream that are tokenised as one set."""
 
     name: str
-    """Of the stream."""
     rows: Sequence[Row]
     part: bool = True
     """False for the first window; becomes `Source.part`."""
@@ -80,14 +78,14 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
     """The files or data sets that `source` names, in order. Reads no rows, but downloads a data set named on the hub
     unless `streaming`.
 
-    Raises ValueError for unknown files, kinds and data sets, a folder with no data file, a compressed one or several
-    splits, a saved data set without `train`, and [:N] with several files or streaming; OSError for an unreadable .json
-    file.
+    Raises ValueError for what is unknown or ambiguous: no such file, kind or data set, a folder with no data file, a
+    compressed one or several splits, a saved data set without `train`, [:N] with several files or streaming; OSError
+    for an unreadable .json file.
 
       source: a file (.jsonl, .json, .parquet, .csv), a folder of them or of `save_to_disk`, a data set's `name`,
       `name:config` or `name:config:split` (default `train`), any of these with [:N] for its first N rows, a list of
       them, a `datasets` object, an iterable of dicts, or a Window.
-      streaming: data sets are read over the network during the run; each shard is a source.
+      streaming: data sets are read over the network during the run, a source a shard.
       columns: {name of a format's column: its name in these rows}; a row without one is bad.
     """
     if columns:
@@ -138,12 +136,11 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
 
 
 def _window_source(window: Window, rows: list[Row]) -> Source:
-    """A source for a window's rows of one file, so that the format is detected for each file. Not cached."""
+    """A source for a window's rows of one file, as the format is detected for each file."""
     return Source(window.name, lambda after: iter(rows), part=window.part)
 
 
 def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
-    """The rows of one source with their format; see `read_rows`."""
     for row in rows:
         if row.value is not None:
             try:
@@ -217,7 +214,6 @@ def _file_identity(file: Path) -> str:
 
 
 def _file_count(file: Path) -> int:
-    """Rows of a Parquet file (0 if damaged), or line breaks of another."""
     if file.suffix.lower() == ".parquet":
         import pyarrow.parquet as parquet
 
@@ -230,7 +226,6 @@ def _file_count(file: Path) -> int:
 
 
 def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
-    """A source for a `datasets` object, or with `streaming` one for each shard of an IterableDataset."""
     shards = dataset.num_shards if streaming and not hasattr(dataset, "__len__") else 1
     if shards > 1:
         parts = (dataset.shard(num_shards=shards, index=index) for index in range(shards))
@@ -274,7 +269,6 @@ def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
     read = {*plain.values(), *(name for parts in texts.values() for name in parts[1::2])}
 
     def renamed(row: Row) -> Row:
-        """The renamed row; bad if it lacks a column."""
         if row.value is None:
             return row
         if missing := [name for name in needed if name not in row.value]:
@@ -321,7 +315,6 @@ def _nearest(path: Path) -> str:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` of `datasets` wrote the folder."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 

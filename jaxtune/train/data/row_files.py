@@ -31,7 +31,6 @@ class Row:
     """One row as it was read: with its columns, or with the reason why it cannot be used."""
 
     file: str
-    """The file or data set."""
     number: int
     """The line where it begins (JSONL, JSON, CSV) or its number (others), from 1."""
     value: Mapping[str, Any] | None
@@ -45,12 +44,10 @@ class Row:
 
     @property
     def place(self) -> str:
-        """`file:number`."""
         return f"{self.file}:{self.number}"
 
 
 def _object(file: str, number: int, value: object) -> Row:
-    """The Row of a decoded value; bad if it is no mapping, too large or nested too deeply."""
     if not isinstance(value, Mapping):
         return Row(file, number, None, error=f"not an object with columns but {type(value).__name__}")
     size, error = _measure(value)
@@ -199,10 +196,9 @@ def read_csv(file: Path, after: int) -> Iterator[Row]:
 
 
 def _csv_rows(file: Path) -> Iterator[Row]:
-    """All rows of a CSV file. Raises the process's csv.field_size_limit."""
+    """Widens csv.field_size_limit of the process."""
 
     def lines(stream: IO[str]) -> Generator[str]:
-        """Lines for the CSV reader; ends with csv.Error at a too long one."""
         for line in _lines(stream):
             if line is None:
                 raise csv.Error(_too_long("characters"))
@@ -302,7 +298,6 @@ def read_parquet(file: Path, after: int) -> Iterator[Row]:
 
 
 def _parquet_row(file: Path, number: int, batch: Any, place: int, decoders: Mapping[str, _Decoder]) -> Row:
-    """The row at index `place` of a RecordBatch; bad if it cannot be decoded."""
     try:
         cells = {name: batch[name][place].as_py() for name in batch.schema.names}
         return _table_row(str(file), number, {name: decoders[name](cell) for name, cell in cells.items()})
@@ -340,7 +335,6 @@ def _as_it_is(cell: object) -> object:
 
 
 def read_list(values: Sequence[object], after: int) -> Iterator[Row]:
-    """Rows of a list of dicts, whose file is "rows"."""
     return (_object("rows", number, value) for number, value in enumerate(values[after:], start=after + 1))
 
 

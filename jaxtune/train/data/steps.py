@@ -33,10 +33,10 @@ class StepBatches(Batches):
       rows: one document or pair each.
       per_step: a multiple of `parts`.
       steps: of the run; all are packed in advance.
-      length: tokens of a row, at least of the longest document or pair.
+      length: at least the tokens of the longest document or pair.
       parts: micro-batches of a step, which share no rows; None: one.
       multiple: devices that share a micro-batch's rows.
-      order: of an epoch; with "given" all are packed alike.
+      order: with "given" all epochs are packed alike.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StepBatches(Batches):
         return False
 
     def empty(self, rows: int) -> Batch:
-        """A batch of padding, whose `extra` arrays have room for the most documents that share a row."""
+        """A batch of padding, with room in `extra` for all documents that may share a row."""
         return self.rows.empty(rows, self._length, self._shared)
 
     def batch_at(self, step: int, model: object = None) -> Batch:
@@ -101,7 +101,6 @@ class StepBatches(Batches):
         return batch
 
     def described(self, total_steps: int) -> list[str]:
-        """Two lines for the screen before a run."""
         layout = f"packed into {self.rows_per_step:,} rows of {self.length:,} tokens for each step"
         return [
             f"training rows: {self.rows.report.of_documents}",

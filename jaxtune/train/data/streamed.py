@@ -51,14 +51,11 @@ class _TokenisedWindow:
     """A window's packed rows."""
 
     begin: _Place
-    """Position before its first row."""
     end: _Place
-    """Position after its last row."""
     number: int
-    """In the run, from 0."""
     rows: Rows
     order: np.ndarray
-    """int64[n]: in which the packed rows are used."""
+    """int64[n]: of using the packed rows."""
 
 
 class StreamedRows:
@@ -106,7 +103,6 @@ class StreamedRows:
 
     @property
     def length(self) -> int:
-        """Tokens of a row, padding included."""
         return self.first.length
 
     @property
@@ -125,7 +121,6 @@ class StreamedRows:
         return self
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding."""
         return self.first.rows.empty(rows)
 
     def feed(self, seed: int, position: Json) -> StreamFeed:
@@ -216,7 +211,6 @@ class StreamedRows:
                 self._news.append(f"{self.name}: {counts} rows left out as bad so far, lately {lately}")
 
     def note_epoch(self, epoch: int) -> None:
-        """Adds to `news` that every row was read `epoch` times."""
         with self._lock:
             order = "in another order" if self.order == "shuffled" else "in the same order"
             self._news.append(f"{self.name}: every row was read {epoch} times; it begins anew {order}")
@@ -265,7 +259,7 @@ class StreamFeed:
         return self._window.rows, row
 
     def position(self) -> Json:
-        """{"epoch", "shard", "row", "window", "taken"}: beginning and number of the current window, and its rows taken."""
+        """{"epoch", "shard", "row", "window", "taken"}: where the current window begins, its number, and rows taken."""
         if self._window is None:  # no row was taken yet
             return self._start
         begin = dataclasses.asdict(self._window.begin)
@@ -276,7 +270,6 @@ class StreamFeed:
         self._close()
 
     def _load(self) -> Future[_TokenisedWindow]:
-        """Starts a thread that makes the next window; its future."""
         future: Future[_TokenisedWindow] = Future()
 
         def work() -> None:

@@ -35,7 +35,6 @@ class TeacherFile:
     """A file with a teacher's log-probabilities, read once for `digest` and `k`."""
 
     path: str
-    """As the config names it."""
     sources: list[Source]
     digest: str
     """32 hex digits of content and paths; a run does not resume with another file."""
@@ -102,9 +101,6 @@ def open_file(path: str, say: Callable[[str], None]) -> TeacherFile:
 
 
 def _rows(sources: Sequence[Source]) -> Iterator[Row]:
-    """Rows of all sources. Raises ConfigError for a bad row, ValueError for an unreadable file, such as damaged
-    Parquet.
-    """
     for source in sources:
         for row in source.read(0):
             if row.value is None:
@@ -122,7 +118,6 @@ def _columns(row: Row) -> Mapping[str, object]:
 
 
 def _tokens(row: Row) -> np.ndarray:
-    """int32[n]: a row's token ids. Raises ConfigError."""
     columns = _columns(row)
     name = next((name for name in ("input_ids", "prompt_token_ids") if columns.get(name) is not None), None)
     if name is None:
@@ -202,7 +197,6 @@ def _require_distributions(
 
 
 def _key(tokens: np.ndarray, limit: int | None) -> bytes:
-    """A hash of a document's first `limit` tokens."""
     return hashlib.blake2b(np.ascontiguousarray(tokens[:limit], np.int32).tobytes(), digest_size=16).digest()
 
 

@@ -102,5 +102,5 @@ class TaughtRows(PackedRows):
             at += count
 
     def alone(self) -> PackedRows:
-        """The same rows without values, on which the teacher itself runs."""
+        """The same rows without values, for the teacher itself."""
         return copy.copy(self.packed)

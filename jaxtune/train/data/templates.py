@@ -78,9 +78,9 @@ class Encoded:
     masked: int = 0
     """Response tokens that `mask_spans` excludes."""
     special: str = ""
-    """A special token or marker in the messages' text, or ""."""
+    """A special token or marker in the messages' text."""
     left_out: str = ""
-    """What the template does not write, in words, or ""."""
+    """What the template does not write, in words."""
     cut: bool = False
     """Whether it was cut at `max_tokens`."""
 
@@ -95,9 +95,7 @@ class Rendered:
     in the tokens.
     """
     special: str = ""
-    """As in Encoded."""
     left_out: str = ""
-    """As in Encoded."""
     begin: int = 0
     """First character after the prompt's turns, before which nothing is trained on."""
     excluded: tuple[tuple[int, int], ...] = ()
@@ -326,7 +324,6 @@ class RowEncoder:
         return Rendered(text, shown, special, left_out, begin, tuple(excluded), tuple(cuts), asked)
 
     def _special_in(self, example: Example) -> str:
-        """A special token or marker in the conversation's messages and tools, or ""."""
         if self._special_texts is None:
             return ""
         found = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
@@ -412,7 +409,6 @@ class RowEncoder:
         )
 
     def _is_raw(self, example: Example) -> bool:
-        """Whether prompt and completion stay plain text."""
         return example.prompt is not None and self.template is None
 
     def _finish(
@@ -515,7 +511,7 @@ class RowEncoder:
         return tokenize(self.tokenizer, texts, self.max_tokens)
 
     def _template_text(self, tools: object = None) -> str:
-        """The template's Jinja text, looked up when needed, as plain text needs none. Raises SetupError."""
+        """Looked up when needed, as plain text needs no template. Raises SetupError."""
         if bool(tools) not in self._jinja:
             self._jinja[bool(tools)] = dated(resolve_template(self.tokenizer, self.template, tools), self.today)
         return self._jinja[bool(tools)]
@@ -529,7 +525,6 @@ class RowEncoder:
 
 
 def _asked(example: Example) -> int:
-    """Messages of the prompt; all but the last by default."""
     return example.prompt_messages or example.asked_messages or len(example.messages or ()) - 1
 
 
@@ -578,7 +573,7 @@ def derive_markers(tokenizer: Tokenizer, template: str | None = None) -> tuple[s
 
 
 def _without_turn_end(gap: str, special: list[str]) -> str:
-    """`gap` without the token that ends the turn before and white space after it; all of it if nothing would be left."""
+    """`gap` without the token that ends the turn before it and white space; all of it if nothing would be left."""
     for token in sorted(special, key=len, reverse=True):
         rest = gap.removeprefix(token)
         if rest != gap and rest.strip():

@@ -72,15 +72,14 @@ class Chunk:
     """
 
     rows: int
-    """Rows in the chunk, bad ones included."""
     tokens: np.ndarray
     """int32[total]"""
     mask: np.ndarray
     """uint8[total]: 1 where the token is trained on."""
     lengths: np.ndarray
-    """int64[n]: tokens of each document."""
+    """int64[n]"""
     trained: np.ndarray
-    """int64[n]: trained tokens of each document after its first."""
+    """int64[n]: trained targets."""
     origins: list[tuple[str, int]]
     """(file, line) of each document."""
     problems: list[tuple[str, str]]
@@ -89,19 +88,16 @@ class Chunk:
     """Places of rows without a trained target, of pairs in either document; they give no document."""
     responses: int
     ended: int
-    """Responses that train an end of turn, or were cut before it."""
+    """As in Summary."""
     special: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """(place, text) of rows whose messages contain a special token or marker."""
     left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """(place, what) of rows that the template does not write completely."""
     masked: int = 0
-    """Response tokens that `mask_spans` excludes."""
     cut: int = 0
-    """Documents tokenised only in their beginning."""
     excluded: list[str] = dataclasses.field(default_factory=list)
-    """Such as "PLACE: weight = 0", of rows that a mark leaves out."""
+    """"PLACE: weight = 0" of rows that a mark leaves out."""
     implied: int = 0
-    """Pairs whose prompt is the common beginning of both answers."""
     unread: list[str] = dataclasses.field(default_factory=list)
     """Columns with values that the format does not use, and message keys that only a template may read."""
 
@@ -180,7 +176,7 @@ def _from_one_start(pair: list[Encoded]) -> list[Encoded]:
 
 
 def _examples(row: Row) -> list[Example] | list[Example | None]:
-    """[example], or [chosen, rejected] for pairs, with None for a labelled row's missing answer. Raises RowError."""
+    """[example], or [chosen, rejected] with None for a labelled row's missing answer. Raises RowError."""
     if row.value is None:
         raise RowError(row.error)
     refuse_excluded(row.value)
@@ -229,7 +225,6 @@ def encode_rows(
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows in lists of 512, or of about 8 Mi characters."""
     chunk, size = [], 0
     for row in rows:
         chunk.append(row)
@@ -284,11 +279,8 @@ class _Worker(threading.Thread):
 def _encode(
     chunks: Iterable[list[Row]], count: int, make: Callable[[], _Encoder], poll: Callable[[], None]
 ) -> Iterator[Chunk]:
-    """Tokenises chunks with at most `count` workers, and yields results in order. At most 2 x count + 1 chunks are
-    taken ahead.
-
-      make: makes a worker's encoder, which is closed at the end, or killed if the work ends early.
-      poll: called for each chunk and several times a second.
+    """Tokenises chunks with at most `count` workers, and yields results in order; at most 2 x count + 1 are taken
+    ahead. make: makes an encoder, which is closed at the end, or killed if the work ends early.
     """
     tasks: queue.SimpleQueue = queue.SimpleQueue()
     workers: list[_Worker] = []
@@ -357,7 +349,6 @@ def _wait_for(
 
 
 def _span(rows: list[Row]) -> str:
-    """The places of the first and last row, for messages."""
     first, last = (printable(row.place) for row in (rows[0], rows[-1]))
     return first if len(rows) == 1 else f"{first} to {last}"
 

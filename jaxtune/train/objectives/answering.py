@@ -1,4 +1,4 @@
-"""Samples the answers of a generation (one round of sampling): in one turn, or in turns between which tools are called."""
+"""Samples the answers of a generation (one round of sampling), in one turn or with tools called between turns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Given:
 
     prompt_ids: tuple[int, ...]
     shown: Turns
-    """The prompt as reward functions get it."""
+    """The prompt for reward functions."""
     ids: list[int] = dataclasses.field(default_factory=list)
     """The answer's tokens so far, with those that end it or its turns and those of tools' texts."""
     logps: list[float] = dataclasses.field(default_factory=list)
@@ -50,7 +50,7 @@ class Sampling:
 
     settings: Settings
     ends: tuple[int, ...]
-    """Token ids that end an answer, ascending."""
+    """Token ids, ascending."""
     decode: Callable[[Sequence[int]], str]
     """Token ids to text, without special tokens."""
     plan: SlotPlan | None = None
@@ -116,7 +116,6 @@ class Sampling:
         )
 
     def completion(self, shown: Turns, prompt_ids: Sequence[int], ids: Sequence[int]) -> Turns:
-        """An answer as reward functions get it."""
         ids = self.without_end(ids)
         return self.decode(ids) if self.completions is None else self.completions(shown, prompt_ids, ids)
 
@@ -161,8 +160,6 @@ class Answering(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OneTurn:
-    """Samples each answer in one turn; no metrics."""
-
     sampling: Sampling
 
     @property
@@ -207,7 +204,7 @@ def _extend(one: Given, piece: Piece) -> None:
 
 @dataclasses.dataclass
 class _Dialogue:
-    """An answer with tool calls while it is sampled. A turn is what the model writes until it calls tools or ends."""
+    """An answer with tool calls while it is sampled; a turn ends with calls or the answer."""
 
     given: Given  # the answer so far
     seed: int  # its sampling seed
@@ -237,7 +234,6 @@ class ToolTurns:
     """(Messages, row's columns) to the prompt's ids with tool schemas, for prompts to which an environment added text.
     """
     length: int
-    """Most tokens of a prompt with its answer."""
     most_iterations: int | None = None
     """Most turns with calls; None: no limit."""
 

@@ -42,8 +42,6 @@ _SHOWN = 160  # characters of a prompt or an answer on the screen
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A data row, tokenised."""
-
     prompt: tuple[int, ...]
     """Ids up to the answer."""
     own: tuple[int, ...] = ()
@@ -178,7 +176,6 @@ class OwnSamples(BatchSource):
     # ---- a step
 
     def _chosen(self, step: int) -> list[int]:
-        """Indices of a step's data rows; may span two epochs."""
         count, places = len(self.asked), range(step * self.documents, (step + 1) * self.documents)
         orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}
         return [int(orders[place // count][place % count]) for place in places]
@@ -274,8 +271,8 @@ def own_samples(
 ) -> OwnSamples:
     """Reads a run's rows and makes its source.
 
-    Raises ConfigError for an unusable row (unless on_bad_row is "skip"), no usable one, too short data.length, or rows
-    tokenised already, whose prompts are unknown; ValueError if there is no such file.
+    Raises ConfigError for an unusable row (unless on_bad_row is "skip"), too short data.length, or tokenised rows,
+    whose prompts are unknown; ValueError if there is no such file.
 
       ends: token ids that end an answer.
       positions: most tokens of prompt and answer that the model allows.

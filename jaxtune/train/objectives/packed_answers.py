@@ -44,7 +44,6 @@ def packed_shape(longest: int, answers: int, multiple: int = 1) -> tuple[int, in
 
 
 def _fullest(longest: int, answers: int, multiple: int) -> tuple[int, int]:
-    """The shape of `packed_shape` with the fewest tokens."""
     shapes = []
     for each in range(1, answers + 1):
         length = math.ceil(each * longest / _STEP) * _STEP
@@ -72,8 +71,6 @@ def fill_warning(longest: int, answers: int, rows: int, length: int) -> list[str
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A data row's prompt."""
-
     given: Turns
     """As reward functions get it: text or messages."""
     ids: tuple[int, ...]
@@ -156,11 +153,9 @@ class Answer:
 
     @property
     def length(self) -> int:
-        """Tokens that are trained on."""
         return int(self.mask.sum())
 
     def to_json(self) -> dict[str, Json]:
-        """The fields as JSON, for a checkpoint."""
         lists: dict[str, Json] = {
             "prompt_ids": [*self.prompt_ids],
             "ids": [*self.ids],
@@ -171,7 +166,6 @@ class Answer:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, object]) -> Answer:
-        """The answer that `to_json` saved."""
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})  # type: ignore[arg-type]
 
 
@@ -180,9 +174,7 @@ class AnswerRows:
     """Packs answers, each after its prompt, into batches."""
 
     rows: int
-    """Of a batch."""
     length: int
-    """Tokens of a row."""
     places: int
     """Most answers of a row."""
     masks_truncated: bool = False

@@ -310,12 +310,12 @@ class RLOO(GRPO):
 
 
 class AnswerCuts:
-    """Copies answers out of packed rows: called with [rows, length] (at each position its target's value) it returns
-    [answers, tokens], 0 after an answer's end; answers is rows times the most of a row.
+    """Copies answers out of packed rows. Called with values [rows, length], at each position its target's, it returns
+    [answers, tokens], 0 after an answer's end, with places for the most answers of each row.
 
       tokens: most of an answer.
       mask: float32[answers, tokens], 1 at tokens that count.
-      present: float32[answers], 0 where a row has fewer.
+      present: float32[answers], 0 where a row has fewer answers.
       advantages: float32[answers].
     """
 

@@ -47,16 +47,16 @@ def read_prompts(
     tools: Tools | None = None,
     cut: bool = False,
 ) -> list[Prompt]:
-    """Reads and tokenises prompts: a row's `prompt`, text or messages, as in TRL. Rows for fine-tuning serve too: what
-    comes before the last answer, which becomes the column `answer` unless there is one.
+    """Reads and tokenises prompts: a row's `prompt`, text or messages, as in TRL, or of rows for fine-tuning what comes
+    before the last answer, which becomes the column `answer` unless there is one.
 
-    Raises ConfigError without a usable prompt, for a bad or too long one (unless on_bad_row is "skip"), or for an
-    unknown environment in the column `environment`; ValueError if there is no such file.
+    Raises ConfigError without a usable prompt, for a bad or too long one (unless on_bad_row is "skip"), or an unknown
+    environment; ValueError if there is no such file.
 
       data: its template, columns, max_rows (most prompts) and on_bad_row count.
       key: the rows' config key, for errors.
       beside: words for "beside {beside} room for N": what takes a row's other tokens.
-      cut: a longer prompt loses its first tokens, with a line.
+      cut: a longer prompt loses its first tokens.
     """
     encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
     if not cut or most_tokens < 1:
@@ -70,9 +70,8 @@ def read_prompts(
 def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object]], T]) -> list[T]:
     """Converts each data row by `make`, in order; RowError leaves a row out or stops (on_bad_row).
 
-    Raises ConfigError if none or, unless "skip", one is unusable; ValueError if there is no such file.
-
-      data: its columns, max_rows (most results) and on_bad_row count.
+    Raises ConfigError if none or, unless "skip", one is unusable; ValueError if there is no such file. Of `data`,
+    columns, max_rows (most results) and on_bad_row count.
     """
     found: list[T] = []
     left_out: list[str] = []
@@ -267,13 +266,12 @@ def completions_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> 
 def prompt_of(
     value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str, tools: Tools | None = None
 ) -> Prompt:
-    """A row's prompt, tokenised as in training, with its columns but prompt, messages and conversations. An answer (a
-    last assistant message, or the completion) becomes the column `answer` unless there is one.
+    """A row's prompt, tokenised as in training, with its other columns. An answer (a last assistant message, or the
+    completion) becomes the column `answer` unless there is one.
 
     Raises RowError for a missing, empty, too long or invalid prompt, media columns, or a text with tools, which a
-    template cannot describe there; ConfigError for an unknown environment.
-
-      beside: words for "beside {beside} room for N".
+    template cannot describe there; ConfigError for an unknown environment. beside: words for "beside {beside} room for
+    N".
     """
     refuse_media(value)
     try:

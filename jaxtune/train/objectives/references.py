@@ -154,10 +154,8 @@ def first_check(
     objective: Any, config: TrainConfig, rows: Any, fresh: Callable[[], bool]
 ) -> Callable[[Mapping[str, float]], None]:
     """A function of the first step's metrics that raises TrainingStopped if the reference's log-probabilities are not
-    those of the model before training.
-
-    It does nothing without a reference, or where they may differ: values brought by the data set, a trained adapter,
-    NEFTune, QAT from the first step.
+    those of the model before training. It does nothing without a reference, or where they may differ: values of the
+    data set, a trained adapter, NEFTune, QAT from the first step.
 
       rows: before `fill_reference`.
       fresh: whether the adapter was new before the first step.
@@ -185,8 +183,8 @@ def first_check(
 def _disagreement(objective: Referenced, line: Mapping[str, float]) -> str | None:
     """How model and reference differ by more than rounding in the first step's metrics, in words; else None.
 
-    Programs in 16 bits differ by about a hundredth of a nat a token in any direction, other weights or rows by several
-    hundredths of the log-probability itself: allowed are 0.25 nats plus a hundredth of the mean.
+    Programs in 16 bits differ by about a hundredth of a nat a token, other weights or rows by several hundredths of the
+    log-probability: allowed are 0.25 nats plus a hundredth of the mean.
     """
     slack = {}
     for side in ("chosen", "rejected"):

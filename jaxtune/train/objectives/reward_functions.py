@@ -69,7 +69,6 @@ class Sampled:
     completion_ids: list[list[int]]
 
     columns: dict[str, list[object]]
-    """{name: each answer's value of its row}."""
 
     also: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Further arguments, passed as they are."""
@@ -135,10 +134,8 @@ class RewardFunctions:
     functions: tuple[RewardFunction, ...]
 
     names: tuple[str, ...]
-    """Unique, in metrics."""
 
     weights: tuple[float, ...]
-    """Of each in the sum."""
 
     timeout_seconds: float | None = None
     """Of one call; None: no limit."""
@@ -232,7 +229,6 @@ class RewardFunctions:
         return np.stack(columns, axis=1)
 
     def _rewards(self, index: int, sampled: Sampled, pending: Pending | None) -> np.ndarray:
-        """float64[answers] of one function. pending: its call, if asynchronous."""
         function, name = self.functions[index], self.names[index]
         outcome = self._outcome(function, name, sampled) if pending is None else pending.outcome()
         if outcome.error is None:
@@ -386,7 +382,6 @@ def _number(name: str, value, nan_is_none: bool) -> float:
 
 
 def _shortened(value: Turns) -> str:
-    """Text for an error, cut at 200 characters."""
     text = value if isinstance(value, str) else "\n".join(str(message.get("content", "")) for message in value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 

@@ -60,7 +60,6 @@ class RolloutModel:
         return list(self._encode(prompt))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
         return self._sampling.decode(ids)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int | None = None) -> list[Row]:
@@ -100,7 +99,6 @@ class RolloutFunction:
     function: RolloutFunc
     sampling: Sampling
     encode: Callable[[Turns], tuple[int, ...]]
-    """Prompt to token ids."""
     length: int
     """Most tokens of a prompt with its answer."""
 
@@ -196,5 +194,4 @@ class RolloutFunction:
         )
 
     def _refuse(self, why: str) -> NoReturn:
-        """Raises ConfigError about the function's result."""
         raise ConfigError(f"objective.rollout_func: {name_of(self.function)}: {why}; see docs/rewards.md")

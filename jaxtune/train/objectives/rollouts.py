@@ -45,8 +45,6 @@ _PRINT_EVERY = 10  # generations between two samples and warnings on the screen
 
 
 class Advantages(Protocol):
-    """Computes a generation's advantages from its rewards."""
-
     def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray:
         """float32[answers].
 
@@ -294,7 +292,6 @@ class SampledAnswers(BatchSource):
     # ---- a generation
 
     def _chosen(self, number: int) -> list[int]:
-        """Indices of the prompts of generation `number`; may span two epochs."""
         wanted, count = self._prompts_per_generation, len(self.prompts)
         places = range(number * wanted, (number + 1) * wanted)
         orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}

@@ -117,13 +117,13 @@ class StoredTeacher:
 
     @property
     def _is_base(self) -> bool:
-        """Whether the teacher is the trained model with its adapter off (without a meaning if a file is read)."""
+        """Whether the teacher is the trained model with its adapter off."""
         return self._objective is not None and self._teacher is None and self._objective.teacher in (None, BASE)
 
     @functools.cached_property
     def _opened(self) -> Pretrained:
-        """The named teacher's or the base's checkpoint, opened once, without weights. Raises ConfigError for random
-        weights, an adapter, or another tokenizer or vocabulary; ValueError, OSError.
+        """The named teacher's or the base's checkpoint, without weights. Raises ConfigError for random weights, an
+        adapter, or another tokenizer or vocabulary; ValueError, OSError.
         """
         assert self._objective is not None
         path, load_in = of_pass(self._config, self._objective.teacher)
@@ -225,7 +225,6 @@ class StoredTeacher:
         return [self._pass(engine).phase] if passes else []
 
     def _pass(self, engine: Engine) -> TeacherPass:
-        """The teacher's pass, planned before its weights are loaded."""
         assert self._objective is not None
         batches, name = engine.batches, self._objective.teacher
         config = dataclasses.replace(self._config, rows_per_step=batches.rows_per_step)
@@ -233,7 +232,7 @@ class StoredTeacher:
         return TeacherPass(*of_run, self._student, self._teacher, name)
 
     def _found(self, rows: TaughtRows, say: Callable[[str], None]) -> bool:
-        """Whether every process has the same stored file, from which `rows.values.stored` is then mapped. Collective."""
+        """Whether every process has the same stored file, which is then mapped to `rows.values.stored`. Collective."""
         path = self._path(rows)
         found = None if path is None else _read(path, rows.values, say)
         sums = processes.all_of(None if path is None or found is None else _sum_of(path))
@@ -258,8 +257,7 @@ class StoredTeacher:
         self, engine: Engine, planned: TeacherPass, say: Callable[[str], None]
     ) -> Callable[[TaughtRows, np.ndarray | None], None]:
         """A function (rows, array) that computes values by a pass into the array; None only takes part. Loads the
-        teacher. Collective, as is the function. A pass that needs too much memory is compiled again with a smaller
-        plan.
+        teacher. Both are collective.
         """
         assert self._objective is not None
         shape = partition.MeshShape.of(engine.mesh)

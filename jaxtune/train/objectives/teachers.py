@@ -74,7 +74,6 @@ def teacher_of(config: TrainConfig) -> str | None:
 
 
 def _stored_before(config: TrainConfig) -> bool:
-    """Whether the teacher runs before the training only."""
     return config.objective.teacher_top_k is not None
 
 
@@ -142,7 +141,7 @@ def load_teacher(
 
 
 def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained | None) -> None:
-    """Raises ConfigError if a token that both tokenizers have has two ids. Nothing without a teacher or its tokenizer."""
+    """Raises ConfigError if a token that both tokenizers have has two ids; accepts a missing teacher or tokenizer."""
     found = None if teacher is None else load_tokenizer(teacher.folder)
     if teacher is None or found is None:
         return

@@ -93,7 +93,6 @@ class ToolCalls:
         return all(one.done for one in self.pending.values())
 
     def answered(self) -> Answered:
-        """Waits for the calls."""
         outcomes = self.outcomes | {number: one.outcome() for number, one in self.pending.items()}
         texts = [self.tools.text_of(call, outcomes[number]) for number, call in enumerate(self.calls)]
         return Answered(
@@ -298,7 +297,6 @@ def methods(environment: object) -> list[Callable]:
 
 
 def _environment(factory: Callable) -> Environment:
-    """A new environment. Raises ConfigError as Tools."""
     outcome = call(factory, {}, f"environment {name_of(factory)}")
     if outcome.error is not None:
         what = f"objective.environment_factory: {name_of(factory)} failed"
@@ -316,7 +314,6 @@ def _environment(factory: Callable) -> Environment:
 
 
 def _reset(environment: Environment, prompt: Turns, row: Mapping[str, object], seconds: float | None) -> str:
-    """The text that `reset` adds."""
     what = f"objective.environment_factory: reset of {type(environment).__name__}"
     given = arguments(environment.reset, own_copy({"prompt": prompt, **row}))
     outcome = call(environment.reset, given, f"reset of {type(environment).__name__}", seconds)
@@ -346,7 +343,7 @@ def _text_later(tool: Callable) -> Callable:
 
 
 def _reward_of(kind: type) -> RewardFunction:
-    """The reward function of environments of exactly this class: their `get_reward`, None for others; async if that is."""
+    """The reward function of environments of exactly this class, None for others; async if their `get_reward` is."""
 
     async def later(environments, **_):
         calls = [outcome_of(one.get_reward) for one in environments if type(one) is kind]
@@ -386,5 +383,4 @@ def _schemas(tools: Sequence[Callable]) -> list[Message]:
 
 
 def _parameters(schemas: Sequence[Message]) -> Schemas:
-    """{tool: JSON schema of its parameters}."""
     return {one["function"]["name"]: one["function"].get("parameters", {}) for one in schemas}
