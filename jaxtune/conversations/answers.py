@@ -95,8 +95,8 @@ class AnswerReader:
         source = _COMMENT.sub("", template or "")
         self._tokenizer = tokenizer
         self._channels = all(mark in source for mark in _CHANNELS)
-        self._thoughts = next((one for one in THOUGHTS if all(mark in source for mark in one.source)), None)
-        self.form = next((one for one in FORMS if all(mark in source for mark in one.source)), None)
+        self._thoughts = next((family for family in THOUGHTS if all(mark in source for mark in family.source)), None)
+        self.form = next((family for family in FORMS if all(mark in source for mark in family.source)), None)
         if self._channels:
             self._thoughts = self.form = None
         self.thinks = self._channels or self._thoughts is not None
@@ -132,9 +132,9 @@ class AnswerReader:
         ids that are dropped as last token.
         """
         marks = {*self._thought_marks.values(), *(self._call_marks.values() if calls else ())}
-        kept = list(ids[:-1] if len(ids) and ids[-1] in ends else ids)
-        kept = [int(token) for token in kept if token not in self._specials or token in marks]
-        return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        visible_ids = list(ids[:-1] if len(ids) and ids[-1] in ends else ids)
+        visible_ids = [int(token) for token in visible_ids if token not in self._specials or token in marks]
+        return str(self._tokenizer.decode(visible_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def opening(self, prompt_ids: Sequence[int], continues: bool = False) -> str:
         """The beginning of an answer that a prompt's end holds, such as <think>, or "". continues: the prompt ends
@@ -145,9 +145,9 @@ class AnswerReader:
         ids = list(prompt_ids if continues else prompt_ids[-_TAIL:])
         tail = str(self._tokenizer.decode(ids, skip_special_tokens=False)).rstrip()
         if self._channels:
-            _, started, opening = tail.rpartition("<|start|>assistant")
-            header, ended, _ = opening.rpartition("<|message|>")
-            return (header + ended or opening) if started and "<|end|>" not in opening else ""
+            _, start_mark, opening = tail.rpartition("<|start|>assistant")
+            header, message_mark, _ = opening.rpartition("<|message|>")
+            return (header + message_mark or opening) if start_mark and "<|end|>" not in opening else ""
         assert self._thoughts is not None
         opens = self._thoughts.opens
         openings = (opens + self._thoughts.title, opens)
@@ -217,13 +217,13 @@ class AnswerStream:
 
     def _until(self, marks: Sequence[str], last: bool) -> tuple[str, str]:
         """Takes the unread text before the first mark, and that mark ("" if none has come)."""
-        places = [(place, -len(mark), mark) for mark in marks if mark and (place := self._text.find(mark)) >= 0]
-        if places:
-            place, _, mark = min(places)
+        candidates = [(offset, -len(mark), mark) for mark in marks if mark and (offset := self._text.find(mark)) >= 0]
+        if candidates:
+            offset, _, mark = min(candidates)
         else:
-            place, mark = len(self._text), ""
-            place -= 0 if last else max((overlap(self._text, mark) for mark in marks), default=0)
-        text, self._text = self._text[:place], self._text[place + len(mark) :]
+            offset, mark = len(self._text), ""
+            offset -= 0 if last else max((overlap(self._text, mark) for mark in marks), default=0)
+        text, self._text = self._text[:offset], self._text[offset + len(mark) :]
         return text, mark
 
     def _say(self, kind: Kind, text: str, hold: bool = True) -> Pieces:
@@ -233,11 +233,11 @@ class AnswerStream:
             return []
         self._strips.discard(kind)
         text = self._spaces[kind] + text
-        said = text.rstrip() if hold else text
-        self._spaces[kind] = text[len(said) :]
-        if said:
+        settled = text.rstrip() if hold else text
+        self._spaces[kind] = text[len(settled) :]
+        if settled:
             self._said.add(kind)
-        return [(kind, said)] if said else []
+        return [(kind, settled)] if settled else []
 
     def _again(self, kind: Kind, between: str) -> None:
         """Begins another text of a kind, separated by `between` from an earlier one."""
@@ -313,7 +313,7 @@ class _Tags(AnswerStream):
         return pieces
 
     def _openings(self) -> list[str]:
-        return [one.opens for one in (self._thoughts, self._form) if one is not None]
+        return [notation.opens for notation in (self._thoughts, self._form) if notation is not None]
 
     def _enter(self, mark: str) -> None:
         if mark and self._thoughts is not None and mark == self._thoughts.opens:
@@ -397,8 +397,8 @@ class _Channels(AnswerStream):
         return self._header() if self._state == "header" else self._body(last)
 
     def _header(self) -> Pieces:
-        header, ended, text = self._text.partition("<|message|>")
-        if not ended:
+        header, delimiter, text = self._text.partition("<|message|>")
+        if not delimiter:
             return []
         self._text, recipient = text, _RECIPIENT.search(header)
         if recipient is not None and recipient[1] and self._looks:

@@ -79,17 +79,17 @@ def _json_call(text: str, schemas: Schemas) -> list[Call]:
     """{"name": ..., "arguments": ...}, or a list of them."""
     value = json.loads(text)
     if isinstance(value, list) and value:
-        return [_call_of(one) for one in value]
+        return [_call_of(call) for call in value]
     return [_call_of(value)]
 
 
 def _json_calls(text: str, schemas: Schemas) -> list[Call]:
     """JSON objects or lists of them, one after another."""
-    calls, decoder, rest = [], json.JSONDecoder(), text.strip()
-    while rest:
-        value, end = decoder.raw_decode(rest)
-        calls += [_call_of(one) for one in (value if isinstance(value, list) else [value])]
-        rest = rest[end:].lstrip("; \n,")
+    calls, decoder, tail = [], json.JSONDecoder(), text.strip()
+    while tail:
+        value, end = decoder.raw_decode(tail)
+        calls += [_call_of(call) for call in (value if isinstance(value, list) else [value])]
+        tail = tail[end:].lstrip("; \n,")
     return calls
 
 
@@ -115,9 +115,9 @@ def allows_text(schema: object, root: object = None) -> bool:
         return kind == "string" or (not isinstance(kind, str) and "string" in kind)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list | tuple):
-            return any(allows_text(one, root) for one in schema[key])
+            return any(allows_text(subschema, root) for subschema in schema[key])
     if isinstance(schema.get("allOf"), list | tuple):
-        return all(allows_text(one, root) for one in schema["allOf"])
+        return all(allows_text(subschema, root) for subschema in schema["allOf"])
     if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list | tuple):
         return any(isinstance(value, str) for value in values)
     return True
@@ -266,16 +266,16 @@ def _gemma(text: str, schemas: Schemas) -> list[Call]:
     call = _GEMMA_CALL.fullmatch(text)
     if call is None:
         raise ValueError("a call is call:NAME{key:value,...}")
-    parts, at, body = [], 0, call[2]
-    while at < len(body):
-        token = _GEMMA_TOKEN.match(body, at)
+    json_tokens, position, body = [], 0, call[2]
+    while position < len(body):
+        token = _GEMMA_TOKEN.match(body, position)
         if token is None:
-            raise ValueError(f"the arguments {body!r} are malformed at {at}")
-        at = token.end()
+            raise ValueError(f"the arguments {body!r} are malformed at {position}")
+        position = token.end()
         word = token["word"]
-        is_key = word is not None and body.startswith(":", at)
-        parts.append(token["sign"] or (word if word and not is_key else json.dumps(token["text"] or word or "")))
-    return [Call(call[1], arguments_of("".join(parts)))]
+        is_key = word is not None and body.startswith(":", position)
+        json_tokens.append(token["sign"] or (word if word and not is_key else json.dumps(token["text"] or word or "")))
+    return [Call(call[1], arguments_of("".join(json_tokens)))]
 
 
 # The first form whose `source` a template has is taken. gpt-oss's calls are channels (`answers.py`).

@@ -35,6 +35,10 @@ def dated(template: str, day: str | None) -> str:
         return template
     midnight = datetime.datetime.combine(parsed_day(day), datetime.time())
     directives = sorted(set(_DIRECTIVE.findall(template)))
-    values = [("%%", _PERCENT), *((one, midnight.strftime(one)) for one in directives), (_PERCENT, "%")]
+    values = [
+        ("%%", _PERCENT),
+        *((directive, midnight.strftime(directive)) for directive in directives),
+        (_PERCENT, "%"),
+    ]
     replaced = "".join(f" | replace({old!r}, {new!r})" for old, new in values)
     return f"{{%- macro {_CLOCK}(format) -%}}{{{{ format{replaced} }}}}{{%- endmacro %}}\n{template}"

@@ -44,9 +44,9 @@ def _specials(tokenizer: Tokenizer) -> dict[str, int]:
 
 def _answer_end(tokenizer: Tokenizer, template: str) -> int | None:
     """The first token after an answer's text that may end a turn."""
-    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _WORD}]
+    conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _WORD}]
     try:
-        text, specials = render(tokenizer, template, asked), _specials(tokenizer)
+        text, specials = render(tokenizer, template, conversation), _specials(tokenizer)
     except TemplateError:
         return None
     after = text.rpartition(_WORD)[2] if _WORD in text else ""
@@ -57,10 +57,10 @@ def _answer_end(tokenizer: Tokenizer, template: str) -> int | None:
 def _call_end(tokenizer: Tokenizer, template: str) -> int | None:
     """The token that ends a turn of calls, if the template writes it once, at the end of two calls."""
     functions = [{"name": _WORD, "arguments": {}}] * 2
-    calls = [{"type": "function", "id": f"call0000{n}", "function": one} for n, one in enumerate(functions)]
-    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    calls = [{"type": "function", "id": f"call0000{n}", "function": function} for n, function in enumerate(functions)]
+    conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     try:
-        text, specials = render(tokenizer, template, asked).rstrip(), _specials(tokenizer)
+        text, specials = render(tokenizer, template, conversation).rstrip(), _specials(tokenizer)
     except TemplateError:
         return None
     after = text.partition(_WORD)[2]

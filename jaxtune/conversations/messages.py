@@ -86,8 +86,8 @@ class ConversationError(ValueError):
         return ConversationError(self.why, *path, *self.path)
 
     def __str__(self) -> str:
-        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).lstrip(".")
-        return f"{place}: {self.why}" if place else self.why
+        location = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).lstrip(".")
+        return f"{location}: {self.why}" if location else self.why
 
 
 def read_messages(value: object, column: str = "messages") -> list[Message]:
@@ -172,10 +172,10 @@ def exclusion(columns: Mapping[str, object]) -> str:
     """The column that leaves a row out of training, such as "weight = 0"; "" without one. Raises ConversationError if
     marks disagree.
     """
-    said = row_marks(columns)
-    if len(set(said.values())) > 1:
-        raise ConversationError(f"columns {', '.join(said)} disagree whether the row is trained on: leave one")
-    return next((f"{name} = {columns[name]!r}" for name, trains in said.items() if not trains), "")
+    marks = row_marks(columns)
+    if len(set(marks.values())) > 1:
+        raise ConversationError(f"columns {', '.join(marks)} disagree whether the row is trained on: leave one")
+    return next((f"{name} = {columns[name]!r}" for name, trains in marks.items() if not trains), "")
 
 
 def row_marks(columns: Mapping[str, object]) -> dict[str, bool]:
@@ -298,8 +298,8 @@ def _message(turn: object) -> Message:
         if not calls:
             raise ConversationError("a turn of a call has no call", key or "content")
     elif content is not None:
-        text, thought, parts = _within(key, _content, content, role)
-        message["content"], calls = text, parts or calls
+        text, thought, content_calls = _within(key, _content, content, role)
+        message["content"], calls = text, content_calls or calls
         thoughts = [*thoughts, thought] if thought.strip() else thoughts
     elif role in ("user", "system"):
         raise ConversationError(f"a message of the role {role} has no content")
@@ -388,15 +388,15 @@ def _part(part: object) -> tuple[str, str | None]:
 
 def _thoughts(extra: Message) -> list[str]:
     """The thoughts of a turn, removed from `extra`: texts, or lists of parts."""
-    found = []
+    thoughts = []
     for key in THOUGHT:
         value = extra.get(key)
         if isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(p, Mapping) for p in value)):
             text = value if isinstance(value, str) else "".join(_part(part)[1] or "" for part in value)
             del extra[key]
             if text.strip():
-                found.append(text)
-    return found
+                thoughts.append(text)
+    return thoughts
 
 
 def _calls(value: object) -> tuple[str, list[Message]]:
@@ -419,17 +419,17 @@ def _calls(value: object) -> tuple[str, list[Message]]:
 
 def _several(text: str) -> object:
     """The JSON value of a text, or a list of those that follow one another in it."""
-    values, decoder, rest = [], json.JSONDecoder(object_pairs_hook=_unique), text.strip()
-    while rest:
+    values, decoder, tail = [], json.JSONDecoder(object_pairs_hook=_unique), text.strip()
+    while tail:
         try:
-            value, end = decoder.raw_decode(rest)
+            value, end = decoder.raw_decode(tail)
         except ConversationError:
             raise
         except (ValueError, RecursionError):
             _refuse_printed(text, _looks_written)
             raise ConversationError(f"a tool call is not JSON: {text.strip()[:60]!r}") from None
         values.append(value)
-        rest = rest[end:].lstrip(" \t\r\n;,")
+        tail = tail[end:].lstrip(" \t\r\n;,")
     return values[0] if len(values) == 1 else values
 
 
@@ -489,14 +489,14 @@ def _schema(tool: object, column: str, index: int) -> Message:
 
 def _marks(extra: Message, message: Message) -> Message:
     """The training marks of a turn as {"train", "train_detail"}, removed from `extra`."""
-    said: dict[str, bool] = {}
+    truths: dict[str, bool] = {}
     details = None
     for key in list(extra):
         name = snake(key)
         if name in MARKS:
             value = _truth(extra[key], key)
             del extra[key]
-            said[key] = value is MARKS[name]
+            truths[key] = value is MARKS[name]
         elif name in DETAILS:
             details = _within(key, _details, extra.pop(key), message["content"])
         elif message["role"] == "assistant" and name not in NEUTRAL and _MARKING.search(name) and _is_mark(extra[key]):
@@ -505,9 +505,9 @@ def _marks(extra: Message, message: Message) -> Message:
                 "loss_mask (1 trains on it) or masked (true leaves it out)",
                 key,
             )
-    if len(set(said.values())) > 1:
-        raise ConversationError(f"{', '.join(said)} disagree whether the turn is trained on: leave one")
-    marks: Message = {"train": next(iter(said.values()))} if said else {}
+    if len(set(truths.values())) > 1:
+        raise ConversationError(f"{', '.join(truths)} disagree whether the turn is trained on: leave one")
+    marks: Message = {"train": next(iter(truths.values()))} if truths else {}
     if details is not None and marks.get("train", True):
         marks["train_detail"] = details
     return marks
@@ -571,25 +571,25 @@ def _refuse_selected_questions(messages: Sequence[Message], column: str) -> None
 def _joined(messages: list[Message], column: str) -> list[Message]:
     """The messages, with each run of assistant turns that calls tools as one."""
     result: list[Message] = []
-    at = 0
-    while at < len(messages):
-        end = at + 1
+    start = 0
+    while start < len(messages):
+        end = start + 1
         while end < len(messages) and _continues(messages[end - 1], messages[end]):
             end += 1
-        run = messages[at:end]
+        run = messages[start:end]
         if len(run) > 1 and any("tool_calls" in message for message in run):
             try:
                 run = [_one(run)]
             except ConversationError as error:
-                raise error.inside(column, at) from None
+                raise error.inside(column, start) from None
         result += run
-        at = end
+        start = end
     return result
 
 
 def _continues(before: Message, message: Message) -> bool:
-    same = before["role"] == message["role"] == "assistant"
-    return same and before.get("name") == message.get("name")
+    are_answers = before["role"] == message["role"] == "assistant"
+    return are_answers and before.get("name") == message.get("name")
 
 
 def _one(run: list[Message]) -> Message:

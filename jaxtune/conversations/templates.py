@@ -82,21 +82,21 @@ def guarded(messages: Sequence[Message], special: re.Pattern[str] | None) -> tup
     `unguarded` removes them after rendering. special: `special_pattern`.
     """
     messages = list(messages)
-    places = [
-        place
-        for place, message in enumerate(messages)
+    marked_indices = [
+        index
+        for index, message in enumerate(messages)
         if special is not None
         and message.get("role") == "tool"
         and isinstance(message.get("content"), str)
         and special.search(message["content"])
     ]
-    if special is None or not places:
+    if special is None or not marked_indices:
         return messages, ""
     text = json.dumps(messages, ensure_ascii=False, default=str)
     mark = next(char for char in map(chr, range(0xF8FF, 0xE000, -1)) if char not in text)
-    for place in places:
-        content = special.sub(lambda match: match[0][0] + mark + match[0][1:], messages[place]["content"])
-        messages[place] = {**messages[place], "content": content}
+    for index in marked_indices:
+        content = special.sub(lambda match: match[0][0] + mark + match[0][1:], messages[index]["content"])
+        messages[index] = {**messages[index], "content": content}
     return messages, mark
 
 
@@ -104,12 +104,12 @@ def unguarded(text: str, mark: str) -> tuple[str, list[int]]:
     """The text without `guarded`'s marks, and their positions, which no token may span, or it would be special."""
     if not mark:
         return text, []
-    first, *others = text.split(mark)
-    whole, cuts = first, []
-    for piece in others:
-        cuts.append(len(whole))
-        whole += piece
-    return whole, cuts
+    first, *later_pieces = text.split(mark)
+    joined, cuts = first, []
+    for piece in later_pieces:
+        cuts.append(len(joined))
+        joined += piece
+    return joined, cuts
 
 
 # --- saved templates
@@ -147,10 +147,10 @@ def asking_template(tokenizer: Tokenizer, template: str, arguments: Arguments | 
 
 def asking_templates(tokenizer: Tokenizer, arguments: Arguments | None = None) -> Any:
     """The tokenizer's `chat_template` (text, or several by name) through `asking_template`."""
-    own = tokenizer.chat_template
-    if isinstance(own, Mapping):
-        return {name: asking_template(tokenizer, text, arguments) for name, text in own.items()}
-    return asking_template(tokenizer, own, arguments) if own else own
+    templates = tokenizer.chat_template
+    if isinstance(templates, Mapping):
+        return {name: asking_template(tokenizer, text, arguments) for name, text in templates.items()}
+    return asking_template(tokenizer, templates, arguments) if templates else templates
 
 
 def _at_line_start(template: str) -> str:

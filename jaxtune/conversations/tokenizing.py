@@ -37,13 +37,13 @@ class Tokens:
 
     def part(self, first: int, last: int, shift: int = 0, cut: bool = False) -> Tokens:
         """Tokens first to last - 1, with `shift` characters added to their positions."""
-        at = slice(first, last)
-        return Tokens(self.ids[at], self.starts[at] + shift, self.ends[at] + shift, cut)
+        selected = slice(first, last)
+        return Tokens(self.ids[selected], self.starts[selected] + shift, self.ends[selected] + shift, cut)
 
     @classmethod
     def joined(cls, parts: list[Tokens]) -> Tokens:
         """The tokens of consecutive pieces with positions in the whole text."""
-        fields = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "starts", "ends"))
+        fields = (np.concatenate([getattr(tokens, name) for tokens in parts]) for name in ("ids", "starts", "ends"))
         return cls(*fields, cut=parts[-1].cut)
 
 
@@ -61,16 +61,18 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 def beginning(tokenizer: Tokenizer) -> list[int]:
     """The ids that the tokenizer puts before a text, such as BOS."""
-    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], list(tokenizer("a")["input_ids"])
-    starts = (at for at in range(len(whole)) if plain and whole[at : at + len(plain)] == plain)
-    return whole[: next(starts, 0)]
+    plain, with_special = tokenizer("a", add_special_tokens=False)["input_ids"], list(tokenizer("a")["input_ids"])
+    starts = (
+        offset for offset in range(len(with_special)) if plain and with_special[offset : offset + len(plain)] == plain
+    )
+    return with_special[: next(starts, 0)]
 
 
 def with_beginning(tokenizer: Tokenizer, ids: Sequence[int], begins: Sequence[int] | None = None) -> list[int]:
     """Token ids with the tokenizer's beginning once, whether they have it or not. begins: `beginning`; None asks."""
     ids, bos = list(ids), tokenizer.bos_token_id
     begins = beginning(tokenizer) if begins is None else begins
-    leading = next((place for place, token in enumerate(ids) if token != bos), len(ids))
+    leading = next((index for index, token in enumerate(ids) if token != bos), len(ids))
     if leading:
         return ids[leading - 1 :]
     return ids if not begins or ids[:1] == list(begins[:1]) else [*begins, *ids]
@@ -111,10 +113,14 @@ def _later(tokenizer: Tokenizer, text: str, max_tokens: int | None = None) -> To
     """The tokens of a text that follows another: without the space that SentencePiece puts first."""
     if text and _adds_space(tokenizer):
         for anchor in _ANCHORS:
-            whole = tokenize(tokenizer, [anchor + text], max_tokens)[0]
-            first = int(np.searchsorted(whole.starts, len(anchor)))
-            if first < len(whole) and whole.starts[first] == len(anchor) and np.all(whole.ends[:first] <= len(anchor)):
-                return whole.part(first, len(whole), -len(anchor), whole.cut)
+            anchored = tokenize(tokenizer, [anchor + text], max_tokens)[0]
+            first = int(np.searchsorted(anchored.starts, len(anchor)))
+            if (
+                first < len(anchored)
+                and anchored.starts[first] == len(anchor)
+                and np.all(anchored.ends[:first] <= len(anchor))
+            ):
+                return anchored.part(first, len(anchored), -len(anchor), anchored.cut)
     return tokenize(tokenizer, [text], max_tokens)[0]
 
 
@@ -148,7 +154,7 @@ def _in_windows(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> Toke
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]
         return tokens.part(0, len(tokens), low)
 
-    parts, count = [], 0
+    pieces, count = [], 0
     low, current = 0, window(0)
     while (high := low + WINDOW) < len(text):
         low = high - OVERLAP
@@ -159,12 +165,12 @@ def _in_windows(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> Toke
             low = int(current.ends[last - 1])
             following, first = _later(tokenizer, text[low : low + WINDOW]), 0
             following = following.part(0, len(following), low)
-        parts.append(current.part(0, last))
+        pieces.append(current.part(0, last))
         count += last
         current = following.part(first, len(following))
         if max_tokens is not None and count >= max_tokens:
-            return Tokens.joined([*parts, current.part(0, 0, cut=True)])
-    return Tokens.joined([*parts, current])
+            return Tokens.joined([*pieces, current.part(0, 0, cut=True)])
+    return Tokens.joined([*pieces, current])
 
 
 def _seam(before: Tokens, after: Tokens, low: int, high: int) -> tuple[int, int | None]:
@@ -173,9 +179,9 @@ def _seam(before: Tokens, after: Tokens, low: int, high: int) -> tuple[int, int 
     from there.
     """
     middle = (low + high) // 2
-    places = np.intersect1d(before.starts[before.starts >= low], after.starts[after.starts < high])
-    for place in places[np.argsort(np.abs(places - middle), kind="stable")].tolist():
-        last, first = int(np.searchsorted(before.starts, place)), int(np.searchsorted(after.starts, place))
+    common_starts = np.intersect1d(before.starts[before.starts >= low], after.starts[after.starts < high])
+    for start in common_starts[np.argsort(np.abs(common_starts - middle), kind="stable")].tolist():
+        last, first = int(np.searchsorted(before.starts, start)), int(np.searchsorted(after.starts, start))
         if last and before.ids[last] == after.ids[first] and before.ends[last] == after.ends[first]:
             return last, first
     return int(np.searchsorted(before.starts, middle)), None

@@ -87,8 +87,8 @@ def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
         if error.filename is not None:
             raise
         # NumPy's error has no code, only words on how much of an array was written.
-        what = f"{error.strerror or error}, with {count_bytes:,} bytes to write"
-        raise OSError(error.errno or errno.EIO, what, os.fspath(path)) from None
+        reason = f"{error.strerror or error}, with {count_bytes:,} bytes to write"
+        raise OSError(error.errno or errno.EIO, reason, os.fspath(path)) from None
 
 
 def hold(descriptor: int) -> bool:
@@ -140,9 +140,9 @@ _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 def remove_temporary(folder: str | os.PathLike) -> None:
     """Removes temporary files and folders (`temporary_path`) of killed processes; those of living ones are locked."""
-    for left in Path(folder).glob(".*.tmp"):
-        if _TEMPORARY.fullmatch(left.name):
-            remove_left(left)
+    for leftover in Path(folder).glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(leftover.name):
+            remove_left(leftover)
 
 
 def sync(path: str | os.PathLike) -> None:
@@ -184,9 +184,9 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 def require_makeable(key: str, value: str) -> None:
     """Raises ValueError unless the folder `value` is writable or can be created. key: the setting's name."""
-    wanted = Path(value).absolute()
-    there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
-    if not there.is_dir():
-        raise ValueError(f"{key} = {value!r}: {there} is a file; choose a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{key} = {value!r}: {there} cannot be written to; choose another folder")
+    target = Path(value).absolute()
+    nearest = next(folder for folder in (target, *target.parents) if folder.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{key} = {value!r}: {nearest} is a file; choose a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"{key} = {value!r}: {nearest} cannot be written to; choose another folder")

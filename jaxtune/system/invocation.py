@@ -18,11 +18,11 @@ def spelled(command: str) -> str:
     """The command line of `command`, such as "generate FOLDER", as this user would type it; what started `jaxtune
     launch` counts in its processes. `python -m jaxtune.train` serves `train` only.
     """
-    name, _, rest = command.partition(" ")
+    name, _, arguments = command.partition(" ")
     prefix = os.environ.get(VARIABLE) or prefix_of(sys.orig_argv)
     if prefix.endswith(" -m jaxtune.train"):
         if name == "train":
-            return f"{prefix} {rest}".rstrip()
+            return f"{prefix} {arguments}".rstrip()
         prefix = prefix.removesuffix(".train")
     return f"{prefix} {command}"
 
@@ -35,15 +35,19 @@ def prefix_of(original: list[str]) -> str:
         if flag == "-m" and module in ("jaxtune", "jaxtune.train", "jaxtune.cli"):
             return f"{shlex.quote(original[0])} -m {module.removesuffix('.cli')}"
     # The first of these is the script, and what follows are its own arguments.
-    ways = (each for each in original[1:] if Path(each).name == _SCRIPT or each in ("-c", "-m") or each.endswith(".py"))
-    started = next(ways, "")
-    beside = Path(sys.executable).with_name(_SCRIPT)
-    by_script = Path(started).name == _SCRIPT
-    if by_script or beside.is_file():
-        script = started if by_script else str(beside)
+    launchers = (
+        argument
+        for argument in original[1:]
+        if Path(argument).name == _SCRIPT or argument in ("-c", "-m") or argument.endswith(".py")
+    )
+    launcher = next(launchers, "")
+    installed_script = Path(sys.executable).with_name(_SCRIPT)
+    by_script = Path(launcher).name == _SCRIPT
+    if by_script or installed_script.is_file():
+        script = launcher if by_script else str(installed_script)
         return _SCRIPT if shutil.which(_SCRIPT) == os.path.abspath(script) else shlex.quote(_short(script))
-    known = shutil.which("python") == sys.executable
-    return f"{'python' if known else shlex.quote(_short(sys.executable))} -m jaxtune"
+    is_python_found = shutil.which("python") == sys.executable
+    return f"{'python' if is_python_found else shlex.quote(_short(sys.executable))} -m jaxtune"
 
 
 def _short(path: str) -> str:

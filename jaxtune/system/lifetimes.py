@@ -21,7 +21,7 @@ def ends(owner: object, end: Callable[..., object], *arguments: object) -> Calla
     """Has end(*arguments) called once: by the returned function, when `owner` is freed, or when Python ends (last
     registered first). The arguments must not refer to the owner.
     """
-    _ends[:] = [one for one in _ends if one.alive]
+    _ends[:] = [earlier for earlier in _ends if earlier.alive]
     finalizer = weakref.finalize(owner, end, *arguments)
     finalizer.atexit = False  # weakref's own comes before or after that of JAX
     _ends.append(finalizer)
@@ -29,10 +29,10 @@ def ends(owner: object, end: Callable[..., object], *arguments: object) -> Calla
 
 
 def _end_all() -> None:
-    open_ends = [one for one in reversed(_ends) if one.alive]
-    for one in open_ends:
+    open_ends = [end for end in reversed(_ends) if end.alive]
+    for end in open_ends:
         with contextlib.suppress(Exception):  # such as of a device that has failed
-            one()
+            end()
     if _ends:
         time.sleep(_BREATH_SECONDS)
 

@@ -72,28 +72,31 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
       processes: their number.
       process: this one's index, from 0.
     """
-    place = _place(coordinator, processes, process)
-    if place is None or place.count == 1:
+    own_place = _place(coordinator, processes, process)
+    if own_place is None or own_place.count == 1:
         return
     import jax
 
     _compile_alone()
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM in place of the run
-    of_this_host = is_loopback(host_name(f"//{place.coordinator}"))  # as all processes are then: no other can reach it
+    of_this_host = is_loopback(
+        host_name(f"//{own_place.coordinator}")
+    )  # as all processes are then: no other can reach it
     try:
         jax.distributed.initialize(
-            place.coordinator,
-            place.count,
-            place.index,
-            place.devices,
+            own_place.coordinator,
+            own_place.count,
+            own_place.index,
+            own_place.devices,
             cluster_detection_method="deactivate",
             initialization_timeout=_START_SECONDS,
-            coordinator_bind_address=place.coordinator if of_this_host else None,
+            coordinator_bind_address=own_place.coordinator if of_this_host else None,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except RuntimeError as error:
         raise ValueError(
-            f"process {place.index} of {place.count} could not join the others at {place.coordinator}: {error}"
+            f"process {own_place.index} of {own_place.count} could not join the others at "
+            f"{own_place.coordinator}: {error}"
         ) from None
     if not first():
         terminal.be_silent()
@@ -107,9 +110,9 @@ def _compile_alone() -> None:
     """Has XLA time algorithms in each process alone, unless XLA_FLAGS say otherwise: with shared work, one that finds
     its program in a cache has nothing to share, and the others wait forever.
     """
-    given = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_shard_autotuning" not in given:
-        os.environ["XLA_FLAGS"] = f"{given} --xla_gpu_shard_autotuning=false".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_gpu_shard_autotuning" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +137,13 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
         if not 0 <= process < processes:
             raise ValueError(f"--process = {process}: must be from 0 to {processes - 1}, one less than --processes")
         return Place(coordinator, processes, process)
-    found = _by_surroundings(os.environ)
-    if found is None:
+    scheduled = _by_surroundings(os.environ)
+    if scheduled is None:
         if coordinator is not None:
             raise ValueError(f"--coordinator = {coordinator!r}: give --processes and --process too")
         return None
-    count, index, local_index, local_count = found
-    given = coordinator
+    count, index, local_index, local_count = scheduled
+    given_coordinator = coordinator
     from jaxtune.system.private_jax import ClusterEnv
 
     try:
@@ -149,7 +152,7 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
         )
     except RuntimeError as error:
         raise ValueError(f"{error} Or give the first process's address: --coordinator=HOST:PORT") from None
-    if given is None and coordinator is not None and local_count == count:
+    if given_coordinator is None and coordinator is not None and local_count == count:
         coordinator = f"127.0.0.1:{coordinator.rpartition(':')[2]}"
     if coordinator is None:
         raise ValueError("the address of the first process is unknown: give --coordinator=HOST:PORT")
@@ -164,16 +167,16 @@ def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
     """
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         tasks = []  # the number on each host, from "4(x2),3"
-        for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
-            number, _, times = part.rstrip(")").partition("(x")
+        for group in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
+            number, _, times = group.rstrip(")").partition("(x")
             tasks += [int(number)] * int(times or 1)
-        here = tasks[int(environment["SLURM_NODEID"])]
+        local_count = tasks[int(environment["SLURM_NODEID"])]
         index, local = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
-        return int(environment["SLURM_STEP_NUM_TASKS"]), index, local, here
+        return int(environment["SLURM_STEP_NUM_TASKS"]), index, local, local_count
     if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         names = ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
-        count, index, local, here = (int(environment[f"OMPI_COMM_WORLD_{name}"]) for name in names)
-        return count, index, local, here
+        count, index, local, local_count = (int(environment[f"OMPI_COMM_WORLD_{name}"]) for name in names)
+        return count, index, local, local_count
     return None
 
 
@@ -227,7 +230,7 @@ def all_of(value: Any) -> list[Any]:
     if client is None:
         return [value]
     client.key_value_set(f"jaxtune/all/{number}/{index()}", json.dumps(value))
-    return [json.loads(_get(client, f"jaxtune/all/{number}/{other}")) for other in range(count())]
+    return [json.loads(_get(client, f"jaxtune/all/{number}/{process}")) for process in range(count())]
 
 
 def all_within(value: object, seconds: float) -> list[Any] | None:
@@ -282,8 +285,8 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
         return signal_name, due
     point = next(_points)
     if first():
-        asked = client.key_value_dir_get(_ASKED)
-        signal_name = signal_name or (asked[0][1] if asked else None)
+        signals = client.key_value_dir_get(_ASKED)
+        signal_name = signal_name or (signals[0][1] if signals else None)
         client.key_value_set(f"jaxtune/point/{point}", json.dumps([signal_name, due]))
         if point >= _KEPT_DECISIONS:
             client.key_value_delete(f"jaxtune/point/{point - _KEPT_DECISIONS}")
@@ -317,16 +320,16 @@ def meet(
       signal_name: a signal that came to this process; asked several times a second.
       due: whether a save is due; asked in the first process.
     """
-    client, point, said = _client(), next(_meetings), False
-    place = f"{_READY}{point}/"
+    client, point, has_reported = _client(), next(_meetings), False
+    ready_prefix = f"{_READY}{point}/"
     while True:
-        if not said and future.done():
-            said = True
-            client.key_value_set(f"{place}{index()}", json.dumps(failure()))
+        if not has_reported and future.done():
+            has_reported = True
+            client.key_value_set(f"{ready_prefix}{index()}", json.dumps(failure()))
         if first():
-            answers = {key: json.loads(value) for key, value in client.key_value_dir_get(place)}
-            asked = client.key_value_dir_get(_ASKED)
-            name = signal_name() or (asked[0][1] if asked else None)
+            answers = {key: json.loads(value) for key, value in client.key_value_dir_get(ready_prefix)}
+            signals = client.key_value_dir_get(_ASKED)
+            name = signal_name() or (signals[0][1] if signals else None)
             failed = next((value for value in answers.values() if value is not None), None)
             ready = len(answers) == count() and failed is None
             save = not ready and due()
@@ -340,9 +343,9 @@ def meet(
         else:
             if (name := signal_name()) is not None:
                 client.key_value_set(f"{_ASKED}{index()}", name, allow_overwrite=True)
-            if (decided := _known(client, f"{_READY}decided/{point}", said)) is not None:
+            if (decided := _known(client, f"{_READY}decided/{point}", has_reported)) is not None:
                 return Agreed(**json.loads(decided))
-        if not said:
+        if not has_reported:
             wait([future], _MEETING_SECONDS)
         elif first():
             time.sleep(_SOON_SECONDS)
@@ -364,8 +367,8 @@ def _known(client, key: str, is_soon: bool) -> str | None:
 
 def smallest(value: float | None) -> float | None:
     """The smallest of all processes' numbers; None stands for no number. Collective."""
-    found = [number for number in all_of(value) if number is not None]
-    return min(found, default=None)
+    numbers = [number for number in all_of(value) if number is not None]
+    return min(numbers, default=None)
 
 
 def require_same(what: dict[str, Any], fix: str) -> None:
@@ -377,14 +380,14 @@ def require_same(what: dict[str, Any], fix: str) -> None:
     """
     if count() == 1:
         return
-    own = json.loads(json.dumps(what))
-    expected = of_first(lambda: own)
-    names = (name for name in sorted(own.keys() | expected.keys()) if own.get(name) != expected.get(name))
-    other = next(([name, own.get(name), expected.get(name)] for name in names), None)
-    for number, found in enumerate(all_of(other)):
-        if found is not None:
-            name, here, there = found
-            raise ValueError(f"{name}: process {number} has {here!r}, the first process {there!r}; {fix}")
+    own_values = json.loads(json.dumps(what))
+    expected = of_first(lambda: own_values)
+    names = (name for name in sorted(own_values.keys() | expected.keys()) if own_values.get(name) != expected.get(name))
+    own_difference = next(([name, own_values.get(name), expected.get(name)] for name in names), None)
+    for number, difference in enumerate(all_of(own_difference)):
+        if difference is not None:
+            name, value, first_value = difference
+            raise ValueError(f"{name}: process {number} has {value!r}, the first process {first_value!r}; {fix}")
 
 
 def hosts() -> int:
@@ -402,19 +405,19 @@ def one_a_host() -> Iterator[None]:
         yield
         return
     hosts = all_of(socket.gethostname())
-    own = index()
-    turn = 0 if own == 0 else 1 if hosts.index(hosts[own]) == own else 2
-    for now in range(3):
+    own_index = index()
+    turn = 0 if own_index == 0 else 1 if hosts.index(hosts[own_index]) == own_index else 2
+    for current_turn in range(3):
         failed = None
-        if now == turn:
+        if current_turn == turn:
             try:
                 yield
             except Exception as error:
                 failed = error
-        found = all_of(None if failed is None else shared_errors.described(failed))
+        failures = all_of(None if failed is None else shared_errors.described(failed))
         if failed is not None:
             raise failed
-        if failure := next(filter(None, found), None):
+        if failure := next(filter(None, failures), None):
             raise shared_errors.made(failure)
 
 
@@ -435,8 +438,8 @@ def written_by_first(path: Path) -> Iterator[Path]:
             raise
         finally:
             client.key_value_set(f"{key}{index()}", json.dumps(failure))
-    for other in range(count()):
-        if failure := json.loads(_get(client, f"{key}{other}")):
+    for process in range(count()):
+        if failure := json.loads(_get(client, f"{key}{process}")):
             raise shared_errors.made(failure)
 
 
@@ -510,23 +513,23 @@ def _watch() -> None:
     client = _client()
     while not _Run.leaving:
         try:
-            ended = json.loads(client.blocking_key_value_get(_ENDED, 3_600_000))
+            report = json.loads(client.blocking_key_value_get(_ENDED, 3_600_000))
         except JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 continue
             if not _Run.leaving and not first():
                 _end("the first process is gone. The same command continues from the last checkpoint.", 1)
             return
-        if ended["code"] == 0:
+        if report["code"] == 0:
             return
         if first():  # it may be ending for the same reason, and still be writing to disk
             deadline = time.monotonic() + _WORDS_SECONDS
             while not _Run.leaving and time.monotonic() < deadline:
                 time.sleep(0.05)
-        if not _Run.leaving and ended["process"] != index():
+        if not _Run.leaving and report["process"] != index():
             with contextlib.suppress(JaxRuntimeError):
                 _heard(client)
-            _end(f"process {ended['process']} on {ended['host']} ended: {ended['words']}", ended["code"])
+            _end(f"process {report['process']} on {report['host']} ended: {report['words']}", report["code"])
 
 
 def _end(text: str, code: int) -> None:

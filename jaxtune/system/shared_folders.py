@@ -19,7 +19,7 @@ def require_shared(folder: Path) -> None:
     """Raises ValueError in all processes unless `folder` is the same for all, and OSError if the first one cannot write
     there. Collective.
     """
-    lacking = [number for number, there in enumerate(_see_first(folder)) if not there]
+    lacking = [number for number, sees in enumerate(_see_first(folder)) if not sees]
     if lacking:
         raise ValueError(
             f"output = {str(folder)!r}: processes {lacking} do not see what the first process writes there; choose a "
@@ -31,9 +31,11 @@ def writes(folder: Path) -> bool:
     """Whether this process must write files that all read: the first process, and the lowest one of each host that does
     not share the folder. Raises OSError. Collective.
     """
-    own, hosts = processes.index(), processes.all_of(socket.gethostname())
-    without = [number for number, there in enumerate(_see_first(folder)) if not there and hosts[number] == hosts[own]]
-    return own == 0 or own in without[:1]
+    own_index, hosts = processes.index(), processes.all_of(socket.gethostname())
+    without = [
+        number for number, sees in enumerate(_see_first(folder)) if not sees and hosts[number] == hosts[own_index]
+    ]
+    return own_index == 0 or own_index in without[:1]
 
 
 def seen(look: Callable[[], bool]) -> bool:
@@ -41,9 +43,9 @@ def seen(look: Callable[[], bool]) -> bool:
     last value.
     """
     deadline = time.monotonic() + _LATE_SECONDS
-    while not (there := look()) and time.monotonic() < deadline:
+    while not (is_seen := look()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return there
+    return is_seen
 
 
 def _see_first(folder: Path) -> list[bool]:
@@ -51,10 +53,10 @@ def _see_first(folder: Path) -> list[bool]:
     if processes.count() == 1:
         return [True]
     name = processes.of_first(lambda: _marked(folder))
-    found = processes.all_of(seen(lambda: os.path.exists(os.path.join(folder, name))))
+    sightings = processes.all_of(seen(lambda: os.path.exists(os.path.join(folder, name))))
     if processes.first():
         os.unlink(os.path.join(folder, name))
-    return found
+    return sightings
 
 
 def _marked(folder: Path) -> str:

@@ -30,7 +30,7 @@ def printable(text: object) -> str:
     r"""`text` with escapes such as \x1b for control characters, characters that reverse text, line separators and lone
     surrogates. Tabs and newlines stay.
     """
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
 class _Stream:

@@ -216,8 +216,8 @@ def _listen(listener: _Listener, code: _Code | None, now: float) -> None:
     listener.signalled = since = listener.signalled or now
     if listener.leave is not None and now - since > (LONG_GRACE_SECONDS if code is None else GRACE_SECONDS):
         if (error := _look_within(listener, code)) is not None:
-            what = "the work in progress" if code is None else code.name
-            logger.warning("%s does not return after the signal; the run leaves without it", what)
+            work_name = "the work in progress" if code is None else code.name
+            logger.warning("%s does not return after the signal; the run leaves without it", work_name)
             listener.leave(error)
     elif code is not None and now - max(since, listener.insisted) > _INSIST_SECONDS:
         listener.insisted = now

@@ -238,8 +238,8 @@ def torch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """
     draws = np.frombuffer(np.random.RandomState((seed + epoch) % 2**32).bytes(4 * rows), "<u4")
     order = list(range(rows))
-    for place, chosen in enumerate((np.arange(rows) + draws % np.arange(rows, 0, -1)).tolist()):
-        order[place], order[chosen] = order[chosen], order[place]
+    for index, target in enumerate((np.arange(rows) + draws % np.arange(rows, 0, -1)).tolist()):
+        order[index], order[target] = order[target], order[index]
     return np.asarray(order, np.int64)
 
 
@@ -338,9 +338,9 @@ class Batches(BatchSource):
         """int64[rows]: an epoch's order; the last one is kept."""
         if self.order == "given":
             epoch = 0
-        known = self._order  # read once: the loader's thread may replace it with another epoch's meanwhile
-        if known is not None and known[0] == epoch:
-            return known[1]
+        cached = self._order  # read once: the loader's thread may replace it with another epoch's meanwhile
+        if cached is not None and cached[0] == epoch:
+            return cached[1]
         order = ORDERS[self.order](len(self.rows), self.seed, epoch)
         self._order = (epoch, order)
         return order

@@ -102,11 +102,11 @@ class Summary:
         self.implied += chunk.implied
         self.special += len(chunk.special)
         self.special_first += [
-            f"{place}: {what}" for place, what in chunk.special[: OFFENDERS - len(self.special_first)]
+            f"{place}: {detail}" for place, detail in chunk.special[: OFFENDERS - len(self.special_first)]
         ]
         self.left_out += len(chunk.left_out)
         self.left_out_first += [
-            f"{place}: {what}" for place, what in chunk.left_out[: OFFENDERS - len(self.left_out_first)]
+            f"{place}: {detail}" for place, detail in chunk.left_out[: OFFENDERS - len(self.left_out_first)]
         ]
         self.responses += chunk.responses
         self.ended += chunk.ended
@@ -123,31 +123,33 @@ class Summary:
 
     def warnings(self) -> list[str]:
         """Warnings to show before training, one sentence each."""
-        found = []
+        sentences = []
         if self.bad_rows:
-            found.append(f"{self.bad_rows:,} bad rows left out, first {'; '.join(self.offenders[:3])}")
+            sentences.append(f"{self.bad_rows:,} bad rows left out, first {'; '.join(self.offenders[:3])}")
         if self.untrained:
-            found.append(f"{self.untrained:,} rows without a trained token left out, first {self.untrained_first[0]}")
+            sentences.append(
+                f"{self.untrained:,} rows without a trained token left out, first {self.untrained_first[0]}"
+            )
         if self.excluded:
-            found.append(f"{self.excluded:,} rows left out by their marks, first {self.excluded_first[0]}")
+            sentences.append(f"{self.excluded:,} rows left out by their marks, first {self.excluded_first[0]}")
         if self.implied:
-            found.append(f"{self.implied:,} pairs have no prompt: their question is what both answers begin with")
+            sentences.append(f"{self.implied:,} pairs have no prompt: their question is what both answers begin with")
         if self.unread:
-            more = ", ..." * (len(self.unread) == OFFENDERS)
-            found.append(f"columns that are not read: {', '.join(self.unread)}{more}")
+            ellipsis = ", ..." * (len(self.unread) == OFFENDERS)
+            sentences.append(f"columns that are not read: {', '.join(self.unread)}{ellipsis}")
         if self.special:
-            found.append(
+            sentences.append(
                 f"{self.special:,} rows hold special tokens or markers in their own text, first {self.special_first[0]}"
                 "; the model reads them as control tokens, and their responses were found by the template's turns"
             )
         if self.left_out:
-            found.append(
+            sentences.append(
                 f"{self.left_out:,} rows have a part that the chat template does not write, so that it is not trained "
                 f"on, first {self.left_out_first[0]}; set data.template to one that writes it"
             )
         if self.ended < self.responses:
-            found.append(f"{self.responses - self.ended:,} of {self.responses:,} responses train no end of turn")
-        return found
+            sentences.append(f"{self.responses - self.ended:,} of {self.responses:,} responses train no end of turn")
+        return sentences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +221,7 @@ class _Store:
                 stream.close()
 
     def documents(self) -> Documents:
-        return _documents({name: np.concatenate(parts) for name, parts in self.parts.items()}, list(self.files))
+        return _documents({name: np.concatenate(arrays) for name, arrays in self.parts.items()}, list(self.files))
 
 
 def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
@@ -256,16 +258,16 @@ def open_or_build(
       folder: named by `cache_key`.
       say: takes lines for the user.
     """
-    for place in (_own_name(folder), folder):
-        if os.path.isdir(place):
+    for candidate in (_own_name(folder), folder):
+        if os.path.isdir(candidate):
             try:
-                found = CachedDocuments(*_open(place), True)
-                note_use(place / "meta.json")
-                return found
+                cached = CachedDocuments(*_open(candidate), True)
+                note_use(candidate / "meta.json")
+                return cached
             except PermissionError:
-                say(f"token cache {place} is another user's and cannot be read; it is built beside it")
+                say(f"token cache {candidate} is another user's and cannot be read; it is built beside it")
             except DAMAGE as error:
-                say(f"token cache {place} is damaged ({error}); it is built anew")
+                say(f"token cache {candidate} is damaged ({error}); it is built anew")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder.parent)
@@ -283,10 +285,10 @@ def open_or_build(
         if not summary.documents:  # there is nothing to map, and the caller refuses an empty set
             return CachedDocuments(documents, summary, False)
         with _disk_errors(folder.parent):
-            place = _commit(temporary, folder)
+            candidate = _commit(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return CachedDocuments(*_open(place), False)
+    return CachedDocuments(*_open(candidate), False)
 
 
 def _own_name(folder: Path) -> Path:
@@ -324,18 +326,18 @@ def _commit(temporary: Path, folder: Path) -> Path:
     another run wrote meanwhile is kept and returned, with `temporary` left to delete; a damaged one is replaced. Raises
     OSError.
     """
-    for place in (folder, _own_name(folder)):
-        if os.path.isdir(place):
+    for target in (folder, _own_name(folder)):
+        if os.path.isdir(target):
             try:
-                _open(place)
-                return place
+                _open(target)
+                return target
             except PermissionError:
                 continue
             except DAMAGE:
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(target, ignore_errors=True)
         with contextlib.suppress(OSError):
-            os.rename(temporary, place)
-            return place
+            os.rename(temporary, target)
+            return target
     raise OSError(f"{folder} and {_own_name(folder).name} exist and cannot be replaced")
 
 
@@ -374,11 +376,11 @@ def _require_sound(documents: Documents, summary: Summary) -> None:
         raise ValueError("its documents do not add up to its tokens")
     if len(trained) != len(lengths) or documents.origins is None or len(documents.origins) != len(lengths):
         raise ValueError("its fields are of different lengths")
-    there = lengths > 0  # a labelled pair has an empty document for the answer that it does not have
-    starts = documents.starts[there]
-    counted = np.add.reduceat(documents.mask, starts, dtype=np.int64) - documents.mask[starts]
-    right = np.array_equal(counted, trained[there]) and not trained[~there].any()
-    if documents.mask.max() > 1 or not right or counted.min() < 1:
+    non_empty = lengths > 0  # a labelled pair has an empty document for the answer that it does not have
+    starts = documents.starts[non_empty]
+    trained_counts = np.add.reduceat(documents.mask, starts, dtype=np.int64) - documents.mask[starts]
+    right = np.array_equal(trained_counts, trained[non_empty]) and not trained[~non_empty].any()
+    if documents.mask.max() > 1 or not right or trained_counts.min() < 1:
         raise ValueError("its counts of trained tokens are wrong")
     if documents.tokens.min() < 0 or int(documents.tokens.max()) != summary.max_token:
         raise ValueError("its largest token id is wrong")
@@ -432,10 +434,10 @@ def _make_room(parent: Path, say: Callable[[str], None]) -> None:
             if _ENTRY.fullmatch(path.name):
                 states = [file.stat() for file in (path.iterdir() if path.is_dir() else [path])]
                 entries.append((max(state.st_mtime for state in states), sum(s.st_size for s in states), path))
-    taken, free = sum(size for _, size, _ in entries), shutil.disk_usage(parent).free
+    used_bytes, free = sum(size for _, size, _ in entries), shutil.disk_usage(parent).free
     removed = 0
-    for used, size, path in sorted(entries):
-        if taken - removed <= free + removed or time.time() - used < UNUSED_SECONDS:
+    for last_used, size, path in sorted(entries):
+        if used_bytes - removed <= free + removed or time.time() - last_used < UNUSED_SECONDS:
             break
         with contextlib.suppress(OSError):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -462,16 +464,20 @@ def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) ->
     """
     if any(source.identity is None for source in sources):
         return None
-    parts = [source.identity() for source in sources if source.identity is not None]
-    parts += [tokenizer_fingerprint(tokenizer), json.dumps(options, sort_keys=True, default=str), _code_fingerprint()]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+    key_texts = [source.identity() for source in sources if source.identity is not None]
+    key_texts += [
+        tokenizer_fingerprint(tokenizer),
+        json.dumps(options, sort_keys=True, default=str),
+        _code_fingerprint(),
+    ]
+    return hashlib.blake2b("\n".join(key_texts).encode(), digest_size=16).hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A hash, 32 hex digits, of a fast tokenizer's class, tokenizer.json, special tokens and chat template."""
     backend = tokenizer.backend_tokenizer.to_str()
-    parts = [type(tokenizer).__name__, backend, repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+    texts = [type(tokenizer).__name__, backend, repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()
 
 
 @functools.cache

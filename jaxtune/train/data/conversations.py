@@ -90,13 +90,13 @@ class Conversations:
         it is not written as it is.
         """
         content = messages[index]["content"]
-        other = self._rendered_with(messages, tools, index, {**messages[index], "content": SENTINEL})
-        if other is not None and other != text:
-            low = _common_prefix(text, other)
-            shown = text[low : len(text) - _common_prefix(text[low:][::-1], other[low:][::-1])]
-            if shown in (content, content.rstrip()):
+        changed_text = self._rendered_with(messages, tools, index, {**messages[index], "content": SENTINEL})
+        if changed_text is not None and changed_text != text:
+            low = _common_prefix(text, changed_text)
+            written = text[low : len(text) - _common_prefix(text[low:][::-1], changed_text[low:][::-1])]
+            if written in (content, content.rstrip()):
                 return low, 0
-            if shown in (content.lstrip(), content.strip()):
+            if written in (content.lstrip(), content.strip()):
                 return low, len(content) - len(content.lstrip())
         raise RowError(
             f"messages[{index}].train_detail: the chat template does not write the content as it is, so its parts "
@@ -158,15 +158,15 @@ class Conversations:
             end = self._unchanged_end(messages, tools, text, index - 1, before)
             if end is not None:
                 return end
-        at = self._text_of(messages, tools, text, index).start
-        if opening and opening != asking and at is not None:
+        text_start = self._text_of(messages, tools, text, index).start
+        if opening and opening != asking and text_start is not None:
             low = self._text_of(messages, tools, text, index - 1).end
-            if low is not None and (place := text.find(opening, low, at)) >= 0:
-                return place + len(opening)
-            sizes = (size for size in range(len(opening), 0, -1) if text.endswith(opening[:size], 0, at))
+            if low is not None and (prompt_start := text.find(opening, low, text_start)) >= 0:
+                return prompt_start + len(opening)
+            sizes = (size for size in range(len(opening), 0, -1) if text.endswith(opening[:size], 0, text_start))
             shared = opening[: next(sizes, 0)]
             if shared and (shared == opening or (self._special_texts and self._special_texts.search(shared))):
-                return at
+                return text_start
         raise RowError(
             f"the chat template writes the turns before response {index} differently once later turns follow: it "
             "cannot tell the responses; set data.last_response_only=true, or data.instruction_part and "
@@ -202,8 +202,8 @@ class Conversations:
         following = [(text.find(special, end), special) for special in specials if special in text[end:]]
         if not following:
             raise RowError(f"the chat template ends response {index} with no special token")
-        at, special = min(following)
-        end = at + len(special)
+        special_start, special = min(following)
+        end = special_start + len(special)
         return end + len(text[end:]) - len(text[end:].lstrip()) if self._whole else end
 
     def _text_of(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> TextRange:
@@ -214,14 +214,14 @@ class Conversations:
         result's turn, and added text brings line breaks.
         """
         low = high = weak = None
-        for part, changed in _changed(messages[index]):
-            other = self._rendered_with(messages, tools, index, changed)
-            if other is None or other == text:
+        for part_name, changed in _changed(messages[index]):
+            changed_text = self._rendered_with(messages, tools, index, changed)
+            if changed_text is None or changed_text == text:
                 continue
-            same = _common_prefix(text, other)
-            low = same if low is None else min(low, same)
-            end = len(text) - _common_prefix(text[same:][::-1], other[same:][::-1])
-            if part in ("name", "added"):
+            prefix = _common_prefix(text, changed_text)
+            low = prefix if low is None else min(low, prefix)
+            end = len(text) - _common_prefix(text[prefix:][::-1], changed_text[prefix:][::-1])
+            if part_name in ("name", "added"):
                 weak = end if weak is None else min(weak, end)
             else:
                 high = end if high is None else max(high, end)
@@ -237,42 +237,43 @@ class Conversations:
         """What the template does not write, in words for a warning, or "": thoughts, <think> blocks, names of calls,
         changed contents, tools. A part counts as written if changing it fails.
         """
-        asked = [
-            (index, part, changed)
+        candidates = [
+            (index, part_name, changed)
             for index, message in enumerate(messages)
-            for part, changed in _changed(message)
-            if part in (*_THOUGHTS, "inline", "name") or (part == "content" and _is_lost(message["content"], text))
+            for part_name, changed in _changed(message)
+            if part_name in (*_THOUGHTS, "inline", "name")
+            or (part_name == "content" and _is_lost(message["content"], text))
         ]
-        found = []
-        if not self._all_written(messages, tools, [(index, part) for index, part, _ in asked]):
-            for index, part, changed in asked:
+        missing = []
+        if not self._all_written(messages, tools, [(index, part_name) for index, part_name, _ in candidates]):
+            for index, part_name, changed in candidates:
                 if self._rendered_with(messages, tools, index, changed) == text:
-                    name = {"name": "tool_calls", "inline": "<think>"}.get(part, part)
-                    found.append(f"{name} of message {index} ({messages[index]['role']})")
+                    name = {"name": "tool_calls", "inline": "<think>"}.get(part_name, part_name)
+                    missing.append(f"{name} of message {index} ({messages[index]['role']})")
         if tools:
             try:
                 if self.render(messages, None) == text:
-                    found.append("tools")
+                    missing.append("tools")
             except RowError:  # the template needs the tools, so it does not leave them out
                 pass
-        return ", ".join(found)
+        return ", ".join(missing)
 
-    def _all_written(self, messages: list[dict], tools: list[dict] | None, parts: list[tuple[int, str]]) -> bool:
-        """Whether the template surely writes all `parts`, (index, name as in `_changed`), by one rendering with
+    def _all_written(self, messages: list[dict], tools: list[dict] | None, candidates: list[tuple[int, str]]) -> bool:
+        """Whether the template surely writes all `candidates`, (index, name as in `_changed`), by one rendering with
         markers. False: not known. Content is asked about only when probably missing.
         """
-        if not parts or any(part == "content" for _, part in parts):
-            return not parts
+        if not candidates or any(part_name == "content" for _, part_name in candidates):
+            return not candidates
         changed = list(messages)
-        wanted = []
-        for number, (index, part) in enumerate(parts):
-            wanted.append(f"\ue000{number}\ue001")
-            changed[index] = dict(_changed(changed[index], wanted[-1]))[part]
+        markers = []
+        for number, (index, part_name) in enumerate(candidates):
+            markers.append(f"\ue000{number}\ue001")
+            changed[index] = dict(_changed(changed[index], markers[-1]))[part_name]
         try:
             text = self.render(changed, tools)
         except RowError:
             return False
-        return all(each in text for each in wanted)
+        return all(marker in text for marker in markers)
 
 
 def _is_lost(content: str, text: str) -> bool:
@@ -280,35 +281,35 @@ def _is_lost(content: str, text: str) -> bool:
     return not _INLINE.search(content) and content.strip() not in text
 
 
-def _common_prefix(one: str, other: str) -> int:
-    low, high = 0, min(len(one), len(other))
+def _common_prefix(first: str, second: str) -> int:
+    low, high = 0, min(len(first), len(second))
     while low < high:  # comparing slices is much faster than comparing characters
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first[low:middle] == second[low:middle]:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def _changed(message: Mapping[str, Any], other: str = SENTINEL) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(Name of a part, message with `other` in place of that part) for each part of a message.
+def _changed(message: Mapping[str, Any], replacement: str = SENTINEL) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(Name of a part, message with `replacement` in place of that part) for each part of a message.
 
     Names: a thought's key, "content", "added" (content beside a call that has none), "inline" (text of a <think>
     block), "name" (of the first call), "arguments" (of the last call).
     """
     thoughts = [key for key in _THOUGHTS if isinstance(message.get(key), str) and message[key].strip()]
     if thoughts:  # a template reads one of the two keys
-        yield thoughts[0], {**message, **dict.fromkeys(thoughts, other)}
+        yield thoughts[0], {**message, **dict.fromkeys(thoughts, replacement)}
     content, calls = message["content"], message.get("tool_calls") or []
     if content.strip():
-        yield "content", {**message, "content": other}
+        yield "content", {**message, "content": replacement}
     elif calls:
-        yield "added", {**message, "content": other}
+        yield "added", {**message, "content": replacement}
     if message["role"] == "assistant" and _INLINE.search(content):
-        yield "inline", {**message, "content": _INLINE.sub(rf"\1{other}\3", content)}
+        yield "inline", {**message, "content": _INLINE.sub(rf"\1{replacement}\3", content)}
     if calls:
-        named = {**calls[0], "function": {**calls[0]["function"], "name": other}}
+        named = {**calls[0], "function": {**calls[0]["function"], "name": replacement}}
         yield "name", {**message, "tool_calls": [named, *calls[1:]]}
-        with_arguments = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {other: other}}}
+        with_arguments = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {replacement: replacement}}}
         yield "arguments", {**message, "tool_calls": [*calls[:-1], with_arguments]}

@@ -82,26 +82,26 @@ class TokenDataset:
 
     def warnings(self) -> list[str]:
         """Warnings to show before training, one sentence each. Packs the rows."""
-        found, report = self.summary.warnings(), self.report
+        sentences, report = self.summary.warnings(), self.report
         if report.dropped and self.overflow == "drop":
-            found.append(
+            sentences.append(
                 f"{report.dropped:,} of {report.documents:,} documents left out: empty, or longer than data.length="
                 f"{self.length} (data.overflow=drop)"
             )
         elif report.dropped:
-            found.append(
+            sentences.append(
                 f"{report.dropped:,} of {report.documents:,} documents dropped: empty, or cut at data.length="
                 f"{self.length} before their first trained token; raise data.length"
             )
         if self.summary.cut:
-            found.append(
+            sentences.append(
                 f"{self.summary.cut:,} documents are so long that their text beyond data.length was not tokenised"
             )
         if self.copies:
-            found.append(f"{self.copies:,} rows are left out because they equal held-out ones (data.eval_rows)")
+            sentences.append(f"{self.copies:,} rows are left out because they equal held-out ones (data.eval_rows)")
         if self.mask_spans and not self.summary.masked:
-            found.append("data.mask_spans: no response holds such a span")
-        return found
+            sentences.append("data.mask_spans: no response holds such a span")
+        return sentences
 
     def require_vocabulary(self, vocab_size: int) -> None:
         """Raises ValueError if a token id is not below `vocab_size`. Reads no tokens."""
@@ -325,10 +325,10 @@ def _require_usable(
         raise NothingUsable(f"{name}: {where}: the template shows no response; set data.train_on: all, or give markers")
     if not summary.ended and not any(source.part for source in sources):
         tail = documents[0]
-        shown = tokenizer.decode(tail.tokens[tail.mask.nonzero()[0][-12:]])
+        ending = tokenizer.decode(tail.tokens[tail.mask.nonzero()[0][-12:]])
         raise ValueError(
             f"{name}: no response trains a token that ends the turn, so the model would never stop; the first one "
-            f"ends with {shown!r}. Use a template that ends a response with a special token of this tokenizer "
+            f"ends with {ending!r}. Use a template that ends a response with a special token of this tokenizer "
             f"(data.template: {', '.join([*packaged_that_fit(tokenizer), 'or a .jinja file'])})"
         )
     if vocab_size is not None and summary.max_token >= vocab_size:

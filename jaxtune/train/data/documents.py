@@ -48,7 +48,7 @@ class Documents:
 
     @functools.cached_property
     def tokens_crc32(self) -> int:
-        """The CRC-32 of `tokens`, by which checkpoints recognise rows; the same for a selection. Reads all tokens once."""
+        """The CRC-32 of `tokens`, by which checkpoints recognise rows; a selection has the same. Reads all tokens."""
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
     @property
@@ -116,18 +116,18 @@ class Documents:
     def _hashes(self, indices: np.ndarray) -> np.ndarray:
         """uint64[n]: hashes of the documents' tokens, the same in every process; masks do not count."""
         hashes = np.empty(len(indices), np.uint64)
-        for place, index in enumerate(indices.tolist()):
+        for number, index in enumerate(indices.tolist()):
             data = self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]].tobytes()
-            hashes[place] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+            hashes[number] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
         return hashes
 
     def also_in(self, other: Documents) -> int:
         """How many non-empty documents of this set have exactly the tokens of one in `other`."""
-        own, candidates = np.flatnonzero(self.lengths), np.flatnonzero(other.lengths)
+        indices, candidates = np.flatnonzero(self.lengths), np.flatnonzero(other.lengths)
         for share in (0.5, 0.9, 0.99):  # single tokens exclude most documents, and cost far less than hashes of all
-            own_keys, other_keys = self._cheap_keys(own, share), other._cheap_keys(candidates, share)
-            own, candidates = own[np.isin(own_keys, other_keys)], candidates[np.isin(other_keys, own_keys)]
-        return int(np.isin(self._hashes(own), other._hashes(candidates)).sum())
+            own_keys, other_keys = self._cheap_keys(indices, share), other._cheap_keys(candidates, share)
+            indices, candidates = indices[np.isin(own_keys, other_keys)], candidates[np.isin(other_keys, own_keys)]
+        return int(np.isin(self._hashes(indices), other._hashes(candidates)).sum())
 
     def _cheap_keys(self, indices: np.ndarray, share: float) -> np.ndarray:
         """int64[n]: length (upper 32 bits) and token at int(share * length) (lower 32 bits) of non-empty documents."""

@@ -92,13 +92,13 @@ class FedBatches(BatchSource):
     """
 
     def __init__(self, sets: Sequence[RowSet], weights: Sequence[float], rows_per_step: int, seed: int = 0):
-        most = max(one.max_documents for one in sets)
-        self.sets = [one.with_max_documents(most) for one in sets]
-        for one in self.sets[1:]:
-            if (found := {*one.empty(1).extra}) != (known := {*self.sets[0].empty(1).extra}):
+        most = max(row_set.max_documents for row_set in sets)
+        self.sets = [row_set.with_max_documents(most) for row_set in sets]
+        for row_set in self.sets[1:]:
+            if (extra := {*row_set.empty(1).extra}) != (first_extra := {*self.sets[0].empty(1).extra}):
                 raise ValueError(
-                    f"{self.sets[0].name} and {one.name} cannot be mixed: a batch of the first has {sorted(known)}, "
-                    f"one of the second {sorted(found)}: give a column such as margin to all rows, or to none"
+                    f"{self.sets[0].name} and {row_set.name} cannot be mixed: a batch of the first has "
+                    f"{sorted(first_extra)}, one of the second {sorted(extra)}: give a column such as margin to all rows, or to none"
                 )
         self.rows_per_step = rows_per_step
         self._most, self._seed = most, seed
@@ -137,9 +137,9 @@ class FedBatches(BatchSource):
         self._made, self._next = (step, batch), step + 1
         self._sources[step] = sources
         self._positions[step + 1] = [feed.position() for feed in feeds]
-        for known in (self._sources, self._positions):
-            while len(known) > _KEPT_STEPS:
-                known.popitem(last=False)
+        for history in (self._sources, self._positions):
+            while len(history) > _KEPT_STEPS:
+                history.popitem(last=False)
         return batch
 
     def _choices(self, step: int) -> list[int]:
@@ -147,15 +147,15 @@ class FedBatches(BatchSource):
         if len(self.sets) == 1:
             return [0] * self.rows_per_step
         draws = np.random.Philox(key=np.array([self._seed | _CHOICE << 32, step], np.uint64))
-        chosen = np.searchsorted(self._bounds, draws.random_raw(self.rows_per_step) / 2.0**64, side="right")
-        return np.minimum(chosen, len(self.sets) - 1).tolist()
+        set_numbers = np.searchsorted(self._bounds, draws.random_raw(self.rows_per_step) / 2.0**64, side="right")
+        return np.minimum(set_numbers, len(self.sets) - 1).tolist()
 
     def _open(self) -> list[Feed]:
         """The feeds, opened at the positions of `resume` if they are closed."""
         if not self._feeds:
             self._feeds = [
-                one.feed(self._seed + (number << 48), place)
-                for number, (one, place) in enumerate(zip(self.sets, self._begin, strict=True))
+                row_set.feed(self._seed + (number << 48), position)
+                for number, (row_set, position) in enumerate(zip(self.sets, self._begin, strict=True))
             ]
         return self._feeds
 
@@ -171,30 +171,30 @@ class FedBatches(BatchSource):
         """Continues with `step` at `position(step)` of an earlier process, also in an older form, {"0": positions}.
         Raises ValueError for another number of sets.
         """
-        known = position["0"] if isinstance(position, dict) and [*position] == ["0"] else position
-        if not isinstance(known, list) or len(known) != len(self.sets):
+        positions = position["0"] if isinstance(position, dict) and [*position] == ["0"] else position
+        if not isinstance(positions, list) or len(positions) != len(self.sets):
             raise ValueError(f"the checkpoint's position in the rows is not one of {len(self.sets)} sets: {position!r}")
         self.close()
-        self._next, self._begin, self._made = step, known, None
+        self._next, self._begin, self._made = step, positions, None
 
     def identity(self) -> dict[str, Json]:
         """Of the only set, or of all sets with their shares. "lanes" is for checkpoints of older versions, which
         divided rows among devices.
         """
-        known = self.sets[0].identity() if len(self.sets) == 1 else {"sets": self._mixed_identity()}
-        return {**known, "lanes": 1}
+        values = self.sets[0].identity() if len(self.sets) == 1 else {"sets": self._mixed_identity()}
+        return {**values, "lanes": 1}
 
     def _mixed_identity(self) -> dict[str, Json]:
         """{index as text: identity with "share"}: a mixture with other sets, order or shares is not resumed."""
         shares = np.diff(self._bounds, prepend=0.0)
         return {
-            str(number): {**one.identity(), "share": round(float(share), 9)}
-            for number, (one, share) in enumerate(zip(self.sets, shares, strict=True))
+            str(number): {**row_set.identity(), "share": round(float(share), 9)}
+            for number, (row_set, share) in enumerate(zip(self.sets, shares, strict=True))
         }
 
     def described(self, total_steps: int) -> list[str]:
         shares = np.diff(self._bounds, prepend=0.0)
-        words = [one.described() for one in self.sets]
+        words = [row_set.described() for row_set in self.sets]
         if len(words) > 1:
             words = [f"{share:.1%} of the rows from {text}" for share, text in zip(shares, words, strict=True)]
         return [
@@ -203,11 +203,11 @@ class FedBatches(BatchSource):
         ]
 
     def warnings(self) -> list[str]:
-        found = [(one.name, text) for one in self.sets for text in one.warnings()]
-        return [text if len(self.sets) == 1 else f"{name}: {text}" for name, text in found]
+        named_texts = [(row_set.name, text) for row_set in self.sets for text in row_set.warnings()]
+        return [text if len(self.sets) == 1 else f"{name}: {text}" for name, text in named_texts]
 
     def news(self) -> list[str]:
-        return [text for one in self.sets for text in one.news()]
+        return [text for row_set in self.sets for text in row_set.news()]
 
     def close(self) -> None:
         """Closes the feeds; the next batch opens new ones."""
@@ -262,11 +262,11 @@ class _PreparedFeed:
         self._order: tuple[int, np.ndarray] | None = None
 
     def next(self) -> tuple[Rows, int]:
-        epoch, place = divmod(self._taken, len(self._rows))
+        epoch, offset = divmod(self._taken, len(self._rows))
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, epoch_order(len(self._rows), self._seed, epoch)
         self._taken += 1
-        return self._rows, int(self._order[1][place])
+        return self._rows, int(self._order[1][offset])
 
     def position(self) -> Json:
         return self._taken

@@ -51,10 +51,10 @@ def _look(key: str, rows: Any, config: TrainConfig) -> None:
             raise ConfigError(f"{key} = {rows!r}: there are no rows in it")
         if row is None or data.on_bad_row == "skip":
             continue
-        used = RowError(row.error) if row.value is None else None
-        if used is None and form != PREFERENCE:
-            used = attempt(normalize, row.value, row.format)
-        if isinstance(used, RowError):
+        outcome = RowError(row.error) if row.value is None else None
+        if outcome is None and form != PREFERENCE:
+            outcome = attempt(normalize, row.value, row.format)
+        if isinstance(outcome, RowError):
             raise ConfigError(
-                f"{key}: {row.place}: {used} (data.on_bad_row: skip leaves such rows out and counts them)"
+                f"{key}: {row.place}: {outcome} (data.on_bad_row: skip leaves such rows out and counts them)"
             )

@@ -140,10 +140,10 @@ def detect_format(columns: Iterable[str]) -> str:
     for format, groups in COLUMNS.items():
         if all(any(name in columns for name in group) for group in groups):
             return format
-    known = "; ".join(
+    known_formats = "; ".join(
         f"{format}: {' + '.join('|'.join(group) for group in groups)}" for format, groups in COLUMNS.items()
     )
-    raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known})")
+    raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known_formats})")
 
 
 def unread(value: Columns, format: str) -> list[str]:
@@ -194,7 +194,7 @@ def refuse_media(value: Columns) -> None:
         tag = _MEDIA.get(name.lower()) if isinstance(name, str) else None
         if tag is None or cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell):
             continue
-        tagged = any(tag in text for key, other in value.items() if key != name for text in strings(other))
+        tagged = any(tag in text for key, other_cell in value.items() if key != name for text in strings(other_cell))
         if tagged or not isinstance(cell, str):
             raise RowError(
                 f"column {name} holds what the text is about{f' ({tag} represents it)' if tagged else ''}; only text "
@@ -206,12 +206,12 @@ def strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for name, part in value.items():
+        for name, element in value.items():
             yield from strings(name)
-            yield from strings(part)
+            yield from strings(element)
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from strings(part)
+        for element in value:
+            yield from strings(element)
 
 
 def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
@@ -274,19 +274,19 @@ def normalize(value: Columns, format: str) -> Example:
         output = _text(value, COLUMNS["alpaca"][1])
         _not_empty(instruction, "instruction")
         _not_empty(output, "response")
-        asked = f"{instruction}\n\n{context}" if context.strip() else instruction
+        question = f"{instruction}\n\n{context}" if context.strip() else instruction
         system = _text(value, SYSTEM, required=False)
         if (before := _history(value)) is not None:
-            return Example(messages=_exchange(system, asked, output, before))
+            return Example(messages=_exchange(system, question, output, before))
         return Example(
             prompt=_after(system, _alpaca_prompt(instruction, context)),
             completion=output,
-            messages=_exchange(system, asked, output),
+            messages=_exchange(system, question, output),
         )
     if format == "prompt_completion":
-        asked, answer = (_cell(value, group) for group in COLUMNS["prompt_completion"])
-        if any(isinstance(part, Iterable) and not isinstance(part, str) for part in (asked, answer)):
-            return _prompted(value, asked, answer)
+        question, answer = (_cell(value, group) for group in COLUMNS["prompt_completion"])
+        if any(isinstance(side, Iterable) and not isinstance(side, str) for side in (question, answer)):
+            return _prompted(value, question, answer)
         prompt, completion = (_text(value, group) for group in COLUMNS["prompt_completion"])
         _not_empty(completion, "response")
         system = _text(value, SYSTEM, required=False)
@@ -310,36 +310,36 @@ def _answered(value: Columns, answers: Mapping[str, Any]) -> list[Example]:
             check_unicode(answer)
             _not_empty(answer, f"{side} response")
     names = _question_columns(value)
-    asked = _question(value, names)
+    question = _question(value, names)
     texts = [answer for answer in answers.values() if isinstance(answer, str)]
-    if len(texts) == len(answers) and isinstance(asked, str | None):
-        if asked is None and all(_SPOKEN.match(text) for text in texts):  # transcripts, as Anthropic's HH has them
+    if len(texts) == len(answers) and isinstance(question, str | None):
+        if question is None and all(_SPOKEN.match(text) for text in texts):  # transcripts, as Anthropic's HH has them
             return _in_conversation(value, None, "", {side: _transcript(text) for side, text in answers.items()})
-        implied = asked is None
-        if asked is None:
-            asked = _common_question(value, texts)
-            if not asked:
+        implied = question is None
+        if question is None:
+            question = _common_question(value, texts)
+            if not question:
                 raise RowError(
                     f"{next(iter(answers))} is text, and there is no prompt before it; {_other_columns(value)}"
                 )
-            texts = [text[len(asked) :] for text in texts]
+            texts = [text[len(question) :] for text in texts]
         else:
-            check_unicode(asked)
-            _not_empty(asked, names[0])
-            texts = _without_question(asked, texts)
+            check_unicode(question)
+            _not_empty(question, names[0])
+            texts = _without_question(question, texts)
         system = _text(value, SYSTEM, required=False)
         before = None if implied else _history(value)
-        prompt = _after(system, asked) if before is None else None
+        prompt = _after(system, question) if before is None else None
         return [
             Example(
                 prompt=prompt,
                 completion=None if prompt is None else text,
-                messages=_exchange(system, asked, text, before or ()),
+                messages=_exchange(system, question, text, before or ()),
                 implied=implied,
             )
             for text in texts
         ]
-    return _in_conversation(value, asked, names[0] if names else "", answers)
+    return _in_conversation(value, question, names[0] if names else "", answers)
 
 
 _SPOKEN = re.compile(r"\s*Human:")
@@ -347,42 +347,49 @@ _SPEAKERS = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
 def _transcript(text: str) -> list[Message]:
-    _, *parts = _SPEAKERS.split(text.strip())
+    _, *segments = _SPEAKERS.split(text.strip())
     roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    return [
+        {"role": roles[speaker], "content": utterance.strip()}
+        for speaker, utterance in zip(segments[::2], segments[1::2], strict=True)
+    ]
 
 
-def _is_long(asked: str) -> bool:
+def _is_long(question: str) -> bool:
     """Whether a text may be a question that answers repeat; a greeting may get the same word back."""
-    return len(asked.split()) > 1 or len(asked.strip()) >= 16
+    return len(question.split()) > 1 or len(question.strip()) >= 16
 
 
-def _without_question(asked: str, answers: Sequence[str]) -> list[str]:
+def _without_question(question: str, answers: Sequence[str]) -> list[str]:
     """The answers without the question, if all begin with it."""
-    if not _is_long(asked) or not all(text.startswith(asked) and text[len(asked) :].strip() for text in answers):
+    if not _is_long(question) or not all(
+        text.startswith(question) and text[len(question) :].strip() for text in answers
+    ):
         return list(answers)
-    rests = [text[len(asked) :] for text in answers]
-    cut = any(asked[-1].isalnum() and rest[0].isalnum() for rest in rests)  # within a word
-    return list(answers) if cut else rests
+    rests = [text[len(question) :] for text in answers]
+    cuts_word = any(question[-1].isalnum() and tail[0].isalnum() for tail in rests)  # within a word
+    return list(answers) if cuts_word else rests
 
 
 def _common_question(value: Columns, answers: Sequence[str]) -> str:
     """The text, up to a word's end, with which both answers of a preference without a question begin; "" if too short,
     all of an answer, or if another column may be the question.
     """
-    known = (*CHOSEN, *REJECTED, *SYSTEM)
+    known_columns = (*CHOSEN, *REJECTED, *SYSTEM)
     if len(answers) < 2 or any(
-        isinstance(cell, str) and cell.strip() and name not in known and snake(name) not in NEUTRAL
+        isinstance(cell, str) and cell.strip() and name not in known_columns and snake(name) not in NEUTRAL
         for name, cell in value.items()
     ):
         return ""
-    size = next((at for at, chars in enumerate(zip(*answers, strict=False)) if len(set(chars)) > 1), len(min(answers)))
+    size = next(
+        (index for index, chars in enumerate(zip(*answers, strict=False)) if len(set(chars)) > 1), len(min(answers))
+    )
     while size and answers[0][size - 1].isalnum() and any(text[size : size + 1].isalnum() for text in answers):
         size -= 1  # within a word
-    asked = answers[0][:size].rstrip(" ")
-    if not _is_long(asked) or not all(text[len(asked) :].strip() for text in answers):
+    question = answers[0][:size].rstrip(" ")
+    if not _is_long(question) or not all(text[len(question) :].strip() for text in answers):
         return ""
-    return asked
+    return question
 
 
 def _history_cell(value: Columns) -> Sequence[Any] | None:
@@ -416,35 +423,39 @@ def _history(value: Columns) -> list[Message] | None:
     return turns
 
 
-def _in_conversation(value: Columns, asked: Any, column: str, answers: Mapping[str, Any]) -> list[Example]:
+def _in_conversation(value: Columns, question_cell: Any, column: str, answers: Mapping[str, Any]) -> list[Example]:
     """The examples of `_answered` where question or an answer is turns."""
-    question = [] if asked is None else _turns(value, asked, column, "user")
-    whole = {side: _turns(value, answer, side, "assistant") for side, answer in answers.items()}
-    for side, turns in whole.items():
+    question = [] if question_cell is None else _turns(value, question_cell, column, "user")
+    conversations = {side: _turns(value, answer, side, "assistant") for side, answer in answers.items()}
+    for side, turns in conversations.items():
         last = turns[-1]["role"] if turns else "nothing"
         if last != "assistant":
             raise RowError(f"{side} does not end with an answer of the assistant, but with {last}")
-    tellings = [_begins_with_question(turns) for turns in whole.values()]
-    sizes = {side: len(turns) for side, turns in whole.items()}  # of the answers
+    tellings = [_begins_with_question(turns) for turns in conversations.values()]
+    sizes = {side: len(turns) for side, turns in conversations.items()}  # of the answers
     if all(tellings):
-        if not any(turn["role"] == "user" for turn in _common(list(whole.values()))):
-            raise RowError(f"{' and '.join(whole)} begin with different questions: they must answer one")
-        for side, turns in whole.items():
+        if not any(turn["role"] == "user" for turn in _common(list(conversations.values()))):
+            raise RowError(f"{' and '.join(conversations)} begin with different questions: they must answer one")
+        for side, turns in conversations.items():
             _check_repeated(question, turns, column, side)
-            sizes[side] = len(turns) - (len(_common(list(whole.values()))) if len(whole) > 1 else len(turns) - 1)
+            sizes[side] = len(turns) - (
+                len(_common(list(conversations.values()))) if len(conversations) > 1 else len(turns) - 1
+            )
         system = [turn for turn in question[:1] if turn["role"] == "system"]
-        whole = {s: [*([] if t[0]["role"] == "system" else system), *t] for s, t in whole.items()}
+        conversations = {s: [*([] if t[0]["role"] == "system" else system), *t] for s, t in conversations.items()}
     elif any(tellings):
-        raise RowError(f"{' and '.join(whole)}: one begins with its question, and the other does not")
+        raise RowError(f"{' and '.join(conversations)}: one begins with its question, and the other does not")
     else:
         if not any(turn["role"] == "user" for turn in question):
-            raise RowError(f"{next(iter(whole))} has no question before it; {_other_columns(value)}")
-        before = _history(value) if isinstance(asked, str) else None
-        whole = {side: _following([*(before or ()), *question], turns, side) for side, turns in whole.items()}
-    found = {side: _conversation(value, turns) for side, turns in whole.items()}
+            raise RowError(f"{next(iter(conversations))} has no question before it; {_other_columns(value)}")
+        before = _history(value) if isinstance(question_cell, str) else None
+        conversations = {
+            side: _following([*(before or ()), *question], turns, side) for side, turns in conversations.items()
+        }
+    examples = {side: _conversation(value, turns) for side, turns in conversations.items()}
     return [
-        dataclasses.replace(made, asked_messages=max(0, len(made.messages or ()) - sizes[side]))
-        for side, made in found.items()
+        dataclasses.replace(example, asked_messages=max(0, len(example.messages or ()) - sizes[side]))
+        for side, example in examples.items()
     ]
 
 
@@ -454,17 +465,22 @@ def _begins_with_question(turns: Sequence[Message]) -> bool:
 
 def _check_repeated(question: Sequence[Message], turns: Sequence[Message], column: str, side: str) -> None:
     """Raises RowError if an answer's turns begin with another question than the column's."""
-    said = [_said(turn) for turn in question if turn["role"] != "system"]
-    if said and question[-1]["role"] == "assistant":  # the whole conversation, with an answer
-        said.pop()
+    asked_turns = [_said(turn) for turn in question if turn["role"] != "system"]
+    if asked_turns and question[-1]["role"] == "assistant":  # the whole conversation, with an answer
+        asked_turns.pop()
     heard = [_said(turn) for turn in turns if turn["role"] != "system"]
     last = max((index for index, turn in enumerate(heard) if turn[0] == "user"), default=0)
-    if said and said not in (heard[: len(said)], heard[max(last + 1 - len(said), 0) : last + 1]):
+    if asked_turns and asked_turns not in (
+        heard[: len(asked_turns)],
+        heard[max(last + 1 - len(asked_turns), 0) : last + 1],
+    ):
         raise RowError(
             f"{side} begins with another question than column {column}: leave out that column, or the turns before the "
             "answer"
         )
-    systems = [[turn["content"] for turn in part[:1] if turn["role"] == "system"] for part in (question, turns)]
+    systems = [
+        [turn["content"] for turn in conversation[:1] if turn["role"] == "system"] for conversation in (question, turns)
+    ]
     if all(systems) and systems[0] != systems[1]:
         raise RowError(f"{side} begins with another system message than column {column}: leave one out")
 
@@ -482,15 +498,15 @@ def _common(conversations: Sequence[Sequence[Message]]) -> list[Message]:
     return list(conversations[0][:count])
 
 
-def _following(asked: list[Message], answer: list[Message], side: str) -> list[Message]:
+def _following(prompt_turns: list[Message], answer: list[Message], side: str) -> list[Message]:
     """A prompt's turns and those after. Raises RowError if last and first are one message."""
-    if asked and answer and asked[-1]["role"] == answer[0]["role"] == "assistant":
-        if "tool_calls" in asked[-1] or "tool_calls" in answer[0]:
+    if prompt_turns and answer and prompt_turns[-1]["role"] == answer[0]["role"] == "assistant":
+        if "tool_calls" in prompt_turns[-1] or "tool_calls" in answer[0]:
             raise RowError(f"the last turn before {side} and its first one are one message of the assistant: join them")
-    return [*asked, *answer]
+    return [*prompt_turns, *answer]
 
 
-def _prompted(value: Columns, asked: Any, answer: Any) -> Example:
+def _prompted(value: Columns, question_cell: Any, answer: Any) -> Example:
     """A prompt and a completion, at least one in turns, as one conversation in which only the completion is trained on.
     Raises RowError.
     """
@@ -500,25 +516,27 @@ def _prompted(value: Columns, asked: Any, answer: Any) -> Example:
         raise RowError(f"column {next(iter(marks))} marks turns: put prompt and completion into one list `messages`")
     names = [_name(value, group) for group in COLUMNS["prompt_completion"]]
     turns = _turns(value, answer, names[1], "assistant")
-    question = _turns(value, asked, names[0], "user")
+    question = _turns(value, question_cell, names[0], "user")
     if not turns or not question:
         raise RowError(f"the {'prompt' if turns else 'completion'} is an empty list of turns")
     if turns[-1]["role"] != "assistant":
         raise RowError(f"completion does not end with an answer of the assistant, but with {turns[-1]['role']}")
-    said = [_said(turn) for turn in question]
-    if len(turns) > len(question) and [_said(turn) for turn in turns[: len(said)]] == said:  # it is asked twice
-        turns = turns[len(said) :]
+    asked_turns = [_said(turn) for turn in question]
+    if (
+        len(turns) > len(question) and [_said(turn) for turn in turns[: len(asked_turns)]] == asked_turns
+    ):  # it is asked twice
+        turns = turns[len(asked_turns) :]
     example = _conversation(value, _following(question, turns, names[1]))
     return dataclasses.replace(example, prompt_messages=len(example.messages or ()) - len(turns))
 
 
 def _question_columns(value: Columns) -> list[str]:
-    known = [name for name in _PROMPT if value.get(name) is not None]
-    if known:
-        return known[:1]
-    others = [name for name in _ASKED if not _is_blank(value.get(name))]
-    alpaca = others in (["instruction", "input"], ["instruction", "context"])
-    return others if alpaca or (len(others) == 1 and others != ["context"]) else []
+    prompt_columns = [name for name in _PROMPT if value.get(name) is not None]
+    if prompt_columns:
+        return prompt_columns[:1]
+    other_columns = [name for name in _ASKED if not _is_blank(value.get(name))]
+    alpaca = other_columns in (["instruction", "input"], ["instruction", "context"])
+    return other_columns if alpaca or (len(other_columns) == 1 and other_columns != ["context"]) else []
 
 
 def _question(value: Columns, names: Sequence[str]) -> Any:
@@ -531,10 +549,10 @@ def _question(value: Columns, names: Sequence[str]) -> Any:
 
 
 def _other_columns(value: Columns) -> str:
-    known = (*CHOSEN, *REJECTED, "completion", "label", *SYSTEM, *TOOLS)
-    names = [str(name) for name in value if name not in known]
-    which = f" to one of {', '.join(names)}" if names else ""
-    return f"set data.columns={{prompt: ...}}{which}, or put the question into a column prompt"
+    known_columns = (*CHOSEN, *REJECTED, "completion", "label", *SYSTEM, *TOOLS)
+    names = [str(name) for name in value if name not in known_columns]
+    choice = f" to one of {', '.join(names)}" if names else ""
+    return f"set data.columns={{prompt: ...}}{choice}, or put the question into a column prompt"
 
 
 def _turns(value: Columns, cell: Any, column: str, role: str) -> list[Message]:
@@ -604,17 +622,17 @@ def _column(value: Columns, names: tuple[str, ...], required: bool = True) -> An
 
 def _text(value: Columns, names: tuple[str, ...], required: bool = True) -> str:
     """As `_column`, of text; without one RowError, or "". Raises RowError for turns and other values."""
-    found = _column(value, names, required)
-    if found is None:
+    cell = _column(value, names, required)
+    if cell is None:
         return ""
-    if not isinstance(found, str):
+    if not isinstance(cell, str):
         raise RowError(
-            f"column {next(n for n in names if value.get(n) is not None)} is not text but {type(found).__name__}"
+            f"column {next(n for n in names if value.get(n) is not None)} is not text but {type(cell).__name__}"
         )
-    check_unicode(found)
-    if names != ("text",) and not isinstance(turns_in(found, _name(value, names)), str):
+    check_unicode(cell)
+    if names != ("text",) and not isinstance(turns_in(cell, _name(value, names)), str):
         raise RowError(f"column {_name(value, names)} holds turns: put them into a column messages, or set data.format")
-    return found
+    return cell
 
 
 def _not_empty(text: str, what: str) -> None:

@@ -74,12 +74,12 @@ class _Marker:
         return _find(tokens, self.core)
 
 
-def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64[n]: indices where the sequence `wanted` (not empty) begins in `tokens`."""
-    at = np.flatnonzero(tokens[: max(len(tokens) - len(wanted) + 1, 0)] == wanted[0])
-    for shift in range(1, len(wanted)):
-        at = at[tokens[at + shift] == wanted[shift]]
-    return at
+def _find(tokens: np.ndarray, sequence: np.ndarray) -> np.ndarray:
+    """int64[n]: indices where `sequence` (not empty) begins in `tokens`."""
+    starts = np.flatnonzero(tokens[: max(len(tokens) - len(sequence) + 1, 0)] == sequence[0])
+    for shift in range(1, len(sequence)):
+        starts = starts[tokens[starts + shift] == sequence[shift]]
+    return starts
 
 
 def _spellings(tokenizer: Tokenizer, text: str, key: str) -> list[_Marker]:
@@ -97,11 +97,15 @@ def _spellings(tokenizer: Tokenizer, text: str, key: str) -> list[_Marker]:
     return [plain] if has_plain else [plain, spaced]
 
 
-def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """`kept` divided into runs that are consecutive in `tokens`; each is (start, end, id). The last may be empty."""
-    chosen, runs = set(kept), [[]]
+def _runs(
+    stable_tokens: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]
+) -> list[list[tuple[int, int, int]]]:
+    """`stable_tokens` divided into runs that are consecutive in `tokens`; each is (start, end, id). The last may be
+    empty.
+    """
+    stable_set, runs = set(stable_tokens), [[]]
     for token in tokens:
-        if token in chosen:
+        if token in stable_set:
             runs[-1].append(token)
         elif runs[-1]:
             runs.append([])
@@ -133,10 +137,10 @@ class Markers:
         response.
         """
         special = special_ids(self.tokenizer)
-        parts = (instruction_part, response_part)
-        both = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
+        marker_texts = (instruction_part, response_part)
+        marker_ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in marker_texts]
         shared = []
-        for first, second in zip(*both, strict=False):
+        for first, second in zip(*marker_ids, strict=False):
             if first != second or first not in special:
                 break
             shared.append(first)
@@ -150,15 +154,15 @@ class Markers:
         """
         tokens = np.asarray(tokens, np.int32)
         starts = {
-            self._after(tokens, int(at) + len(marker.core), marker.trail)
+            self._after(tokens, int(index) + len(marker.core), marker.trail)
             for marker in self.responses
-            for at in marker.find(tokens)
+            for index in marker.find(tokens)
         }
         if not starts:
             return []
         stops = [len(tokens)]
         for marker in self.instructions if whole else (*self.responses, *self.instructions):
-            stops += [self._before(tokens, int(at), marker.lead) for at in marker.find(tokens)]
+            stops += [self._before(tokens, int(index), marker.lead) for index in marker.find(tokens)]
         if whole:
             turns: list[tuple[int, int]] = []
             for start in sorted(starts):
@@ -175,31 +179,31 @@ class Markers:
         spans = [(start, int(ordered[np.searchsorted(ordered, start)])) for start in sorted(starts)]
         return [(start, end) for start, end in spans if start < end]
 
-    def _after(self, tokens: np.ndarray, at: int, trail: str) -> int:
-        """The index after a marker, with as much of its tail as follows its core at `at`. A token with the tail and
-        more belongs to the marker, unless the response's first word merged with the marker's last white space. trail:
-        raw pieces.
+    def _after(self, tokens: np.ndarray, index: int, trail: str) -> int:
+        """The index after a marker whose core ends before `index`, with as much of its tail as follows. A token with
+        the tail and more belongs to the marker, unless the response's first word merged with the marker's last white
+        space. trail: raw pieces.
         """
-        rest = trail
-        while rest and at < len(tokens):
-            piece = self.tokenizer.convert_ids_to_tokens(int(tokens[at]))
-            if piece.startswith(rest) and (_is_blank(piece) or not _is_blank(rest)):
-                return at + 1
-            if not rest.startswith(piece):
+        remaining_trail = trail
+        while remaining_trail and index < len(tokens):
+            piece = self.tokenizer.convert_ids_to_tokens(int(tokens[index]))
+            if piece.startswith(remaining_trail) and (_is_blank(piece) or not _is_blank(remaining_trail)):
+                return index + 1
+            if not remaining_trail.startswith(piece):
                 break
-            rest = rest[len(piece) :]
-            at += 1
-        return at
+            remaining_trail = remaining_trail[len(piece) :]
+            index += 1
+        return index
 
-    def _before(self, tokens: np.ndarray, at: int, lead: str) -> int:
-        """The index where a marker begins whose core is at `at`, with as much of its head (`lead`, raw pieces) as
-        precedes it.
+    def _before(self, tokens: np.ndarray, index: int, lead: str) -> int:
+        """The index where a marker begins whose core begins at `index`, with as much of its head as precedes. lead: raw
+        pieces.
         """
-        rest = lead
-        while rest and at > 0:
-            piece = self.tokenizer.convert_ids_to_tokens(int(tokens[at - 1]))
-            if not rest.endswith(piece):
+        remaining_lead = lead
+        while remaining_lead and index > 0:
+            piece = self.tokenizer.convert_ids_to_tokens(int(tokens[index - 1]))
+            if not remaining_lead.endswith(piece):
                 break
-            rest = rest[: -len(piece)]
-            at -= 1
-        return at
+            remaining_lead = remaining_lead[: -len(piece)]
+            index -= 1
+        return index

@@ -171,9 +171,9 @@ def _pieces(
                 f"{lengths[first]} tokens; raise data.length, or set data.overflow to truncate, split or drop"
             )
     if overflow == "split":
-        parts = -(-lengths // length)
-        document = np.repeat(np.arange(len(lengths)), parts)
-        offset = (np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)) * length
+        piece_counts = -(-lengths // length)
+        document = np.repeat(np.arange(len(lengths)), piece_counts)
+        offset = (np.arange(len(document)) - np.repeat(np.cumsum(piece_counts) - piece_counts, piece_counts)) * length
         return document, offset, np.minimum(lengths[document] - offset, length)
     document = np.flatnonzero(lengths if overflow != "drop" else (lengths > 0) & (lengths <= length))
     return document, np.zeros(len(document), np.int64), np.minimum(lengths[document], length)
@@ -193,10 +193,10 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
     occupied = 0
     rows = 0
     pieces_of: list[int] = []
-    for piece, needed in zip(order.tolist(), count[order].tolist(), strict=True):
-        candidates = occupied >> needed
+    for piece, tokens in zip(order.tolist(), count[order].tolist(), strict=True):
+        candidates = occupied >> tokens
         if candidates:
-            capacity = needed + (candidates & -candidates).bit_length() - 1
+            capacity = tokens + (candidates & -candidates).bit_length() - 1
             stack = open_rows[capacity]
             row = stack.pop()
             if not stack:
@@ -207,10 +207,10 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
             pieces_of.append(0)
         row_of[piece] = row
         pieces_of[row] += 1
-        left = capacity - needed
-        if left and pieces_of[row] != max_pieces:
-            open_rows[left].append(row)
-            occupied |= 1 << left
+        remaining = capacity - tokens
+        if remaining and pieces_of[row] != max_pieces:
+            open_rows[remaining].append(row)
+            occupied |= 1 << remaining
     return row_of, rows
 
 
@@ -242,13 +242,13 @@ class PackedRows:
         if overflow == "truncate" and too_long.size:
             lengths = lengths.copy()
             for index in too_long.tolist():
-                kept = int(np.count_nonzero(documents[index].mask[1:length]))
-                if trained[index] and not kept:
+                kept_trained = int(np.count_nonzero(documents[index].mask[1:length]))
+                if trained[index] and not kept_trained:
                     lengths[index] = 0  # no trained token is left, so the document is dropped
                 else:
                     truncated += 1
                     cut_tokens += int(lengths[index]) - length
-                trained[index] = kept
+                trained[index] = kept_trained
         if overflow == "drop":
             trained[too_long] = 0
         self.documents = documents

@@ -71,28 +71,28 @@ class PackedPairs:
             name = lambda index: documents.source(every * index)  # noqa: E731
             plan_rows(sides.reshape(-1), length, overflow="error", packing=False, name=name)
         if width is not None:
-            kept = lengths if overflow == "error" else np.minimum(lengths, length)
+            kept_lengths = lengths if overflow == "error" else np.minimum(lengths, length)
         elif second_yields:
-            kept = _yielded(lengths, length)
+            kept_lengths = _yielded(lengths, length)
         else:
-            kept = lengths if overflow == "error" else _shortened(lengths, length)
-        cut = (kept < lengths)[:, :1] if second_yields else (kept < lengths).any(1, keepdims=True)
+            kept_lengths = lengths if overflow == "error" else _shortened(lengths, length)
+        is_cut = (kept_lengths < lengths)[:, :1] if second_yields else (kept_lengths < lengths).any(1, keepdims=True)
         if overflow == "drop":
-            kept = np.where(cut, 0, kept)
+            kept_lengths = np.where(is_cut, 0, kept_lengths)
         if whole:
-            kept = np.where((kept < lengths).any(1, keepdims=True), 0, kept)
+            kept_lengths = np.where((kept_lengths < lengths).any(1, keepdims=True), 0, kept_lengths)
         trained = np.array(documents.trained).reshape(-1, 2)
-        for pair, side in np.argwhere(kept < lengths):
+        for pair, side in np.argwhere(kept_lengths < lengths):
             mask = documents[2 * int(pair) + int(side)].mask
-            trained[pair, side] = np.count_nonzero(mask[1 : kept[pair, side]])
+            trained[pair, side] = np.count_nonzero(mask[1 : kept_lengths[pair, side]])
         out = trained == 0
         dropped = out[:, 0] if second_yields else out.any(1)
         out = out | dropped[:, None] if second_yields else np.stack([dropped, dropped], 1)
-        kept, trained = np.where(out, 0, kept), np.where(out, 0, trained)
-        self.kept = kept
+        kept_lengths, trained = np.where(out, 0, kept_lengths), np.where(out, 0, trained)
+        self.kept = kept_lengths
         max_pairs = None if max_documents is None else max_documents // 2
         self.plan = plan_rows(
-            kept.sum(1),
+            kept_lengths.sum(1),
             self.length,
             overflow="error",
             packing=packing,
@@ -102,17 +102,17 @@ class PackedPairs:
         self.max_pairs = max_pairs or self.plan.max_documents
         self.max_documents = 2 * self.max_pairs
         self.without_second = int((out[:, 1] & ~dropped).sum())
-        cut = (kept < lengths) & ~dropped[:, None]
+        is_cut = (kept_lengths < lengths) & ~dropped[:, None]
         if second_yields:
-            cut[:, 1] = False
+            is_cut[:, 1] = False
         self.report = PackingReport(
             documents=len(documents),
             rows=self.plan.rows,
-            tokens=int(kept.sum()),
+            tokens=int(kept_lengths.sum()),
             slots=self.plan.rows * self.length,
             trained_tokens=int(trained.sum()),
-            truncated=int(cut.sum()),
-            cut_tokens=int((lengths - kept)[cut].sum()),
+            truncated=int(is_cut.sum()),
+            cut_tokens=int((lengths - kept_lengths)[is_cut].sum()),
             split=0,
             dropped=2 * int(dropped.sum()),
             max_documents=self.max_documents,
@@ -169,8 +169,8 @@ class PackedPairs:
 def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
     """int64[pairs, 2]: lengths cut to a sum of `length`: the longer document first, then both equally."""
     half, shorter = length // 2, lengths.min(1)
-    cut = np.where(shorter > half, half, length - shorter)  # of an odd length both lose one token more
-    room = np.where(lengths.sum(1) > length, cut, lengths.max(1))
+    cut_length = np.where(shorter > half, half, length - shorter)  # of an odd length both lose one token more
+    room = np.where(lengths.sum(1) > length, cut_length, lengths.max(1))
     return np.minimum(lengths, room[:, None])
 
 
@@ -222,19 +222,19 @@ class PairDataset(TokenDataset):
 
     def warnings(self) -> list[str]:
         """Those of TokenDataset, and how many pairs were cut because data.length holds both answers."""
-        found, rows = super().warnings(), self.rows
+        sentences, rows = super().warnings(), self.rows
         if self.packing == "step" or self.width is not None:
-            return found
+            return sentences
         room = f"data.length = {self.length:,}, which is the room for both; raise it, or set data.packing: step, with "
         room += "which each answer may have that many"
         if rows.report.truncated and not self.second_yields:
-            found.append(f"{rows.report.truncated:,} answers are cut, because the pair is longer than {room}")
+            sentences.append(f"{rows.report.truncated:,} answers are cut, because the pair is longer than {room}")
         if rows.without_second:
-            found.append(
+            sentences.append(
                 f"{rows.without_second:,} rows estimate no divergence, because their mismatched answer has no place in "
                 f"{room}"
             )
-        return found
+        return sentences
 
     @property
     def longest(self) -> int:
@@ -247,7 +247,7 @@ class PairDataset(TokenDataset):
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:
         """As TokenDataset, with references and labels. A pair is known by its first document."""
         firsts = np.arange(0, len(self.documents), 2)
-        training, chosen, copies = self.documents.held_out(firsts, eval_rows, "pairs")
+        training, held_out, copies = self.documents.held_out(firsts, eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:
             indices = np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1)
@@ -257,4 +257,4 @@ class PairDataset(TokenDataset):
                 self, documents=self.documents.select(indices), reference=reference, labels=labels
             )
 
-        return dataclasses.replace(of_pairs(training), copies=copies), of_pairs(chosen)
+        return dataclasses.replace(of_pairs(training), copies=copies), of_pairs(held_out)

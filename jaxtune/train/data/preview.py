@@ -47,8 +47,8 @@ def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> 
             if document:
                 text.append(f"\n--- document {document}: {int((segments == document).sum())} tokens ---\n", BOUNDARY)
         if document:
-            shown = printable(tokenizer.decode(tokens[start:end].tolist()))
-            text.append(f"{before}{shown}{after}" if trained[start] else shown, TRAINED if trained[start] else READ)
+            decoded = printable(tokenizer.decode(tokens[start:end].tolist()))
+            text.append(f"{before}{decoded}{after}" if trained[start] else decoded, TRAINED if trained[start] else READ)
         else:
             text.append(f"\n--- {end - start} slots of padding ---", PADDING)
     return text

@@ -89,7 +89,7 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
       columns: {name of a format's column: its name in these rows}; a row without one is bad.
     """
     if columns:
-        return [_renamed(one, columns) for one in open_sources(source, streaming)]
+        return [_renamed(original, columns) for original in open_sources(source, streaming)]
     if isinstance(source, Window):
         files = itertools.groupby(source.rows, key=lambda row: row.file)
         return [_window_source(source, list(rows)) for _, rows in files] or [_window_source(source, [])]
@@ -97,8 +97,8 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
         path = Path(source).expanduser()
         if path.is_file():
             return [_file_source(path)]
-        if (cut := _FIRST_ROWS.fullmatch(str(source))) and not path.exists():
-            return [_first_rows(open_sources(cut[1], streaming), str(source), int(cut[2]), streaming)]
+        if (match := _FIRST_ROWS.fullmatch(str(source))) and not path.exists():
+            return [_first_rows(open_sources(match[1], streaming), str(source), int(match[2]), streaming)]
         if path.is_dir():
             return _dataset_sources(_load_from_disk(path), str(source), streaming) if _is_saved(path) else _folder(path)
         if path.suffix.lower() in SUFFIXES or str(source).startswith((".", "/", "~")):
@@ -107,10 +107,10 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
     if hasattr(source, "column_names") and hasattr(source, "features"):  # of `datasets`
         return _dataset_sources(source, "dataset", streaming)
     if isinstance(source, Iterable) and not isinstance(source, Mapping):
-        parts = list(source)
-        if parts and all(isinstance(part, str | os.PathLike) for part in parts):
-            return [found for part in parts for found in open_sources(part, streaming)]
-        return [Source("rows", lambda after: read_list(parts, after), count=lambda: len(parts))]
+        entries = list(source)
+        if entries and all(isinstance(entry, str | os.PathLike) for entry in entries):
+            return [opened for entry in entries for opened in open_sources(entry, streaming)]
+        return [Source("rows", lambda after: read_list(entries, after), count=lambda: len(entries))]
     raise ValueError(
         f"data must be a path, a data set's name, a list of them, or a list of dicts, got {type(source).__name__}"
     )
@@ -163,12 +163,14 @@ def _folder(folder: Path) -> list[Source]:
         for file in folder.rglob("*")
         if (file.suffix.lower() in SUFFIXES or _COMPRESSED.search(file.name))
         and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)  # a notebook's checkpoints, ...
+        and not any(
+            component.startswith(".") for component in file.relative_to(folder).parts
+        )  # a notebook's checkpoints, ...
     )
     if not files:
         raise ValueError(f"the folder {folder} holds no data file ({', '.join(SUFFIXES)})")
     splits = [(file, _split_of(file.relative_to(folder))) for file in files]
-    trained, held_out = (next((file for file, found in splits if found == split), None) for split in range(2))
+    trained, held_out = (next((file for file, file_split in splits if file_split == split), None) for split in range(2))
     if trained and held_out:
         raise ValueError(
             f"the folder {folder} holds files of several splits, such as {trained.relative_to(folder)} and "
@@ -181,10 +183,10 @@ def _split_of(file: PurePath) -> int | None:
     """0 (training) or 1 (test, validation) by words in the file's name or the nearest folder's; None if undecided.
     file: relative to the user's folder.
     """
-    for part in reversed(file.parts):
-        words = set(re.split(r"[^a-z]+", part.lower()))
-        if found := [split for split, names in enumerate(_SPLITS) if words & names]:
-            return found[0] if len(found) == 1 else None
+    for component in reversed(file.parts):
+        words = set(re.split(r"[^a-z]+", component.lower()))
+        if matches := [split for split, names in enumerate(_SPLITS) if words & names]:
+            return matches[0] if len(matches) == 1 else None
     return None
 
 
@@ -228,8 +230,12 @@ def _file_count(file: Path) -> int:
 def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
     shards = dataset.num_shards if streaming and not hasattr(dataset, "__len__") else 1
     if shards > 1:
-        parts = (dataset.shard(num_shards=shards, index=index) for index in range(shards))
-        return [one for index, part in enumerate(parts) for one in _dataset_sources(part, f"{name}[{index}]", False)]
+        shard_datasets = (dataset.shard(num_shards=shards, index=index) for index in range(shards))
+        return [
+            shard_source
+            for index, shard_dataset in enumerate(shard_datasets)
+            for shard_source in _dataset_sources(shard_dataset, f"{name}[{index}]", False)
+        ]
     # A data set has a fingerprint, which `datasets` computes from everything that the rows were made with.
     fingerprint = getattr(dataset, "_fingerprint", None)
     source = Source(
@@ -247,12 +253,14 @@ def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -
     if len(sources) != 1 or streaming:
         why = "of a stream `steps` says how much is read" if streaming else "it is a folder of several files"
         raise ValueError(f"{name}: {why}; name one file or data set before [:{count}]")
-    [whole] = sources
+    [whole_source] = sources
     return dataclasses.replace(
-        whole,
+        whole_source,
         name=name,
-        read=lambda after: (row for row in itertools.islice(whole.read(0), count) if row.number > after),
-        identity=None if whole.identity is None else lambda: f"{whole.identity and whole.identity()} first {count}",
+        read=lambda after: (row for row in itertools.islice(whole_source.read(0), count) if row.number > after),
+        identity=None
+        if whole_source.identity is None
+        else lambda: f"{whole_source.identity and whole_source.identity()} first {count}",
         count=lambda: count,
     )
 
@@ -265,50 +273,52 @@ def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
     """
     texts = {ours: _BRACES.split(name) for ours, name in columns.items() if _BRACES.search(name)}
     plain = {ours: name for ours, name in columns.items() if ours not in texts}
-    needed = [*plain.values(), *(parts[1] for parts in texts.values())]
-    read = {*plain.values(), *(name for parts in texts.values() for name in parts[1::2])}
+    required = [*plain.values(), *(pieces[1] for pieces in texts.values())]
+    read = {*plain.values(), *(name for pieces in texts.values() for name in pieces[1::2])}
 
     def renamed(row: Row) -> Row:
         if row.value is None:
             return row
-        if missing := [name for name in needed if name not in row.value]:
-            there = ", ".join(map(str, row.value))
-            error = f"it has no column {missing[0]!r}, which data.columns names, but {there}"
+        if missing := [name for name in required if name not in row.value]:
+            column_names = ", ".join(map(str, row.value))
+            error = f"it has no column {missing[0]!r}, which data.columns names, but {column_names}"
             return dataclasses.replace(row, value=None, error=error)
-        cells = {name: row.value.get(name) for parts in texts.values() for name in parts[1::2]}
+        cells = {name: row.value.get(name) for pieces in texts.values() for name in pieces[1::2]}
         if wrong := [name for name, cell in cells.items() if not isinstance(cell, str | None)]:
             error = f"column {wrong[0]} is no text, and data.columns puts it into one"
             return dataclasses.replace(row, value=None, error=error)
-        others = {name: cell for name, cell in row.value.items() if name not in read}
-        joined = {ours: _filled(parts, cells) for ours, parts in texts.items()}
-        return dataclasses.replace(row, value=others | {o: row.value[name] for o, name in plain.items()} | joined)
+        other_cells = {name: cell for name, cell in row.value.items() if name not in read}
+        joined = {ours: _filled(pieces, cells) for ours, pieces in texts.items()}
+        return dataclasses.replace(row, value=other_cells | {o: row.value[name] for o, name in plain.items()} | joined)
 
-    own = sorted(columns.items())
+    sorted_columns = sorted(columns.items())
     return dataclasses.replace(
         source,
         read=lambda after: map(renamed, source.read(after)),
-        identity=None if source.identity is None else lambda: f"{source.identity and source.identity()} columns {own}",
+        identity=None
+        if source.identity is None
+        else lambda: f"{source.identity and source.identity()} columns {sorted_columns}",
     )
 
 
 _BRACES = re.compile(r"\{([^{}]+)\}")  # the name of a column in a text of data.columns
 
 
-def _filled(parts: Sequence[str], cells: Mapping[str, Any]) -> str:
-    """A text of several columns; text between two of them is left out unless both have some. parts: texts and names in
+def _filled(pieces: Sequence[str], cells: Mapping[str, Any]) -> str:
+    """A text of several columns; text between two of them is left out unless both have some. pieces: texts and names in
     turn.
     """
     written: list[str] = []
-    for before, name in zip(["", *parts[2:-1:2]], parts[1::2], strict=True):
+    for before, name in zip(["", *pieces[2:-1:2]], pieces[1::2], strict=True):
         if cell := cells[name]:
             written += [before if written else "", cell]
-    return "".join([parts[0], *written, parts[-1]])
+    return "".join([pieces[0], *written, pieces[-1]])
 
 
 def _nearest(path: Path) -> str:
     """ "; did you mean ...?" with the nearest name beside `path`, that its folder is missing, or ""."""
     try:
-        near = difflib.get_close_matches(path.name, [one.name for one in path.parent.iterdir()], 1, 0.75)
+        near = difflib.get_close_matches(path.name, [sibling.name for sibling in path.parent.iterdir()], 1, 0.75)
     except OSError:
         return f" (there is no folder {path.parent} either)" if path.parent != Path() else ""
     return f"; did you mean {path.parent / near[0]}?" if near else ""

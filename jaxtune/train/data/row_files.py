@@ -68,8 +68,8 @@ def _without_none(value: object) -> object:
     """A copy of a cell whose mappings lose keys with None, unless they were written so."""
     if isinstance(value, Mapping):
         written = isinstance(value, _Written)
-        return {key: _without_none(part) for key, part in value.items() if written or part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: _without_none(element) for key, element in value.items() if written or element is not None}
+    return [_without_none(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 class _Written(dict[str, object]):
@@ -84,12 +84,12 @@ def _measure(value: Any) -> tuple[int, str]:
     for _ in range(MAX_DEPTH):
         inner: dict[int, Any] = {}
         for item in level:
-            parts = [*item.keys(), *item.values()] if isinstance(item, Mapping) else item
-            for part in parts:
-                if isinstance(part, Mapping | list | tuple):
-                    inner[id(part)] = part
+            elements = [*item.keys(), *item.values()] if isinstance(item, Mapping) else item
+            for element in elements:
+                if isinstance(element, Mapping | list | tuple):
+                    inner[id(element)] = element
                 else:
-                    size += len(part) if isinstance(part, str | bytes) else 8
+                    size += len(element) if isinstance(element, str | bytes) else 8
         if size > MAX_ROW_SIZE:
             return size, _too_long("characters")
         if not inner:
@@ -104,11 +104,11 @@ def _too_long(unit: str) -> str:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The dict of a JSON object's pairs. Raises ValueError for a repeated key, of which json would keep the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"an object has the key {next(name for name in names if names.count(name) > 1)!r} twice")
-    return found
+    return result
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
@@ -170,17 +170,17 @@ def read_json(file: Path, after: int) -> Iterator[Row]:
         yield Row(str(file), line, None, error="not UTF-8; a JSON array with such bytes cannot be read further")
         return
     del data
-    at, line, counted = text.index("[") + 1, 1, 0
+    position, line, counted_to = text.index("[") + 1, 1, 0
     while True:
-        while at < len(text) and text[at] in " \t\r\n,":
-            at += 1
-        line, counted = line + text.count("\n", counted, at), at
-        if at < len(text) and text[at] == "]":
-            if text[at + 1 :].strip():
+        while position < len(text) and text[position] in " \t\r\n,":
+            position += 1
+        line, counted_to = line + text.count("\n", counted_to, position), position
+        if position < len(text) and text[position] == "]":
+            if text[position + 1 :].strip():
                 yield Row(str(file), line, None, error="bad JSON, something follows the array's end; write one array")
             return
         try:
-            value, at = _JSON.raw_decode(text, at)
+            value, position = _JSON.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             reason = str(error) if isinstance(error, ValueError) else f"nested deeper than {MAX_DEPTH} levels"
             yield Row(str(file), line, None, error=f"bad JSON, the array cannot be read further: {reason}")
@@ -228,7 +228,9 @@ def _csv_rows(file: Path) -> Iterator[Row]:
                 continue
             if columns is None:
                 columns = values
-                if len(columns) == 1 and (mark := next((one for one in ";\t|" if one in columns[0]), None)):
+                if len(columns) == 1 and (
+                    mark := next((separator for separator in ";\t|" if separator in columns[0]), None)
+                ):
                     kind = {";": "semicolons", "\t": "tabs", "|": "bars"}[mark]
                     raise ValueError(
                         f"{file}: its header is the one column {columns[0]!r}: the file is separated by {kind}; write "
@@ -278,11 +280,11 @@ def read_parquet(file: Path, after: int) -> Iterator[Row]:
                 # lists.
                 for batch in table.iter_batches(batch_size=1024, row_groups=[index]):
                     decoders = {field.name: _decoder(field.type) for field in batch.schema}
-                    for place in range(batch.num_rows):
+                    for batch_index in range(batch.num_rows):
                         number += 1
                         if number <= after:
                             continue
-                        row = _parquet_row(file, number, batch, place, decoders)
+                        row = _parquet_row(file, number, batch, batch_index, decoders)
                         read += row.size
                         if read > allowed:
                             raise refusal
@@ -297,9 +299,9 @@ def read_parquet(file: Path, after: int) -> Iterator[Row]:
         raise ValueError(f"{file}: not a readable Parquet file{where}: {reason}; fetch or write it again") from None
 
 
-def _parquet_row(file: Path, number: int, batch: Any, place: int, decoders: Mapping[str, _Decoder]) -> Row:
+def _parquet_row(file: Path, number: int, batch: Any, index: int, decoders: Mapping[str, _Decoder]) -> Row:
     try:
-        cells = {name: batch[name][place].as_py() for name in batch.schema.names}
+        cells = {name: batch[name][index].as_py() for name in batch.schema.names}
         return _table_row(str(file), number, {name: decoders[name](cell) for name, cell in cells.items()})
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a date that Python cannot represent
         return Row(str(file), number, None, error=f"cannot be read: {error}")
@@ -314,19 +316,19 @@ def _decoder(kind: Any) -> _Decoder:
         return lambda cell: decode(cell) if isinstance(cell, str) else cell
     if types.is_map(kind):
         inner = _decoder(kind.item_type)
-        return lambda cell: _Written((key, inner(part)) for key, part in cell) if isinstance(cell, list) else cell
+        return lambda cell: _Written((key, inner(element)) for key, element in cell) if isinstance(cell, list) else cell
     if types.is_struct(kind):
         fields = {kind.field(index).name: _decoder(kind.field(index).type) for index in range(kind.num_fields)}
         if all(decoder is _as_it_is for decoder in fields.values()):
             return _as_it_is
         return lambda cell: (
-            {key: fields[key](part) for key, part in cell.items()} if isinstance(cell, Mapping) else cell
+            {key: fields[key](element) for key, element in cell.items()} if isinstance(cell, Mapping) else cell
         )
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         inner = _decoder(kind.value_type)
         if inner is _as_it_is:
             return _as_it_is
-        return lambda cell: [inner(part) for part in cell] if isinstance(cell, list) else cell
+        return lambda cell: [inner(element) for element in cell] if isinstance(cell, list) else cell
     return _as_it_is
 
 

@@ -18,9 +18,9 @@ def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Patt
     """A pattern of the texts that only a template should write: special tokens, and `markers` stripped of white space
     (None is skipped). None if there are none.
     """
-    found = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
-    found |= {marker.strip() for marker in markers if marker is not None}
-    longest_first = sorted(filter(None, found), key=lambda text: (-len(text), text))
+    texts = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
+    texts |= {marker.strip() for marker in markers if marker is not None}
+    longest_first = sorted(filter(None, texts), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
@@ -46,11 +46,11 @@ def untrained_spans(message: Message) -> list[tuple[int, int]]:
         return []
     trained = [(span["begin_offset"], span["end_offset"] + 1) for span in details if span["train"]]
     forbidden = [(span["begin_offset"], span["end_offset"] + 1) for span in details if not span["train"]]
-    gaps, at = [], 0
+    gaps, gap_start = [], 0
     for low, high in trained:
-        gaps.append((at, low))
-        at = max(at, high)
-    gaps.append((at, len(message["content"])))
+        gaps.append((gap_start, low))
+        gap_start = max(gap_start, high)
+    gaps.append((gap_start, len(message["content"])))
     return [(low, high) for low, high in [*gaps, *forbidden] if low < high]
 
 
@@ -74,9 +74,9 @@ def masked_spans(
       responses: (start, end) token ranges; an end may be one beyond the tokens, for an appended EOS.
       pairs: (opening, closing) texts.
     """
-    found = [np.zeros(0, np.int64)]
+    index_arrays = [np.zeros(0, np.int64)]
     if not pairs:
-        return found[0]
+        return index_arrays[0]
     for first, last in responses:
         last = min(last, len(tokens))
         if first >= last:
@@ -85,19 +85,19 @@ def masked_spans(
         starts, ends = tokens.starts[first:last], tokens.ends[first:last]
         for opening, closing in pairs:
             for begin, end in _spans(text, low, high, opening, closing):
-                found.append(first + np.flatnonzero((starts < end) & (ends > begin)))
-    return np.unique(np.concatenate(found))
+                index_arrays.append(first + np.flatnonzero((starts < end) & (ends > begin)))
+    return np.unique(np.concatenate(index_arrays))
 
 
 def _spans(text: str, low: int, high: int, opening: str, closing: str) -> Iterator[tuple[int, int]]:
     """(start, end) character ranges in `text` of the spans in the response text[low:high]; see `masked_spans`."""
     # White space at the end of the prompt is not part of the opening: "<think>\n" comes before a thought.
     before = text[max(low - len(opening) - 16, 0) : low].rstrip()
-    at = low if before.endswith(opening) else text.find(opening, low, high)
-    while at >= 0:
-        inside = at if at == low and before.endswith(opening) else at + len(opening)
+    start = low if before.endswith(opening) else text.find(opening, low, high)
+    while start >= 0:
+        inside = start if start == low and before.endswith(opening) else start + len(opening)
         close = text.find(closing, inside, high)
         end = high if close < 0 else close + len(closing)
-        yield at, end
+        yield start, end
         before = ""
-        at = text.find(opening, end, high)
+        start = text.find(opening, end, high)

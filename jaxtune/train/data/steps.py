@@ -56,9 +56,9 @@ class StepBatches(Batches):
         self._plan: tuple[int, np.ndarray] | None = None
         most, shared = 0, 0
         for epoch in range(-(-steps // self.steps_per_epoch)):
-            made = self._pack_epoch(epoch)[: steps - epoch * self.steps_per_epoch]
-            most = max(most, int(made.max()) + 1)
-            shared = max(shared, _most_equal(made))
+            row_numbers = self._pack_epoch(epoch)[: steps - epoch * self.steps_per_epoch]
+            most = max(most, int(row_numbers.max()) + 1)
+            shared = max(shared, _most_equal(row_numbers))
             if order == "given":
                 break
         self._rows_of_a_part = -(-most // multiple) * multiple
@@ -89,15 +89,15 @@ class StepBatches(Batches):
         epoch, index = divmod(int(step), self.steps_per_epoch)
         numbers, of_row = self.rows_at(step), self._epoch_plan(epoch)[index]
         batch = self.empty(self.rows_per_step)
-        for part, rows in enumerate(of_row):
-            at = np.zeros(self._rows_of_a_part, np.int64)
-            place = np.zeros(self._rows_of_a_part, np.int64)
+        for micro_batch, rows in enumerate(of_row):
+            token_ends = np.zeros(self._rows_of_a_part, np.int64)
+            row_counts = np.zeros(self._rows_of_a_part, np.int64)
             for offset, row in enumerate(rows.tolist()):
                 if row < 0:
                     continue
-                slot, number = part * self._rows_of_a_part + row, int(numbers[part * len(rows) + offset])
-                at[row] = self.rows.fill(batch, slot, number, int(at[row]), int(place[row]))
-                place[row] += 1
+                slot, number = micro_batch * self._rows_of_a_part + row, int(numbers[micro_batch * len(rows) + offset])
+                token_ends[row] = self.rows.fill(batch, slot, number, int(token_ends[row]), int(row_counts[row]))
+                row_counts[row] += 1
         return batch
 
     def described(self, total_steps: int) -> list[str]:
@@ -110,10 +110,10 @@ class StepBatches(Batches):
     def _epoch_plan(self, epoch: int) -> np.ndarray:
         """`_pack_epoch` of an epoch; the last one is kept."""
         epoch = 0 if self.order == "given" else epoch
-        known = self._plan  # read once, as in Batches._epoch
-        if known is None or known[0] != epoch:
-            known = self._plan = (epoch, self._pack_epoch(epoch))
-        return known[1]
+        cached = self._plan  # read once, as in Batches._epoch
+        if cached is None or cached[0] != epoch:
+            cached = self._plan = (epoch, self._pack_epoch(epoch))
+        return cached[1]
 
     def _pack_epoch(self, epoch: int) -> np.ndarray:
         """Packs an epoch's micro-batches by first fit, longest first: int64[steps, micro-batches, documents], the row
@@ -126,13 +126,13 @@ class StepBatches(Batches):
         # First fit leaves at most one row less than half full, which limits the number of rows.
         most = min(groups.shape[1], 2 * int(groups.sum(1).max()) // self._length + 1)
         room = np.full((len(groups), most), self._length)
-        found, every = np.empty_like(groups), np.arange(len(groups))
-        for place in order.T:
-            wanted = groups[every, place]
-            row = np.argmax(room >= wanted[:, None], axis=1)
-            room[every, row] -= wanted
-            found[every, place] = np.where(wanted > 0, row, -1)
-        return found.reshape(self.steps_per_epoch, self._parts, -1)
+        row_numbers, every = np.empty_like(groups), np.arange(len(groups))
+        for documents in order.T:
+            sizes = groups[every, documents]
+            row = np.argmax(room >= sizes[:, None], axis=1)
+            room[every, row] -= sizes
+            row_numbers[every, documents] = np.where(sizes > 0, row, -1)
+        return row_numbers.reshape(self.steps_per_epoch, self._parts, -1)
 
 
 def _most_equal(rows: np.ndarray) -> int:
@@ -140,8 +140,8 @@ def _most_equal(rows: np.ndarray) -> int:
     ordered = np.sort(rows, axis=-1)
     most = 1
     while most < rows.shape[-1]:
-        same = (ordered[..., most:] == ordered[..., : rows.shape[-1] - most]) & (ordered[..., most:] >= 0)
-        if not same.any():
+        is_equal = (ordered[..., most:] == ordered[..., : rows.shape[-1] - most]) & (ordered[..., most:] >= 0)
+        if not is_equal.any():
             break
         most += 1
     return most
@@ -155,8 +155,8 @@ def pack_steps(
 
     Rows are as long as the longest document or pair of both sets, in multiples of 64 tokens, at most `train.longest`.
     """
-    needed = max(int(data.rows.lengths.max()) for data in (train, held_out) if data is not None)
-    length = min(train.longest, -(-needed // _WIDTH) * _WIDTH)
+    longest = max(int(data.rows.lengths.max()) for data in (train, held_out) if data is not None)
+    length = min(train.longest, -(-longest // _WIDTH) * _WIDTH)
     batches = StepBatches(
         train.rows,
         config.rows_per_step,

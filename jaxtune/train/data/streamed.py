@@ -131,7 +131,7 @@ class StreamedRows:
         """Values by which a resumed run recognises the stream: buffer size, CRC-32 of the first window, and {relative
         path: fingerprint} of the shards; above 1,000 files one digest; for other shards their number.
         """
-        known: dict[str, Json] = {
+        values: dict[str, Json] = {
             "buffer_size": self.buffer_size,
             "first_tokens_crc32": self.first.documents.tokens_crc32,
             **({} if self.order == "shuffled" else {"order": self.order}),
@@ -140,8 +140,8 @@ class StreamedRows:
         shards: dict[str, Json] = {os.path.relpath(name, root): mark for name, mark in self._fingerprints.items()}
         if len(shards) > MOST_NAMED_SHARDS:
             text = "\n".join(f"{name} {fingerprint}" for name, fingerprint in shards.items())
-            return {**known, "shards": len(self.sources), "shards_digest": _digest(text.encode())}
-        return {**known, "shards": shards or len(self.sources)}
+            return {**values, "shards": len(self.sources), "shards_digest": _digest(text.encode())}
+        return {**values, "shards": shards or len(self.sources)}
 
     def described(self) -> str:
         shards = "1 shard" if len(self.sources) == 1 else f"{len(self.sources):,} shards"
@@ -167,9 +167,9 @@ class StreamedRows:
         """
         if self.order == "given" and source.set_epoch is not None:
             source.set_epoch(epoch)
-        known = self._fingerprints.get(source.name)
+        fingerprint = self._fingerprints.get(source.name)
         try:
-            if source.file is not None and _file_fingerprint(source.file) != known:
+            if source.file is not None and _file_fingerprint(source.file) != fingerprint:
                 raise ValueError(
                     f"{source.name}: the file has changed since the run began, so that its rows are not those of the "
                     "run; put the old one back, or begin a new run in another output"
@@ -188,17 +188,17 @@ class StreamedRows:
           key: the feed's seed, which with `number` decides the order of the rows.
         """
         try:
-            made = self._prepare(Window(self.name, rows)).with_max_documents(self._max_documents)
-            packed = made.rows
+            data = self._prepare(Window(self.name, rows)).with_max_documents(self._max_documents)
+            packed = data.rows
         except NothingUsable as error:
             self._count(len(rows), len(rows), str(error))
             return None
-        if (found := {*packed.empty(1).extra}) != (known := {*self.empty(1).extra}):
+        if (extra := {*packed.empty(1).extra}) != (first_extra := {*self.empty(1).extra}):
             raise ValueError(
-                f"{rows[0].place} and the rows after it: a batch of them has {sorted(found)}, and one of the first "
-                f"rows {sorted(known)}: give a column such as margin to all rows, or to none"
+                f"{rows[0].place} and the rows after it: a batch of them has {sorted(extra)}, and one of the first "
+                f"rows {sorted(first_extra)}: give a column such as margin to all rows, or to none"
             )
-        self._count(len(rows), made.summary.bad_rows, *made.summary.offenders[:1])
+        self._count(len(rows), data.summary.bad_rows, *data.summary.offenders[:1])
         return _TokenisedWindow(begin, end, number, packed, ORDERS[self.order](len(packed), key, number))
 
     def _count(self, rows: int, bad: int, lately: str = "") -> None:
@@ -289,10 +289,10 @@ class StreamFeed:
         epoch = self._end.epoch
         while True:
             rows, begin, size = [], self._end, 0
-            for place, row in self._rows:
+            for position, row in self._rows:
                 if self._closed.is_set():
                     raise ValueError(f"{self._stream.name}: the run has ended")
-                self._end = place
+                self._end = position
                 if row is None:
                     break
                 rows.append(row)

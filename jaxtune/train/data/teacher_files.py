@@ -45,12 +45,12 @@ class TeacherFile:
         """Raises ConfigError if a document with trained tokens is missing, before the run. what: the rows' key, such as
         data.train.
         """
-        wanted = _wanted(values)
+        unmatched = _wanted(values)
         for row in _rows(self.sources):
-            wanted.pop(_key(_tokens(row), values.limit), None)
-        if not wanted:
+            unmatched.pop(_key(_tokens(row), values.limit), None)
+        if not unmatched:
             return
-        missing = sorted(index for indices in wanted.values() for index in indices)
+        missing = sorted(index for indices in unmatched.values() for index in indices)
         count, documents = int((values.counts > 0).sum()), values.documents
         first = documents[missing[0]].tokens[:8].tolist()
         fix = f"compute them for the tokens of this run: its tokenizer, template and data.length ({_FORMAT})"
@@ -67,14 +67,14 @@ class TeacherFile:
 
           into: [values.total] of `TeacherValues.entry(k)`, filled in place.
         """
-        wanted = _wanted(values)
+        unmatched = _wanted(values)
         for row in _rows(self.sources):
-            indices = wanted.pop(_key(_tokens(row), values.limit), [])
+            indices = unmatched.pop(_key(_tokens(row), values.limit), [])
             for index in indices:  # several documents may have the same tokens, of which others are trained on
                 trained = values.documents[index].mask[: values.limit]
-                places = (np.flatnonzero(trained[1:]) + 1).tolist()
-                ids, log_probs = _distributions(row, places, self.k)
-                _require_distributions(row, places, ids, log_probs, vocab_size)
+                token_indices = (np.flatnonzero(trained[1:]) + 1).tolist()
+                ids, log_probs = _distributions(row, token_indices, self.k)
+                _require_distributions(row, token_indices, ids, log_probs, vocab_size)
                 into["ids"][values.of(index)], into["log_probs"][values.of(index)] = ids, log_probs
 
 
@@ -123,12 +123,12 @@ def _tokens(row: Row) -> np.ndarray:
     if name is None:
         raise _bad(row, f"it has no input_ids, but {', '.join(columns) or 'nothing'}")
     try:
-        found = np.asarray(columns[name])
+        ids = np.asarray(columns[name])
     except ValueError:  # lists of different lengths
-        found = np.empty((0, 0))
-    if found.ndim != 1 or found.dtype.kind not in "iu":
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise _bad(row, f"{name} must be a list of token ids")
-    return found.astype(np.int32)
+    return ids.astype(np.int32)
 
 
 def _entries(row: Row) -> Sequence[Sequence[int] | Mapping[str, object] | None]:
@@ -137,63 +137,65 @@ def _entries(row: Row) -> Sequence[Sequence[int] | Mapping[str, object] | None]:
     """
     columns = _columns(row)
     for name in ("top_ids", "prompt_logprobs"):
-        found = columns.get(name)
-        if found is not None:
-            if not isinstance(found, Sequence) or len(found) != len(_tokens(row)):
+        entries = columns.get(name)
+        if entries is not None:
+            if not isinstance(entries, Sequence) or len(entries) != len(_tokens(row)):
                 raise _bad(row, f"{name} must be a list with an entry for each of the {len(_tokens(row)):,} input_ids")
-            if wrong := [entry for entry in found if not isinstance(entry, Sequence | Mapping | None)]:
+            if wrong := [entry for entry in entries if not isinstance(entry, Sequence | Mapping | None)]:
                 raise _bad(row, f"{name}: the entry of a token is {wrong[0]!r}, and must be a list, an object or null")
-            return found
+            return entries
     raise _bad(row, f"it has no top_ids with top_logprobs, but {', '.join(columns)}")
 
 
-def _distributions(row: Row, places: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int32[n, k], -1 where unused; log-probabilities float32[n, k], 0 there) of the trained tokens at `places`.
-    Raises ConfigError.
+def _distributions(row: Row, token_indices: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int32[n, k], -1 where unused; log-probabilities float32[n, k], 0 there) of these trained tokens. Raises
+    ConfigError.
     """
     entries = _entries(row)
     logs = _columns(row).get("top_logprobs")
-    ids, log_probs = np.full((len(places), k), -1, np.int32), np.zeros((len(places), k), np.float32)
-    for index, place in enumerate(places):
-        entry = entries[place]
+    ids, log_probs = np.full((len(token_indices), k), -1, np.int32), np.zeros((len(token_indices), k), np.float32)
+    for index, token_index in enumerate(token_indices):
+        entry = entries[token_index]
         if not entry:
-            raise _bad(row, f"token {place} is trained on, and has no log-probabilities")
+            raise _bad(row, f"token {token_index} is trained on, and has no log-probabilities")
         try:
             if isinstance(entry, Mapping):
-                of_token = [one["logprob"] if isinstance(one, Mapping) else one for one in entry.values()]
+                of_token = [
+                    log_prob["logprob"] if isinstance(log_prob, Mapping) else log_prob for log_prob in entry.values()
+                ]
                 tokens = [int(token) for token in entry]
             else:
-                tokens, of_token = list(entry), logs[place] if isinstance(logs, Sequence) else []
+                tokens, of_token = list(entry), logs[token_index] if isinstance(logs, Sequence) else []
             if len(tokens) != len(of_token):
                 raise ValueError(f"there are {len(tokens)} token ids and {len(of_token)} log-probabilities")
             log_probs[index, : len(tokens)] = np.asarray(of_token, np.float64)
             ids[index, : len(tokens)] = tokens
         except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
-            raise _bad(row, f"the log-probabilities of token {place} cannot be read ({error})") from None
+            raise _bad(row, f"the log-probabilities of token {token_index} cannot be read ({error})") from None
     log_probs[ids == -1] = 0.0  # also if the file has the id -1
     return ids, log_probs
 
 
 def _require_distributions(
-    row: Row, places: list[int], ids: np.ndarray, log_probs: np.ndarray, vocab_size: int
+    row: Row, token_indices: list[int], ids: np.ndarray, log_probs: np.ndarray, vocab_size: int
 ) -> None:
     """Raises ConfigError for a distribution with no token, a repeated or invalid id, a log-probability above 0 or not
-    finite, or a sum above 1 (+ _SLACK). ids, log_probs: [len(places), k].
+    finite, or a sum above 1 (+ _SLACK). ids, log_probs: [len(token_indices), k].
     """
-    used, given = ids != -1, (ids != -1).sum(1)
-    ordered = np.sort(np.where(used, ids, -1 - np.arange(ids.shape[1])), 1)
-    total = np.where(used, np.exp(log_probs), 0.0).sum(1)
+    is_used, token_counts = ids != -1, (ids != -1).sum(1)
+    ordered = np.sort(np.where(is_used, ids, -1 - np.arange(ids.shape[1])), 1)
+    total = np.where(is_used, np.exp(log_probs), 0.0).sum(1)
     for wrong, reason in (
         ((ids < -1) | (ids >= vocab_size), f"has a token id beyond the model's vocabulary of {vocab_size:,}"),
         ((ordered[:, 1:] == ordered[:, :-1]), "has a token id twice"),
         (~np.isfinite(log_probs), "has a log-probability that is not finite; leave such tokens out"),
-        (used & (log_probs > math.log1p(_SLACK)), "has a log-probability above 0: logits are not log-probabilities"),
+        (is_used & (log_probs > math.log1p(_SLACK)), "has a log-probability above 0: logits are not log-probabilities"),
         ((total > 1.0 + _SLACK)[:, None], "has probabilities that add up to more than 1"),
-        ((given == 0)[:, None], "has no token"),
+        ((token_counts == 0)[:, None], "has no token"),
     ):
         bad = np.flatnonzero(wrong.any(1))
         if bad.size:
-            raise _bad(row, f"the distribution of token {places[int(bad[0])]} {reason}")
+            raise _bad(row, f"the distribution of token {token_indices[int(bad[0])]} {reason}")
 
 
 def _key(tokens: np.ndarray, limit: int | None) -> bytes:
@@ -202,7 +204,7 @@ def _key(tokens: np.ndarray, limit: int | None) -> bytes:
 
 def _wanted(values: TeacherValues) -> dict[bytes, list[int]]:
     """{hash: indices of documents} of those with trained tokens."""
-    found: dict[bytes, list[int]] = {}
+    documents_of: dict[bytes, list[int]] = {}
     for index in np.flatnonzero(values.counts).tolist():
-        found.setdefault(_key(values.documents[index].tokens, values.limit), []).append(index)
-    return found
+        documents_of.setdefault(_key(values.documents[index].tokens, values.limit), []).append(index)
+    return documents_of

@@ -83,9 +83,9 @@ class TaughtRows(PackedRows):
         for piece in range(plan.row_starts[row], plan.row_starts[row + 1]):
             count = int(plan.count[piece])
             where = at + np.flatnonzero(batch.weights[slot, at : at + count])
-            found = stored[self.values.of(int(plan.document[piece]), int(plan.offset[piece]), count)]
-            batch.extra[TEACHER_IDS][slot, where] = found["ids"]
-            batch.extra[TEACHER_LOG_PROBS][slot, where] = found["log_probs"]
+            entries = stored[self.values.of(int(plan.document[piece]), int(plan.offset[piece]), count)]
+            batch.extra[TEACHER_IDS][slot, where] = entries["ids"]
+            batch.extra[TEACHER_LOG_PROBS][slot, where] = entries["log_probs"]
             at += count
         return end
 
@@ -93,13 +93,13 @@ class TaughtRows(PackedRows):
         """Puts the computed values of row `row` into the array `into` ([total], as `stored`). ids, log_probs: [length,
         k] at the place before each predicted token, from a batch with this row alone.
         """
-        plan, at = self.plan, 0
+        plan, position = self.plan, 0
         for piece in range(plan.row_starts[row], plan.row_starts[row + 1]):
-            document, offset, count = (int(each[piece]) for each in (plan.document, plan.offset, plan.count))
+            document, offset, count = (int(array[piece]) for array in (plan.document, plan.offset, plan.count))
             mask = self.documents[document].mask[offset + 1 : offset + count]
-            where, place = at + np.flatnonzero(mask), self.values.of(document, offset, count)
-            into["ids"][place], into["log_probs"][place] = ids[where], log_probs[where]
-            at += count
+            where, stored_slice = position + np.flatnonzero(mask), self.values.of(document, offset, count)
+            into["ids"][stored_slice], into["log_probs"][stored_slice] = ids[where], log_probs[where]
+            position += count
 
     def alone(self) -> PackedRows:
         """The same rows without values, for the teacher itself."""

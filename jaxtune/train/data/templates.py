@@ -114,12 +114,12 @@ def resolve_template(tokenizer: Tokenizer, template: str | None, tools: object =
       text.
     """
     if template is None or template == "tokenizer":
-        own = template_for(tokenizer.chat_template, tools)
-        if own is None:
+        own_template = template_for(tokenizer.chat_template, tools)
+        if own_template is None:
             raise SetupError(
                 f"the tokenizer has no chat template; set data.template to {_names_that_fit(tokenizer)} a .jinja file"
             )
-        return own
+        return own_template
     if template in PACKAGED:
         missing = missing_marks(tokenizer, template)
         if missing:
@@ -217,7 +217,7 @@ class RowEncoder:
         self.last_response_only = last_response_only
         self.mask_spans = tuple(mask_spans or ())
         if any(
-            len(pair) != 2 or not all(isinstance(part, str) and part.strip() for part in pair)
+            len(pair) != 2 or not all(isinstance(text, str) and text.strip() for text in pair)
             for pair in self.mask_spans
         ):
             raise ValueError(f"data.mask_spans={mask_spans!r}: give pairs of texts, such as [[<think>, </think>]]")
@@ -244,11 +244,11 @@ class RowEncoder:
             tokenized = iter(self._tokenize(texts))
         except Exception:  # a text that the tokenizer refuses must affect its own row only, so each is tried separately
             tokenized = iter([attempt(lambda text: self._tokenize([text])[0], text) for text in texts])
-        whole = [item if isinstance(item, RowError) else next(tokenized) for item in rendered]
+        token_lists = [item if isinstance(item, RowError) else next(tokenized) for item in rendered]
         results: list[Encoded | RowError] = []
-        for example, item, tokens in zip(examples, rendered, whole, strict=True):
+        for example, item, tokens in zip(examples, rendered, token_lists, strict=True):
             prompt = next(tokenized) if isinstance(item, Rendered) and item.prompt is not None else None
-            wrong = next((one for one in (tokens, prompt) if isinstance(one, RowError)), None)
+            wrong = next((outcome for outcome in (tokens, prompt) if isinstance(outcome, RowError)), None)
             results.append(wrong or attempt(self._finish, example, item, tokens, prompt))
         return results
 
@@ -278,15 +278,15 @@ class RowEncoder:
             return ""
         prompt = self._render(example.messages[:-1], example.tools, add_generation_prompt=True)
         text = self._render([*example.messages[:-1], {"role": "assistant", "content": SENTINEL}], example.tools)
-        before, found, _ = text.removeprefix(prompt).partition(SENTINEL)
-        return before if found and text.startswith(prompt) else ""
+        before, separator, _ = text.removeprefix(prompt).partition(SENTINEL)
+        return before if separator and text.startswith(prompt) else ""
 
     def render(self, example: Example) -> Rendered:
         """The text of an example and its responses' ranges. Raises RowError if the template fails, responses are not
         found, or the text is too long or no Unicode.
         """
         cuts: list[int] = []
-        asked: str | None = None
+        prompt_text: str | None = None
         if example.text is not None:
             text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
             excluded = []
@@ -294,7 +294,7 @@ class RowEncoder:
             text, special, left_out, begin = (example.prompt or "") + (example.completion or ""), "", "", 0
             excluded = []
             ranges = [(len(example.prompt or ""), len(text))]
-            asked = example.prompt or ""
+            prompt_text = example.prompt or ""
         else:
             special = self._special_in(example)
             messages, mark = guarded(example.messages or [], self._special_tokens)
@@ -303,7 +303,7 @@ class RowEncoder:
             begin = self._end_of_prompt(example, text)
             ranges = [(low, high) for low, high in ranges if high > begin]
             if self.train_on == "completion" or (self.train_on == "turns" and example.prompt_messages):
-                asked = self._render(messages[: _asked(example)], example.tools, add_generation_prompt=True)
+                prompt_text = self._render(messages[: _asked(example)], example.tools, add_generation_prompt=True)
             left_out = self._conversations(example.tools).left_out(messages, example.tools, text)
             if mark:  # positions are counted without the marks
                 begin = begin - text.count(mark, 0, begin)
@@ -312,22 +312,22 @@ class RowEncoder:
                     for some in (ranges, excluded)
                 )
                 text, cuts = unguarded(text, mark)
-                asked = None if asked is None else unguarded(asked, mark)[0]
+                prompt_text = None if prompt_text is None else unguarded(prompt_text, mark)[0]
         check_unicode(text)
         if len(text) > 2 * MAX_ROW_SIZE:
             raise RowError(
                 f"its text has {len(text):,} characters once the template is applied; divide it into several rows"
             )
         by_markers = self.markers is not None and not special and not is_marked(self._trained(example))
-        shown = None if by_markers else ranges
-        asked = None if example.text is not None or self.train_on in ("responses", "all") else asked
-        return Rendered(text, shown, special, left_out, begin, tuple(excluded), tuple(cuts), asked)
+        visible_ranges = None if by_markers else ranges
+        prompt_text = None if example.text is not None or self.train_on in ("responses", "all") else prompt_text
+        return Rendered(text, visible_ranges, special, left_out, begin, tuple(excluded), tuple(cuts), prompt_text)
 
     def _special_in(self, example: Example) -> str:
         if self._special_texts is None:
             return ""
-        found = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
-        return next((match[0] for match in found if match), "")
+        matches = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
+        return next((match[0] for match in matches if match), "")
 
     def _render_conversation(
         self, example: Example, special: str
@@ -360,7 +360,10 @@ class RowEncoder:
                     ranges = [(low - _before_response(template, text, low), high) for low, high in ranges]
                 if not marked:
                     return text, ranges, []
-                by_message = {i: [one] for i, one in zip([i for i in responses if i >= first], ranges, strict=True)}
+                by_message = {
+                    i: [character_range]
+                    for i, character_range in zip([i for i in responses if i >= first], ranges, strict=True)
+                }
             return self._by_marks(example, text, by_message)
         except RowError as error:
             if self.markers is None or marked:
@@ -379,7 +382,7 @@ class RowEncoder:
     ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
         """As `_render_conversation`, of marked messages. by_message: ranges of responses by message."""
         messages = example.messages or []
-        kept, excluded = [], []
+        trained, excluded = [], []
         last = max(by_message, default=0)
         for index in range(len(messages) - len(self._trained(example)), len(messages)):
             message, ranges = messages[index], by_message.get(index)
@@ -388,19 +391,19 @@ class RowEncoder:
             if ranges is None and (self.train_on == "all" or index > 0) and is_marked([message]):
                 raise RowError(f"the chat template does not show messages[{index}], whose marks cannot be followed")
             train = message.get("train", True)
-            (kept if train else excluded).extend(ranges or ())
+            (trained if train else excluded).extend(ranges or ())
             if train and ranges and (spans := untrained_spans(message)):
                 start, stripped = self._conversations(example.tools).content_range(messages, example.tools, text, index)
                 excluded += [(start + max(low - stripped, 0), start + high - stripped) for low, high in spans]
-        return text, [] if self.train_on == "all" else kept, excluded
+        return text, [] if self.train_on == "all" else trained, excluded
 
     def _end_of_prompt(self, example: Example, text: str) -> int:
         """The index in `text` after the prompt's turns, or 0. Raises RowError if the template does not show it."""
         if not example.prompt_messages or self.train_on in ("all", "completion"):
             return 0
-        asked = (example.messages or [])[: example.prompt_messages]
+        prompt_messages = (example.messages or [])[: example.prompt_messages]
         for asking in (False, True):  # some templates write an end after the last turn without a generation prompt
-            prompt = self._render(asked, example.tools, add_generation_prompt=asking)
+            prompt = self._render(prompt_messages, example.tools, add_generation_prompt=asking)
             if text.startswith(prompt):
                 return len(prompt)
         raise RowError(
@@ -517,8 +520,8 @@ class RowEncoder:
         return self._jinja[bool(tools)]
 
     def _conversations(self, tools: object) -> Conversations:
-        whole = self.train_on == "turns"
-        return Conversations(self.tokenizer, self._template_text(tools), self._special_texts, self.end_ids, whole)
+        keeps_space = self.train_on == "turns"
+        return Conversations(self.tokenizer, self._template_text(tools), self._special_texts, self.end_ids, keeps_space)
 
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
         return self._conversations(tools).render(messages, tools, add_generation_prompt)
@@ -530,8 +533,8 @@ def _asked(example: Example) -> int:
 
 def _before_response(template: str, text: str, low: int) -> int:
     """How many characters before a response at `low` TRL trains on too."""
-    written = (one for one in _TRL_OPENINGS if one[0] in template and text.endswith(one[1], 0, low))
-    return next((len(opening) - len(kept) for _, opening, kept in written), 0)
+    written = (entry for entry in _TRL_OPENINGS if entry[0] in template and text.endswith(entry[1], 0, low))
+    return next((len(opening) - len(kept_opening) for _, opening, kept_opening in written), 0)
 
 
 def _common_tokens(prompt: np.ndarray, ids: np.ndarray) -> int:
@@ -575,7 +578,7 @@ def derive_markers(tokenizer: Tokenizer, template: str | None = None) -> tuple[s
 def _without_turn_end(gap: str, special: list[str]) -> str:
     """`gap` without the token that ends the turn before it and white space; all of it if nothing would be left."""
     for token in sorted(special, key=len, reverse=True):
-        rest = gap.removeprefix(token)
-        if rest != gap and rest.strip():
-            return rest.lstrip()
+        opening = gap.removeprefix(token)
+        if opening != gap and opening.strip():
+            return opening.lstrip()
     return gap

@@ -113,12 +113,22 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     chosen and rejected, or for a labelled row its answer and an empty one.
     """
     outcome = [attempt(_examples, row) for row in rows]
-    examples = [one for found in outcome if not isinstance(found, RowError) for one in found if one]
+    examples = [
+        answer_example
+        for row_outcome in outcome
+        if not isinstance(row_outcome, RowError)
+        for answer_example in row_outcome
+        if answer_example
+    ]
     encoded = iter(encoder.encode(examples))
     documents: list[Encoded] = []
     origins, problems, untrained, excluded, special, left_out, masked = [], [], [], [], [], [], 0
-    for row, found in zip(rows, outcome, strict=True):
-        outcomes = [found] if isinstance(found, RowError) else [next(encoded) if one else None for one in found]
+    for row, row_outcome in zip(rows, outcome, strict=True):
+        outcomes = (
+            [row_outcome]
+            if isinstance(row_outcome, RowError)
+            else [next(encoded) if answer_example else None for answer_example in row_outcome]
+        )
         place = printable(row.place)
         results = [result for result in outcomes if isinstance(result, Encoded)]
         if error := next((result for result in outcomes if isinstance(result, RowError)), None):
@@ -133,8 +143,8 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         masked += sum(result.masked for result in results)
         if whose := next((result.special for result in results if result.special), ""):
             special.append((place, printable(whose)))
-        if what := next((result.left_out for result in results if result.left_out), ""):
-            left_out.append((place, printable(what)))
+        if missing := next((result.left_out for result in results if result.left_out), ""):
+            left_out.append((place, printable(missing)))
         if not all(result.mask[1:].any() for result in results):
             untrained.append(place)
         else:
@@ -158,20 +168,20 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         left_out=left_out,
         masked=masked,
         cut=sum(d.cut for d in documents),
-        implied=sum(one.implied for one in examples) // 2,
+        implied=sum(answer_example.implied for answer_example in examples) // 2,
         unread=list(dict.fromkeys([*columns, *keys])),
     )
 
 
 def _from_one_start(pair: list[Encoded]) -> list[Encoded]:
     """Both answers of a pair, with completions that begin where the earlier one does, as in TRL."""
-    firsts = [int(np.argmax(one.mask)) for one in pair if one.mask.any()]
+    firsts = [int(np.argmax(answer.mask)) for answer in pair if answer.mask.any()]
     alike = []
-    for one in pair:
-        mask = one.mask.copy()
+    for answer in pair:
+        mask = answer.mask.copy()
         if mask.any():
             mask[min(firsts) : int(np.argmax(mask))] = True
-        alike.append(dataclasses.replace(one, mask=mask))
+        alike.append(dataclasses.replace(answer, mask=mask))
     return alike
 
 
@@ -209,8 +219,8 @@ def encode_rows(
         first = list(itertools.islice(chunks, MANY_ROWS // ROWS_PER_CHUNK + 1))
         chunks = itertools.chain(first, chunks)
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        many = cpus > FEW_CPUS and len(first) * ROWS_PER_CHUNK > MANY_ROWS
-        num_workers = min(cpus, MOST_PROCESSES) if many else 1
+        uses_processes = cpus > FEW_CPUS and len(first) * ROWS_PER_CHUNK > MANY_ROWS
+        num_workers = min(cpus, MOST_PROCESSES) if uses_processes else 1
     if num_workers <= 1:
         return _encode(chunks, 1, lambda: _InProcess(encoder), poll)
     try:
@@ -285,7 +295,7 @@ def _encode(
     tasks: queue.SimpleQueue = queue.SimpleQueue()
     workers: list[_Worker] = []
     waiting: collections.deque[tuple[list[Row], concurrent.futures.Future[Chunk]]] = collections.deque()
-    done = False
+    is_done = False
     try:
         for rows in chunks:
             poll()
@@ -297,15 +307,15 @@ def _encode(
                 yield _wait_for(*waiting.popleft(), workers, poll)
         while waiting:
             yield _wait_for(*waiting.popleft(), workers, poll)
-        done = True
+        is_done = True
     finally:
         with contextlib.suppress(queue.Empty):
-            while not done:
+            while not is_done:
                 tasks.get_nowait()
         for _ in workers:
             tasks.put(None)
         for worker in workers:
-            worker.encoder.close() if done else worker.encoder.kill()
+            worker.encoder.close() if is_done else worker.encoder.kill()
         for worker in workers:
             worker.join(timeout=1)  # none should still run while the interpreter shuts down
 
@@ -323,7 +333,7 @@ def _wait_for(
     """
     size = sum(row.size for row in rows)
     patience = PATIENCE_SECONDS + size / CHARACTERS_PER_SECOND
-    waited, last, reported, said = 0.0, time.monotonic(), "", False
+    waited, last, reported, has_warned = 0.0, time.monotonic(), "", False
     while not future.done():
         concurrent.futures.wait([future], POLL_SECONDS)
         poll()
@@ -333,8 +343,8 @@ def _wait_for(
         if stopped and stopped != reported:
             logger.warning("%s makes no progress, and this run waits for it: kill -CONT continues it", stopped)
         reported = stopped or reported
-        if rows and waited > SILENT_SECONDS and not said:
-            said = True
+        if rows and waited > SILENT_SECONDS and not has_warned:
+            has_warned = True
             logger.warning("waiting for %s to be tokenised, for %.0f s now", _span(rows), waited)
         if waited > patience and not future.done():
             if stopped:
@@ -414,9 +424,11 @@ class _Process:
             result = pickle.load(stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             code = self.process.wait()
-            ended = f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with {code}"
+            ending = (
+                f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with {code}"
+            )
             raise ValueError(
-                f"a process that tokenises {ended} while it had {_span(rows)}; set data.num_workers lower "
+                f"a process that tokenises {ending} while it had {_span(rows)}; set data.num_workers lower "
                 "(1 tokenises in the process that trains)"
             ) from None
         if isinstance(result, Exception):

@@ -27,24 +27,24 @@ def measured(
       table: float64[answers, functions], NaN where a function does not apply.
     """
     lengths = np.array([answer.length for answer in answers])
-    cut = np.array([answer.finish_reason == "length" for answer in answers])
+    is_cut = np.array([answer.finish_reason == "length" for answer in answers])
     weights = np.array(rewards.weights)
     total = total_rewards(table, weights)
     scored = total[~np.isnan(total)]
-    found = {
+    metrics = {
         "reward": float(scored.mean()) if scored.size else 0.0,
         "reward_std": float(scored.std(ddof=1)) if scored.size > 1 else 0.0,
         "frac_reward_zero_std": float(np.mean(equal_rewards(table, settings.num_generations, weights))),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(cut.mean()),
+        "completions/clipped_ratio": float(is_cut.mean()),
     }
     for column, name in enumerate(rewards.names):
         values = table[:, column][~np.isnan(table[:, column])]
-        found[f"rewards/{name}/mean"] = float(values.mean()) if values.size else 0.0
-        found[f"rewards/{name}/std"] = float(values.std(ddof=1)) if values.size > 1 else 0.0
-    return found
+        metrics[f"rewards/{name}/mean"] = float(values.mean()) if values.size else 0.0
+        metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if values.size > 1 else 0.0
+    return metrics
 
 
 def screen_lines(
@@ -57,24 +57,24 @@ def screen_lines(
     """
     total = total_rewards(table, np.array(rewards.weights))
     best = int(np.nanargmax(np.where(np.isnan(total), -np.inf, total)))
-    found = [
+    lines = [
         f"a sample of reward {total[best]:.3f}: {_line(sampled.prompts[best])} -> {_line(sampled.completions[best])}"
     ]
-    cut = np.mean([answer.finish_reason == "length" for answer in answers])
-    if cut > _CUT_OFF:
-        found.append(
-            f"warning: {cut:.0%} of answers reach objective.max_completion_length = "
+    cut_share = np.mean([answer.finish_reason == "length" for answer in answers])
+    if cut_share > _CUT_OFF:
+        lines.append(
+            f"warning: {cut_share:.0%} of answers reach objective.max_completion_length = "
             f"{settings.max_completion_length}; raise it, ask for shorter answers, or set "
             "objective.mask_truncated_completions"
         )
     equal = np.mean(equal_rewards(table, settings.num_generations, np.array(rewards.weights)))
     if equal > _EQUAL:
-        found.append(
+        lines.append(
             f"warning: all rewards of a group are equal in {equal:.0%} of groups, which teach little; check the "
             "reward functions, take prompts that are neither too easy nor too hard, or raise "
             "objective.num_generations"
         )
-    return found
+    return lines
 
 
 def recorded(
@@ -114,19 +114,19 @@ def recorded(
 def masked_lines(line: Mapping[str, float]) -> list[str]:
     """Warnings if, by a step's metrics, over half of the answers have no part in the loss."""
     masked, zero = (line.get(name, 0.0) for name in ("completions/masked_ratio", f"{_RATIO}/zero"))
-    found = []
+    lines = []
     if masked > _LEFT_OUT:
-        found.append(
+        lines.append(
             f"warning: {masked:.0%} of answers have no part in the loss, as they reach "
             "objective.max_completion_length (mask_truncated_completions) or have no token of the model; raise it"
         )
     if zero > _LEFT_OUT:
-        found.append(
+        lines.append(
             f"warning: the correction for the sampler's rounding leaves {zero:.0%} of the answers or tokens out of the "
             f"loss ({_RATIO} from {line.get(f'{_RATIO}/min', 0.0):.2g} to {line.get(f'{_RATIO}/max', 0.0):.2g}); set "
             "objective.importance_sampling_mode: token_truncate, or wider importance_sampling_clip_max and clip_min"
         )
-    return found
+    return lines
 
 
 def _line(value: Turns) -> str:

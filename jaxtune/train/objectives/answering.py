@@ -178,28 +178,28 @@ class OneTurn:
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[Given], dict[str, float]]:
         sampler = self.sampling.sampler(model, [prompt.ids for prompt in prompts])
-        found = [Given(prompt.ids, prompt.given) for prompt in prompts]
+        answers = [Given(prompt.ids, prompt.given) for prompt in prompts]
         most = self.sampling.settings.max_completion_length
         requests = {
-            self.sampling.submit(sampler, one.prompt_ids, most, seed): one
-            for one, seed in zip(found, seeds, strict=True)
+            self.sampling.submit(sampler, answer.prompt_ids, most, seed): answer
+            for answer, seed in zip(answers, seeds, strict=True)
         }
         while sampler.pending:
             waiting.look()
             for piece in sampler.step():
                 _extend(requests[piece.request], piece)
-        for one in found:
-            one.completion = self.sampling.completion(one.shown, one.prompt_ids, one.ids)
-        return found, {}
+        for answer in answers:
+            answer.completion = self.sampling.completion(answer.shown, answer.prompt_ids, answer.ids)
+        return answers, {}
 
 
-def _extend(one: Given, piece: Piece) -> None:
-    """Adds a sampler's piece to the answer `one` in place."""
-    one.ids += piece.ids
-    one.logps += piece.logprobs
-    if one.sampled is not None:
-        one.sampled += [True] * len(piece.ids)
-    one.finish_reason = piece.finish_reason or one.finish_reason
+def _extend(answer: Given, piece: Piece) -> None:
+    """Adds a sampler's piece to the answer in place."""
+    answer.ids += piece.ids
+    answer.logps += piece.logprobs
+    if answer.sampled is not None:
+        answer.sampled += [True] * len(piece.ids)
+    answer.finish_reason = piece.finish_reason or answer.finish_reason
 
 
 @dataclasses.dataclass
@@ -257,36 +257,36 @@ class ToolTurns:
         prompt too long.
         """
         dialogues = self._new_dialogues(prompts, seeds)
-        sampler = self.sampling.sampler(model, [one.given.prompt_ids for one in dialogues], alone=True)
+        sampler = self.sampling.sampler(model, [dialogue.given.prompt_ids for dialogue in dialogues], alone=True)
         turns: dict[int, _Dialogue] = {}  # by the number of the sampler's request
         called: list[tuple[ToolCalls, _Dialogue]] = []  # whose tools run
-        for one in dialogues:
-            turns[self._submitted(sampler, one)] = one
+        for dialogue in dialogues:
+            turns[self._submitted(sampler, dialogue)] = dialogue
         try:
             while sampler.pending or called:
                 waiting.look()
                 for piece in sampler.step():
                     _extend(turns[piece.request].given, piece)
                     if piece.finish_reason is not None:
-                        one = turns.pop(piece.request)
-                        if (turn_calls := self._called(one)) is not None:
-                            called.append((turn_calls, one))
+                        dialogue = turns.pop(piece.request)
+                        if (turn_calls := self._called(dialogue)) is not None:
+                            called.append((turn_calls, dialogue))
                 if not sampler.pending and called and not any(turn_calls.done for turn_calls, _ in called):
                     wait_for_any([call for turn_calls, _ in called for call in turn_calls.pending.values()], "tools")
-                done = [(turn_calls, one) for turn_calls, one in called if turn_calls.done]
-                called = [(turn_calls, one) for turn_calls, one in called if not turn_calls.done]
-                for turn_calls, one in done:
-                    if self._add_results(one, turn_calls.answered()):
-                        turns[self._submitted(sampler, one)] = one
+                finished_calls = [(turn_calls, dialogue) for turn_calls, dialogue in called if turn_calls.done]
+                called = [(turn_calls, dialogue) for turn_calls, dialogue in called if not turn_calls.done]
+                for turn_calls, dialogue in finished_calls:
+                    if self._add_results(dialogue, turn_calls.answered()):
+                        turns[self._submitted(sampler, dialogue)] = dialogue
         finally:
             for turn_calls, _ in called:
                 turn_calls.cancel()
-        calls, failures = (sum(getattr(one, name) for one in dialogues) for name in ("calls", "failures"))
-        for one in dialogues:
-            one.given.completion = one.messages
-            if one.environment is not None:
-                one.given.columns = {ENVIRONMENTS: one.environment}
-        return [one.given for one in dialogues], {
+        calls, failures = (sum(getattr(dialogue, name) for dialogue in dialogues) for name in ("calls", "failures"))
+        for dialogue in dialogues:
+            dialogue.given.completion = dialogue.messages
+            if dialogue.environment is not None:
+                dialogue.given.columns = {ENVIRONMENTS: dialogue.environment}
+        return [dialogue.given for dialogue in dialogues], {
             "tools/call_frequency": calls / len(dialogues),
             "tools/failure_frequency": failures / calls if calls else 0.0,
         }
@@ -301,7 +301,7 @@ class ToolTurns:
                 for prompt, seed in zip(prompts, seeds, strict=True)
             ]
         reset = self.tools.reset([prompt.given for prompt in prompts], [prompt.columns for prompt in prompts])
-        found = []
+        dialogues = []
         for prompt, seed, (environment, messages) in zip(prompts, seeds, reset, strict=True):
             ids = prompt.ids
             if messages != prompt.given:
@@ -314,40 +314,40 @@ class ToolTurns:
                     f"{len(ids):,} tokens, and beside objective.max_completion_length room for {room:,}: "
                     f"{str(messages)[:_MOST_SHOWN]}"
                 )
-            found.append(_Dialogue(Given(ids, messages, sampled=[]), seed, prompt.columns, environment))
-        return found
+            dialogues.append(_Dialogue(Given(ids, messages, sampled=[]), seed, prompt.columns, environment))
+        return dialogues
 
-    def _submitted(self, sampler: Sampler | DividedSampler, one: _Dialogue) -> int:
+    def _submitted(self, sampler: Sampler | DividedSampler, dialogue: _Dialogue) -> int:
         """Submits the next turn, with all tokens so far as its prompt; the request's number."""
-        given, most = one.given, self.sampling.settings.max_completion_length
-        one.began = len(given.ids)
-        ids = [*given.prompt_ids, *given.ids]
-        return self.sampling.submit(sampler, ids, most - len(given.ids), one.seed, one.turns)
+        answer, most = dialogue.given, self.sampling.settings.max_completion_length
+        dialogue.began = len(answer.ids)
+        ids = [*answer.prompt_ids, *answer.ids]
+        return self.sampling.submit(sampler, ids, most - len(answer.ids), dialogue.seed, dialogue.turns)
 
-    def _called(self, one: _Dialogue) -> ToolCalls | None:
+    def _called(self, dialogue: _Dialogue) -> ToolCalls | None:
         """Ends a turn and begins its calls; None if the answer is complete: no calls, the most turns or tokens."""
-        turn = self.sampling.without_end(one.given.ids[one.began :])
-        message, calls = self.format.parsed(turn, self.tools.parameters(one.columns))
-        one.messages.append(message)
-        over = self.most_iterations is not None and one.turns >= self.most_iterations
-        if not calls or over or one.given.finish_reason == "length":
+        turn = self.sampling.without_end(dialogue.given.ids[dialogue.began :])
+        message, calls = self.format.parsed(turn, self.tools.parameters(dialogue.columns))
+        dialogue.messages.append(message)
+        over = self.most_iterations is not None and dialogue.turns >= self.most_iterations
+        if not calls or over or dialogue.given.finish_reason == "length":
             return None
-        one.turns += 1
-        one.calls += len(calls)
-        return self.tools.begin(calls, self.tools.of(one.environment))
+        dialogue.turns += 1
+        dialogue.calls += len(calls)
+        return self.tools.begin(calls, self.tools.of(dialogue.environment))
 
-    def _add_results(self, one: _Dialogue, answered: Answered) -> bool:
+    def _add_results(self, dialogue: _Dialogue, results: Answered) -> bool:
         """Adds tools' results in place; False if no room for another token is left, and the answer is complete."""
-        one.failures += answered.failures
-        if answered.is_late and one.environment is not None:
-            self.tools.replace(one.environment)
-        suffix = self.format.suffix(answered.messages)
-        given = one.given
-        if len(given.ids) + len(suffix) >= self.sampling.settings.max_completion_length:
+        dialogue.failures += results.failures
+        if results.is_late and dialogue.environment is not None:
+            self.tools.replace(dialogue.environment)
+        suffix = self.format.suffix(results.messages)
+        answer = dialogue.given
+        if len(answer.ids) + len(suffix) >= self.sampling.settings.max_completion_length:
             return False
-        given.ids += suffix
-        given.logps += [0.0] * len(suffix)
-        assert given.sampled is not None
-        given.sampled += [False] * len(suffix)
-        one.messages += answered.messages
+        answer.ids += suffix
+        answer.logps += [0.0] * len(suffix)
+        assert answer.sampled is not None
+        answer.sampled += [False] * len(suffix)
+        dialogue.messages += results.messages
         return True

@@ -132,11 +132,11 @@ class Distill(SFT):
         """The objective from a config's flat options; those of sampling go into `drawing`. Raises ValueError, TypeError
         for an unknown name. sampling_temperature: None: that of the loss.
         """
-        own = {field.name for field in dataclasses.fields(Drawing)} - {"temperature"}
-        drawn = {key: value for key, value in options.items() if key in own}
-        others = {key: value for key, value in options.items() if key not in own}
-        drawing = dataclasses.replace(Drawing(temperature=sampling_temperature), **drawn)
-        return dataclasses.replace(cls(), drawing=drawing, **others)
+        drawing_names = {field.name for field in dataclasses.fields(Drawing)} - {"temperature"}
+        drawing_options = {key: value for key, value in options.items() if key in drawing_names}
+        loss_options = {key: value for key, value in options.items() if key not in drawing_names}
+        drawing = dataclasses.replace(Drawing(temperature=sampling_temperature), **drawing_options)
+        return dataclasses.replace(cls(), drawing=drawing, **loss_options)
 
     @property
     def sampling_temperature(self) -> float:

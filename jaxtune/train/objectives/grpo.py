@@ -75,22 +75,24 @@ def group_advantages(
         raise ValueError(f"scale_rewards = {scale_rewards!r}: must be one of {', '.join(get_args(Scale))}")
     if aggregation == "sum_then_normalize":
         total = total_rewards(rewards, weights)
-        found = _centred(total, equal_rewards(rewards, num_generations, weights))
+        advantages = _centred(total, equal_rewards(rewards, num_generations, weights))
         if scale_rewards == "group":
-            found = found / (_deviation(found, 1) + _SMALL)
+            advantages = advantages / (_deviation(advantages, 1) + _SMALL)
         elif scale_rewards == "batch":
             all_equal = equal_rewards(rewards, len(rewards), weights)
-            found = found / (_deviation(_centred(total, all_equal), None) + _SMALL)
+            advantages = advantages / (_deviation(_centred(total, all_equal), None) + _SMALL)
     elif aggregation == "normalize_then_sum":
         columns = [rewards[:, i : i + 1] for i in range(rewards.shape[1])]
-        centred = [_centred(own[:, 0], equal_rewards(own, num_generations)) for own in columns]
-        scaled = [own / (_deviation(own, 1) + _SMALL) for own in centred]
-        total = total_rewards(np.stack([own.reshape(-1) for own in scaled], axis=1), weights)
+        centred = [_centred(column[:, 0], equal_rewards(column, num_generations)) for column in columns]
+        scaled = [column / (_deviation(column, 1) + _SMALL) for column in centred]
+        total = total_rewards(np.stack([column.reshape(-1) for column in scaled], axis=1), weights)
         total = np.where(np.isnan(rewards).all(axis=1), np.nan, total)
-        found = total / (_deviation(total, None) + _SMALL)  # whose mean is 0, as that of each function in each group
+        advantages = total / (
+            _deviation(total, None) + _SMALL
+        )  # whose mean is 0, as that of each function in each group
     else:
         raise ValueError(f"aggregation = {aggregation!r}: must be 'sum_then_normalize' or 'normalize_then_sum'")
-    return _as_advantages(found)
+    return _as_advantages(advantages)
 
 
 def rloo_advantages(
@@ -119,10 +121,10 @@ def rloo_advantages(
     centred = _centred(total, equal)
     scored = (~np.isnan(centred)).sum(axis=1, keepdims=True)
     # An answer's distance from the mean of the others is n / (n - 1) times that from the mean of all.
-    found = np.where(scored > 1, centred * scored / np.maximum(scored - 1, 1), np.nan)
+    advantages = np.where(scored > 1, centred * scored / np.maximum(scored - 1, 1), np.nan)
     if normalize:
-        found = found / (_deviation(found, None) + _SMALL)  # the mean is 0
-    return _as_advantages(found)
+        advantages = advantages / (_deviation(advantages, None) + _SMALL)  # the mean is 0
+    return _as_advantages(advantages)
 
 
 def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarray:
@@ -163,13 +165,13 @@ def _deviation(centred: np.ndarray, axis: int | None) -> np.ndarray:
 def _as_advantages(values: np.ndarray) -> np.ndarray:
     """float32[answers], 0 for NaN; ValueError beyond float32."""
     with np.errstate(over="ignore"):
-        found = np.nan_to_num(values.reshape(-1), nan=0.0, posinf=np.inf, neginf=-np.inf).astype(np.float32)
-    if not np.isfinite(found).all():
+        advantages = np.nan_to_num(values.reshape(-1), nan=0.0, posinf=np.inf, neginf=-np.inf).astype(np.float32)
+    if not np.isfinite(advantages).all():
         raise ValueError(
             f"advantages of up to {np.abs(values[~np.isnan(values)]).max():.3g} are beyond float32; give smaller "
             "rewards or weights, or set scale_rewards"
         )
-    return found
+    return advantages
 
 
 # ---- losses, on the device
@@ -362,10 +364,10 @@ def grpo_sums(
         log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / per_answer
     ratio = jnp.exp(log_ratio)
     losses, clipped = _policy_losses(answers.logps, ratio, advantages, options)
-    counted = mask
+    selected_mask = mask
     if options.top_entropy_quantile < 1.0:
-        counted = mask * _of_high_entropy(answers.entropies, mask, options.top_entropy_quantile)
-        losses = losses * counted
+        selected_mask = mask * _of_high_entropy(answers.entropies, mask, options.top_entropy_quantile)
+        losses = losses * selected_mask
     if answers.ratio is not None:
         losses = losses * answers.ratio
     losses = jnp.broadcast_to(losses, mask.shape)
@@ -384,7 +386,7 @@ def grpo_sums(
     sums |= {name: (value * ratio_mask).sum() for name, value in clipped.items()}
     loss, count = _aggregated(losses * mask, per_answer, answers, options)
     if options.entropy_coef:
-        mean = (answers.entropies * counted).sum() / jnp.maximum(counted.sum(), 1.0)
+        mean = (answers.entropies * selected_mask).sum() / jnp.maximum(selected_mask.sum(), 1.0)
         loss = loss - options.entropy_coef * mean * count * entropy_scale
     return loss, count, jax.lax.stop_gradient(sums)
 
@@ -416,10 +418,10 @@ def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
     )
     if answers.ratio is not None:
         losses = losses * answers.ratio
-    counted = answers.counted[:, None]
-    sums = {"tokens": mask.sum(), "ratios": counted.sum(), "entropy": (answers.entropies * mask).sum()}
-    sums |= {name: (value * counted).sum() for name, value in clipped.items()}
-    return (losses * counted).sum(), counted.sum(), jax.lax.stop_gradient(sums)
+    is_present = answers.counted[:, None]
+    sums = {"tokens": mask.sum(), "ratios": is_present.sum(), "entropy": (answers.entropies * mask).sum()}
+    sums |= {name: (value * is_present).sum() for name, value in clipped.items()}
+    return (losses * is_present).sum(), is_present.sum(), jax.lax.stop_gradient(sums)
 
 
 def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -56,32 +56,36 @@ class KTO(Referenced):
         """As Pairs, of labelled rows, with mismatched answers; a PairDataset has them already. Labels are 1 for
         desirable answers, else 0.
         """
-        given = isinstance(rows, PairDataset)
-        made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
-        if given:
-            return made
-        documents, labels = with_mismatched_answers(made.documents)
-        reference = made.reference  # NaN, for as many documents as before
-        return dataclasses.replace(made, documents=documents, labels=labels, reference=reference, second_yields=True)
+        was_prepared = isinstance(rows, PairDataset)
+        data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+        if was_prepared:
+            return data_set
+        documents, labels = with_mismatched_answers(data_set.documents)
+        reference = data_set.reference  # NaN, for as many documents as before
+        return dataclasses.replace(
+            data_set, documents=documents, labels=labels, reference=reference, second_yields=True
+        )
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Counts answers without mismatched ones; "kl" is the divergence times that count."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward)
         ratios = self.unscaled_rewards(model, batch, forward, answers)
-        there = batch.extra[PAIRS]
+        has_pair = batch.extra[PAIRS]
         with jax.named_scope("loss"):
-            ratio, count = ratios[..., 0], there.sum()
+            ratio, count = ratios[..., 0], has_pair.sum()
             strange = _mismatched_there(batch)
             moved = jnp.where(strange, ratios[..., 1], 0.0)  # without a mismatched answer its reference may be NaN
             moved, examples = partition.total((moved.sum(), strange.sum(dtype=jnp.float32)))
             divergence = jax.lax.stop_gradient(jax.nn.relu(moved / jnp.maximum(examples, 1.0)))
-            chosen = there * batch.extra[LABELS]
-            rejected = there - chosen
+            chosen = has_pair * batch.extra[LABELS]
+            rejected = has_pair - chosen
             losses = self.desirable_weight * chosen * jax.nn.sigmoid(self.beta * (divergence - ratio))
             losses += self.undesirable_weight * rejected * jax.nn.sigmoid(self.beta * (ratio - divergence))
             sums = {"kl": divergence * count, "examples/chosen": chosen.sum()}
             for kind, values in (("rewards", self.beta * ratio), ("logps", answers.logps[..., 0])):
-                sums |= {f"{kind}/{side}": (values * of).sum() for side, of in zip(_SIDES, (chosen, rejected))}
+                sums |= {
+                    f"{kind}/{side}": (values * is_side).sum() for side, is_side in zip(_SIDES, (chosen, rejected))
+                }
             return losses.sum(), count, jax.lax.stop_gradient(sums)
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,12 +98,12 @@ class KTO(Referenced):
         def mean(name: str, count: Any) -> Any:
             return sums[name] / (count + (count == 0))
 
-        found = {"kl": mean("kl", sums["count"])}
-        found |= {
+        means = {"kl": mean("kl", sums["count"])}
+        means |= {
             f"{kind}/{side}": mean(f"{kind}/{side}", counts[side]) for kind in ("rewards", "logps") for side in _SIDES
         }
-        both = (counts["chosen"] > 0) & (counts["rejected"] > 0)
-        return found | {"rewards/margins": both * (found["rewards/chosen"] - found["rewards/rejected"])}
+        has_both = (counts["chosen"] > 0) & (counts["rejected"] > 0)
+        return means | {"rewards/margins": has_both * (means["rewards/chosen"] - means["rewards/rejected"])}
 
 
 def _mismatched_there(batch: Batch) -> jax.Array:
@@ -116,20 +120,23 @@ def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray
       documents: two a row, the second (desirable) or first (undesirable) empty.
     """
     labels = np.asarray(documents.lengths[0::2] > 0)
-    own = [documents[2 * row + int(not desirable)] for row, desirable in enumerate(labels)]
-    before = _nearest_of_other_prompts(own)
-    return _mismatched(own, before, documents, np.arange(len(documents))), labels.astype(np.float32)
+    own_documents = [documents[2 * row + int(not desirable)] for row, desirable in enumerate(labels)]
+    before = _nearest_of_other_prompts(own_documents)
+    return _mismatched(own_documents, before, documents, np.arange(len(documents))), labels.astype(np.float32)
 
 
-def _nearest_of_other_prompts(own: list[Document]) -> list[int]:
+def _nearest_of_other_prompts(documents: list[Document]) -> list[int]:
     """For each document the nearest one before it, cyclically, with another prompt; else the one before."""
-    prompts = [document.tokens[: int(np.argmax(document.mask))].tobytes() for document in own]
-    nearest = [(row - 1) % len(own) for row in range(len(own))]
+    prompts = [document.tokens[: int(np.argmax(document.mask))].tobytes() for document in documents]
+    nearest = [(row - 1) % len(documents) for row in range(len(documents))]
     if len(set(prompts)) == 1:
         return nearest
-    for row in (*range(len(own)), *range(len(own))):  # the first round of the first rows begins with the last ones
+    for row in (
+        *range(len(documents)),
+        *range(len(documents)),
+    ):  # the first round of the first rows begins with the last ones
         if prompts[nearest[row]] == prompts[row]:
-            nearest[row] = nearest[(row - 1) % len(own)]
+            nearest[row] = nearest[(row - 1) % len(documents)]
     return nearest
 
 
@@ -140,29 +147,32 @@ def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
     Rows that lose their answer when cut to `rows.length` are left out before. Reference log-probabilities become NaN.
     """
     assert rows.labels is not None
-    own = [rows.documents[2 * row] for row in range(len(rows.labels))]
-    kept = np.asarray([document.mask[1 : rows.length].any() for document in own])
-    places = np.repeat(2 * np.flatnonzero(kept), 2)
-    chosen = [own[row] for row in np.flatnonzero(kept)]
-    before = [row - 1 if row % size else min(row + size, len(chosen)) - 1 for row in range(len(chosen))]
-    documents = _mismatched(chosen, before, rows.documents, places)
+    own_documents = [rows.documents[2 * row] for row in range(len(rows.labels))]
+    has_answer = np.asarray([document.mask[1 : rows.length].any() for document in own_documents])
+    source_indices = np.repeat(2 * np.flatnonzero(has_answer), 2)
+    kept_documents = [own_documents[row] for row in np.flatnonzero(has_answer)]
+    before = [row - 1 if row % size else min(row + size, len(kept_documents)) - 1 for row in range(len(kept_documents))]
+    documents = _mismatched(kept_documents, before, rows.documents, source_indices)
     reference = None if rows.reference is None else np.full(len(documents), np.nan, np.float32)
-    return dataclasses.replace(rows, documents=documents, labels=rows.labels[kept], reference=reference)
+    return dataclasses.replace(rows, documents=documents, labels=rows.labels[has_answer], reference=reference)
 
 
-def _mismatched(own: list[Document], others: list[int], source: Documents, places: np.ndarray) -> Documents:
-    """Each of `own`, followed by its prompt with the answer of own[others[row]]; 2 n documents with their masks.
+def _mismatched(
+    own_documents: list[Document], answer_rows: list[int], source: Documents, source_indices: np.ndarray
+) -> Documents:
+    """Each of `own_documents`, followed by its prompt with the answer of own_documents[answer_rows[row]]; 2 n documents
+    with their masks.
 
-    places: int[2 n], the document in `source` that gives each its file and line.
+      source_indices: int[2 n], the document in `source` that gives each its file and line.
     """
-    begins = [int(np.argmax(document.mask)) for document in own]
-    made = []
-    for row, document in enumerate(own):
-        other, start = own[others[row]], begins[others[row]]
+    begins = [int(np.argmax(document.mask)) for document in own_documents]
+    pair_documents = []
+    for row, document in enumerate(own_documents):
+        other_document, start = own_documents[answer_rows[row]], begins[answer_rows[row]]
         tokens, mask = (
             np.concatenate([prompt[: begins[row]], answer[start:]])
-            for prompt, answer in ((document.tokens, other.tokens), (document.mask, other.mask))
+            for prompt, answer in ((document.tokens, other_document.tokens), (document.mask, other_document.mask))
         )
-        made += [document, Document(tokens, mask)]
-    origins = None if source.origins is None else source.origins[places]
-    return dataclasses.replace(Documents.gather(made), origins=origins, files=source.files)
+        pair_documents += [document, Document(tokens, mask)]
+    origins = None if source.origins is None else source.origins[source_indices]
+    return dataclasses.replace(Documents.gather(pair_documents), origins=origins, files=source.files)

@@ -24,12 +24,12 @@ def objective_of(config: TrainConfig) -> Objective:
     """The objective of config.objective. Options of reward functions, tools and the teacher's format are left out;
     those that are None have the class's defaults. Raises ValueError for one out of range.
     """
-    wanted = config.objective
-    if wanted.name == "sft":
+    section = config.objective
+    if section.name == "sft":
         return SUPERVISED
-    if wanted.name == Distill.name:
-        return Distill.of(**{name: value for name, value in wanted.options.items() if name != "teacher_load_in"})
-    if wanted.name in SAMPLING:
-        options = {name: value for name, value in wanted.options.items() if name not in wanted.of_source}
-        return SAMPLING[wanted.name].of(**options)
-    return PREFERENCES[wanted.name](**wanted.options)
+    if section.name == Distill.name:
+        return Distill.of(**{name: value for name, value in section.options.items() if name != "teacher_load_in"})
+    if section.name in SAMPLING:
+        options = {name: value for name, value in section.options.items() if name not in section.of_source}
+        return SAMPLING[section.name].of(**options)
+    return PREFERENCES[section.name](**section.options)

@@ -145,10 +145,12 @@ class OwnSamples(BatchSource):
 
     def described(self, total_steps: int) -> list[str]:
         share, longest = self.objective.on_policy, max(len(row.prompt) for row in self.asked)
-        which = "all answers are sampled from the student" if share == 1 else f"{share:.0%} of answers are sampled"
+        sampled_share = (
+            "all answers are sampled from the student" if share == 1 else f"{share:.0%} of answers are sampled"
+        )
         most = f"with at most {self.objective.drawing.max_completion_length:,} tokens"
         return [
-            f"rows: {len(self.asked):,}, with prompts of at most {longest:,} tokens; {which}, {most}",
+            f"rows: {len(self.asked):,}, with prompts of at most {longest:,} tokens; {sampled_share}, {most}",
             f"{total_steps:,} steps of {self.documents:,} rows of the data, packed into rows of {self.length:,} tokens",
         ]
 
@@ -169,42 +171,49 @@ class OwnSamples(BatchSource):
         return self._metrics.pop(step, {})
 
     def rollouts_at(self, step: int) -> list[Rollout]:
-        at, rows = self._rollouts
-        self._rollouts = (-1, []) if at == step else self._rollouts
-        return rows if at == step else []
+        rollout_step, rows = self._rollouts
+        self._rollouts = (-1, []) if rollout_step == step else self._rollouts
+        return rows if rollout_step == step else []
 
     # ---- a step
 
     def _chosen(self, step: int) -> list[int]:
-        count, places = len(self.asked), range(step * self.documents, (step + 1) * self.documents)
-        orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}
-        return [int(orders[place // count][place % count]) for place in places]
+        count, positions = len(self.asked), range(step * self.documents, (step + 1) * self.documents)
+        orders = {
+            epoch: epoch_order(count, self.seed, epoch) for epoch in {position // count for position in positions}
+        }
+        return [int(orders[position // count][position % count]) for position in positions]
 
     def _answers(self, step: int, model: Callable[[], Decoder]) -> list[Answer]:
         """The rows of `step` with their answers; `model` is not called if none is sampled."""
-        chosen = self._chosen(step)
-        draws = [_draws(self.seed, step, place) for place in range(len(chosen))]
-        places = [place for place, (_, draw) in enumerate(draws) if draw < self.objective.on_policy]
-        found = [_with_own_answer(index, self.asked[index]) for index in chosen]
-        self._metrics[step] = {"on_policy": len(places) / len(chosen)}
-        if places:
-            sampled = self._sampled(model(), step, [chosen[at] for at in places], [draws[at][0] for at in places])
-            for place, answer in zip(places, sampled, strict=True):
-                found[place] = answer
-        return found
+        row_indices = self._chosen(step)
+        draws = [_draws(self.seed, step, position) for position in range(len(row_indices))]
+        sampled_positions = [position for position, (_, draw) in enumerate(draws) if draw < self.objective.on_policy]
+        answers = [_with_own_answer(index, self.asked[index]) for index in row_indices]
+        self._metrics[step] = {"on_policy": len(sampled_positions) / len(row_indices)}
+        if sampled_positions:
+            sampled = self._sampled(
+                model(),
+                step,
+                [row_indices[sampled_position] for sampled_position in sampled_positions],
+                [draws[sampled_position][0] for sampled_position in sampled_positions],
+            )
+            for position, answer in zip(sampled_positions, sampled, strict=True):
+                answers[position] = answer
+        return answers
 
-    def _sampled(self, model: Decoder, step: int, chosen: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
-        """Samples answers to the rows `chosen`, in order, and keeps metrics and lines. seeds: of each answer."""
+    def _sampled(self, model: Decoder, step: int, row_indices: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
+        """Samples answers to these rows, in order, and keeps metrics and lines. seeds: of each answer."""
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
-        how, started = self.objective.drawing, time.monotonic()
-        prompts = [self.asked[index].prompt for index in chosen]
+        how, start_time = self.objective.drawing, time.monotonic()
+        prompts = [self.asked[index].prompt for index in row_indices]
         longest = max(map(len, prompts)) + how.max_completion_length
         slots = how.slots if self._plan is None else min(how.slots, self._plan.slots)
         sampler = Sampler(
             model,
             length=longest,
-            most_slots=min(slots, len(chosen)),
+            most_slots=min(slots, len(row_indices)),
             most_converted=None if self._plan is None else self._plan.converted_layers,
         )
         rows = sampler.run(
@@ -218,19 +227,19 @@ class OwnSamples(BatchSource):
             repetition_penalty=how.repetition_penalty,
             eos_token_ids=self._ends,
         )
-        found = [
+        answers = [
             Answer(index, prompt, tuple(row.ids), (0.0,) * len(row.ids), row.finish_reason)
-            for index, prompt, row in zip(chosen, prompts, rows, strict=True)
+            for index, prompt, row in zip(row_indices, prompts, rows, strict=True)
         ]
         del sampler, rows  # frees the caches, for which the step has no room
-        lengths = np.array([answer.length for answer in found])
-        cut = float(np.mean([answer.finish_reason == "length" for answer in found]))
+        lengths = np.array([answer.length for answer in answers])
+        cut_share = float(np.mean([answer.finish_reason == "length" for answer in answers]))
         self._metrics[step] |= {
             "completions/mean_length": float(lengths.mean()),
             "completions/min_length": float(lengths.min()),
             "completions/max_length": float(lengths.max()),
-            "completions/clipped_ratio": cut,
-            "sampling_seconds": time.monotonic() - started,
+            "completions/clipped_ratio": cut_share,
+            "sampling_seconds": time.monotonic() - start_time,
         }
         self._rollouts = (
             step,
@@ -243,20 +252,20 @@ class OwnSamples(BatchSource):
                     "tokens": answer.length,
                     "ended": answer.finish_reason,
                 }
-                for answer in found
+                for answer in answers
             ],
         )
         if step % _PRINT_EVERY == 0:
-            self._tell(found[0], cut)
-        return found
+            self._tell(answers[0], cut_share)
+        return answers
 
-    def _tell(self, answer: Answer, cut: float) -> None:
+    def _tell(self, answer: Answer, cut_share: float) -> None:
         """Lines for `news`: a sample, and a warning if more than half of the answers are cut."""
-        asked, given = (" ".join(self._decode(ids).split()) for ids in (answer.prompt_ids, answer.ids))
-        self._news.append(f"a sample: {asked[-_SHOWN:]} -> {given[:_SHOWN]}")
-        if cut > _CUT_OFF:
+        prompt_text, answer_text = (" ".join(self._decode(ids).split()) for ids in (answer.prompt_ids, answer.ids))
+        self._news.append(f"a sample: {prompt_text[-_SHOWN:]} -> {answer_text[:_SHOWN]}")
+        if cut_share > _CUT_OFF:
             self._news.append(
-                f"warning: {cut:.0%} of answers reach objective.max_completion_length = "
+                f"warning: {cut_share:.0%} of answers reach objective.max_completion_length = "
                 f"{self.objective.drawing.max_completion_length}; raise it, or ask for shorter answers"
             )
 
@@ -285,12 +294,15 @@ def own_samples(
     data, free = config.data, isinstance(config.data.length, Unset)
     length = positions if free else min(data.length, positions)
     reads = _Reading(tokenizer, data, length, length - objective.drawing.max_completion_length, objective.on_policy < 1)
-    asked, row, multiple = read_each(rows, data, "data.train", reads), data.length, rows_multiple(config)
+    asked_rows, row, multiple = read_each(rows, data, "data.train", reads), data.length, rows_multiple(config)
     if free:
-        longest = max(max(len(one.prompt) + objective.drawing.max_completion_length, len(one.own)) for one in asked)
+        longest = max(
+            max(len(asked_row.prompt) + objective.drawing.max_completion_length, len(asked_row.own))
+            for asked_row in asked_rows
+        )
         row, multiple = packed_shape(longest, config.rows_per_step, multiple)
     return OwnSamples(
-        asked,
+        asked_rows,
         objective,
         documents=config.rows_per_step,
         length=row,
@@ -326,8 +338,8 @@ class _Reading:
         self._length, self._most_tokens, self._answered = length, most_tokens, answered
 
     def __call__(self, row: Mapping[str, object]) -> Asked:
-        beside = "objective.max_completion_length data.length leaves"
-        prompt = prompt_of(row, self._encoder, self._most_tokens, beside).ids
+        room_words = "objective.max_completion_length data.length leaves"
+        prompt = prompt_of(row, self._encoder, self._most_tokens, room_words).ids
         if not self._answered:
             return Asked(prompt)
         refuse_excluded(row)
@@ -350,9 +362,7 @@ def _with_own_answer(index: int, row: Asked) -> Answer:
     return Answer(index, row.own[:first], ids, (0.0,) * len(ids), "stop", sampled=row.mask[first:])
 
 
-def _draws(seed: int, step: int, place: int) -> tuple[int, float]:
-    """(Sampling seed of 31 bits, number in [0, 1): sampled if below on_policy) of a step's answer `place`, from these
-    alone.
-    """
-    raw = np.random.Philox(key=np.array([seed, step], np.uint64), counter=place).random_raw(2)
+def _draws(seed: int, step: int, position: int) -> tuple[int, float]:
+    """(Sampling seed of 31 bits, number in [0, 1): sampled if below on_policy), the same for the same arguments."""
+    raw = np.random.Philox(key=np.array([seed, step], np.uint64), counter=position).random_raw(2)
     return int(raw[0] >> np.uint64(33)), float(raw[1] >> np.uint64(11)) / 2.0**53

@@ -45,11 +45,11 @@ def packed_shape(longest: int, answers: int, multiple: int = 1) -> tuple[int, in
 
 def _fullest(longest: int, answers: int, multiple: int) -> tuple[int, int]:
     shapes = []
-    for each in range(1, answers + 1):
-        length = math.ceil(each * longest / _STEP) * _STEP
-        if each > 1 and length > _USUAL:
+    for per_row in range(1, answers + 1):
+        length = math.ceil(per_row * longest / _STEP) * _STEP
+        if per_row > 1 and length > _USUAL:
             break
-        rows = math.ceil(math.ceil(answers / each) / multiple) * multiple
+        rows = math.ceil(math.ceil(answers / per_row) / multiple) * multiple
         shapes.append((rows * length, rows, length))
     _, rows, length = min(shapes)
     return length, rows
@@ -60,8 +60,8 @@ def fill_warning(longest: int, answers: int, rows: int, length: int) -> list[str
     better; else [].
     """
     fill = answers * longest / (rows * length)
-    best, others = packed_shape(longest, answers)
-    if fill >= _FULL or answers * longest / (others * best) < fill + 0.05:
+    best, best_rows = packed_shape(longest, answers)
+    if fill >= _FULL or answers * longest / (best_rows * best) < fill + 0.05:
         return []
     return [
         f"data.length = {length:,}: the longest prompts and answers, {longest:,} tokens, fill {fill:.0%} of the packed "
@@ -187,11 +187,11 @@ class AnswerRows:
     def empty(self, rows: int) -> Batch:
         """A batch of padding, with zeros in `extra`."""
         batch = Batch.empty(rows, self.length)
-        places, slots = (rows, self.places), (rows, self.length)
+        answer_shape, slots = (rows, self.places), (rows, self.length)
         extra = {
-            STARTS: np.zeros(places, np.int32),
-            LENGTHS: np.zeros(places, np.int32),
-            ADVANTAGES: np.zeros(places, np.float32),
+            STARTS: np.zeros(answer_shape, np.int32),
+            LENGTHS: np.zeros(answer_shape, np.int32),
+            ADVANTAGES: np.zeros(answer_shape, np.float32),
             SAMPLED_LOGPS: np.zeros(slots, np.float32),
             SHARE: np.zeros(rows, np.float32),
             STEP_TOKENS: np.zeros(rows, np.float32),
@@ -214,8 +214,8 @@ class AnswerRows:
           spreads it over the rows.
         """
         batch = self.empty(self.rows)
-        for answer, place in zip(answers, self.places_of(answers), strict=True):
-            self._write(batch, *place, answer)
+        for answer, placement in zip(answers, self.places_of(answers), strict=True):
+            self._write(batch, *placement, answer)
         batch.extra[SHARE][:] = tokens / self.rows
         batch.extra[STEP_TOKENS][:] = sum(map(self.counted, answers)) / self.rows
         return batch
@@ -224,11 +224,11 @@ class AnswerRows:
         """(Row, index of the prompt's first token, number in the row) of each answer, by first fit, longest first.
         Raises ConfigError if one fits no row, as a rollout function or environment made prompts longer than planned.
         """
-        used, filled = np.zeros(self.rows, np.int64), np.zeros(self.rows, np.int64)
+        used_tokens, answer_counts = np.zeros(self.rows, np.int64), np.zeros(self.rows, np.int64)
         sizes = [len(answer.prompt_ids) + len(answer.ids) for answer in answers]
-        found = [(0, 0, 0)] * len(answers)
+        placements = [(0, 0, 0)] * len(answers)
         for index in sorted(range(len(answers)), key=lambda i: (-sizes[i], i)):
-            has_room = (used + sizes[index] <= self.length) & (filled < self.places)
+            has_room = (used_tokens + sizes[index] <= self.length) & (answer_counts < self.places)
             if not has_room.any():
                 raise ConfigError(
                     f"data.length = {self.length:,}: the {len(answers):,} answers of a step with their prompts, "
@@ -238,23 +238,23 @@ class AnswerRows:
                     "data's longest prompts with objective.max_completion_length: each answer then has its own row"
                 )
             row = int(np.argmax(has_room))
-            found[index] = row, int(used[row]), int(filled[row])
-            used[row] += sizes[index]
-            filled[row] += 1
-        return found
+            placements[index] = row, int(used_tokens[row]), int(answer_counts[row])
+            used_tokens[row] += sizes[index]
+            answer_counts[row] += 1
+        return placements
 
-    def _write(self, batch: Batch, row: int, at: int, place: int, answer: Answer) -> None:
-        """Writes a prompt and answer in place, at (row, at, place) of `places_of`. A position's weight is 1 if its
-        target counts.
+    def _write(self, batch: Batch, row: int, prompt_start: int, number: int, answer: Answer) -> None:
+        """Writes a prompt and answer in place, where `places_of` puts them. A position's weight is 1 if its target
+        counts.
         """
         ids = np.array([*answer.prompt_ids, *answer.ids], np.int32)
-        here, begin = slice(at, at + len(ids)), at + len(answer.prompt_ids) - 1
-        batch.tokens[row, here] = ids
-        batch.targets[row, at : at + len(ids) - 1] = ids[1:]
-        batch.segment_ids[row, here] = place + 1
-        batch.positions[row, here] = np.arange(len(ids))
-        answered = slice(begin, begin + len(answer.ids))
-        batch.weights[row, answered] = answer.mask if self.counted(answer) else 0.0
-        batch.extra[SAMPLED_LOGPS][row, answered] = answer.logps
-        batch.extra[STARTS][row, place], batch.extra[LENGTHS][row, place] = begin, len(answer.ids)
-        batch.extra[ADVANTAGES][row, place] = answer.advantage
+        document_slice, begin = slice(prompt_start, prompt_start + len(ids)), prompt_start + len(answer.prompt_ids) - 1
+        batch.tokens[row, document_slice] = ids
+        batch.targets[row, prompt_start : prompt_start + len(ids) - 1] = ids[1:]
+        batch.segment_ids[row, document_slice] = number + 1
+        batch.positions[row, document_slice] = np.arange(len(ids))
+        answer_slice = slice(begin, begin + len(answer.ids))
+        batch.weights[row, answer_slice] = answer.mask if self.counted(answer) else 0.0
+        batch.extra[SAMPLED_LOGPS][row, answer_slice] = answer.logps
+        batch.extra[STARTS][row, number], batch.extra[LENGTHS][row, number] = begin, len(answer.ids)
+        batch.extra[ADVANTAGES][row, number] = answer.advantage

@@ -80,14 +80,16 @@ class GRPO:
     @classmethod
     def of(cls, **options: Any) -> GRPO:
         """The objective from flat options with TRL's names. Raises ValueError, TypeError for an unknown name."""
-        parts: dict[str, Any] = {}
+        sections: dict[str, Any] = {}
         defaults = cls()
         for name, default in (("settings", defaults.settings), ("losses", defaults.losses)):
-            own = {field.name for field in dataclasses.fields(default)}
-            parts[name] = dataclasses.replace(default, **{key: v for key, v in options.items() if key in own})
-            taken = own - {"max_completion_length"} if name == "settings" else own
-            options = {key: value for key, value in options.items() if key not in taken}
-        return cls(**parts, **options)
+            field_names = {field.name for field in dataclasses.fields(default)}
+            sections[name] = dataclasses.replace(
+                default, **{key: v for key, v in options.items() if key in field_names}
+            )
+            used_names = field_names - {"max_completion_length"} if name == "settings" else field_names
+            options = {key: value for key, value in options.items() if key not in used_names}
+        return cls(**sections, **options)
 
     @property
     def unit(self) -> str:
@@ -178,19 +180,19 @@ class GRPO:
             reference, _ = forward.log_probs(base, forward.frozen(base, batch), batch, temperature=temperature)
             reference = jax.lax.stop_gradient(reference)
         with jax.named_scope("loss"):
-            cut = AnswerCuts(batch, self.settings.max_completion_length)
-            sampled, own = cut(batch.extra[packed_answers.SAMPLED_LOGPS]), cut(logps)
-            old = cut(batch.extra[packed_answers.OLD_LOGPS]) if packed_answers.OLD_LOGPS in batch.extra else None
-            then = jax.lax.stop_gradient(own) if old is None else old
+            cuts = AnswerCuts(batch, self.settings.max_completion_length)
+            sampled, own_logps = cuts(batch.extra[packed_answers.SAMPLED_LOGPS]), cuts(logps)
+            old = cuts(batch.extra[packed_answers.OLD_LOGPS]) if packed_answers.OLD_LOGPS in batch.extra else None
+            trainer_logps = jax.lax.stop_gradient(own_logps) if old is None else old
             answers = Answers(
-                own,
-                cut.mask,
-                cut.advantages,
-                cut(entropies),
+                own_logps,
+                cuts.mask,
+                cuts.advantages,
+                cuts(entropies),
                 old_logps=old,
-                ref_logps=None if reference is None else cut(reference),
-                ratio=self._ratio(then, sampled, cut.mask),
-                present=cut.present,
+                ref_logps=None if reference is None else cuts(reference),
+                ratio=self._ratio(trainer_logps, sampled, cuts.mask),
+                present=cuts.present,
             )
             scale = 1.0
             if self.over_generation:
@@ -199,23 +201,25 @@ class GRPO:
             loss, count, sums = self._sums(answers, scale)
             if self.over_generation:
                 count = share
-            return loss, count, jax.lax.stop_gradient(sums | self._compared(answers, cut, then, sampled))
+            return loss, count, jax.lax.stop_gradient(sums | self._compared(answers, cuts, trainer_logps, sampled))
 
-    def _compared(self, answers: Answers, cut: AnswerCuts, then: jax.Array, sampled: jax.Array) -> dict[str, jax.Array]:
+    def _compared(
+        self, answers: Answers, cuts: AnswerCuts, trainer_logps: jax.Array, sampled: jax.Array
+    ) -> dict[str, jax.Array]:
         """Sums about masks and the sampler's probabilities. then, sampled: float32[answers, tokens], under the model
         that sampled, by trainer and sampler.
         """
-        apart, trained = jnp.abs(then - sampled) * cut.mask, (cut.mask > 0).any(-1)
-        sums = {"answers": cut.present.sum(), MASKED: (cut.present * ~trained).sum()}
+        apart, trained = jnp.abs(trainer_logps - sampled) * cuts.mask, (cuts.mask > 0).any(-1)
+        sums = {"answers": cuts.present.sum(), MASKED: (cuts.present * ~trained).sum()}
         sums |= {_MISMATCH: apart.sum(), _FURTHEST: apart.max(initial=0.0)}
         if (ratio := answers.ratio) is not None:
-            sums[_RATIO] = (jnp.broadcast_to(ratio, cut.mask.shape) * cut.mask).sum()
-            counted = trained[:, None] if ratio.shape[1] == 1 else cut.mask > 0
-            sums |= {ZEROED: (counted & (ratio == 0)).sum(), "corrected": counted.sum()}
+            sums[_RATIO] = (jnp.broadcast_to(ratio, cuts.mask.shape) * cuts.mask).sum()
+            is_counted = trained[:, None] if ratio.shape[1] == 1 else cuts.mask > 0
+            sums |= {ZEROED: (is_counted & (ratio == 0)).sum(), "corrected": is_counted.sum()}
             # The smallest ratio is that of the largest exp(-ratio), which begins at 0 as the other one does.
             sums |= {
-                _HIGHEST: (counted * ratio).max(initial=0.0),
-                _LOWEST: (counted * jnp.exp(-ratio)).max(initial=0.0),
+                _HIGHEST: (is_counted * ratio).max(initial=0.0),
+                _LOWEST: (is_counted * jnp.exp(-ratio)).max(initial=0.0),
             }
         return sums
 
@@ -237,18 +241,22 @@ class GRPO:
         )
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: sums[name] for name in (*self._measured, _MISMATCH)}
+        token_sums = {name: sums[name] for name in (*self._measured, _MISMATCH)}
         answers = sums["answers"]
-        others = {"answers": answers, MASKED: sums[MASKED] / (answers + (answers == 0)), _FURTHEST: sums[_FURTHEST]}
+        other_metrics = {
+            "answers": answers,
+            MASKED: sums[MASKED] / (answers + (answers == 0)),
+            _FURTHEST: sums[_FURTHEST],
+        }
         if self.importance_sampling_correction:
-            found[_RATIO], count = sums[_RATIO], sums["corrected"]
+            token_sums[_RATIO], count = sums[_RATIO], sums["corrected"]
             lowest = sums[_LOWEST]
-            others |= {
+            other_metrics |= {
                 ZEROED: sums[ZEROED] / (count + (count == 0)),
                 _HIGHEST: sums[_HIGHEST],
                 _LOWEST: 0.0 - jnp.log(jnp.where(lowest > 0, lowest, 1.0)),
             }
-        return grpo.means_of(found) | others
+        return grpo.means_of(token_sums) | other_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,18 +329,18 @@ class AnswerCuts:
 
     def __init__(self, batch: Batch, tokens: int):
         starts, lengths = batch.extra[packed_answers.STARTS], batch.extra[packed_answers.LENGTHS]
-        within = jnp.arange(min(tokens, batch.tokens.shape[1]))
-        self._slots = jnp.minimum(starts[..., None] + within, batch.tokens.shape[1] - 1)
-        self._there = (within < lengths[..., None]).reshape(-1, len(within))
+        offsets = jnp.arange(min(tokens, batch.tokens.shape[1]))
+        self._slots = jnp.minimum(starts[..., None] + offsets, batch.tokens.shape[1] - 1)
+        self._there = (offsets < lengths[..., None]).reshape(-1, len(offsets))
         self.present = (lengths > 0).reshape(-1).astype(jnp.float32)
         self.advantages = batch.extra[packed_answers.ADVANTAGES].reshape(-1)
         self.mask = self(batch.weights)
 
     def __call__(self, values: jax.Array) -> jax.Array:
-        rows, places, tokens = self._slots.shape
-        flat = self._slots.reshape(rows, places * tokens)
-        cut = jnp.take_along_axis(values, flat, axis=1, mode="promise_in_bounds").reshape(-1, tokens)
-        return jnp.where(self._there, cut, 0.0)
+        rows, most_answers, tokens = self._slots.shape
+        flat = self._slots.reshape(rows, most_answers * tokens)
+        answer_values = jnp.take_along_axis(values, flat, axis=1, mode="promise_in_bounds").reshape(-1, tokens)
+        return jnp.where(self._there, answer_values, 0.0)
 
 
 _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
@@ -346,14 +354,14 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray
     """
     graph, state = nnx.split(model)
     rows = len(batch.tokens)
-    found = np.zeros(batch.tokens.shape, np.float32)
+    log_probs = np.zeros(batch.tokens.shape, np.float32)
     for start in range(0, rows, _SCORED_ROWS):
-        taken = np.minimum(np.arange(start, start + _SCORED_ROWS), rows - 1)
-        arrays = [a[taken] for a in (batch.tokens, batch.targets, batch.segment_ids, batch.positions)]
+        row_indices = np.minimum(np.arange(start, start + _SCORED_ROWS), rows - 1)
+        arrays = [a[row_indices] for a in (batch.tokens, batch.targets, batch.segment_ids, batch.positions)]
         values = np.asarray(_row_log_probs(graph, temperature, state, *arrays))
         count = min(_SCORED_ROWS, rows - start)
-        found[start : start + count] = values[:count]
-    return np.where(batch.weights > 0, found, 0.0).astype(np.float32)
+        log_probs[start : start + count] = values[:count]
+    return np.where(batch.weights > 0, log_probs, 0.0).astype(np.float32)
 
 
 def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:

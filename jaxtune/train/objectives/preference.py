@@ -71,14 +71,14 @@ def sum_log_probs(
     with jax.named_scope("loss"):
         rows, most = batch.extra[PAIRS].shape
         # Summed by comparing segment ids, because a scatter-add would not be deterministic.
-        within = batch.segment_ids[..., None] == jnp.arange(1, 2 * most + 1, dtype=batch.segment_ids.dtype)
+        is_document = batch.segment_ids[..., None] == jnp.arange(1, 2 * most + 1, dtype=batch.segment_ids.dtype)
 
         def sums(values):
             """float32[rows, most pairs, 2]: sums of [rows, length] over each document."""
-            return jnp.where(within, values[..., None], 0.0).sum(1).reshape(rows, most, 2)
+            return jnp.where(is_document, values[..., None], 0.0).sum(1).reshape(rows, most, 2)
 
-        whole = Answers(-sums(losses), sums(weighed.weights)) if documents else None
-        return Answers(-sums(losses * batch.weights), jnp.maximum(sums(batch.weights), 1.0), whole)
+        document_sums = Answers(-sums(losses), sums(weighed.weights)) if documents else None
+        return Answers(-sums(losses * batch.weights), jnp.maximum(sums(batch.weights), 1.0), document_sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Pairs:
                 raise ConfigError(
                     "data.overflow = 'split': a pair cannot be laid out in pieces; set truncate, drop or error"
                 )
-            made = prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, pairs=True, **options)
-            fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+            data_set = prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, pairs=True, **options)
+            fields = {field.name: getattr(data_set, field.name) for field in dataclasses.fields(data_set)}
             rows = PairDataset(**fields)
         rows.require_vocabulary(vocab_size)
         return rows
@@ -161,15 +161,15 @@ class Preference(Pairs):
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         answers = sum_log_probs(model, forward(model, batch), batch, forward, self.documents)
         unscaled = self.unscaled_rewards(model, batch, forward, answers)
-        there = batch.extra[PAIRS]
+        has_pair = batch.extra[PAIRS]
         with jax.named_scope("loss"):
-            losses, own = self.pair_losses(unscaled, answers)
+            losses, further_metrics = self.pair_losses(unscaled, answers)
             values = [*jnp.moveaxis(self.beta * unscaled, -1, 0)]
             logps = answers.means if self.by_mean else answers.logps
             values += [values[0] > values[1], values[0] - values[1], *jnp.moveaxis(logps, -1, 0)]
-            named = dict(zip(METRICS, values, strict=True)) | own
-            sums = {name: jnp.where(there > 0, value, 0.0).sum() for name, value in named.items()}
-            return jnp.where(there > 0, losses, 0.0).sum(), there.sum(), jax.lax.stop_gradient(sums)
+            named = dict(zip(METRICS, values, strict=True)) | further_metrics
+            sums = {name: jnp.where(has_pair > 0, value, 0.0).sum() for name, value in named.items()}
+            return jnp.where(has_pair > 0, losses, 0.0).sum(), has_pair.sum(), jax.lax.stop_gradient(sums)
 
 
 def require_fixed_base(name: str, model: Decoder) -> None:
@@ -184,8 +184,8 @@ def require_fixed_base(name: str, model: Decoder) -> None:
         )
     trains = nnx.state(model, nnx.Param)
     adapters = sum(len(jax.tree.leaves(nnx.state(m.lora, nnx.Param))) for _, m in matrices(model) if m.lora)
-    whole = sum(holder is not None and holder.original is not None for holder in (model.embedding, model.head))
-    if len(jax.tree.leaves(trains)) != adapters + whole:
+    whole_count = sum(holder is not None and holder.original is not None for holder in (model.embedding, model.head))
+    if len(jax.tree.leaves(trains)) != adapters + whole_count:
         raise ValueError(
             f"objective = {name}: weights beside the adapter train, so that the model with its adapter off would not "
             "stay what it was: freeze them (get_peft_model), or take an objective without a reference"
@@ -211,10 +211,10 @@ class Referenced(Preference):
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
         """As Pairs; with precompute_ref_log_probs `reference` is NaN until filled (`references.fill_reference`)."""
-        made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
-        if self.precompute_ref_log_probs and made.reference is None:
-            made = dataclasses.replace(made, reference=np.full(len(made.documents), np.nan, np.float32))
-        return made
+        data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+        if self.precompute_ref_log_probs and data_set.reference is None:
+            data_set = dataclasses.replace(data_set, reference=np.full(len(data_set.documents), np.nan, np.float32))
+        return data_set
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError without a reference that stays as it is."""

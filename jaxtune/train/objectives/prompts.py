@@ -61,10 +61,13 @@ def read_prompts(
     encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
     if not cut or most_tokens < 1:
         return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, beside, tools))
-    whole = read_each(rows, data, key, lambda row: prompt_of(row, encoder, sys.maxsize, beside, tools))
-    if longer := sum(len(prompt.ids) > most_tokens for prompt in whole):
-        say(f"{longer:,} of {len(whole):,} prompts have more than {most_tokens:,} tokens: they lose their first ones")
-    return [dataclasses.replace(prompt, ids=prompt.ids[-most_tokens:]) for prompt in whole]
+    uncut_prompts = read_each(rows, data, key, lambda row: prompt_of(row, encoder, sys.maxsize, beside, tools))
+    if longer := sum(len(prompt.ids) > most_tokens for prompt in uncut_prompts):
+        say(
+            f"{longer:,} of {len(uncut_prompts):,} prompts have more than {most_tokens:,} tokens: they lose "
+            "their first ones"
+        )
+    return [dataclasses.replace(prompt, ids=prompt.ids[-most_tokens:]) for prompt in uncut_prompts]
 
 
 def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object]], T]) -> list[T]:
@@ -73,18 +76,18 @@ def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mappi
     Raises ConfigError if none or, unless "skip", one is unusable; ValueError if there is no such file. Of `data`,
     columns, max_rows (most results) and on_bad_row count.
     """
-    found: list[T] = []
+    results: list[T] = []
     left_out: list[str] = []
     excluded: list[str] = []
     sources = open_sources(rows, columns=data.columns)
     for source in sources:
         for row in source.read(0):
-            if data.max_rows is not None and len(found) >= data.max_rows:
+            if data.max_rows is not None and len(results) >= data.max_rows:
                 break
             try:
                 if row.value is None:
                     raise RowError(str(row.error))
-                found.append(make(row.value))
+                results.append(make(row.value))
             except Excluded as error:
                 excluded.append(f"{row.place}: {error}")
             except RowError as error:
@@ -93,11 +96,11 @@ def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mappi
                 left_out.append(f"{row.place}: {error}")
     if excluded:
         say(f"{key}: {len(excluded):,} rows left out by their marks, first {excluded[0]}")
-    if not found:
+    if not results:
         first = f"; the first: {[*left_out, *excluded][0]}" if left_out or excluded else ""
         where = ", ".join(dict.fromkeys(source.name for source in sources))
         raise ConfigError(f"{key}: {where} has no prompt that could be used{first}")
-    return found
+    return results
 
 
 def sampled_answers(
@@ -128,9 +131,9 @@ def sampled_answers(
     chooses = own.chooses_length or isinstance(data.length, Unset)
     most = positions if isinstance(data.length, Unset) else min(data.length, positions)
     room = most - settings.max_completion_length
-    cut = own.longest_prompt is not None
+    cuts_prompts = own.longest_prompt is not None
     room = min(room, own.longest_prompt) if own.longest_prompt is not None else room
-    prompts = read_prompts(rows, tokenizer, data, room, tools=own.tools, cut=cut)
+    prompts = read_prompts(rows, tokenizer, data, room, tools=own.tools, cut=cuts_prompts)
     length, multiple = data.length, rows_multiple(config)
     if chooses:
         longest = max(len(prompt.ids) for prompt in prompts) + settings.max_completion_length
@@ -209,16 +212,16 @@ class OwnParts:
 
     def all_rewards(self) -> RewardFunctions:
         """All reward functions of the run. Raises ConfigError if there are none, or another number of weights."""
-        rewards, own = self.rewards, 0 if self.rewards is None else len(self.rewards.functions)
+        rewards, own_count = self.rewards, 0 if self.rewards is None else len(self.rewards.functions)
         if self.tools is not None:
             rewards = self.tools.rewards(rewards, **self.reward_options)
         if rewards is None:
-            rewards, own = RewardFunctions.of([rollout_reward], **self.reward_options), 1
-        return rewards.weighed(self.reward_weights, len(rewards.functions) - own)
+            rewards, own_count = RewardFunctions.of([rollout_reward], **self.reward_options), 1
+        return rewards.weighed(self.reward_weights, len(rewards.functions) - own_count)
 
 
 def _answering(
-    own: OwnParts,
+    user_functions: OwnParts,
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
@@ -231,7 +234,7 @@ def _answering(
     encoder = RowEncoder(tokenizer, template=config.data.trained_template, today=config.data.today)
     completions = completions_of(tokenizer, config.data.trained_template)
     sampling = Sampling(settings, tuple(sorted(set(ends))), completions.decode, completions=completions)
-    if own.rollout is not None:
+    if user_functions.rollout is not None:
 
         def encoded(prompt: Turns) -> tuple[int, ...]:
             text = prompt if isinstance(prompt, str) else None
@@ -239,17 +242,17 @@ def _answering(
             example = Example(prompt=text, messages=messages)
             return tuple(map(int, encoder.encode_prompt(example)))
 
-        return RolloutFunction(own.rollout, sampling, encoded, length)
-    if own.tools is None:
+        return RolloutFunction(user_functions.rollout, sampling, encoded, length)
+    if user_functions.tools is None:
         return OneTurn(sampling)
-    tools = own.tools
+    tools = user_functions.tools
 
     def with_tools(messages: Sequence[Message], columns: Mapping[str, object]) -> tuple[int, ...]:
         example = Example(messages=read_messages(messages), tools=tools.schemas(columns) or None)
         return tuple(map(int, encoder.encode_prompt(example)))
 
     form = ToolFormat(tokenizer, config.data.trained_template, sampling.ends, config.data.today)
-    return ToolTurns(sampling, tools, form, with_tools, length, own.most_iterations)
+    return ToolTurns(sampling, tools, form, with_tools, length, user_functions.most_iterations)
 
 
 def completions_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Completions:
@@ -275,37 +278,39 @@ def prompt_of(
     """
     refuse_media(value)
     try:
-        given = turns_in(value.get("prompt"), "prompt")
+        prompt_cell = turns_in(value.get("prompt"), "prompt")
     except ConversationError as error:
         raise RowError(str(error)) from None
-    if isinstance(given, Mapping):
-        given = [given]
-    if isinstance(given, str) and not _answered(value):
-        check_unicode(given)
-        example = Example(prompt=given, messages=[{"role": "user", "content": given}])  # a template shows the latter
-    elif isinstance(given, list) and not _is_answer(value.get("completion")):
-        example = normalize({**value, "messages": given}, "messages")
+    if isinstance(prompt_cell, Mapping):
+        prompt_cell = [prompt_cell]
+    if isinstance(prompt_cell, str) and not _answered(value):
+        check_unicode(prompt_cell)
+        example = Example(
+            prompt=prompt_cell, messages=[{"role": "user", "content": prompt_cell}]
+        )  # a template shows the latter
+    elif isinstance(prompt_cell, list) and not _is_answer(value.get("completion")):
+        example = normalize({**value, "messages": prompt_cell}, "messages")
     else:
         example = normalize(value, detect_format(value))
     columns = {name: column for name, column in value.items() if name not in ("prompt", "messages", "conversations")}
-    shown: Turns
-    if isinstance(given, str) and not example.completion and example.text is None:
-        shown = given
+    prompt: Turns
+    if isinstance(prompt_cell, str) and not example.completion and example.text is None:
+        prompt = prompt_cell
     elif example.messages is not None:
         messages = list(example.messages)
         if messages and messages[-1]["role"] == "assistant":
             columns.setdefault(ANSWER, messages.pop()["content"])
-        shown = messages = messages[: example.prompt_messages or None]
+        prompt = messages = messages[: example.prompt_messages or None]
         example = dataclasses.replace(example, messages=messages)
     elif example.text is not None:
         raise RowError("it is one text, and has no prompt to answer: give it a column `prompt`")
     else:
-        shown = example.prompt or ""
+        prompt = example.prompt or ""
         if example.completion:
             columns.setdefault(ANSWER, example.completion)
             example = dataclasses.replace(example, completion="")
     if tools is not None:
-        if isinstance(shown, str):
+        if isinstance(prompt, str):
             raise RowError("its prompt is a text; a prompt with objective.tools is a list of messages")
         example = dataclasses.replace(example, tools=tools.schemas(columns) or None)
     ids = tuple(int(token) for token in encoder.encode_prompt(example))
@@ -313,7 +318,7 @@ def prompt_of(
         raise RowError("its prompt is empty")
     if len(ids) > most_tokens:
         raise RowError(f"its prompt has {len(ids):,} tokens, and beside {beside} room for {most_tokens:,}")
-    return Prompt(shown, ids, columns)
+    return Prompt(prompt, ids, columns)
 
 
 def _is_answer(completion: object) -> bool:

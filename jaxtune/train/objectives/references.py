@@ -55,20 +55,20 @@ def fill_reference(
     if rows.reference is None or not np.isnan(rows.reference).any():
         return
     path = None if base is None else _path(rows, config, base)
-    found = None if path is None else _read(path, rows.reference.shape, say)
-    if None in processes.all_of(None if found is None else True):  # all processes compute, or none does
-        found = None
-    if found is None and trained:
+    log_probs = None if path is None else _read(path, rows.reference.shape, say)
+    if None in processes.all_of(None if log_probs is None else True):  # all processes compute, or none does
+        log_probs = None
+    if log_probs is None and trained:
         raise ValueError(
             "the log-probabilities of the model before its first step, the reference, are not stored any more, and it "
             "has trained since: begin the run anew, or evaluate within it (evaluation.every_steps, at_start, at_end)"
         )
-    if found is None:
+    if log_probs is None:
         say(f"log-probabilities of the reference: one pass over {len(rows):,} rows")
-        found = _computed(rows, objective, engine, trainable, frozen)
+        log_probs = _computed(rows, objective, engine, trainable, frozen)
         if path is not None and processes.first():
             file = io.BytesIO()
-            np.save(file, found)
+            np.save(file, log_probs)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 atomic_write(path, file.getvalue() + _checksum(path, file.getvalue()))
@@ -78,7 +78,7 @@ def fill_reference(
         if path is not None:
             note_use(path)
         say(f"log-probabilities of the reference: {path}")
-    rows.reference[:] = found
+    rows.reference[:] = log_probs
 
 
 def unwritten(sets: Sequence[PackedPairs], config: TrainConfig) -> tuple[Path, int] | None:
@@ -92,12 +92,12 @@ def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: nnx.
     plain = copy.copy(rows)
     plain.reference = None
     program = engine.compile_of_rows(objective.reference, trainable, frozen, plain)
-    found = np.zeros(len(rows.documents), np.float32)
+    log_probs = np.zeros(len(rows.documents), np.float32)
     for numbers, sums in values_of_rows(engine, program, trainable, frozen, plain):
         for slot, row in enumerate(numbers.tolist()):
             pairs = np.asarray(rows.pairs(row))
-            found[2 * pairs[:, None] + np.arange(2)] = sums[slot][: len(pairs)]
-    return found
+            log_probs[2 * pairs[:, None] + np.arange(2)] = sums[slot][: len(pairs)]
+    return log_probs
 
 
 def values_of_rows(
@@ -121,10 +121,10 @@ def values_of_rows(
 def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
     """The file of these rows' values, named by tokens, masks, truncation, base model and formats."""
     documents, model = rows.documents, config.model
-    made = hashlib.blake2b(repr((base, model.load_in, model.compute, config.precision)).encode(), digest_size=16)
-    for part in (documents.tokens, documents.mask, documents.starts, rows.kept):
-        made.update(np.ascontiguousarray(part).tobytes())
-    return cache_folder(config.data.cache_dir) / f"reference_{made.hexdigest()}.npy"
+    digest = hashlib.blake2b(repr((base, model.load_in, model.compute, config.precision)).encode(), digest_size=16)
+    for array in (documents.tokens, documents.mask, documents.starts, rows.kept):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return cache_folder(config.data.cache_dir) / f"reference_{digest.hexdigest()}.npy"
 
 
 def _checksum(path: Path, content: bytes) -> bytes:
@@ -138,13 +138,17 @@ def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.
         content = path.read_bytes()
         if content[-16:] != _checksum(path, content[:-16]):
             raise ValueError("its checksum is not that of its content")
-        found = np.load(io.BytesIO(content[:-16]), allow_pickle=False)
+        log_probs = np.load(io.BytesIO(content[:-16]), allow_pickle=False)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
         say(f"{path} is damaged and not used: {error}")
         return None
-    return found if found.shape == shape and found.dtype == np.float32 and np.isfinite(found).all() else None
+    return (
+        log_probs
+        if log_probs.shape == shape and log_probs.dtype == np.float32 and np.isfinite(log_probs).all()
+        else None
+    )
 
 
 # ---- the first step
@@ -160,8 +164,8 @@ def first_check(
       rows: before `fill_reference`.
       fresh: whether the adapter was new before the first step.
     """
-    given = getattr(rows, "reference", None)
-    computed_here = given is None or bool(np.isnan(given).any())
+    stored_reference = getattr(rows, "reference", None)
+    computed_here = stored_reference is None or bool(np.isnan(stored_reference).any())
     rounded = config.qat is not None and config.qat.start == 0
     if not isinstance(objective, Referenced) or not computed_here or rounded or config.neftune_noise_alpha:
         return lambda line: None

@@ -32,8 +32,8 @@ def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
     hidden size], after the final norm.
     """
     rows, most = batch.extra[PAIRS].shape
-    within = batch.segment_ids[..., None] == jnp.arange(1, 2 * most + 1, dtype=batch.segment_ids.dtype)
-    last = jnp.where(within, jnp.arange(within.shape[1])[:, None], 0).max(1)
+    is_document = batch.segment_ids[..., None] == jnp.arange(1, 2 * most + 1, dtype=batch.segment_ids.dtype)
+    last = jnp.where(is_document, jnp.arange(is_document.shape[1])[:, None], 0).max(1)
     ends = jnp.take_along_axis(hidden, last[..., None], axis=1)
     return model.logits(ends).reshape(rows, most, 2)
 
@@ -59,11 +59,13 @@ class Reward(Pairs):
         """As Pairs, with the column `margin`. Pairs that would be cut are left out, as a cut text has no last token to
         score. A PairDataset is returned as it is.
         """
-        made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+        data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if isinstance(rows, PairDataset):
-            return made
+            return data_set
         # Pairs that are too long are left out (`whole`), because a text that is cut has no last token to score.
-        return dataclasses.replace(made, labels=margins(rows, made.documents, max_rows, data.columns), whole=True)
+        return dataclasses.replace(
+            data_set, labels=margins(rows, data_set.documents, max_rows, data.columns), whole=True
+        )
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError without a head that scores."""
@@ -74,24 +76,25 @@ class Reward(Pairs):
             )
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        given, there = scores(model, forward(model, batch), batch), batch.extra[PAIRS]
+        pair_scores, has_pair = scores(model, forward(model, batch), batch), batch.extra[PAIRS]
         with jax.named_scope("loss"):
-            chosen, rejected = given[..., 0], given[..., 1]
+            chosen, rejected = pair_scores[..., 0], pair_scores[..., 1]
             margin = batch.extra.get(LABELS, 0.0)
             losses = -jax.nn.log_sigmoid(chosen - rejected - margin)
             if self.center_rewards_coefficient is not None:
                 losses += self.center_rewards_coefficient * (chosen + rejected) ** 2
-            count, whole = there.sum(), there[..., None] > 0
+            count, is_scored = has_pair.sum(), has_pair[..., None] > 0
             any_pair = partition.total(count) > 0
             lowest, highest = (
-                partition.largest(jnp.where(whole, sign * given, -jnp.inf).max()) * sign for sign in (-1.0, 1.0)
+                partition.largest(jnp.where(is_scored, sign * pair_scores, -jnp.inf).max()) * sign
+                for sign in (-1.0, 1.0)
             )
-            values = {"mean_reward": given.mean(-1), "accuracy": chosen > rejected, "margin": chosen - rejected}
-            sums = {name: jnp.where(there > 0, value, 0.0).sum() for name, value in values.items()}
+            values = {"mean_reward": pair_scores.mean(-1), "accuracy": chosen > rejected, "margin": chosen - rejected}
+            sums = {name: jnp.where(has_pair > 0, value, 0.0).sum() for name, value in values.items()}
             # The extremes are those of a micro-batch; over several micro-batches they are averaged by pairs.
             sums |= {"min_reward": jnp.where(any_pair, lowest, 0.0) * count}
             sums |= {"max_reward": jnp.where(any_pair, highest, 0.0) * count}
-            return jnp.where(there > 0, losses, 0.0).sum(), count, jax.lax.stop_gradient(sums)
+            return jnp.where(has_pair > 0, losses, 0.0).sum(), count, jax.lax.stop_gradient(sums)
 
 
 def margins(
@@ -103,17 +106,17 @@ def margins(
       rows, max_rows, columns: as when `documents` were made.
     """
     places = [documents.source(2 * pair) for pair in range(len(documents) // 2)]
-    wanted = set(places)
-    found: dict[str, float] = {}
+    place_set = set(places)
+    margin_of: dict[str, float] = {}
     for row in read_rows(open_sources(rows, columns=columns), PREFERENCE, max_rows):
-        if row.place not in wanted or row.value is None or row.value.get("margin") is None:
+        if row.place not in place_set or row.value is None or row.value.get("margin") is None:
             continue
         margin = row.value["margin"]
         if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
             raise ValueError(f"{row.place}: margin = {margin!r}: must be a finite number")
-        found[row.place] = float(margin)
-    if not found:
+        margin_of[row.place] = float(margin)
+    if not margin_of:
         return None
-    if lacking := [place for place in places if place not in found]:
-        raise ValueError(f"{lacking[0]}: no margin, and {len(found)} rows have one: give it to all, or to none")
-    return np.asarray([found[place] for place in places], np.float32)
+    if lacking := [place for place in places if place not in margin_of]:
+        raise ValueError(f"{lacking[0]}: no margin, and {len(margin_of)} rows have one: give it to all, or to none")
+    return np.asarray([margin_of[place] for place in places], np.float32)

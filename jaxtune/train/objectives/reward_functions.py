@@ -93,8 +93,8 @@ class Sampled:
             text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        names = dict.fromkeys(name for own in columns for name in own)
-        by_name = {name: [own.get(name) for own in columns] for name in names}
+        names = dict.fromkeys(name for row_columns in columns for name in row_columns)
+        by_name = {name: [row_columns.get(name) for row_columns in columns] for name in names}
         return cls(list(prompts), completions, [list(ids) for ids in completion_ids], by_name)
 
     def __len__(self) -> int:
@@ -178,7 +178,7 @@ class RewardFunctions:
         names = unique_names([name_of(function) for function in functions])
         if isolation is not None:
             ready = [*READY.values()]
-            functions = [one if one in ready else Isolated(one, ISOLATION) for one in functions]
+            functions = [candidate if candidate in ready else Isolated(candidate, ISOLATION) for candidate in functions]
         return cls(tuple(functions), names, (1.0,) * len(functions), **options).weighed(weights)
 
     def weighed(self, weights: Sequence[float] | None, of_environments: int = 0) -> RewardFunctions:
@@ -191,9 +191,9 @@ class RewardFunctions:
         if len(weights) == count - of_environments:
             weights += (1.0,) * of_environments
         if len(weights) != count or not all(abs(weight) <= _LARGEST for weight in weights):
-            what = "reward function" if count == 1 else "reward functions"
+            noun = "reward function" if count == 1 else "reward functions"
             raise ConfigError(
-                f"objective.reward_weights = {list(weights)}: there {'is' if count == 1 else 'are'} {count} {what} "
+                f"objective.reward_weights = {list(weights)}: there {'is' if count == 1 else 'are'} {count} {noun} "
                 f"({', '.join(self.names)}); give each a finite weight, in this order"
             )
         return dataclasses.replace(self, weights=weights)
@@ -224,8 +224,8 @@ class RewardFunctions:
         try:
             columns = [self._rewards(index, sampled, pending.get(index)) for index in range(len(self.functions))]
         finally:
-            for one in pending.values():
-                one.cancel()
+            for pending_call in pending.values():
+                pending_call.cancel()
         return np.stack(columns, axis=1)
 
     def _rewards(self, index: int, sampled: Sampled, pending: Pending | None) -> np.ndarray:
@@ -269,8 +269,8 @@ class RewardFunctions:
         return values
 
     def _warn(self, name: str, error: BaseException, failed: int, answers: int) -> None:
-        what = f"{name} failed for {failed} of {answers} answers, which it does not count for; the first"
-        logger.warning("%s", words.described(what, error))
+        summary = f"{name} failed for {failed} of {answers} answers, which it does not count for; the first"
+        logger.warning("%s", words.described(summary, error))
 
     def _too_long(self, function: RewardFunction, name: str, sampled: Sampled, error: TooLong) -> RewardError:
         """The error about a timeout; for an isolated function it names the answer that exceeds the limit alone."""
@@ -297,7 +297,7 @@ def _failed(
     error: BaseException,
     sampled: Sampled,
     index: int,
-    which: str = "",
+    qualifier: str = "",
     line: str = "",
     earlier: BaseException | None = None,
 ) -> RewardError:
@@ -310,9 +310,11 @@ def _failed(
     lines = [_row(sampled, index), line, "objective.reward_errors=skip leaves such answers without this reward"]
     if earlier is not None and words.in_words(earlier) != words.in_words(error):
         lines.append(words.described("the call with all answers raised", earlier))
-    made = RewardError(words.described(f"reward function {name} failed{which}", error, *filter(None, lines)))
-    made.__cause__ = earlier or error
-    return made
+    reward_error = RewardError(
+        words.described(f"reward function {name} failed{qualifier}", error, *filter(None, lines))
+    )
+    reward_error.__cause__ = earlier or error
+    return reward_error
 
 
 def _row(sampled: Sampled, index: int) -> str:
@@ -336,8 +338,8 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
     prompts, completions and completion_ids hide both.
     """
     turns = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
-    asked = inspect.signature(function).parameters if sampled.named else {}
-    named = {name: value for name, value in sampled.named.items() if name in asked and name not in sampled.columns}
+    parameters = inspect.signature(function).parameters if sampled.named else {}
+    named = {name: value for name, value in sampled.named.items() if name in parameters and name not in sampled.columns}
     also = {name: value for name, value in {**named, **sampled.also}.items() if name not in turns}
     of_answers = arguments(function, {**sampled.columns, **turns})
     return own_copies(of_answers, SHARED) | arguments(function, also)
@@ -349,13 +351,13 @@ def _checked(name: str, values: Any, count: int, nan_is_none: bool = False) -> n
     """
     unordered = isinstance(values, str | bytes | bytearray | Mapping | Set)
     try:
-        given = None if unordered else len(values)
+        value_count = None if unordered else len(values)
     except TypeError:  # an array without dimensions has the method, and no length
-        given = None
-    if given != count:
-        what = repr(values) if given is None else f"{given} rewards"
+        value_count = None
+    if value_count != count:
+        description = repr(values) if value_count is None else f"{value_count} rewards"
         raise RewardError(
-            f"reward function {name} returned {what} for {count} answers; it must return a list of as many"
+            f"reward function {name} returned {description} for {count} answers; it must return a list of as many"
         )
     return np.array([_number(name, value, nan_is_none) for value in values], np.float64)
 
@@ -419,15 +421,15 @@ def last_number(text: str) -> float | None:
     assert last_number("It costs -$1,024.50") == -1024.5 and last_number("2, 3/4") == 0.75
     ```
     """
-    found = [*_NUMBER.finditer(text)]
-    if not found:
+    matches = [*_NUMBER.finditer(text)]
+    if not matches:
         return None
-    last = found[-1]
+    last = matches[-1]
     if last["digits"]:
-        parts = [*last["digits"]]
+        digit_groups = [*last["digits"]]
     else:
-        parts = last["chain"].split("/") if last["chain"] else [last["above"], last["below"]]
-    numbers = [float(re.sub(r"[,{}]", "", part).replace("\u2212", "-")) for part in parts]
+        digit_groups = last["chain"].split("/") if last["chain"] else [last["above"], last["below"]]
+    numbers = [float(re.sub(r"[,{}]", "", digits).replace("\u2212", "-")) for digits in digit_groups]
     if len(numbers) == 2 and numbers[1]:
         value = numbers[0] / numbers[1] + float(last["whole"] or last["and"] or 0)
     else:  # also a date, 12/25/2024
@@ -437,10 +439,10 @@ def last_number(text: str) -> float | None:
 
 def exact_number(completions: list[Turns], answer: list[object], **columns: object) -> list[float | None]:
     """1.0 if an answer's `last_number` equals that of the column `answer`, else 0.0; None if the column has none."""
-    wanted = [last_number(str(value)) for value in answer]
+    expected = [last_number(str(value)) for value in answer]
     return [
         None if number is None else float(last_number(text_of(completion)) == number)
-        for completion, number in zip(completions, wanted, strict=True)
+        for completion, number in zip(completions, expected, strict=True)
     ]
 
 
@@ -467,7 +469,7 @@ def regex(completions: list[Turns], pattern: list[str], **columns: object) -> li
     """1.0 if the column `pattern` is found in an answer's text, else 0.0. ValueError for a wrong pattern, or one over
     10 s: a process searches and is killed.
     """
-    return [float(found) for found in searched(pattern, [text_of(completion) for completion in completions])]
+    return [float(is_found) for is_found in searched(pattern, [text_of(completion) for completion in completions])]
 
 
 def brevity(completion_ids: list[list[int]], **columns: object) -> list[float]:

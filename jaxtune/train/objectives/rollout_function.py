@@ -121,30 +121,30 @@ class RolloutFunction:
         answer is empty, too long, or has another number of log-probabilities.
         """
         sampler = RolloutModel(model, self.sampling, self.length, self.encode, seeds[0])
-        shown = [prompt.given for prompt in prompts]
-        made = self._called([own_copy(prompt) for prompt in shown], sampler)
-        if not isinstance(made, Mapping) or any(name not in made for name in _NEEDED):
-            lacking = [name for name in _NEEDED if not isinstance(made, Mapping) or name not in made]
+        shown_prompts = [prompt.given for prompt in prompts]
+        result = self._called([own_copy(prompt) for prompt in shown_prompts], sampler)
+        if not isinstance(result, Mapping) or any(name not in result for name in _NEEDED):
+            lacking = [name for name in _NEEDED if not isinstance(result, Mapping) or name not in result]
             self._refuse(f"it returned no {', '.join(lacking)}")
-        for name, values in made.items():
+        for name, values in result.items():
             try:
                 count = len(values)
             except TypeError:
                 self._refuse(f"{name} is {values!r}, and no list with an entry for each of {len(prompts)} answers")
             if count != len(prompts):
                 self._refuse(f"{name} has {count} entries for {len(prompts)} answers")
-        others = [name for name in made if name not in (*_NEEDED, _MASK)]
+        column_names = [name for name in result if name not in (*_NEEDED, _MASK)]
         return [
             self._given(
                 index,
                 prompt,
-                made["prompt_ids"][index],
-                made["completion_ids"][index],
-                made["logprobs"][index],
-                made[_MASK][index] if _MASK in made else None,
-                {name: made[name][index] for name in others},
+                result["prompt_ids"][index],
+                result["completion_ids"][index],
+                result["logprobs"][index],
+                result[_MASK][index] if _MASK in result else None,
+                {name: result[name][index] for name in column_names},
             )
-            for index, prompt in enumerate(shown)
+            for index, prompt in enumerate(shown_prompts)
         ], {}
 
     def _called(self, prompts: list[Turns], model: RolloutModel) -> object:
@@ -155,8 +155,8 @@ class RolloutFunction:
         if error is not None and type(error).__module__.startswith("jax"):
             raise error
         if error is not None:
-            what = f"objective.rollout_func: {name} failed for {len(prompts)} prompts"
-            raise errors.UserCodeError(errors.described(what, error)) from error
+            summary = f"objective.rollout_func: {name} failed for {len(prompts)} prompts"
+            raise errors.UserCodeError(errors.described(summary, error)) from error
         return outcome.value
 
     def _given(self, index: int, prompt: Turns, prompt_ids, ids, logps, mask, columns: Mapping[str, object]) -> Given:
@@ -176,10 +176,10 @@ class RolloutFunction:
                 f"objective.max_completion_length = {settings.max_completion_length:,}, and both data.length = "
                 f"{self.length:,}"
             )
-        whole = mask is None or all(mask)  # else other texts are among the model's
+        is_all_sampled = mask is None or all(mask)  # else other texts are among the model's
         text = (
             self.sampling.completion(prompt, prompt_ids, list(ids))
-            if whole
+            if is_all_sampled
             else self.sampling.decode(self.sampling.without_end(ids))
         )
         return Given(

@@ -175,35 +175,35 @@ class SampledAnswers(BatchSource):
         """
         if self._made is not None and self._made[0] == step:
             return self._made[1]
-        number, within = divmod(step, self.settings.steps)
+        number, step_within = divmod(step, self.settings.steps)
         if self._generation is None or self._generation[0] != number:
             assert model is not None, "sees_model is True, so the model is given"
             self._generation = number, self._sampled(number, step, model())
             if self._score is not None:  # of all parts now, as each step changes the model
-                parts = range(self.settings.steps_per_generation)
-                self._old = {part: self._score(model(), self._part(part)) for part in parts}
-        part = within % self.settings.steps_per_generation
-        batch = self._part(part)
+                part_indices = range(self.settings.steps_per_generation)
+                self._old = {part_index: self._score(model(), self._part(part_index)) for part_index in part_indices}
+        part_index = step_within % self.settings.steps_per_generation
+        batch = self._part(part_index)
         if self._score is not None:
-            if part not in self._old:  # resumed from a checkpoint of an older jaxtune, which computed them here
+            if part_index not in self._old:  # resumed from a checkpoint of an older jaxtune, which computed them here
                 assert model is not None
-                self._old[part] = self._score(model(), batch)
-            batch.extra[OLD_LOGPS][:] = self._old[part]
+                self._old[part_index] = self._score(model(), batch)
+            batch.extra[OLD_LOGPS][:] = self._old[part_index]
         if self._reference is not None and not self._penalises:
             assert model is not None
             batch.extra[REFERENCE_LOGPS][:] = self._reference(model(), batch)
-        if within == 0:
+        if step_within == 0:
             self._returned = time.monotonic()
         self._made = step, batch
         return batch
 
-    def _part(self, part: int) -> Batch:
-        """Packed answers number `part` of the current generation, without OLD_LOGPS and REFERENCE_LOGPS."""
+    def _part(self, part_index: int) -> Batch:
+        """The packed answers of one of the generation's steps, without OLD_LOGPS and REFERENCE_LOGPS."""
         assert self._generation is not None
         answers = self._generation[1]
-        own = answers[part * self.answers_per_step : (part + 1) * self.answers_per_step]
-        counted = sum(self.rows.counted(answer) for answer in answers)
-        return self.rows.packed(own, counted / self.settings.steps_per_generation)
+        part_answers = answers[part_index * self.answers_per_step : (part_index + 1) * self.answers_per_step]
+        counted_tokens = sum(self.rows.counted(answer) for answer in answers)
+        return self.rows.packed(part_answers, counted_tokens / self.settings.steps_per_generation)
 
     def sources_at(self, step: int) -> list[str]:
         return [f"answers sampled for step {step}"]
@@ -215,9 +215,9 @@ class SampledAnswers(BatchSource):
         if step % self.settings.steps == 0 or self._generation is None:
             return None
         number, answers = self._generation
-        kept: list[Json] = [answer.to_json() for answer in answers]
-        old: dict[str, Json] = {str(part): values.tolist() for part, values in self._old.items()}
-        return {"generation": number, "answers": kept, "old": old}
+        saved_answers: list[Json] = [answer.to_json() for answer in answers]
+        old: dict[str, Json] = {str(part_index): values.tolist() for part_index, values in self._old.items()}
+        return {"generation": number, "answers": saved_answers, "old": old}
 
     def resume(self, step: int, position: Json) -> None:
         """With None `step` samples a new generation."""
@@ -225,19 +225,19 @@ class SampledAnswers(BatchSource):
         if position is None:
             return
         saved: Any = position
-        self._generation = saved["generation"], [Answer.from_json(one) for one in saved["answers"]]
-        self._old = {int(part): np.asarray(values, np.float32) for part, values in saved["old"].items()}
+        self._generation = saved["generation"], [Answer.from_json(answer) for answer in saved["answers"]]
+        self._old = {int(part_index): np.asarray(values, np.float32) for part_index, values in saved["old"].items()}
 
     def identity(self) -> dict[str, Json]:
         digest = 0
         for prompt in self.prompts:
             digest = zlib.crc32(np.asarray(prompt.ids, np.int32).tobytes(), digest)
-        found: dict[str, Json] = {"prompts": len(self.prompts), "tokens_crc32": digest}
-        found["columns_crc32"] = values_crc32(dict(prompt.columns) for prompt in self.prompts)
-        found["rewards"] = [*self.rewards.names]
+        values: dict[str, Json] = {"prompts": len(self.prompts), "tokens_crc32": digest}
+        values["columns_crc32"] = values_crc32(dict(prompt.columns) for prompt in self.prompts)
+        values["rewards"] = [*self.rewards.names]
         if self.answering.tool_names:
-            found["tools"] = [*self.answering.tool_names]
-        return found
+            values["tools"] = [*self.answering.tool_names]
+        return values
 
     def functions(self) -> Mapping[str, Callable]:
         rewards = zip(self.rewards.names, self.rewards.functions, strict=True)
@@ -248,15 +248,15 @@ class SampledAnswers(BatchSource):
 
     def described(self, total_steps: int) -> list[str]:
         settings, group = self.settings, self.settings.num_generations
-        each = f"{self.answers_per_step // group:,} prompts x {group} answers"
-        used = (
+        per_step = f"{self.answers_per_step // group:,} prompts x {group} answers"
+        reuse = (
             "" if settings.steps == 1 else f"; the answers of {settings.steps_per_generation} steps are sampled at once"
         )
-        used += "" if settings.num_iterations == 1 else f", and trained on {settings.num_iterations} times"
+        reuse += "" if settings.num_iterations == 1 else f", and trained on {settings.num_iterations} times"
         return [
             f"prompts: {len(self.prompts):,}, of at most {max(len(p.ids) for p in self.prompts):,} tokens; answers of "
             f"at most {settings.max_completion_length:,}",
-            f"{total_steps:,} steps of {each}{used}; rewards: {', '.join(self.rewards.names)}",
+            f"{total_steps:,} steps of {per_step}{reuse}; rewards: {', '.join(self.rewards.names)}",
             *([f"tools: {', '.join(self.answering.tool_names)}"] if self.answering.tool_names else []),
         ]
 
@@ -275,8 +275,8 @@ class SampledAnswers(BatchSource):
         return self._metrics.pop(step, {})
 
     def rollouts_at(self, step: int) -> list[Rollout]:
-        at, rows = self._rollouts
-        if at != step:
+        rollout_step, rows = self._rollouts
+        if rollout_step != step:
             return []
         self._rollouts = -1, []
         return rows
@@ -292,10 +292,12 @@ class SampledAnswers(BatchSource):
     # ---- a generation
 
     def _chosen(self, number: int) -> list[int]:
-        wanted, count = self._prompts_per_generation, len(self.prompts)
-        places = range(number * wanted, (number + 1) * wanted)
-        orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}
-        return [int(orders[place // count][place % count]) for place in places]
+        prompt_count, count = self._prompts_per_generation, len(self.prompts)
+        positions = range(number * prompt_count, (number + 1) * prompt_count)
+        orders = {
+            epoch: epoch_order(count, self.seed, epoch) for epoch in {position // count for position in positions}
+        }
+        return [int(orders[position // count][position % count]) for position in positions]
 
     def _sampled(self, number: int, step: int, model: Decoder) -> list[Answer]:
         """Samples and rewards generation `number` before `step`, and keeps its metrics and lines. First waits for the
@@ -303,63 +305,63 @@ class SampledAnswers(BatchSource):
         """
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
-        settings, started = self.settings, time.monotonic()
-        chosen = [index for index in self._chosen(number) for _ in range(settings.num_generations)]
-        prompts = [self.prompts[index] for index in chosen]
-        found, metrics = self.answering(
-            model, prompts, [_seed(self.seed, number, place) for place in range(len(chosen))]
+        settings, start_time = self.settings, time.monotonic()
+        prompt_indices = [index for index in self._chosen(number) for _ in range(settings.num_generations)]
+        prompts = [self.prompts[index] for index in prompt_indices]
+        samples, metrics = self.answering(
+            model, prompts, [_seed(self.seed, number, position) for position in range(len(prompt_indices))]
         )
-        made = [
+        answers = [
             Answer(
                 index,
-                one.prompt_ids,
-                tuple(one.ids),
-                tuple(one.logps),
-                one.finish_reason,
-                None if one.sampled is None else tuple(one.sampled),
+                sample.prompt_ids,
+                tuple(sample.ids),
+                tuple(sample.logps),
+                sample.finish_reason,
+                None if sample.sampled is None else tuple(sample.sampled),
             )
-            for index, one in zip(chosen, found, strict=True)
+            for index, sample in zip(prompt_indices, samples, strict=True)
         ]
-        sampling = time.monotonic() - started
+        sampling = time.monotonic() - start_time
         sampled = Sampled.of(
-            [one.shown for one in found],
-            [{**prompt.columns, **one.columns} for prompt, one in zip(prompts, found, strict=True)],
-            [one.ids for one in found],
-            [one.completion for one in found],
+            [sample.shown for sample in samples],
+            [{**prompt.columns, **sample.columns} for prompt, sample in zip(prompts, samples, strict=True)],
+            [sample.ids for sample in samples],
+            [sample.completion for sample in samples],
         )
         table = self.rewards(sampled)
-        logged, extra = self.rewards.log.taken(len(made))
-        kl = self._divergences(model, made) if self._reference is not None and self._penalises else None
+        logged, extra = self.rewards.log.taken(len(answers))
+        kl = self._divergences(model, answers) if self._reference is not None and self._penalises else None
         values = self.advantages(table) if kl is None else self.advantages(table, kl=kl)
-        made = [dataclasses.replace(answer, advantage=float(v)) for answer, v in zip(made, values, strict=True)]
-        times = {"sampling_seconds": sampling, "reward_seconds": time.monotonic() - started - sampling}
+        answers = [dataclasses.replace(answer, advantage=float(v)) for answer, v in zip(answers, values, strict=True)]
+        times = {"sampling_seconds": sampling, "reward_seconds": time.monotonic() - start_time - sampling}
         if self._returned is not None:
-            times["update_seconds"] = started - self._returned
-        self._metrics[step] = logged | measured(made, table, self.rewards, settings) | metrics | times
-        self._rollouts = step, recorded(step + 1, sampled, table, made, self.rewards, extra)
+            times["update_seconds"] = start_time - self._returned
+        self._metrics[step] = logged | measured(answers, table, self.rewards, settings) | metrics | times
+        self._rollouts = step, recorded(step + 1, sampled, table, answers, self.rewards, extra)
         if kl is not None:
-            self._metrics[step]["kl"] = float(kl.sum() / max(1, sum(map(self.rows.counted, made))))
+            self._metrics[step]["kl"] = float(kl.sum() / max(1, sum(map(self.rows.counted, answers))))
         if number % _PRINT_EVERY == 0:
-            self._news += screen_lines(sampled, table, made, self.rewards, settings)
-        return made
+            self._news += screen_lines(sampled, table, answers, self.rewards, settings)
+        return answers
 
     def _divergences(self, model: Decoder, answers: Sequence[Answer]) -> np.ndarray:
         """float64[answers]: sum of log p - log p_ref over counted tokens, in nats; p is the sampler's, at its
         temperature, before top_k, top_p, min_p and the penalty.
         """
         assert self._reference is not None
-        found = np.zeros(len(answers))
+        divergences = np.zeros(len(answers))
         for start in range(0, len(answers), self.answers_per_step):
-            own = answers[start : start + self.answers_per_step]
-            batch = self.rows.packed(own, 0.0)
+            step_answers = answers[start : start + self.answers_per_step]
+            batch = self.rows.packed(step_answers, 0.0)
             apart = batch.weights * (batch.extra[SAMPLED_LOGPS] - self._reference(model, batch))
-            for index, (row, at, _) in enumerate(self.rows.places_of(own)):
-                begin = at + len(own[index].prompt_ids) - 1
-                found[start + index] = apart[row, begin : begin + len(own[index].ids)].sum()
-        return found
+            for index, (row, prompt_start, _) in enumerate(self.rows.places_of(step_answers)):
+                begin = prompt_start + len(step_answers[index].prompt_ids) - 1
+                divergences[start + index] = apart[row, begin : begin + len(step_answers[index].ids)].sum()
+        return divergences
 
 
-def _seed(seed: int, generation: int, place: int) -> int:
+def _seed(seed: int, generation: int, position: int) -> int:
     """An answer's sampling seed, 31 bits."""
-    draw = np.random.Philox(key=np.array([seed, generation], np.uint64), counter=place)
+    draw = np.random.Philox(key=np.array([seed, generation], np.uint64), counter=position)
     return int(draw.random_raw(1)[0] >> np.uint64(33))

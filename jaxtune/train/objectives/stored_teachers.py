@@ -111,8 +111,8 @@ class StoredTeacher:
         else:
             folder = self._opened.folder
             files = [*folder.glob("*.safetensors"), folder / "config.json"]
-            found = fingerprints(sorted(files))
-            of_weights = repr([(path.name, *sorted(mark.items())) for path, mark in found.items()])
+            marks = fingerprints(sorted(files))
+            of_weights = repr([(path.name, *sorted(mark.items())) for path, mark in marks.items()])
         return hashlib.sha256(repr((of_weights, *how)).encode()).hexdigest()
 
     @property
@@ -158,8 +158,8 @@ class StoredTeacher:
     def _attached(self, rows: TokenDataset, what: str) -> TokenDataset:
         """A copy of `rows` with places for the values. what: the rows' key."""
         # Rows that are evaluated with packing=step may be longer than data.length.
-        whole = rows.overflow != "truncate" or (rows.packing == "step" and what != "data.train")
-        values = TeacherValues(rows.documents, None if whole else rows.length, self.k)
+        is_whole = rows.overflow != "truncate" or (rows.packing == "step" and what != "data.train")
+        values = TeacherValues(rows.documents, None if is_whole else rows.length, self.k)
         if self._file is not None:
             self._file.require_all(values, what)
         return dataclasses.replace(rows, teacher=values)
@@ -192,9 +192,9 @@ class StoredTeacher:
         if not lacking:
             return
         processes.require_same({"the teacher's log-probabilities": self.digest}, "give all of them the same teacher")
-        needed = [rows for rows in lacking if not self._found(rows, say)]
-        self._was_read = not needed
-        if not needed:
+        missing = [rows for rows in lacking if not self._found(rows, say)]
+        self._was_read = not missing
+        if not missing:
             return
         with contextlib.ExitStack() as stack:
             if self._file is None:
@@ -205,7 +205,7 @@ class StoredTeacher:
                 compute = self._teaching(engine, planned, say)
             else:
                 compute = self._reading()
-            for rows in needed:
+            for rows in missing:
                 with _stored(self._path(rows), rows.values) as array:
                     compute(rows, array)
 
@@ -234,13 +234,13 @@ class StoredTeacher:
     def _found(self, rows: TaughtRows, say: Callable[[str], None]) -> bool:
         """Whether every process has the same stored file, which is then mapped to `rows.values.stored`. Collective."""
         path = self._path(rows)
-        found = None if path is None else _read(path, rows.values, say)
-        sums = processes.all_of(None if path is None or found is None else _sum_of(path))
-        there = None not in sums and len(set(sums)) == 1
-        rows.values.stored = found if there else None
-        if there and path is not None:
+        stored = None if path is None else _read(path, rows.values, say)
+        sums = processes.all_of(None if path is None or stored is None else _sum_of(path))
+        is_same = None not in sums and len(set(sums)) == 1
+        rows.values.stored = stored if is_same else None
+        if is_same and path is not None:
             note_use(path)
-        return there
+        return is_same
 
     def _reading(self) -> Callable[[TaughtRows, np.ndarray | None], None]:
         """A function (rows, array) that reads values from the objective's file into the array; None does nothing."""
@@ -267,9 +267,9 @@ class StoredTeacher:
         model = TrainedModel(teacher, config, self._teacher is not None, None)
         planner = planned.planner(model.prepared)
         program = dataclasses.replace(engine.program, graph=model.graph, noise_alpha=None)
-        own = Engine(program, None, planner, engine.mesh, engine.batches, config, None)
+        pass_engine = Engine(program, None, planner, engine.mesh, engine.batches, config, None)
         k, temperature = self.k, self._objective.temperature
-        trainable, frozen = model.weights(own)
+        trainable, frozen = model.weights(pass_engine)
 
         def of_batch(teacher: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array]:
             """(ids, log-probabilities) [rows, length, k] of the most probable next tokens; compiled."""
@@ -278,11 +278,11 @@ class StoredTeacher:
         def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
             say(f"log-probabilities of the teacher: one pass over {len(rows):,} rows")
             plain = rows.alone()
-            compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)
+            compiled = pass_engine.compile_of_rows(of_batch, trainable, frozen, plain)
             while planner.smaller(compiled):
-                own.follow_plan()
-                compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)
-            for numbers, (ids, log_probs) in values_of_rows(own, compiled, trainable, frozen, plain):
+                pass_engine.follow_plan()
+                compiled = pass_engine.compile_of_rows(of_batch, trainable, frozen, plain)
+            for numbers, (ids, log_probs) in values_of_rows(pass_engine, compiled, trainable, frozen, plain):
                 if array is None:
                     continue
                 for slot, row in enumerate(numbers.tolist()):
@@ -297,11 +297,11 @@ class StoredTeacher:
         if self.digest is None:
             return None
         documents, config, values = rows.documents, self._config, rows.values
-        cut = rows.length if config.data.overflow == "split" and self._file is None else None
-        made = hashlib.blake2b(repr((self.digest, values.k, values.limit, cut)).encode(), digest_size=16)
-        for part in (documents.tokens, documents.mask, documents.starts, documents.lengths):
-            made.update(np.ascontiguousarray(part).tobytes())
-        return cache_folder(config.data.cache_dir) / f"teacher_{made.hexdigest()}.npy"
+        piece_length = rows.length if config.data.overflow == "split" and self._file is None else None
+        digest = hashlib.blake2b(repr((self.digest, values.k, values.limit, piece_length)).encode(), digest_size=16)
+        for array in (documents.tokens, documents.mask, documents.starts, documents.lengths):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return cache_folder(config.data.cache_dir) / f"teacher_{digest.hexdigest()}.npy"
 
 
 # ---- stored files
@@ -343,8 +343,8 @@ def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
     """
     with _writable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(".teacher_*.tmp"):
-            remove_left(left)
+        for leftover in path.parent.glob(".teacher_*.tmp"):
+            remove_left(leftover)
         temporary, descriptor = create_temporary(path)
     try:
         with _writable(path.parent):  # a full disk is an error here
@@ -383,12 +383,12 @@ def _sum_of(path: Path) -> str | None:
 
 def _checksum(name: str, path: Path, size: int) -> bytes:
     """16 bytes over the final name and the first `size` bytes, so that a renamed file is refused."""
-    made, left = xxhash.xxh3_128(name.encode()), size
+    digest, remaining = xxhash.xxh3_128(name.encode()), size
     with open(path, "rb") as file:
-        while left and (block := file.read(min(left, 1 << 24))):
-            made.update(block)
-            left -= len(block)
-    return made.digest()
+        while remaining and (block := file.read(min(remaining, 1 << 24))):
+            digest.update(block)
+            remaining -= len(block)
+    return digest.digest()
 
 
 def _read(path: Path, values: TeacherValues, say: Callable[[str], None]) -> np.ndarray | None:
@@ -399,8 +399,8 @@ def _read(path: Path, values: TeacherValues, say: Callable[[str], None]) -> np.n
             file.seek(max(size, 0))
             if file.read() != _checksum(path.name, path, size):
                 raise ValueError("its checksum is not that of its content")
-        found = np.load(path, mmap_mode="r")
-        if found.shape != (values.total,) or found.dtype != TeacherValues.entry(values.k):
+        stored = np.load(path, mmap_mode="r")
+        if stored.shape != (values.total,) or stored.dtype != TeacherValues.entry(values.k):
             raise ValueError("it has another shape")
     except FileNotFoundError:
         return None
@@ -408,4 +408,4 @@ def _read(path: Path, values: TeacherValues, say: Callable[[str], None]) -> np.n
         say(f"{path} is damaged and not used: {error}")
         return None
     say(f"log-probabilities of the teacher: {path}")
-    return found
+    return stored

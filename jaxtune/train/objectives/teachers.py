@@ -41,13 +41,14 @@ def with_teacher(student: Decoder, teacher: Decoder | None) -> Decoder:
     """
     if teacher is None:
         return student
-    own, others = student.config, teacher.config
-    if not others.head.is_text:
+    student_config, teacher_config = student.config, teacher.config
+    if not teacher_config.head.is_text:
         raise ValueError("the teacher gives scores and no next-token distributions; take a language model")
-    if own.vocab_size != others.vocab_size:
+    if student_config.vocab_size != teacher_config.vocab_size:
         raise ValueError(
-            f"the student's vocabulary has {own.vocab_size:,} entries and the teacher's {others.vocab_size:,}; "
-            "distillation compares distributions over the same tokens: take a teacher of the student's vocabulary"
+            f"the student's vocabulary has {student_config.vocab_size:,} entries and the teacher's "
+            f"{teacher_config.vocab_size:,}; distillation compares distributions over the same tokens: take a teacher of "
+            "the student's vocabulary"
         )
     model = copy_structure(student)
     model.teacher = freeze(without_teacher(teacher))
@@ -99,8 +100,8 @@ def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
 
 def pass_shapes(config: TrainConfig, name: str | None, load_in: str | None = None) -> Decoder:
     """The teacher of `of_pass` with shapes for arrays. load_in: in place of the config's format."""
-    path, asked = of_pass(config, name)
-    return _shapes(path, config.dtype, load_in or asked)
+    path, config_format = of_pass(config, name)
+    return _shapes(path, config.dtype, load_in or config_format)
 
 
 @functools.lru_cache(4)
@@ -142,16 +143,16 @@ def load_teacher(
 
 def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained | None) -> None:
     """Raises ConfigError if a token that both tokenizers have has two ids; accepts a missing teacher or tokenizer."""
-    found = None if teacher is None else load_tokenizer(teacher.folder)
-    if teacher is None or found is None:
+    teacher_tokenizer = None if teacher is None else load_tokenizer(teacher.folder)
+    if teacher is None or teacher_tokenizer is None:
         return
-    other = found.get_vocab()
-    for token, own in tokenizer.get_vocab().items():
-        if other.get(token, own) != own:
+    teacher_ids = teacher_tokenizer.get_vocab()
+    for token, student_id in tokenizer.get_vocab().items():
+        if teacher_ids.get(token, student_id) != student_id:
             raise ConfigError(
-                f"objective.teacher = {str(teacher.folder)!r}: its tokenizer gives {token!r} the id {other[token]}, "
-                f"and the student's {own}; distillation compares distributions over the same tokens: take a teacher "
-                "with the student's tokenizer"
+                f"objective.teacher = {str(teacher.folder)!r}: its tokenizer gives {token!r} the id "
+                f"{teacher_ids[token]}, and the student's {student_id}; distillation compares distributions over the same "
+                "tokens: take a teacher with the student's tokenizer"
             )
 
 
@@ -161,8 +162,8 @@ def described(model: Decoder, objective: object) -> list[str]:
     """
     teacher = model.teacher
     if teacher is None:
-        own = getattr(objective, "teacher", "") in (None, BASE)  # other objectives have no such attribute
-        return ["teacher: the model itself with its adapter off"] if own else []
+        is_base = getattr(objective, "teacher", "") in (None, BASE)  # other objectives have no such attribute
+        return ["teacher: the model itself with its adapter off"] if is_base else []
     state = nnx.state(teacher)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     how = stored_in(teacher) or teacher.dtype

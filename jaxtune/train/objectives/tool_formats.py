@@ -40,9 +40,9 @@ class ToolFormat:
         self._special = special_pattern(tokenizer)
         self.reader = AnswerReader(tokenizer, self._template)
         if not self.reader.writes_calls:
-            known = "; ".join(["gpt-oss channels", *(form.name for form in FORMS)])
+            known_forms = "; ".join(["gpt-oss channels", *(form.name for form in FORMS)])
             raise ConfigError(
-                f"objective.tools: the chat template writes calls of tools in no known form ({known}); set "
+                f"objective.tools: the chat template writes calls of tools in no known form ({known_forms}); set "
                 "data.template to one that does, such as qwen-3"
             )
         try:
@@ -80,22 +80,24 @@ class ToolFormat:
             before, text = self._rendered(
                 [{**answer, "tool_call_id": number} for answer, number in zip(answers, ids, strict=True)], ids
             )
-        asked = self._ids(before)
-        whole = self._ids(*unguarded(text, mark))
-        places = [place for place, token in enumerate(whole) if token in self._ends]
-        count = sum(token in self._ends for token in asked)
-        last = max((place for place, token in enumerate(asked) if token in self._ends), default=len(asked))
-        if count == 0 or self.decode(asked[last + 1 :]).strip():
+        asked_ids = self._ids(before)
+        whole_ids = self._ids(*unguarded(text, mark))
+        end_indices = [index for index, token in enumerate(whole_ids) if token in self._ends]
+        count = sum(token in self._ends for token in asked_ids)
+        last = max((index for index, token in enumerate(asked_ids) if token in self._ends), default=len(asked_ids))
+        if count == 0 or self.decode(asked_ids[last + 1 :]).strip():
             raise ValueError(f"no token that ends an answer ({sorted(self._ends)}) ends the model's turn in it")
-        return whole[places[count - 1] + 1 :]
+        return whole_ids[end_indices[count - 1] + 1 :]
 
     def _rendered(self, answers: Sequence[Message], ids: Sequence[str] = ()) -> tuple[str, str]:
         """A short conversation up to a call, and with results and the next turn's beginning."""
         call = Call(str(answers[0].get("name", "tool")), {}).message
         calls = [{**call, "id": number} for number in ids] or [call]
-        asked = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": calls}]
-        whole = render(self._tokenizer, self._template, [*asked, *map(dict, answers)], add_generation_prompt=True)
-        return render(self._tokenizer, self._template, asked), whole
+        conversation = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        whole_text = render(
+            self._tokenizer, self._template, [*conversation, *map(dict, answers)], add_generation_prompt=True
+        )
+        return render(self._tokenizer, self._template, conversation), whole_text
 
     def _ids(self, text: str, cuts: Sequence[int] = ()) -> list[int]:
         """Token ids; half of a surrogate pair is "?"."""

@@ -90,10 +90,10 @@ class ToolCalls:
     @property
     def done(self) -> bool:
         """Whether `answered` would not wait."""
-        return all(one.done for one in self.pending.values())
+        return all(pending_call.done for pending_call in self.pending.values())
 
     def answered(self) -> Answered:
-        outcomes = self.outcomes | {number: one.outcome() for number, one in self.pending.items()}
+        outcomes = self.outcomes | {number: pending_call.outcome() for number, pending_call in self.pending.items()}
         texts = [self.tools.text_of(call, outcomes[number]) for number, call in enumerate(self.calls)]
         return Answered(
             [
@@ -105,8 +105,8 @@ class ToolCalls:
         )
 
     def cancel(self) -> None:
-        for one in self.pending.values():
-            one.cancel()
+        for pending_call in self.pending.values():
+            pending_call.cancel()
 
 
 class Tools:
@@ -174,7 +174,7 @@ class Tools:
     def code(self) -> dict[str, Callable]:
         """{name for messages: function or class}."""
         kinds = {type(pool[0]) for pool in self._pool.values()}
-        return {f"tool {name_of(one)}": one for one in self.functions} | {
+        return {f"tool {name_of(tool)}": tool for tool in self.functions} | {
             f"environment {kind.__name__}": kind for kind in kinds
         }
 
@@ -210,35 +210,35 @@ class Tools:
         Raises UserCodeError if `reset` fails; ConfigError if it returns neither None nor text, or text for a text
         prompt, or a row selects no environment.
         """
-        used: dict[str | None, int] = {}
-        found = []
-        for prompt, own in zip(prompts, columns, strict=True):
-            name = self._name(own)
-            index = used.get(name, 0)
-            used[name] = index + 1
+        used_counts: dict[str | None, int] = {}
+        resets = []
+        for prompt, row_columns in zip(prompts, columns, strict=True):
+            name = self._name(row_columns)
+            index = used_counts.get(name, 0)
+            used_counts[name] = index + 1
             if index == len(self._pool[name]):
                 self._pool[name].append(_environment(self._factories[name]))
             environment = self._pool[name][index]
-            row = {key: value for key, value in own.items() if not (self._several and key == ENVIRONMENT)}
+            row = {key: value for key, value in row_columns.items() if not (self._several and key == ENVIRONMENT)}
             added = _reset(environment, prompt, row, self._reset_seconds)
             if added:
                 last = prompt[-1]
                 assert not isinstance(last, str)
                 prompt = [*prompt[:-1], {**last, "content": str(last.get("content") or "") + added}]
-            found.append((environment, prompt))
-        return found
+            resets.append((environment, prompt))
+        return resets
 
     def replace(self, environment: object) -> None:
         """Replaces an environment that a late call may still change."""
         for name, pool in self._pool.items():
-            for index, one in enumerate(pool):
-                if one is environment:
+            for index, pooled in enumerate(pool):
+                if pooled is environment:
                     pool[index] = _environment(self._factories[name])
 
     def of(self, environment: object) -> dict[str, Callable]:
         """{name: tool} of an answer with this environment, or None."""
-        own = () if environment is None else methods(environment)
-        return {name_of(tool): tool for tool in (*self.functions, *own)}
+        environment_methods = () if environment is None else methods(environment)
+        return {name_of(tool): tool for tool in (*self.functions, *environment_methods)}
 
     def begin(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> ToolCalls:
         """Calls a turn's synchronous tools in order, in this thread, and starts the asynchronous ones. Failures become
@@ -246,14 +246,16 @@ class Tools:
         """
         outcomes: dict[int, Outcome] = {}
         later: dict[int, Callable] = {}
-        for number, one in enumerate(calls):
-            tool = tools.get(one.name)
+        for number, requested_call in enumerate(calls):
+            tool = tools.get(requested_call.name)
             if tool is None:
-                outcomes[number] = Outcome(error=ValueError(f"Tool {one.name} not found."))
+                outcomes[number] = Outcome(error=ValueError(f"Tool {requested_call.name} not found."))
             elif is_async(tool):
                 later[number] = tool
             else:
-                outcomes[number] = _in_text(call(tool, own_copy(one.arguments), one.name, self.timeout_seconds))
+                outcomes[number] = _in_text(
+                    call(tool, own_copy(requested_call.arguments), requested_call.name, self.timeout_seconds)
+                )
         pending = {
             number: begin(
                 _text_later(tool), own_copy(calls[number].arguments), calls[number].name, self.timeout_seconds
@@ -284,47 +286,47 @@ class Tools:
             return None
         name = columns.get(ENVIRONMENT)
         if not isinstance(name, str) or name not in self._factories:
-            known = ", ".join(map(str, self._factories))
-            raise ConfigError(f"a row has environment = {name!r}; objective.environment_factory has {known}")
+            known_names = ", ".join(map(str, self._factories))
+            raise ConfigError(f"a row has environment = {name!r}; objective.environment_factory has {known_names}")
         return name
 
 
 def methods(environment: object) -> list[Callable]:
     """An environment's tools: public methods and static methods, also inherited, by name."""
-    found = inspect.getmembers(type(environment), predicate=inspect.isfunction)
-    names = [name for name, _ in found if not name.startswith("_") and name not in _NOT_TOOLS]
+    members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    names = [name for name, _ in members if not name.startswith("_") and name not in _NOT_TOOLS]
     return [getattr(environment, name) for name in names]
 
 
 def _environment(factory: Callable) -> Environment:
     outcome = call(factory, {}, f"environment {name_of(factory)}")
     if outcome.error is not None:
-        what = f"objective.environment_factory: {name_of(factory)} failed"
-        raise ConfigError(errors.described(what, outcome.error)) from outcome.error
-    made = outcome.value
-    kind = type(made)
+        summary = f"objective.environment_factory: {name_of(factory)} failed"
+        raise ConfigError(errors.described(summary, outcome.error)) from outcome.error
+    environment = outcome.value
+    kind = type(environment)
     if any(base.__module__.split(".")[0].startswith("openenv") for base in kind.__mro__):
         raise ConfigError(
             f"objective.environment_factory: {kind.__name__} is a client of OpenEnv, whose step takes an action and is "
             "no tool; write a class with reset and with methods that call the client"
         )
-    if not isinstance(made, Environment) or not callable(made.reset):
+    if not isinstance(environment, Environment) or not callable(environment.reset):
         raise ConfigError(f"objective.environment_factory: {kind.__name__} has no method reset")
-    return made
+    return environment
 
 
 def _reset(environment: Environment, prompt: Turns, row: Mapping[str, object], seconds: float | None) -> str:
-    what = f"objective.environment_factory: reset of {type(environment).__name__}"
-    given = arguments(environment.reset, own_copy({"prompt": prompt, **row}))
-    outcome = call(environment.reset, given, f"reset of {type(environment).__name__}", seconds)
+    subject = f"objective.environment_factory: reset of {type(environment).__name__}"
+    reset_arguments = arguments(environment.reset, own_copy({"prompt": prompt, **row}))
+    outcome = call(environment.reset, reset_arguments, f"reset of {type(environment).__name__}", seconds)
     if isinstance(outcome.error, TooLong):
-        raise errors.UserCodeError(f"{what}: {outcome.error} (objective.reset_timeout)")
+        raise errors.UserCodeError(f"{subject}: {outcome.error} (objective.reset_timeout)")
     if outcome.error is not None:
-        shown = str(prompt)[:_SHOWN]
-        raise errors.UserCodeError(errors.described(f"{what} failed", outcome.error, f"  prompt: {shown}"))
+        shown_prompt = str(prompt)[:_SHOWN]
+        raise errors.UserCodeError(errors.described(f"{subject} failed", outcome.error, f"  prompt: {shown_prompt}"))
     added = outcome.value
     if added is not None and (not isinstance(added, str) or isinstance(prompt, str)):
-        raise ConfigError(f"{what} returned {added!r}; it returns None, or a text that is added to the last message")
+        raise ConfigError(f"{subject} returned {added!r}; it returns None, or a text that is added to the last message")
     return added or ""
 
 
@@ -336,8 +338,8 @@ def _in_text(outcome: Outcome) -> Outcome:
 
 
 def _text_later(tool: Callable) -> Callable:
-    async def text(**given: object) -> str:
-        return str(await tool(**given))
+    async def text(**tool_arguments: object) -> str:
+        return str(await tool(**tool_arguments))
 
     return text
 
@@ -346,41 +348,41 @@ def _reward_of(kind: type) -> RewardFunction:
     """The reward function of environments of exactly this class, None for others; async if their `get_reward` is."""
 
     async def later(environments, **_):
-        calls = [outcome_of(one.get_reward) for one in environments if type(one) is kind]
+        calls = [outcome_of(environment.get_reward) for environment in environments if type(environment) is kind]
         outcomes = await asyncio.gather(*calls)
         for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error
         rewards = iter(outcomes)
-        return [next(rewards).value if type(one) is kind else None for one in environments]
+        return [next(rewards).value if type(environment) is kind else None for environment in environments]
 
     def at_once(environments, **_):
-        return [one.get_reward() if type(one) is kind else None for one in environments]
+        return [environment.get_reward() if type(environment) is kind else None for environment in environments]
 
-    found = later if is_async(kind.get_reward) else at_once
-    found.__name__ = kind.__name__
-    return found
+    reward = later if is_async(kind.get_reward) else at_once
+    reward.__name__ = kind.__name__
+    return reward
 
 
 def _schemas(tools: Sequence[Callable]) -> list[Message]:
     """Tools' JSON schemas by transformers. Raises ConfigError."""
     from transformers.utils import get_json_schema
 
-    found = []
+    schemas = []
     for tool in tools:
         try:
-            found.append(get_json_schema(tool))
+            schemas.append(get_json_schema(tool))
         except Exception as error:
             name = getattr(tool, "__name__", repr(tool))
             raise ConfigError(
                 f"objective.tools: {name} has no JSON schema: {error}; a tool has types, and a docstring whose Args "
                 "describe each parameter"
             ) from None
-    names = [schema["function"]["name"] for schema in found]
+    names = [schema["function"]["name"] for schema in schemas]
     if len(set(names)) < len(names):
         raise ConfigError(f"objective.tools: {', '.join(names)}: two tools have one name")
-    return found
+    return schemas
 
 
 def _parameters(schemas: Sequence[Message]) -> Schemas:
-    return {one["function"]["name"]: one["function"].get("parameters", {}) for one in schemas}
+    return {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
