@@ -79,9 +79,8 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
 
     _compile_alone()
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM in place of the run
-    of_this_host = is_loopback(
-        host_name(f"//{own_place.coordinator}")
-    )  # as all processes are then: no other can reach it
+    # All processes are on this host then: no other one can reach the address.
+    of_this_host = is_loopback(host_name(f"//{own_place.coordinator}"))
     try:
         jax.distributed.initialize(
             own_place.coordinator,

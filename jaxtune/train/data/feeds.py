@@ -98,7 +98,8 @@ class FedBatches(BatchSource):
             if (extra := {*row_set.empty(1).extra}) != (first_extra := {*self.sets[0].empty(1).extra}):
                 raise ValueError(
                     f"{self.sets[0].name} and {row_set.name} cannot be mixed: a batch of the first has "
-                    f"{sorted(first_extra)}, one of the second {sorted(extra)}: give a column such as margin to all rows, or to none"
+                    f"{sorted(first_extra)}, one of the second {sorted(extra)}: give a column such as "
+                    "margin to all rows, or to none"
                 )
         self.rows_per_step = rows_per_step
         self._most, self._seed = most, seed

@@ -522,9 +522,8 @@ def _prompted(value: Columns, question_cell: Any, answer: Any) -> Example:
     if turns[-1]["role"] != "assistant":
         raise RowError(f"completion does not end with an answer of the assistant, but with {turns[-1]['role']}")
     asked_turns = [_said(turn) for turn in question]
-    if (
-        len(turns) > len(question) and [_said(turn) for turn in turns[: len(asked_turns)]] == asked_turns
-    ):  # it is asked twice
+    # The question may be there twice.
+    if len(turns) > len(question) and [_said(turn) for turn in turns[: len(asked_turns)]] == asked_turns:
         turns = turns[len(asked_turns) :]
     example = _conversation(value, _following(question, turns, names[1]))
     return dataclasses.replace(example, prompt_messages=len(example.messages or ()) - len(turns))

@@ -163,9 +163,8 @@ def _folder(folder: Path) -> list[Source]:
         for file in folder.rglob("*")
         if (file.suffix.lower() in SUFFIXES or _COMPRESSED.search(file.name))
         and file.is_file()
-        and not any(
-            component.startswith(".") for component in file.relative_to(folder).parts
-        )  # a notebook's checkpoints, ...
+        # Such as a notebook's checkpoints.
+        and not any(component.startswith(".") for component in file.relative_to(folder).parts)
     )
     if not files:
         raise ValueError(f"the folder {folder} holds no data file ({', '.join(SUFFIXES)})")

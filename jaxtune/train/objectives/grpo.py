@@ -87,9 +87,7 @@ def group_advantages(
         scaled = [column / (_deviation(column, 1) + _SMALL) for column in centred]
         total = total_rewards(np.stack([column.reshape(-1) for column in scaled], axis=1), weights)
         total = np.where(np.isnan(rewards).all(axis=1), np.nan, total)
-        advantages = total / (
-            _deviation(total, None) + _SMALL
-        )  # whose mean is 0, as that of each function in each group
+        advantages = total / (_deviation(total, None) + _SMALL)  # the mean is 0, as each function's in each group
     else:
         raise ValueError(f"aggregation = {aggregation!r}: must be 'sum_then_normalize' or 'normalize_then_sum'")
     return _as_advantages(advantages)

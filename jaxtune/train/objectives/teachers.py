@@ -47,8 +47,8 @@ def with_teacher(student: Decoder, teacher: Decoder | None) -> Decoder:
     if student_config.vocab_size != teacher_config.vocab_size:
         raise ValueError(
             f"the student's vocabulary has {student_config.vocab_size:,} entries and the teacher's "
-            f"{teacher_config.vocab_size:,}; distillation compares distributions over the same tokens: take a teacher of "
-            "the student's vocabulary"
+            f"{teacher_config.vocab_size:,}; distillation compares distributions over the same tokens: take a teacher "
+            "of the student's vocabulary"
         )
     model = copy_structure(student)
     model.teacher = freeze(without_teacher(teacher))
@@ -151,8 +151,8 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained 
         if teacher_ids.get(token, student_id) != student_id:
             raise ConfigError(
                 f"objective.teacher = {str(teacher.folder)!r}: its tokenizer gives {token!r} the id "
-                f"{teacher_ids[token]}, and the student's {student_id}; distillation compares distributions over the same "
-                "tokens: take a teacher with the student's tokenizer"
+                f"{teacher_ids[token]}, and the student's {student_id}; distillation compares distributions over the "
+                "same tokens: take a teacher with the student's tokenizer"
             )
 
 
