@@ -22,6 +22,8 @@ _TAIL = 64  # tokens of a prompt's end, in which an answer may have opening
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
+    """A parsed answer."""
+
     content: str
     reasoning: str = ""
     """The thoughts before the answer, or ""."""

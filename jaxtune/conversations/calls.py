@@ -45,6 +45,7 @@ class CallForm:
 
 
 def schemas_of(tools: object) -> Arguments:
+    """{tool's name: JSON schema of its parameters}."""
     schemas: Arguments = {}
     for tool in tools if isinstance(tools, list | tuple) else ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None

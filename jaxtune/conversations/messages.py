@@ -155,6 +155,7 @@ def with_system(messages: list[Message], system: str) -> list[Message]:
 
 
 def unknown_keys(messages: Iterable[Mapping[str, object]]) -> list[str]:
+    """Keys that only a template may read."""
     return list(dict.fromkeys(key for message in messages for key in message if key not in _READ))
 
 

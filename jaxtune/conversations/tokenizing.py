@@ -1,7 +1,8 @@
 """Tokenises texts with the position of each token, in time linear in their length.
 
 A longer text than a window (65,536 characters) goes window by window. Neighbours overlap and are joined at a common
-token near the overlap's middle, so tokens equal those of the whole text, but for repeated text longer than the overlap.
+token near the overlap's middle, so tokens equal those of the whole text, except in repeated text longer than the
+overlap.
 """
 
 from __future__ import annotations

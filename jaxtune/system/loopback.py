@@ -1,7 +1,7 @@
 """Addresses of this machine, and protection of local servers from pages of other sites.
 
-A browser's page can send requests to a loopback address, also with its site's host name resolved there; they carry the
-site's name in Host or Origin.
+A browser's page can send requests to a loopback address, also with its site's host name resolved there; their Host or
+Origin names the site.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs of several processes: joining, agreeing on what each sees alone, and ending together.
+"""Runs of several processes: joining, agreeing on what each sees alone, and ending at the same time.
 
 Values go through the coordination service of `jax.distributed` in the first process, not through devices. A single
 process exchanges nothing.
@@ -63,12 +63,12 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
     JAX starts its devices.
 
     Afterwards only the first process prints, stdout is flushed by line, JAX leaves SIGTERM alone, and a thread ends
-    this process if another one fails. The first process listens on loopback only if told so, or if a scheduler started
-    all on one host; otherwise anybody who reaches its port can join or end the run.
+    this process if another one fails. The first process listens on a loopback address only if `coordinator` is one, or
+    if a scheduler started all on one host; otherwise anybody who reaches its port can join or end the run.
 
     Raises ValueError for incomplete arguments, an unknown address, or no connection within five minutes.
 
-      coordinator: "host:port" of the first process; alone for Open MPI 5 and later, which tells no address.
+      coordinator: "host:port" of the first process; alone for Open MPI 5 and later, which give no address.
       processes: their number.
       process: this one's index, from 0.
     """
@@ -125,8 +125,9 @@ class Place:
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """This process's Place, by `join`'s arguments or SLURM's or Open MPI's environment; None for one process. In the
-    latter it gets one GPU, by its index on the host, unless it is alone there or sees at most one. Raises ValueError.
+    """This process's Place by `join`'s arguments, else as SLURM or Open MPI started it; None if it is the only one. A
+    scheduler's process gets one GPU, by its index on the host, unless it is alone there or sees at most one. Raises
+    ValueError.
     """
     if processes is not None or process is not None:
         if coordinator is None or processes is None or process is None:
@@ -503,9 +504,9 @@ def _heard(client: Any) -> None:
 
 
 def _watch() -> None:
-    """The thread that ends this process, with the same message and code, if another one fails, or with code 1 if the
-    first one disappears: a collective would wait forever. The first process gets 10 seconds before, to finish writing.
-    JAX handles others that disappear.
+    """The thread that ends this process, with the same code, if another one fails, or with code 1 if the first one
+    disappears: a collective would wait forever. The first process first gets 10 seconds to finish writing. JAX handles
+    other ones that disappear.
     """
     from jax.errors import JaxRuntimeError
 

@@ -1,8 +1,8 @@
 """From rows of files to tokens, packed rows, and batches.
 
-`dataset.prepare` does it all: it reads rows (`reading`), converts their formats, renders and tokenises them
-(`templates`), caches the tokens (`cache`) and packs them (`packing`). `streamed` and `feeds` do it during the run. An
-error of one row affects that row alone; data.on_bad_row decides whether the run stops.
+`dataset.prepare` reads rows (`reading`), renders and tokenises them (`templates`), caches the tokens (`cache`) and
+packs them (`packing`); `streamed` and `feeds` do it during the run. An error of one row affects that row alone;
+data.on_bad_row decides whether the run stops.
 
 Names are imported on first use, so that a process that only tokenises does not load JAX.
 """

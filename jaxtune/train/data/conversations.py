@@ -68,7 +68,7 @@ class Conversations:
         self, messages: list[dict], tools: list[dict] | None
     ) -> tuple[str, dict[int, list[tuple[int, int]]]]:
         """(Text, {index of a response: its ranges}), by rendering each response. Raises RowError if blocks cannot be
-        told apart.
+        assigned.
         """
         text, ranges = self._blocks(messages, tools)
         responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -87,7 +87,7 @@ class Conversations:
 
     def content_range(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> tuple[int, int]:
         """(Index in `text` of a message's content, characters that the template strips before it). Raises RowError if
-        it is not written as it is.
+        the template changes it otherwise.
         """
         content = messages[index]["content"]
         changed_text = self._rendered_with(messages, tools, index, {**messages[index], "content": SENTINEL})

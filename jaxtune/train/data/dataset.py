@@ -49,7 +49,7 @@ class TokenDataset:
     """What happens to longer documents: "truncate", "split" into pieces, "drop" or "error"."""
     cached: bool = False
     mask_spans: tuple[tuple[str, str], ...] = ()
-    """(opening, closing) texts of untrained spans, which the masks show already; here only for `warnings`."""
+    """(opening, closing) texts of untrained spans; the masks show them already."""
     order: Order = "shuffled"
     """Of an epoch's rows: "shuffled", "torch" (as transformers' Trainer) or "given"."""
     max_documents: int | None = None

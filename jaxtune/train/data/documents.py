@@ -18,6 +18,8 @@ from jaxtune.train.data.batches import Batch
 
 @dataclasses.dataclass(frozen=True)
 class Document:
+    """One document's tokens."""
+
     tokens: np.ndarray
     """int32[n]"""
     mask: np.ndarray

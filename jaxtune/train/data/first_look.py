@@ -1,4 +1,4 @@
-"""A first look at what a config names, before anything is loaded, so that a wrong name or format shows at once."""
+"""A first look at what a config names, so that a wrong name or format shows before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def require_readable(config: TrainConfig) -> None:
     shard), and looks for a local model's tokenizer. For sft it converts the row, which checks columns. A data set named
     on the hub is downloaded unless streamed.
 
-    Raises ConfigError, which names the key, for missing or empty sources and, unless data.on_bad_row is "skip", bad
-    rows; ValueError for a missing tokenizer, an unusable config.json, an unknown data.format or an unreadable file;
-    OSError.
+    Raises ConfigError for missing or empty sources and, unless data.on_bad_row is "skip", bad rows; ValueError for a
+    missing tokenizer, an unusable config.json, an unknown data.format or an unreadable file; OSError.
     """
     data = config.data
     mixed = [rows for rows, _ in data.mixed]

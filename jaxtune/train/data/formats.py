@@ -103,7 +103,7 @@ class Example:
     """
 
     text: str | None = None
-    """Trained on as a whole, but for data.mask_spans."""
+    """Trained on as a whole, without data.mask_spans."""
     prompt: str | None = None
     """Not trained on."""
     completion: str | None = None

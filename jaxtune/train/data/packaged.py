@@ -18,6 +18,8 @@ _FOLDER = Path(__file__).with_name("chat_templates")
 
 @dataclasses.dataclass(frozen=True)
 class Packaged:
+    """A packaged chat template."""
+
     name: str
     """The value of data.template, and its file's name."""
     marks: tuple[str, ...] | None

@@ -1,10 +1,9 @@
-"""Packs whole documents into rows of a fixed length, by best fit decreasing.
+"""Packs whole documents into rows of a fixed length, by best fit decreasing: lengths 6, 5, 4, 3, 2 in rows of 10 give
+[6, 4] and [5, 3, 2].
 
-A `Plan` assigns documents to rows from their lengths alone, so millions cost little; `PackedRows` builds rows from it
-on demand. Example: lengths 6, 5, 4, 3, 2 in rows of 10 give [6, 4] and [5, 3, 2].
-
-A document never continues in another row: with overflow="split" each piece is a document. Documents of a row do not
-attend to each other (`Batch.segment_ids`).
+A `Plan` needs lengths alone, so millions cost little; `PackedRows` builds rows from it on demand. A document never
+continues in another row: with overflow="split" each piece is a document. Documents of a row do not attend to each other
+(`Batch.segment_ids`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class PackingReport:
     max_documents: int
     """Most documents in a row; for pairs the number that batches have room for."""
     untrained_pieces: int = 0
-    """Pieces left out because no token of theirs is trained on."""
+    """Pieces left out because they have no trained token."""
 
     @property
     def fill(self) -> float:

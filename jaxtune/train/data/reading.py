@@ -78,9 +78,8 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
     """The files or data sets that `source` names, in order. Reads no rows, but downloads a data set named on the hub
     unless `streaming`.
 
-    Raises ValueError for what is unknown or ambiguous: no such file, kind or data set, a folder with no data file, a
-    compressed one or several splits, a saved data set without `train`, [:N] with several files or streaming; OSError
-    for an unreadable .json file.
+    Raises ValueError for an unknown file, kind or data set, a folder with no data file, a compressed one or several
+    splits, a saved data set without `train`, or [:N] with several files or streaming; OSError.
 
       source: a file (.jsonl, .json, .parquet, .csv), a folder of them or of `save_to_disk`, a data set's `name`,
       `name:config` or `name:config:split` (default `train`), any of these with [:N] for its first N rows, a list of
@@ -120,8 +119,7 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
     """The rows of all sources in order, with their format set. Bad rows are yielded too, without columns and with the
     reason.
 
-    Raises ValueError for a wrong argument (at the call) or a file that cannot be read further, OSError for one that
-    cannot be opened.
+    Raises ValueError for a wrong argument (at the call) or a file that cannot be read further; OSError.
 
       format: of `formats.FORMATS`. "auto": a source's first row that fits a format decides; rows before it are bad,
       later ones are not compared.
@@ -156,7 +154,7 @@ def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
 
 def _folder(folder: Path) -> list[Source]:
     """Sources of the data files below a folder by name, without hidden ones. Raises ValueError for none, a compressed
-    one, or training and test splits together.
+    one, or files of both training and test splits.
     """
     files = sorted(
         file

@@ -160,6 +160,8 @@ class Answering(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OneTurn:
+    """Samples each answer in one turn; no metrics."""
+
     sampling: Sampling
 
     @property

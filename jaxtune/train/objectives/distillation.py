@@ -27,7 +27,7 @@ def generalized_jsd(
     student_logits: jax.Array, teacher_logits: jax.Array, *, beta: float = 1.0, temperature: float = 1.0
 ) -> jax.Array:
     """float32[...]: the generalised Jensen-Shannon divergence, in nats, at each token, with gradients of the student
-    only. For a user's own loop; a run computes it without whole logits.
+    only, for a user's own loop.
 
     With m = beta teacher + (1 - beta) student: beta KL(teacher || m) + (1 - beta) KL(student || m); at beta = 0
     KL(teacher || student), at beta = 1 KL(student || teacher). Raises ValueError for an option out of range.
@@ -38,7 +38,6 @@ def generalized_jsd(
     ```
 
       student_logits, teacher_logits: float[..., vocab].
-      beta: 0 to 1.
     """
     Distill(beta=beta, temperature=temperature)  # checks the options
     student = jax.nn.log_softmax(student_logits.astype(jnp.float32) / temperature)
@@ -58,12 +57,12 @@ def generalized_jsd(
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """How a student's answers are sampled, with TRL's names but for `slots`."""
+    """How a student's answers are sampled; all names except `slots` are TRL's."""
 
     max_completion_length: int = 512
     """Most tokens of an answer."""
     top_k: int = 0
-    """Only so many most probable tokens; 0: all."""
+    """Only this number of most probable tokens; 0: all."""
     top_p: float = 1.0
     """Only the most probable tokens that add up to it; 1: all."""
     min_p: float = 0.0

@@ -1,8 +1,7 @@
 """Kahneman-Tversky optimisation (KTO): single answers, each desirable or undesirable.
 
-An answer's log-ratio to the reference is compared with an estimate of the KL divergence: the mean log-ratio of
-mismatched answers, that of the nearest row before with another prompt. A row is a pair of documents: its own answer,
-then the mismatched one, in the room that is left.
+A row is a pair of documents: its own answer, and in the room that is left a mismatched one, that of the nearest row
+before with another prompt. The mismatched ones estimate the KL divergence from the reference.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The batch source of on-policy distillation: a row is trained on with an answer that the student samples just before
 the step or, in a share of cases, with the data's.
 
-What is sampled depends on seed, step and weights alone, so an interrupted run continues to the same bits, and
-checkpoints record nothing.
+What is sampled depends on seed, step and weights alone: an interrupted run continues to the same bits, without records.
 """
 
 from __future__ import annotations
@@ -42,6 +41,8 @@ _SHOWN = 160  # characters of a prompt or an answer on the screen
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
+    """A tokenised data row."""
+
     prompt: tuple[int, ...]
     """Ids up to the answer."""
     own: tuple[int, ...] = ()
@@ -51,9 +52,8 @@ class Asked:
 
 
 class OwnSamples(BatchSource):
-    """The batch source of on-policy distillation. A step has `documents` data rows (the config's rows_per_step), each
-    with an answer sampled from the student or, with probability 1 - on_policy, the data's; `rows_per_step` packed rows
-    of `length` tokens hold the longest.
+    """A step has `documents` data rows (the config's rows_per_step), each with an answer sampled from the student or,
+    with probability 1 - on_policy, the data's; `rows_per_step` packed rows of `length` tokens hold the longest.
 
     Raises ConfigError if the longest prompt leaves no room for max_completion_length.
 

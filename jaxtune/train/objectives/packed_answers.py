@@ -71,6 +71,8 @@ def fill_warning(longest: int, answers: int, rows: int, length: int) -> list[str
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
+    """A data row's prompt."""
+
     given: Turns
     """As reward functions get it: text or messages."""
     ids: tuple[int, ...]
@@ -81,8 +83,8 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How answers are sampled and how often trained on, with TRL's names but for `slots`. A generation is sampled by
-    one state of the weights. Raises ValueError for a value out of range.
+    """How answers are sampled and how often trained on; all names except `slots` are TRL's. Raises ValueError for a
+    value out of range.
     """
 
     num_generations: int = 8
@@ -92,7 +94,7 @@ class Settings:
     temperature: float = 1.0
     """Divides the logits in sampling and in the loss."""
     top_k: int = 0
-    """Only so many most probable tokens; 0: all."""
+    """Only this number of most probable tokens; 0: all."""
     top_p: float = 1.0
     """Only the most probable tokens that add up to it; 1: all."""
     min_p: float = 0.0

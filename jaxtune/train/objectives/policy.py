@@ -347,10 +347,8 @@ _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 
 
 def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
-    """float32[rows, length], numpy, in nats: log-probabilities of a batch's targets, 0 where the weight is 0; outside
-    of the train step, 4 rows at a time.
-
-      temperature: divides the logits.
+    """float32[rows, length], numpy, in nats: log-probabilities of a batch's targets, 0 where the weight is 0, 4 rows at
+    a time. temperature: divides the logits.
     """
     graph, state = nnx.split(model)
     rows = len(batch.tokens)

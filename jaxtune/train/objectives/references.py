@@ -1,7 +1,7 @@
-"""Log-probabilities of the reference model of preference objectives, computed once and stored beside the token cache.
+"""Log-probabilities of preference objectives' reference model, computed once and stored beside the token cache.
 
-A file's name is a hash of rows, every byte of the base model and its formats; a checksum ends it. The first step's
-metrics check them: a new adapter changes nothing yet, so model and reference must agree.
+A file's name is a hash of rows, every byte of the base model and its formats; a checksum ends it. They are checked in
+the first step: a new adapter changes nothing yet.
 """
 
 from __future__ import annotations

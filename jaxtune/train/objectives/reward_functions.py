@@ -84,10 +84,11 @@ class Sampled:
         completion_ids: Sequence[Sequence[int]],
         texts: Sequence[Turns],
     ) -> Sampled:
-        """From answers: a text answer to messages becomes a message, and a column that only other rows have None.
+        """The arguments of reward functions: a text answer to messages becomes a message, and a column that only other
+        rows have is None.
 
-        columns: {name: value} of each row.
-        texts: the answers, text or messages.
+          columns: {name: value} of each row.
+          texts: the answers, text or messages.
         """
         completions: list[Turns] = [
             text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]
@@ -164,7 +165,7 @@ class RewardFunctions:
         isolation: Literal["process"] | None = None,
         **options: Unpack[RewardOptions],
     ) -> RewardFunctions:
-        """Of functions, named by `__name__` or class; equal names get numbers ("f", "f_2").
+        """RewardFunctions named by `__name__` or class; equal names get numbers ("f", "f_2").
 
         Raises ConfigError without functions or for another number of weights, UserCodeError if another process cannot
         find one.
@@ -208,8 +209,8 @@ class RewardFunctions:
         isolation: Literal["process"] | None = None,
         **options: Unpack[RewardOptions],
     ) -> RewardFunctions:
-        """Of a recipe's names: `file.py:function`, or ready ones such as exact_match. key: their config key. Raises
-        ConfigError.
+        """RewardFunctions of a recipe's names: `file.py:function`, or ready ones such as exact_match. key: their config
+        key. Raises ConfigError.
         """
         return cls.of([load_function(name, key) for name in wanted], weights, isolation=isolation, **options)
 

@@ -117,8 +117,8 @@ class RolloutFunction:
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[Given], dict[str, float]]:
-        """Raises ConfigError if the function's result lacks a list, or one has not an entry for each prompt, or an
-        answer is empty, too long, or has another number of log-probabilities.
+        """Raises ConfigError if a list is missing, has not an entry for each prompt, or an answer is empty, too long,
+        or has another number of log-probabilities.
         """
         sampler = RolloutModel(model, self.sampling, self.length, self.encode, seeds[0])
         shown_prompts = [prompt.given for prompt in prompts]

@@ -45,6 +45,8 @@ _PRINT_EVERY = 10  # generations between two samples and warnings on the screen
 
 
 class Advantages(Protocol):
+    """Computes a generation's advantages."""
+
     def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray:
         """float32[answers].
 
@@ -268,9 +270,9 @@ class SampledAnswers(BatchSource):
         return news
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """Metrics of the generation made for `step`, given out once: `measured`, "tools/...", "sampling_seconds",
-        "reward_seconds", "update_seconds" (from the last generation's first batch to this sampling), and mean "kl" per
-        token if rewards are penalised.
+        """Metrics of the generation made for `step`, given out once: `measured`, "tools/...", "..._seconds" (of
+        "update_seconds" from the last generation's first batch to this sampling), and mean "kl" per token if rewards
+        are penalised.
         """
         return self._metrics.pop(step, {})
 

@@ -1,8 +1,8 @@
 """A teacher's largest log-probabilities, stored before a distillation, so that no teacher is in memory.
 
 They come from a pass over the rows (teacher_top_k) or another program's file (teacher_logprobs), and are mapped from a
-file beside the token cache. Its name is a hash of rows and teacher, and a checksum ends it. Without a digest of the
-teacher they stay in memory.
+file beside the token cache, named by a hash of rows and teacher, with a checksum. Without a digest of the teacher they
+stay in memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SUM = 16  # bytes of the checksum at the end of a stored file
 
 class StoredTeacher:
     """The stored log-probabilities of a run: train `student`, `attach` places to the rows, `fill` them before the first
-    step. With another objective, or a teacher that runs beside, nothing is stored and arguments come back unchanged.
+    step. With another objective, or a teacher that runs beside, arguments come back unchanged.
 
     A teacher is opened when `digest` or `fill` needs it. Raises ConfigError for teacher_top_k beyond the vocabulary, or
     an unreadable teacher_logprobs.
@@ -156,7 +156,7 @@ class StoredTeacher:
         return self._attached(train, "data.train"), held_out and self._attached(held_out, "data.eval")
 
     def _attached(self, rows: TokenDataset, what: str) -> TokenDataset:
-        """A copy of `rows` with places for the values. what: the rows' key."""
+        """A copy of `rows` with places for the values. what: the config key of the rows."""
         # Rows that are evaluated with packing=step may be longer than data.length.
         is_whole = rows.overflow != "truncate" or (rows.packing == "step" and what != "data.train")
         values = TeacherValues(rows.documents, None if is_whole else rows.length, self.k)
@@ -180,12 +180,10 @@ class StoredTeacher:
 
     def fill(self, sets: Sequence[TokenDataset | None], engine: Engine, say: Callable[[str], None] = say) -> None:
         """Fills missing values in place: from stored files, the objective's file, or a pass of the teacher, which is
-        loaded and freed. New ones are stored if there is a digest. Collective.
+        loaded and freed; new ones are stored if there is a digest. Collective.
 
         Raises ConfigError for an unwritable or unseen cache, invalid distributions or a teacher that does not fit;
-        OutOfDeviceMemory; ValueError for different teachers or an unloadable one.
-
-          engine: the teacher computes on its mesh and batches.
+        OutOfDeviceMemory; ValueError for different or unloadable teachers.
         """
         lacking = [data.rows for data in sets if data is not None and data.teacher and data.teacher.stored is None]
         lacking = [rows for rows in lacking if isinstance(rows, TaughtRows)]
@@ -309,7 +307,7 @@ class StoredTeacher:
 
 @contextlib.contextmanager
 def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | None]:
-    """A context with an array to fill, [values.total], that becomes `values.stored`: in memory without a path, else
+    """A context with an array [values.total] to fill, which becomes `values.stored`: in memory without a path, else
     mapped from the file, which appears complete or not at all. The first process writes it, and one of each host that
     does not see it; others get None. Collective. Raises ConfigError.
     """

@@ -114,8 +114,7 @@ class Tools:
     when needed.
 
     Raises UserCodeError if another process cannot find a function; ConfigError for a tool without types or docstring,
-    two of one name, or an environment without `reset` or of OpenEnv's client class, whose `step` takes an object that a
-    model cannot write.
+    two of one name, or an environment without `reset` or of OpenEnv's client class, whose `step` no model can call.
 
       functions: tools of every answer.
       environments: makes one without arguments, or {name: such a callable}, selected by a row's column `environment`.
@@ -157,7 +156,7 @@ class Tools:
         isolation: Literal["process"] | None = None,
         reset_seconds: float | None = None,
     ) -> Tools:
-        """Of a recipe's names, file.py:name. Raises ConfigError."""
+        """The Tools of a recipe's names, file.py:name. Raises ConfigError."""
         return cls(
             [load_from_file(name, "objective.tools") for name in functions],
             None if environment is None else load_from_file(environment, "objective.environment_factory"),
