@@ -122,7 +122,7 @@ class Summary:
         return "; ".join([f"{self.rows:,} rows, {self.documents:,} documents", *self.warnings()])
 
     def warnings(self) -> list[str]:
-        """Warnings to show before training, one sentence each."""
+        """Sentences to show before training."""
         sentences = []
         if self.bad_rows:
             sentences.append(f"{self.bad_rows:,} bad rows left out, first {'; '.join(self.offenders[:3])}")

@@ -81,7 +81,7 @@ class TokenDataset:
         return self.rows.report
 
     def warnings(self) -> list[str]:
-        """Warnings to show before training, one sentence each. Packs the rows."""
+        """Sentences to show before training. Packs the rows."""
         sentences, report = self.summary.warnings(), self.report
         if report.dropped and self.overflow == "drop":
             sentences.append(

@@ -634,9 +634,9 @@ def _text(value: Columns, names: tuple[str, ...], required: bool = True) -> str:
     return cell
 
 
-def _not_empty(text: str, what: str) -> None:
+def _not_empty(text: str, noun: str) -> None:
     if not text.strip():
-        raise RowError(f"empty {what}")
+        raise RowError(f"empty {noun}")
 
 
 def _conversation(value: Columns, messages: list[Message]) -> Example:

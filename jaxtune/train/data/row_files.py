@@ -189,8 +189,8 @@ def read_json(file: Path, after: int) -> Iterator[Row]:
 
 
 def read_csv(file: Path, after: int) -> Iterator[Row]:
-    """Rows of a CSV file with a header; all values are text. Raises ValueError for a column named twice, or a header
-    that shows another separator.
+    """Rows of a CSV file with a header; all values are text. Raises ValueError for a repeated column, or a header that
+    shows another separator.
     """
     return (row for row in _csv_rows(file) if row.number > after)
 

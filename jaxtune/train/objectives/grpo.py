@@ -423,8 +423,8 @@ def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
 
 
 def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(Mean loss, {metric: mean}), for a user's own loop, with advantages of `rloo_advantages`. Of the options only the
-    epsilons count.
+    """(Mean loss, {metric: mean}), for a user's own loop, with advantages of `rloo_advantages`. Only the epsilons
+    count.
     """
     loss, count, sums = rloo_sums(answers, options)
     return loss / jnp.maximum(count, 1.0), means_of(sums)
