@@ -1,6 +1,6 @@
-"""Small cases on which kernels of the routing are compared with reference.py at their first use on a GPU. A kernel that
-a driver or compiler breaks is then refused instead of used. `refusal` checks the copy of tokens to rows, `sort_refusal`
-the sort; api.implementations and api.sort_implementations ask them."""
+"""Small cases on which routing kernels are compared with reference.py at their first use on a GPU, so that a kernel
+that a driver or compiler breaks is refused. A passed check is repeated only when software or kernels change.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ _TOKENS, _K, _HIDDEN = 203, 3, 192
 
 
 def refusal(name: str, kernels: ModuleType) -> str | None:
-    """Compares the function `spread` of the module `kernels`, which copies tokens to rows, with that of reference.py,
-    on a small case in which some pairs (a token with one of its experts) have no expert and some rows are empty. A
-    passed check is not repeated on this kind of GPU until software or kernels change (dispatch.first_use). Returns the
-    reason, in words, why this GPU must not use `spread` of `kernels` (a difference or an error), or None if the two
-    agree. Where nothing is compared, as without a GPU, or not yet, as within dispatch.built, the result is None. name:
-    of the implementation, such as "mosaic"."""
+    """The reason why this GPU must not use `kernels`' `spread` (a difference or an error); None if it agrees or nothing
+    is compared, as without a GPU. Some pairs of the case have no expert, and some rows are empty.
+    """
 
     def compare():
         draw = np.random.default_rng(0)
@@ -45,15 +42,8 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
 
 
 def sort_refusal(name: str, passes: reference.Passes) -> str | None:
-    """Compares the sort of a small case by the kernels in `passes` with one by the functions of reference.py. A passed
-    check is not repeated on this kind of GPU until software or kernels change (dispatch.first_use). Returns the reason,
-    in words, why this GPU must not use the kernels (a difference or an error), or None if the two agree. Where nothing
-    is compared, as without a GPU, or not yet, as within dispatch.built, the result is None. The results of the sort are
-    integers, so any difference counts.
-
-    Args:
-      name: of the implementation, such as "mosaic".
-      passes: the implementation's two kernels and its block size, with which reference.sort_pairs is called.
+    """The reason why this GPU must not sort with `passes` (any difference or an error); None if it agrees or nothing is
+    compared.
     """
 
     def compare():
