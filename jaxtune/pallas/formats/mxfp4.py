@@ -266,7 +266,7 @@ class Published(Layout):
 
 
 def _checked_scales(found: Found, key: str, arrays: Arrays) -> np.ndarray:
-    """arrays[key], the weight's scales; ValueError if one is 255, NaN in e8m0 (OCP Microscaling Formats v1.0, 5.4.1)."""
+    """arrays[key], a weight's scales; ValueError if one is 255, NaN in e8m0 (OCP Microscaling Formats v1.0, 5.4.1)."""
     scales, header = np.asarray(arrays[key]), found.tensors[key]
     if (wrong := scales == NAN_SCALE).any():
         first = list(map(int, np.unravel_index(wrong.argmax(), wrong.shape)))
@@ -326,7 +326,7 @@ class CompressedTensors(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """As Layout.config, with activations in 16 bits; `rounding_activations` adds theirs."""
+        """As Layout.config, with activations in 16 bits; `rounding_activations` changes that."""
         group = {
             "targets": ["Linear"],
             "weights": _NUMBER | {"dynamic": False},

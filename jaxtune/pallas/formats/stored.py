@@ -20,9 +20,8 @@ class Stored:
     where code plans memory or files' headers.
 
     A format is a frozen dataclass with `shape`, `dtype_name`, `problem`, `cut` and `_decode`, and with `encode` if
-    jaxtune quantises to it. Other methods have defaults, for arrays whose first axes are the tensor's, but for
-    `rescaled`, `with_input_scale` and `largest` (quantisation-aware training and the export of its models), which a
-    format implements if it needs them.
+    jaxtune quantises to it. Only quantisation-aware training and the export of its models need `rescaled`,
+    `with_input_scale` and `largest`. Other methods have defaults, for arrays whose first axes are the tensor's.
     """
 
     shape: tuple[int, ...]  # of the decoded tensor

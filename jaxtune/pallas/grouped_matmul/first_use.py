@@ -1,6 +1,6 @@
-"""The small case on which a kernel of the grouped product is compared with the reference at its first use on a GPU
-(dispatch.first_use), so that a kernel that gives wrong results there is refused and not used. `refusal` makes the
-comparison."""
+"""The small case on which a kernel of the grouped product is compared with plain JAX at its first use on a GPU, so that
+a kernel that gives wrong results there is refused.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +22,14 @@ _TOKENS = 150
 
 
 def refusal(name: str, product: Callable, weight, *, gathering: bool = False) -> str | None:
-    """Compares `product` with the plain JAX implementation (reference.product) on a small random case, once on each
-    kind of GPU: a pass is stored in the user's cache. Returns the reason why this GPU must not run it (a computation
-    failed, or a result differs by more than dispatch.first_use allows), or None, also if nothing is compared in this
-    call, as without a GPU or where dispatch.first_use only queues the check. `implementations` and `gathers` of api.py
-    ask it.
+    """The reason why this GPU must not run `product` (an error, or a difference from reference.product); None if it
+    agrees or nothing is compared, as without a GPU. A pass is stored in the user's cache.
 
-    The case is computed with an adapter, in bfloat16: with contract = 2, as the forward needs it, and with contract =
-    1, the product with the transposed weight, which the gradient of x needs.
+    The case has an adapter, in bfloat16, with contract = 2 (the forward) and 1 (x's gradient).
 
-    Args:
-      name: the implementation's name.
-      product: a function with the arguments and the result of reference.product; if `gathering`, it takes as another
-        argument tokens, int32[rows], the row of x for each sorted row.
-      weight: a quantised weight: the case has a random weight in the same format. None: the case has a bfloat16 array.
-      gathering: True: the case is also computed with rows that `product` gathers from tokens while it multiplies, and
-        so are narrow products, as with an adapter's A. False: with sorted rows only.
+      product: as reference.product; if `gathering`, with another argument, tokens.
+      weight: a quantised weight, whose format a random weight gets; None: an array.
+      gathering: also compare rows gathered from tokens, and narrow products, as with an adapter's A.
     """
 
     def compare():

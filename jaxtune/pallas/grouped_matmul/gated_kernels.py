@@ -1,5 +1,4 @@
-"""The bodies of the Triton kernels of gated_thin.py: the inner rows of experts are multiplied by a thin array of their
-expert while they are in registers."""
+"""Triton kernels that multiply experts' inner rows by a thin array of their expert while they are in registers."""
 
 import triton
 import triton.language as tl
@@ -9,9 +8,9 @@ from jaxtune.pallas.gated.kernels import clipped, row_gradients, share_of
 
 @triton.jit
 def _loaded(gate_up, number, there, start, SIZE: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """COLUMNS columns of gate and up, from column `start` on, both in float32, of the rows `number` [BLOCK, 1] counted
-    from the row to which gate_up points, of 2 SIZE columns; zeros where `there` is false or a column is past the
-    end."""
+    """COLUMNS columns of gate and of up in float32, of the rows `number` [BLOCK, 1] of gate_up [., 2 SIZE]; zeros where
+    `there` is false or a column is past the end.
+    """
     columns = start + tl.arange(0, COLUMNS)[None, :]
     real = there & (columns < SIZE)
     if INTERLEAVED:
@@ -51,22 +50,17 @@ def gated_rows_thin_kernel(
     INTERLEAVED: tl.constexpr,
     STORES: tl.constexpr,
 ):
-    """Computes the inner rows of BLOCK rows, times their weights, in float32, rounds them once and multiplies them by
-    a^T of their expert; if STORES is 1, it writes them too. Empty rows get zeros. Grid: (ROWS / BLOCK,); BLOCK divides
-    TILE_ROWS.
+    """Computes BLOCK inner rows, times their weights, in float32, rounds them once and multiplies them by a^T of their
+    expert. Empty rows get zeros. Grid: (ROWS / BLOCK,); BLOCK divides TILE_ROWS.
 
     Args:
-      gate_up: [ROWS, 2 SIZE], of 16 bits. The first SIZE columns are gate, and the others up. If INTERLEAVED is 1, the
-        even columns are gate, and the odd ones up.
+      gate_up: [ROWS, 2 SIZE], 16 bits; gate, then up, or with INTERLEAVED in even and odd columns.
       weights: float32[ROWS], the router's.
       a: [EXPERTS, RANK, SIZE], like gate_up.
-      tile_expert, tile_sizes: int32[ROWS / TILE_ROWS], the expert of each tile and the number of its rows that are not
-        empty, which come first.
+      tile_expert, tile_sizes: int32[ROWS / TILE_ROWS]; a tile's rows that are not empty come first.
       gated: [ROWS, SIZE], the inner rows times their weights; not written if STORES is 0.
       inner: [ROWS, INNER], gated a^T, rounded once from float32 sums; zeros from column RANK on.
-      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16, which
-        divides INNER.
-      ACTIVATION, ALPHA: of the activation (share_of).
+      WIDTH: columns of the thin product, at least RANK: a power of two, at least 16, that divides INNER.
       CLIPPED, LIMIT: 1: gate and up are clipped at LIMIT, and 1 is added to up.
     """
     DTYPE: tl.constexpr = gated.dtype.element_ty
@@ -124,23 +118,21 @@ def gated_rows_thin_backward_kernel(
     ALPHA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Computes the backward of experts' gated activation in COLUMNS columns of a chunk of rows, whole tiles of one
-    expert, in float32, and what these rows add to dinner^T gated, where gated are the inner rows times their weights,
-    rounded to gate_up's dtype. Rows are read BLOCK at a time. Grid: (SIZE / COLUMNS, rounded up; chunks).
+    """The backward of the gated activation in COLUMNS columns of a chunk of rows (whole tiles of one expert), in
+    float32, and what these rows add to dinner^T gated. Grid: (SIZE / COLUMNS, rounded up; chunks).
 
-    dgate_up may be the same memory as gate_up: each program reads a block before it writes it, and no other program
-    reads it. Empty rows of a chunk get zeros; rows of tiles without an expert are not written.
+    dgate_up may be gate_up's memory: each program reads a block before it writes it, and no other program reads it.
+    Empty rows of a chunk get zeros; rows of tiles without an expert are not written.
 
     Args:
-      gate_up, weights: as for gated_rows_thin_kernel, and so are ACTIVATION, CLIPPED, LIMIT, ALPHA and INTERLEAVED.
+      gate_up, weights: as for gated_rows_thin_kernel.
       dgated: [ROWS, SIZE], the gradient of gated.
-      dinner: [ROWS, INNER], like gate_up, of which the first RANK columns are used.
-      chunk_first, chunk_rows: int32[chunks], each chunk's first row, and how many rows from there on are not empty; 0
-        for a chunk that is not needed.
-      dgate_up: the gradient of gate_up.
+      dinner: [ROWS, INNER], of which the first RANK columns are used.
+      chunk_first, chunk_rows: int32[chunks], the first row, and how many rows from there on are not empty; 0 for a
+      chunk that is not needed.
       dweights: float32[blocks of columns, ROWS], what each block of columns adds to the gradient of the weights.
       da: float32[chunks, RANK, SIZE], what each chunk adds to dinner^T gated.
-      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
+      WIDTH: as for gated_rows_thin_kernel.
     """
     DTYPE: tl.constexpr = dgated.dtype.element_ty
     chunk = tl.program_id(1)

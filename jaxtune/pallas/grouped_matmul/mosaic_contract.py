@@ -1,19 +1,14 @@
-"""The gradients of experts' adapters and of whole weights as Pallas Mosaic GPU kernels for Hopper: for each expert the
-product left^T right, summed over the expert's rows. For an adapter (`contract_rows`) the left side is thin, with the
-adapter's rank as columns, and the right side has the rows that were multiplied or the gradients of their products. For
-a weight (`weight_gradient`) one side has these rows and the other these gradients.
+"""The gradients of experts' adapters and of whole weights as Pallas Mosaic GPU kernels for Hopper: left^T right, summed
+over each expert's rows. For an adapter the left side is thin, with the rank as columns.
 
-If the product were batched by tile and then summed over an expert's tiles, each tile's result would be written and read
-again: 84 MB for 335 MB of rows of an adapter; for a weight, each tile of 128 rows adds a whole matrix to the sum. Here
-one accumulator takes all rows of an expert.
+A product batched by tile and then summed over an expert's tiles would write and read each tile's result again: 84 MB
+for 335 MB of rows of an adapter; for a weight, each tile of 128 rows adds a whole matrix. Here one accumulator takes
+all rows of an expert.
 
 The kernels are persistent: program p of n computes the items p, p + n, p + 2 n, ... An item is a tile of the output: an
 expert, some columns of the left side (128 for a weight with at least 128, else 64), and some of the right side. One
-warpgroup loads 64 rows at a time, and continues with the next item while the others (one for each 64 of the item's
-columns of the left side) store the last one.
-
-`refusal` and `weight_refusal` compare the kernels with plain JAX at their first use; where they give a reason, the
-caller, grouped_matmul's backward, takes reference.contract_rows.
+warpgroup loads 64 rows at a time, and continues with the next item while the others (one for each 64 of the item's left
+columns) store the last one.
 """
 
 from __future__ import annotations
@@ -46,19 +41,14 @@ _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 
 def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
-    """The kernel's body: out float32[E, r, n], for each expert e the product thin^T wide over the rows of the tiles
-    from bounds_ref[e] to before bounds_ref[e + 1]. All rows of these tiles are summed, also empty ones. Warpgroup 0
-    multiplies, warpgroup 1 loads. An item is 64 columns of the thin array and one block of columns of the wide one, for
-    one expert.
+    """out float32[E, r, n]: thin^T wide over the rows of the tiles from bounds_ref[e] to before bounds_ref[e + 1],
+    empty rows included. Warpgroup 0 multiplies, warpgroup 1 loads. An item is 64 thin columns and a block of wide ones.
 
-    Args:
-      thin_ref: [rows, R] in global memory, in a 16-bit dtype. R is a multiple of 64. The result's r is R, or for an R
-        of 64 perhaps less: the last columns of the thin array, which are padding, then give no rows of the result.
-      wide_ref: [rows, n] in global memory, or the tokens [T, n] if they are `gathered`.
-      bounds_ref: int32[E + 1], the number of each expert's first tile, and of the tile after the last.
+      thin_ref: [rows, R], 16 bits, R a multiple of 64. r is R, or for an R of 64 perhaps less: the padding's columns
+      then give no rows.
+      wide_ref: [rows, n], or the tokens [T, n] if `gathered`.
+      bounds_ref: int32[E + 1], each expert's first tile, and the tile after the last.
       rest: in this order: the token of each row if `gathered`; out; shared memory and barriers.
-      programs: the number of programs; program p computes the items p, p + programs, p + 2 programs, ...
-      gathered: True: rows of the wide array are read from the tokens. False: from the sorted buffer.
     """
     if gathered:
         tokens_ref, *rest = rest
@@ -71,7 +61,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
     mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
 
     def place(index):
-        """(expert, which part of the thin side, which block of the wide side's columns)"""
+        """(expert, which section of the thin side, which block of the wide side's columns)"""
         item = program + index * programs
         expert, rest = lax.div(item, jnp.int32(blocks * parts)), lax.rem(item, jnp.int32(blocks * parts))
         return expert, lax.div(rest, jnp.int32(blocks)), lax.rem(rest, jnp.int32(blocks))
@@ -163,23 +153,19 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
 
 
 def _smem(shape, dtype):
-    """The scratch type of an array in shared memory with this shape and dtype, swizzled as TMA copies it and tensor
-    cores read it. The calls of both kernels make their scratch memory of such arrays."""
+    """An array in shared memory, swizzled as TMA copies it and tensor cores read it."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
-    """The gradient of an adapter's A, or of its B transposed, by the kernel: float32[E, rank, n], for each expert the
-    product thin^T wide, summed over the expert's rows. Unlike reference.contract_rows it stores no products of single
-    tiles. An expert without rows gets zeros. The backward of grouped_matmul calls it, after `refusal`.
+    """The gradient of an adapter's A, or of B transposed: float32[E, rank, n], thin^T wide summed over each expert's
+    rows; zeros for an expert without rows. Only if `refusal` is None.
 
-    Args:
-      thin: [rows, R], R a multiple of 64 and at least `rank`; columns from `rank` on do not change the result.
-      wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`; both are in bfloat16 or both in float16. Empty rows
-        must be zero in one of the two and finite in the other.
-      groups: which expert each tile of rows belongs to; the rows are sorted by expert. A tile has 128 rows.
-      rank: of the adapter.
-      tokens: int32[rows], the row of `wide` for each sorted row, T for zeros; None: `wide` is sorted already.
+      thin: [rows, R], R a multiple of 64, at least `rank`; columns from `rank` on do not matter.
+      wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`; both bfloat16 or both float16. Empty rows must be
+      zero in one and finite in the other.
+      groups: with tiles of 128 rows.
+      tokens: int32[rows], the row of `wide` for each sorted row, T for zeros.
     """
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)
@@ -224,24 +210,16 @@ def _weight_kernel(
     *,
     programs: int,
 ):
-    """The body of the kernel of `weight_gradient`, the gradient of experts' whole weights (adapters have `_kernel`):
-    out [E, p, q], for each expert e the product left^T right over its rows, from starts_ref[e] to before starts_ref[e]
-    + sizes_ref[e], in steps of 64. The last step is whole: it also reads the empty rows that follow. The last warpgroup
-    loads, the one or two before it multiply. An expert without rows takes no step, and zeros are stored.
+    """out [E, p, q]: left^T right over each expert's rows, in whole steps of 64, which also read the empty rows that
+    follow. The last warpgroup loads, the one or two before it multiply. Tiles need not divide p and q: the last
+    overlaps the one before, and both store the same numbers.
 
-    Tiles need not divide p and q: the last overlaps the one before, and both store the same numbers.
-
-    Args:
-      left_ref, right_ref: [rows, p] and [rows, q] in global memory, in a 16-bit dtype; p and q are multiples of 64. The
-        empty rows that fill an expert's last step are zero in one of them and finite in the other.
-      starts_ref, sizes_ref: int32[E], each expert's first row, a multiple of 64, and the number of its rows, without
-        the empty ones.
-      out_ref: the result in global memory.
-      left_smem, right_smem, out_smem: shared memory: [stages, warpgroups that multiply, 64 rows, 64 columns], [stages,
-        64 rows, columns], [warpgroups that multiply, 64, columns].
+      left_ref, right_ref: [rows, p] and [rows, q], 16 bits; p and q are multiples of 64. Empty rows in an expert's last
+      step are zero in one and finite in the other.
+      starts_ref, sizes_ref: int32[E], first row (a multiple of 64) and number of rows without empty ones.
+      left_smem, right_smem, out_smem: [stages, multiplying warpgroups, 64 rows, 64 columns], [stages, 64 rows,
+      columns], [multiplying warpgroups, 64, columns].
       full, free: for each stage a barrier of the copies that fill it, and one of the warpgroups that have read it.
-      programs: the number of programs; program i computes the items i, i + programs, ... An item is a tile of the
-        result of one expert: 64 columns of the left side for each multiplying warpgroup, by a block of the right's.
     """
     stages, warpgroups, *_ = left_smem.shape
     columns = right_smem.shape[2]
@@ -260,8 +238,9 @@ def _weight_kernel(
         return expert, jnp.minimum(part * own, left_size - own), jnp.minimum(block * columns, right_size - columns)
 
     def rows_of(index):
-        """(first row, steps) of an item's expert, to read them an item early, for that takes as long as two steps; of
-        any expert where there is no such item."""
+        """(first row, steps) of an item's expert, to read them an item early, as that takes as long as two steps; any
+        expert's if there is no item.
+        """
         expert = jnp.clip(place(jnp.minimum(index, mine - 1))[0], 0, experts - 1)
         return starts_ref[expert], lax.div(sizes_ref[expert] + (_STEP - 1), jnp.int32(_STEP))
 
@@ -337,26 +316,23 @@ def _weight_kernel(
 
 
 def _weight_columns(size: int, dtype) -> int:
-    """The columns of an item of a weight's gradient: those with which the fewest columns are multiplied twice, as the
-    last tile overlaps the one before; of equal ones the widest. Fewer than 192 are chosen only if the right side has
-    fewer columns. size: the columns of the right side, a multiple of 64. dtype: of the result. A tile of the result
-    takes shared memory, so it has at most 256 columns in 16 bits and 192 in float32. `weight_gradient` calls it."""
+    """The columns of an item, with which the fewest columns are multiplied twice; of equal ones the widest. A tile
+    takes shared memory: at most 256 columns in 16 bits, 192 in float32.
+
+      size: columns of the right side, a multiple of 64.
+      dtype: of the result.
+    """
     fitting = [columns for columns in _WEIGHT_STAGES[jnp.dtype(dtype).itemsize] if columns <= size]
     wide = [columns for columns in fitting if columns >= _NARROW] or fitting[:1]
     return min(wide, key=lambda columns: -(-size // columns) * columns)
 
 
 def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> jax.Array:
-    """The gradient of experts' weights by the kernel: [E, p, q] in `dtype`, for each expert left^T right, summed over
-    the expert's rows in float32 and rounded once. An expert without rows gets zeros. Unlike reference.contract_rows,
-    which adds each tile to a float32 sum in memory, it only writes the result, once. The backward of grouped_matmul
-    calls it for weights that train, after `weight_refusal`.
+    """The gradient of experts' weights: [E, p, q], left^T right summed over each expert's rows in float32 and rounded
+    once to `dtype` (bfloat16, float16 or float32); zeros for an expert without rows. Only if `weight_refusal` is None.
 
-    Args:
-      left, right: [rows, p] and [rows, q], both in bfloat16 or both in float16, sorted by expert and padded as `groups`
-        says; p and q are multiples of 64. Rows without a token must be zero in one of the two and finite in the other.
-      groups: which rows belong to each expert.
-      dtype: of the result: bfloat16, float16 or float32.
+      left, right: [rows, p] and [rows, q], both bfloat16 or both float16, sorted by expert; p and q are multiples of
+      64. Rows without a token must be zero in one and finite in the other.
     """
     columns = _weight_columns(right.shape[1], dtype)
     stages = _WEIGHT_STAGES[jnp.dtype(dtype).itemsize][columns]
@@ -382,11 +358,9 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
 
 
 def refusal(dtype) -> str | None:
-    """The reason why this GPU must not run contract_rows with arrays of this dtype, or None. The first call for a dtype
-    compares the kernel with plain JAX on small cases (dispatch.first_use), unless a pass is stored in the user's cache;
-    a difference or an error is the reason. The result is also None where nothing is compared in the call: without a
-    GPU, and while a run's programs are built, when dispatch.first_use only queues the check. The function does not ask
-    which GPU there is: the backward of grouped_matmul calls it only where a Mosaic kernel multiplies already."""
+    """The reason why this GPU must not run contract_rows in this dtype (an error, or a difference from plain JAX); None
+    if it agrees or nothing is compared, as without a GPU. It does not ask which GPU there is.
+    """
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
@@ -412,12 +386,9 @@ def refusal(dtype) -> str | None:
 
 
 def weight_refusal(dtype, weight_dtype) -> str | None:
-    """The reason why this GPU must not run weight_gradient with rows of `dtype` and a result in `weight_dtype`, or
-    None: a weight_dtype other than bfloat16, float16 and float32, or what the comparison with plain JAX on small cases
-    finds at the first call for these dtypes (dispatch.first_use). Without a GPU nothing is compared, and while a run's
-    programs are built the check is only queued; the result is then None for these dtypes. The function asks neither
-    which GPU there is nor for the dtype of the rows: the backward of grouped_matmul calls it only where a Mosaic kernel
-    multiplies already."""
+    """The reason why this GPU must not run weight_gradient with rows of `dtype` and a result in `weight_dtype`; None if
+    it may or nothing is compared, as without a GPU. It does not ask which GPU there is, nor for the rows' dtype.
+    """
     given, wanted = jnp.dtype(dtype), jnp.dtype(weight_dtype)
     if wanted not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"gradients in {wanted.name}"

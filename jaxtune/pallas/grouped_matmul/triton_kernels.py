@@ -1,5 +1,4 @@
-"""The body of the Triton kernel of the grouped product (rows sorted by expert, each times the weight of its expert).
-triton.py describes and calls it, and imports this module only where the kernel is used, because it imports triton."""
+"""Triton kernels of the grouped product and of thin_pair.py."""
 
 import triton
 import triton.language as tl
@@ -17,15 +16,11 @@ def _side(
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Loads a block [STEP, COLUMNS] of one expert's weight, or of one expert's side of the adapter, for one step of a
-    sum. product_kernel calls it for both.
+    """A block [STEP, COLUMNS] of one expert's weight or side of an adapter, [OUTER, INNER] if FAST, else [INNER,
+    OUTER]; INNER is the summed axis. Zeros outside the weight.
 
-    `weight` points to the weights of all experts, and `expert` (int32) is the number of one. Each expert's weight is
-    [OUTER, INNER] if FAST is 1, so that the summed axis is contiguous, and [INNER, OUTER] if it is 0; INNER is the size
-    of the summed axis, K or the adapter's rank. along: int32[STEP], indices on the summed axis, and columns:
-    int32[COLUMNS], indices on the other axis, which is the columns of the result; both are runs that begin at a
-    multiple of their length. Where an index is outside of the weight, the block has zeros. Indices are compared only if
-    STEP does not divide INNER or COLUMNS does not divide OUTER, as such runs are inside otherwise.
+    along: int32[STEP], columns: int32[COLUMNS]: runs that begin at a multiple of their length, so indices are compared
+    only if STEP does not divide INNER or COLUMNS does not divide OUTER.
     """
     weight += expert.to(tl.int64) * (INNER * OUTER)
     if FAST:
@@ -40,10 +35,9 @@ def _side(
 
 @triton.jit
 def _rows(x, rows, along, INNER: tl.constexpr, STEP: tl.constexpr):
-    """Loads a block [ROWS, STEP] of x, for one step of a product over K. `x` points to an array [any number of rows,
-    INNER]. rows: int32[ROWS], the numbers of the rows, all within x. along: int32[STEP], neighbouring indices on the
-    last axis, of which the first is a multiple of STEP; where one is INNER or more, the block has zeros, for which
-    indices are compared only if STEP does not divide INNER. product_kernel loads x and u with it."""
+    """A block [ROWS, STEP] of x [., INNER], zeros from column INNER on. along: int32[STEP], a run that begins at a
+    multiple of STEP.
+    """
     places = rows.to(tl.int64)[:, None] * INNER + along[None, :]
     if INNER % STEP == 0:
         return tl.load(x + places)
@@ -72,16 +66,14 @@ def product_kernel(
     STEP: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """Computes one tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert], where u
-    and side are an adapter's operands. Each expert's weight is [OUTER, INNER] if FAST is 1, else [INNER, OUTER]; its
-    side is [OUTER, RANK] or [RANK, OUTER] in the same way. RANK is 0 without an adapter; then u and side are not read.
-    triton.product launches the kernel.
+    """Computes one tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert]. Each
+    expert's weight is [OUTER, INNER] if FAST is 1, else [INNER, OUTER], and its side likewise. Without an adapter RANK
+    is 0, and u and side are not read.
 
-    All rows of a tile of Groups have one expert, tile_expert[tile]. `count` points to the number of such tiles that
-    have tokens; they come first, and the tiles after them get zeros. Each is divided into GROUP_TILES tiles of ROWS
-    rows here. A tile of the output has ROWS rows and COLUMNS columns; a step of the sum is over STEP numbers, and the
-    adapter's is over RANK_STEP, at least RANK. ROW_TILES is the number of tiles of ROWS rows. Programs are numbered in
-    bands of BAND tiles of rows. The grid has ROW_TILES times ceil(OUTER / COLUMNS) programs.
+    All rows of a tile of Groups have one expert, tile_expert[tile]. `count` points to the number of tiles with tokens;
+    they come first, and the tiles after them get zeros. Each is divided into GROUP_TILES tiles of ROWS rows. The
+    adapter's step is over RANK_STEP, at least RANK. Programs are numbered in bands of BAND tiles of rows. The grid has
+    ROW_TILES times ceil(OUTER / COLUMNS) programs.
     """
     COLUMN_TILES: tl.constexpr = (OUTER + COLUMNS - 1) // COLUMNS
     item = tl.program_id(0)
@@ -134,20 +126,19 @@ def thin_pair_kernel(
     COLUMNS: tl.constexpr,
     RANGES: tl.constexpr,
 ):
-    """Multiplies COLUMNS columns of one expert's rows of dout by the expert's b, and, transposed, by inner, with
-    float32 sums, BLOCK rows at a time. An expert's rows are divided into RANGES ranges. Grid: (OUT / COLUMNS, rounded
-    up; EXPERTS RANGES). thin_pair.thin_pair launches the kernel.
+    """Multiplies COLUMNS columns of one expert's rows of dout by its b, and, transposed, by inner, in float32 sums,
+    BLOCK rows at a time. An expert's rows are divided into RANGES ranges. Grid: (OUT / COLUMNS, rounded up; EXPERTS
+    RANGES).
 
     Args:
       dout: [ROWS, OUT], of 16 bits.
-      b: [EXPERTS, OUT, RANK]; it is rounded to dout's dtype.
-      inner: [ROWS, INNER], like dout, of which the first RANK columns are used.
+      b: [EXPERTS, OUT, RANK]; rounded to dout's dtype.
+      inner: [ROWS, INNER], of which the first RANK columns are used.
       order: int32[EXPERTS], the experts in the order of the programs.
-      starts, sizes: int32[EXPERTS], each expert's first row, and how many rows it has from there on.
-      dinner: float32[blocks of columns, ROWS, RANK], what each block of columns adds to dout b. Only experts' rows are
-        written.
-      db: float32[RANGES, EXPERTS, OUT, RANK], what each range of an expert's rows adds to dout^T inner.
-      WIDTH: the columns with which the thin arrays are multiplied, at least RANK: a power of two of at least 16.
+      starts, sizes: int32[EXPERTS], first row and number of rows.
+      dinner: float32[blocks of columns, ROWS, RANK], what each block of columns adds to dout b; only experts' rows.
+      db: float32[RANGES, EXPERTS, OUT, RANK], what each range adds to dout^T inner.
+      WIDTH: columns of the thin products, at least RANK: a power of two of at least 16.
     """
     DTYPE: tl.constexpr = dout.dtype.element_ty
     expert = tl.load(order + tl.program_id(1) // RANGES).to(tl.int64)

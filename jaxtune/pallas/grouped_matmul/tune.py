@@ -1,7 +1,6 @@
-"""Measures which block sizes of the grouped product's Hopper kernel (rows times the weights of their experts) are
-fastest on this machine's GPU, for the shapes of two models, and stores them (pallas/tuning.py), for the command
-`jaxtune tune grouped_matmul`. Products with the same weight sizes, dtype and axis that is summed over, of any number of
-rows and experts, use those in the user's cache from then on."""
+"""Measures which Blocks of the grouped product's Hopper kernel are fastest on this machine's GPU, for the shapes of two
+models, and stores them for later products of any number of rows and experts.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +31,17 @@ SHAPES = (
 def tune(
     dtype=jnp.bfloat16, say: Callable[[str], None] = lambda text: None, path: Path | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Times candidates for the block sizes of the grouped product (rows times the weights of their experts) on balanced
-    groups, in the forward and for dx, the gradient of the rows. It does so for the shapes in SHAPES, with weights in
-    `dtype` and in NF4, without adapters, and stores the fastest sizes of each, which later calls on this kind of GPU
-    use if they are in the user's cache (tuning.py). A candidate that does not run, or whose result differs from the
-    first one's, is skipped. It needs a Hopper GPU; the command `jaxtune tune grouped_matmul` calls it.
+    """Times Blocks on balanced groups, forward and for dx, with weights in `dtype` and in NF4, without adapters, and
+    stores the fastest of each product. A candidate that fails, or differs from the first one's result, is skipped.
+    Hopper only.
 
-    Args:
-      dtype: of the operands.
-      say: is called with a line of text before each candidate runs (its block sizes) and after it (its time, or why it
-        failed).
+      say: gets a line of text before and after each candidate.
       path: the file that stores the result; None: the user's cache.
     Returns:
-      {name of the product (mosaic.bucket): the entry that tuning.measure returned: the fastest blocks, their time, and
-        what was tried}.
+      {mosaic.bucket: the entry of tuning.measure: the fastest blocks, their time, and what was tried}.
     Raises:
       RuntimeError: there is no GPU, or no candidate runs for one of the products.
-      OSError: the file `path` cannot be written.
+      OSError: `path` cannot be written.
     """
     entries = {}
     for (experts, pairs, in_size, out_size, transposed), ahead in itertools.product(SHAPES, (False, True)):

@@ -87,7 +87,7 @@ def _gated(gate: RowGate, static: grouped.Static, gate_up, row_weights, weight, 
 
 
 def _gated_fwd(gate, static, gate_up, row_weights, weight, lora, routing, given):
-    """Computes the low-rank input apart from the output: the stack's backward, which runs this rule, needs no output."""
+    """Computes the low-rank input apart from the output: the stack's backward runs this rule and needs no output."""
     if given is None and _by_kernels(gate_up, lora, gate, static):
         parts = gate_up, row_weights, lora[0], routing.groups, gate
         _, given = gated_thin.gated_rows_thin(*parts, thin_alone=True)
