@@ -34,7 +34,7 @@ def load_in() -> list[str]:
 
 
 def kept_layout(name: str) -> Layout | None:
-    """The layout whose weights loading decodes unless model.load_in is `name`; None: loading quantises to the format."""
+    """The layout whose weights loading decodes unless model.load_in is `name`; None: loading quantises to this."""
     return next((each for each in FORMATS[name].layouts if each.kept_on_request), None)
 
 

@@ -146,7 +146,7 @@ def gathers(implementation: str) -> bool:
 
 
 def fills(implementation: str) -> bool:
-    """Whether products by `implementation` take an adapter's low-rank input with its rank padded to a multiple of 64."""
+    """Whether products by `implementation` take an adapter's low-rank input with its rank padded to multiples of 64."""
     return implementation in _MOSAIC
 
 
@@ -252,7 +252,7 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inn
 
 
 def low_rank_of(residuals) -> jax.Array | None:
-    """An adapter's low-rank input [rows, r], without padding, from the residuals of `forward`; None without an adapter."""
+    """An adapter's low-rank input [rows, r], without padding, from `forward`'s residuals; None without an adapter."""
     *_, lora, _, inner = residuals
     return None if lora is None else inner[:, : lora[0].shape[1]]
 

@@ -55,7 +55,7 @@ def _sums(values: jax.Array, bounds: jax.Array, run: int) -> jax.Array:
 
 
 def refusal() -> str | None:
-    """The reason why the kernel must not be used on this GPU; None if it may or nothing is compared, as without a GPU."""
+    """The reason why the kernel must not run on this GPU; None if it may or nothing is compared, as without a GPU."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
 

@@ -20,7 +20,7 @@ def _precision(dtype):
 
 
 def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    """array [T, n] at tokens int32[rows] -> [rows, n], zeros for the token T; tokens None: the array, sorted already."""
+    """array [T, n] at tokens int32[rows] -> [rows, n], zeros for the token T; tokens None: the array itself."""
     return array if tokens is None else array.at[tokens].get(mode="fill", fill_value=0)
 
 

@@ -1,11 +1,9 @@
-"""`rounded_pair`: a Triton kernel that rounds the gradients of outputs to e4m3, for the product with weights that have
-scales of 128 x 128, and computes the two products of them that the outputs' adapters need. It reads each gradient once,
-where the rounding (fp8_rounding.py) and thin_pair would each read it. fp8_product.rounded_gradients calls it, and
-`refusal` says which calls it cannot compute.
+"""Rounds the gradients of outputs to e4m3, for weights with scales of 128 x 128, and computes the two products of them
+that the adapters need, by a Triton kernel that reads each gradient once.
 
-The work is divided as in thin_pair: a program has a block of columns of one output and a range of rows. Its sums over
-rows stay in registers. Its sums over columns it writes for each tile, and XLA adds up the blocks, in one order. A block
-has a multiple of 128 columns, so that a program finds scales by itself.
+A program has a block of columns of one output and a range of rows. Its sums over rows stay in registers. Its sums over
+columns it writes for each tile, and XLA adds up the blocks, in one order. A block has a multiple of 128 columns, so
+that a program finds scales by itself.
 """
 
 from __future__ import annotations
@@ -27,21 +25,13 @@ _LARGEST_RANK = 32
 
 
 def tile() -> Tile:
-    """Returns how the kernel divides its work (a Tile) on the GPU that is compiled for. On Hopper the Tile is the
-    fastest of those that were measured on an H200; that of other GPUs was not measured. A Tile's columns must be a
-    multiple of 128, because the kernel writes a scale for each 128 numbers of a row."""
+    """The fastest Tile measured on Hopper; other GPUs were not measured. Its columns must be a multiple of 128."""
     return Tile(64, 256, 8, 3, 2) if dispatch.compute_capability() == (9, 0) else Tile(32, 128, 4, 2, 4)
 
 
 def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
-    """The reason why the kernel cannot compute a call, or None. It can if the kernels of fp8_rounding.py can round the
-    gradients, if outputs are multiples of 128 numbers, and if ranks are at most 32. It is also refused if the check at
-    first use on this GPU found that its results differ from those of plain JAX.
-
-    Args:
-      widths: the numbers of each output.
-      ranks: of each output's adapter.
-      dtype: of the gradients.
+    """The reason why the kernel cannot round outputs of these widths, with adapters of these ranks, or differs from
+    plain JAX on this GPU; None if it can.
     """
     reason = fp8_rounding.refusal(widths, dtype, True)
     if reason is not None:
@@ -55,18 +45,8 @@ def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
 
 
 def _first_use(dtype, width: int, several: bool) -> str | None:
-    """Checks the kernel when it is first used with these arguments. The kernel's products are compared with those of
-    plain JAX, and its codes and scales with those of fp8_rounding's kernel. Returns None if they agree, and otherwise
-    the reason in words, for which this GPU must not run the kernel. Without a GPU nothing is compared, and None is
-    returned.
-
-    In the compared case one program computes all rows of a block of columns. It reads many tiles ahead of their use. If
-    one were overwritten too early, the results would differ.
-
-    Args:
-      dtype: of the gradients.
-      width: the columns with which the kernel multiplies thin arrays.
-      several: whether there are several outputs.
+    """Compares the kernel with plain JAX and with fp8_rounding's codes. One program computes all rows of a block of
+    columns: it reads many tiles ahead of their use, and would show one that is overwritten too early.
     """
     widths = (384, 128) if several else (256,)
 
@@ -80,7 +60,6 @@ def _first_use(dtype, width: int, several: bool) -> str | None:
             return rounded_pair(douts, inner, bs, tile()._replace(programs=0))
 
         def exact(douts, inner, bs):
-            """The two products in plain JAX, of numbers in float32."""
             douts, inner, bs = jax.tree.map(lambda each: each.astype(jnp.float32), (douts, inner, bs))
             parts = jnp.split(inner, len(bs), axis=1)
             thins, dbs = zip(*map(reference.thin_pair, douts, bs, parts), strict=True)
@@ -98,20 +77,13 @@ def _first_use(dtype, width: int, several: bool) -> str | None:
 def rounded_pair(
     douts: Sequence[jax.Array], inner: jax.Array, bs: Sequence[jax.Array], shape: Tile
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, list[jax.Array]]:
-    """Runs the kernel: it rounds the gradients of outputs to e4m3, and multiplies the gradients, as they are before the
-    rounding, by the B's and by the low-rank inputs of the outputs' adapters. Call it only if `refusal` returns None.
+    """(the gradients side by side, as fp8_product.side_by_side rounds them: codes [tokens, sum of out_i], scales
+    float32[tokens, sum of out_i / 128]; the unrounded gradients times the B's, side by side, [tokens, sum of ranks];
+    each transposed gradient times its low-rank input, float32[out_i, r_i]). Only if `refusal` is None.
 
-    Args:
-      douts: the gradient of each output, [tokens, out_i] of 16 bits.
-      inner: the low-rank inputs of the outputs' adapters, side by side, [tokens, sum of ranks] in the gradients' dtype.
-      bs: the B of each output's adapter, float[out_i, r_i]; it is rounded to the gradients' dtype.
-      shape: how the kernel divides its work: tile().
-    Returns:
-      (the gradients, side by side, rounded to e4m3 with a scale for each 128 numbers of a row, as
-      fp8_product.side_by_side has them: codes [tokens, sum of out_i] and scales float32[tokens, sum of out_i / 128];
-      the gradients times the B's, side by side, [tokens, sum of ranks] in the gradients' dtype;
-      for each output its transposed gradient times its low-rank input, float32[out_i, r_i]).
-      The products have float32 sums.
+      douts: [tokens, out_i] of 16 bits each.
+      inner: the low-rank inputs, side by side, [tokens, sum of ranks].
+      bs: float[out_i, r_i], rounded to the gradients' dtype.
     """
     from jaxtune.pallas.quant_matmul import fp8_gradients_kernels as kernels
 

@@ -1,5 +1,4 @@
-"""The body of the Triton kernel of fp8_gradients.py: each tile of an output's gradient is read once, rounded to e4m3,
-and multiplied by two thin arrays."""
+"""The Triton kernel of fp8_gradients.py."""
 
 import triton
 import triton.language as tl
@@ -34,25 +33,20 @@ def rounded_pair_kernel(
     STEPS: tl.constexpr,
 ):
     """Rounds COLUMNS columns of STEPS tiles of BLOCK rows of an output's gradient to e4m3, each 128 numbers of a row by
-    a scale of their own (scale_of), and multiplies them, not rounded, by B, and, transposed, by the adapter's low-rank
-    input, with float32 sums. Grid: (blocks of columns of all outputs, ranges of rows): (the sum of WIDTHS / COLUMNS,
-    each rounded up, ROWS / (STEPS BLOCK), rounded up).
+    a scale, and multiplies them, not rounded, by B, and, transposed, by the low-rank input. Grid: (blocks of columns of
+    all outputs, ranges of rows).
 
     Args:
-      a, b, c, d: the gradients of up to four outputs, of 16 bits, [ROWS, width] each; those beyond the number of WIDTHS
-        are not read.
-      inner: [ROWS, JOINED], like a: the low-rank inputs of the outputs' adapters, side by side.
-      sides: [TOTAL, RANK], like a: the B's of all outputs, one below the other, filled up with zeros.
-      codes: e4m3[ROWS, TOTAL], all outputs side by side.
-      scales: float32[TOTAL / 128, ROWS].
-      parts: float32[blocks of columns, ROWS, RANK], what each block adds to the product of its output's gradient and B.
-      dbs: float32[ranges of rows, TOTAL, RANK], what each range adds to the products of the transposed gradients and
-        the low-rank inputs.
-      WIDTHS: the columns of each output, multiples of 128; TOTAL is their sum.
-      PLACES: the first column of each output among those of all.
-      FIRST: the first block of columns of each output.
-      RANKS, THINS: the rank of each output's adapter, and its first column in `inner`. RANK is the largest.
-      WIDTH: the columns with which the thin arrays are multiplied, at least RANK: a power of two of at least 16.
+      a, b, c, d: gradients [ROWS, width] of up to four outputs, 16 bits.
+      inner: [ROWS, JOINED], the low-rank inputs, side by side.
+      sides: [TOTAL, RANK], the B's, one below the other, padded with zeros.
+      codes, scales: e4m3[ROWS, TOTAL], float32[TOTAL / 128, ROWS].
+      parts: float32[blocks of columns, ROWS, RANK], what each block adds to the product with B.
+      dbs: float32[ranges of rows, TOTAL, RANK], what each range adds to the transposed products.
+      WIDTHS, PLACES, FIRST: each output's columns (multiples of 128, TOTAL in all), first column, and first block of
+      columns.
+      RANKS, THINS: each adapter's rank (RANK at most), and first column in `inner`.
+      WIDTH: columns of the thin products, at least RANK: a power of two of at least 16.
       COLUMNS: a multiple of 128.
     """
     arrays = (a, b, c, d)

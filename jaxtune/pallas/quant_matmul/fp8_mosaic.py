@@ -3,17 +3,13 @@
 
 The kernel is persistent: with n programs, one for each multiprocessor, program p computes tiles p, p + n, ... of the
 output. One warpgroup loads 128 (or 64) codes along K of both operands, as many steps ahead as fit, and continues with
-the next tile while the two others, each with 64 of the 128 rows, store the last one. If rows are sorted by expert
-(grouped_matmul), each tile is multiplied by the weight of its expert; tiles without rows take no step, and if the
-second 64 rows of a tile are empty they are not multiplied.
+the next tile while the two others, each with 64 of the 128 rows, store the last one. If rows are sorted by expert, each
+tile is multiplied by the weight of its expert; tiles without rows take no step.
 
 If each row of x and of the weight has one scale, the tensor cores sum over all of K, and the result is scaled once, in
 registers. If each 128 numbers along K (and 128 of the weight's rows) have a scale, the tensor cores sum over 128, and a
 warpgroup scales and adds these sums in float32, 128 columns at a time, while the other warpgroup multiplies. Scales are
 read a step ahead. An adapter's product has two operands in 16 bits, and is one more step.
-
-`product` calls the kernel, and `refusal` says which products it supports. `blocks_for` chooses the sizes (Blocks), and
-`filled_rank` the columns to which an adapter is padded.
 """
 
 from __future__ import annotations
@@ -43,8 +39,7 @@ _SHARED_BYTES = 231_000  # a program's shared memory without its barriers
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the kernel divides its work: a program computes one tile of the output after another, and sums over K, the
-    axis that both operands share, step by step. `blocks_for` chooses the sizes."""
+    """How the kernel divides its work."""
 
     columns: int  # the columns of a tile of the output, which always has 128 rows
     stages: int  # how many steps' operands shared memory has room for
@@ -53,16 +48,10 @@ class Blocks:
 
 
 def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
-    """Chooses the sizes for a product of [rows, in_size] and [out_size, in_size]: the widest tile of 256, 192, 128 or
-    64 columns (256 or 128 with `in_blocks`) whose columns divide out_size, with 128 rows. A step has 128 codes along K,
-    or 64 if 128 does not divide in_size. As many steps are loaded ahead as shared memory has room for, at most 6 of 128
-    codes or 12 of 64. `band` keeps its default. `refusal` must have accepted the sizes. `product` calls it.
+    """The widest tile whose columns divide out_size, and as many steps ahead as shared memory has room for, at most 6
+    of 128 codes or 12 of 64.
 
-    Args:
-      in_size: K, the size of the axis that is summed over.
-      out_size: the number of columns of the output.
-      rank: the padded rank of the adapter (`filled_rank`), 0 without one.
-      in_blocks: True if each 128 numbers along K have a scale; False if a whole row has one.
+      rank: padded (`filled_rank`), 0 without an adapter.
     """
     columns = next(size for size in _COLUMNS if out_size % size == 0 and not (in_blocks and size % STEP))
     step = STEP if in_size % STEP == 0 else _HALF_STEP
@@ -71,12 +60,11 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
 
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """Returns the reason, in words, why this kernel cannot multiply [tokens, in_size] by [out_size, in_size] in e4m3,
-    add the product of an adapter of this rank (0: none), and return it in `dtype`; or None if it can. Reasons are: no
-    Hopper GPU, sizes that are no multiples of 64 (128 with `in_blocks`), tokens that are fewer than 128 or no multiple
-    of 8, a dtype that has not 16 bits, or a rank above 64. fp8_product.multiply and grouped_matmul's fp8_experts.py ask
-    it, and take the next implementation, or raise ValueError if this one was requested. in_blocks: True if each 128
-    numbers along in_size have a scale; False if a whole row has one."""
+    """The reason why this kernel cannot multiply e4m3 [tokens, in_size] by [out_size, in_size], with an adapter of this
+    rank (0: none), or None.
+
+      in_blocks: whether each 128 numbers along in_size have a scale, not each row.
+    """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     multiple = STEP if in_blocks else _HALF_STEP
@@ -95,31 +83,17 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
 
 
 def filled_rank(rank: int) -> int | None:
-    """The number of columns to which an adapter's two operands must be padded with zeros for the kernel: the smallest
-    of 16, 32 and 64 that is at least `rank`, the adapter's. None if `rank` is more than 64, which the kernel refuses. A
-    rank of 0 gives 16, which callers without an adapter do not use. `refusal` calls it, and so does
-    fp8_product.by_kernel, which pads the operands for this kernel and for that of fp8_triton.py."""
+    """Columns to which an adapter's operands must be padded: 16, 32 or 64; None for a rank above 64."""
     return next((size for size in RANKS if rank <= size), None)
 
 
 def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: bool, rank: int, grouped: bool):
-    """The kernel's body: out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T with `in_blocks`, else
-    scaled(x w[e]^T + u l[e]^T), where w is [E, N, K], l is [E, N, R], and e is the expert of a tile of 128 rows, or 0.
-    All these are in global memory; w is in `sides` arrays [E, N, K_i], side by side along K. In each program two
-    warpgroups compute, and a third one loads.
+    """out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T with `in_blocks`, else scaled(x w[e]^T + u
+    l[e]^T); w is [E, N, K], l [E, N, R], and e the expert of a tile of 128 rows, or 0.
 
-    Args:
-      x_ref: e4m3 codes.
-      rest: the arrays of w, e4m3 codes; the scales of x and w, float32[M] and [E, N], or with `in_blocks` [K / 128, M]
-        and [E, N / 128, K / 128]; if `grouped`, two int32[M / 128]: each tile's expert, and its number of rows that are
-        not empty; if `rank` is not 0, the adapter's u and l; the output; then shared memory and barriers.
-      sides: the number of arrays of w, 1 if `grouped`.
-      blocks: how the work is divided.
-      programs: the number of programs; program p computes tiles p, p + programs, ... of the output.
-      in_blocks: True if each 128 numbers along K have a scale, by which sums over 128 are multiplied; False if a row
-        has one, by which the result is multiplied.
-      rank: R, 0 without an adapter.
-      grouped: True if rows are sorted by expert, in tiles of 128 rows with one expert each; False if E is 1.
+      rest: `sides` arrays of w, [E, N, K_i] side by side along K; the scales of x and w, float32[M] and [E, N], or with
+      `in_blocks` [K / 128, M] and [E, N / 128, K / 128]; if `grouped`, int32[M / 128] twice: each tile's expert, and
+      its number of rows that are not empty; if `rank`, u and l; the output; then shared memory and barriers.
     """
     w_refs, (x_scale_ref, w_scale_ref, *rest) = rest[:sides], rest[sides:]
     if grouped:
@@ -136,15 +110,16 @@ def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: 
     mine = lax.div(row_tiles * column_tiles - program + (programs - 1), jnp.int32(programs))
 
     def corner(index):
-        """(first row, first column) of the tile of the output with this number among the program's; the last tile's
-        rows overlap the ones before, and both tiles store the same values there."""
+        """(first row, first column) of the program's tile `index`; the last tile's rows overlap the ones before, and
+        both store the same values there.
+        """
         row, column = persistent.place(program + index * programs, row_tiles, column_tiles, blocks.band)
         return jnp.minimum(row * ROWS, all_rows - ROWS), column * columns
 
     def tile_of(index):
-        """(expert, number of rows that are not empty) of the tile with this number among the program's, past whose end
-        the last one is read; () if rows are not grouped. It is called one tile ahead, because the read takes as long as
-        a step."""
+        """(expert, rows that are not empty) of the program's tile `index`, at most the last; () if not grouped. It is
+        read one tile ahead, because the read takes as long as a step.
+        """
         if not grouped:
             return ()
         item = program + jnp.minimum(index, mine - 1) * programs
@@ -152,8 +127,7 @@ def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: 
         return jnp.minimum(expert_ref[row], experts - 1), sizes_ref[row]
 
     def steps_of(tile, least: int | jax.Array = 0):
-        """The number of steps along K of a tile (from `tile_of`): 0 if rows are grouped and at most `least` rows of the
-        tile are not empty, so that there is nothing to multiply from that row on."""
+        """Steps along K; 0 if at most `least` of the tile's rows are not empty."""
         return jnp.where(tile[1] > least, all_steps, 0) if grouped else all_steps
 
     def expert_of(tile):
@@ -172,7 +146,7 @@ def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: 
             rows, here = pl.ds(row, ROWS), pl.ds(column, columns)
 
             def step(w_ref, before, number, at):
-                """Loads the step `number` of an array of w, which comes after `before` steps of other ones."""
+                """Loads step `number` of an array of w, after `before` steps of others."""
                 slot, along = slot_of(at), pl.ds(number * blocks.step, blocks.step)
                 of_x = pl.ds((number + before) * blocks.step, blocks.step) if before else along
                 pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
@@ -211,8 +185,7 @@ def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: 
         plgpu.wgmma(acc, u_smem.at[zero, own], l_smem.at[zero, pl.ds(first, count)].transpose((1, 0)))
 
     def pass_on(first, steps, at):
-        """Frees the slots of steps `first` to before `steps` of a tile without multiplying, for a warpgroup whose rows
-        of the tile are all empty. at: the number of steps before this tile."""
+        """Frees the slots of a tile's steps without multiplying, for a warpgroup whose rows are all empty."""
 
         def one(number, _):
             plgpu.barrier_wait(full.at[slot_of(at + number)])
@@ -222,8 +195,7 @@ def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: 
             lax.fori_loop(first, steps, one, None)
 
     def by_rows(row, column, at, tile, steps, multiplied):
-        """Computes this warpgroup's rows of a tile with scales by rows, and yields (first column, float32[64, 64]) for
-        each 64 columns."""
+        """Yields (first column, float32[64, 64]) of this warpgroup's rows of a tile, with scales by rows."""
 
         def accumulate(acc):
             def step(number, at):
@@ -324,30 +296,24 @@ def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: 
 
 
 def _smem(shape, dtype, row_bytes: int = 128):
-    """An entry of Pallas' scratch_types for `product`: shared memory of this shape and dtype in the swizzled order in
-    which TMA writes it and tensor cores read it. row_bytes: the bytes of a row of the swizzle, 32, 64 or 128."""
+    """Shared memory swizzled as TMA copies it and tensor cores read it; row_bytes, of the swizzle: 32, 64 or 128."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 
 def product(
     x, sides, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
 ):
-    """Multiplies codes by the kernel: x [M, K] w [N, K]^T times the scales of both, plus u l^T of `extra`, as dtype[M,
-    N]. Call it only if `refusal` returns None. fp8_product.by_kernel calls it.
+    """x [M, K] w [N, K]^T times both scales, plus u l^T: dtype[M, N]. Only if `refusal` is None.
 
-    Args:
-      x: e4m3 codes.
-      sides: the e4m3 codes of w: a tuple of arrays [N, K_i], which are side by side along K, so that the transposed
-        codes of several weights need not be joined. If there are several, each K_i is a multiple of 128.
-      x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
-      extra: None, or an adapter's operands in bfloat16, u [M, R] and l [N, R], where R is from `filled_rank`. If
-        `in_blocks` is False, the kernel multiplies their product by x_scale and w_scale like the rest, so the caller
-        divides u by x_scale and l by w_scale.
-      tiles: None, or for rows that are sorted by expert two int32[M / 128]: the expert of each 128 rows, and how many
-        of the rows, which come first, are not empty. Then w, which is one array, w_scale and l have a leading axis of
-        experts.
-      dtype: of the result, bfloat16 or float16.
-      in_blocks: True if each 128 numbers along K have a scale; False if a whole row has one.
+    x: e4m3 codes.
+    sides: w's codes, a tuple of [N, K_i] side by side along K, so that weights' transposed codes need not be joined.
+    If several, each K_i is a multiple of 128.
+    x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
+    extra: None, or an adapter's bfloat16 u [M, R] and l [N, R], R from `filled_rank`. Without `in_blocks` the scales
+    multiply their product too, so divide u by x_scale and l by w_scale.
+    tiles: None, or for rows sorted by expert int32[M / 128] twice: the expert of each 128 rows, and how many of them,
+    the first ones, are not empty. w (one array), w_scale and l then have a leading axis of experts.
+    dtype: bfloat16 or float16.
     """
     if tiles is None:
         sides, w_scale = [side[None] for side in sides], w_scale[None]

@@ -1,5 +1,4 @@
-"""The body of the Triton kernel of fp8_normed.py, which norms rows, rounds them to e4m3 and multiplies them by a thin
-array, and writes no normed rows."""
+"""The Triton kernel of fp8_normed.py."""
 
 import triton
 import triton.language as tl
@@ -9,13 +8,13 @@ from jaxtune.pallas.triton_parts import LEAST_SCALE, computed, inverse_of, large
 
 @triton.jit
 def _at_least(scale):
-    """Returns `scale`, and LEAST_SCALE where it is smaller. NaN stays NaN. scale: float32, not negative."""
+    """At least LEAST_SCALE; NaN stays."""
     return tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)
 
 
 @triton.jit
 def _by_eight(wide, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """[BLOCK, COLUMNS] as [BLOCK, COLUMNS / 8, 8], whose last axis is what a thread has."""
+    """[BLOCK, COLUMNS / 8, 8], whose last axis is what a thread has."""
     return tl.reshape(wide, [BLOCK, COLUMNS // 8, 8])
 
 
@@ -40,22 +39,19 @@ def normed_to_fp8_kernel(
     """Computes the RMS norm of BLOCK rows times `factors`, rounds it from float32 to e4m3, and multiplies it by a thin
     array. Grid: (ROWS / BLOCK, rounded up,).
 
-    The inverse of a row's root mean square is a factor of the row's scales and of its product, and of no code, so that
-    with BLOCKS numbers are read once: it is known at the end. Else they are read a second time, from the last column to
-    the first: those that were read last are still in a cache.
+    The inverse root mean square is a factor of a row's scales and product, and of no code, so with BLOCKS numbers are
+    read once. Else they are read a second time, from the last column to the first: those that were read last are still
+    in a cache.
 
     Args:
       x: bfloat16[ROWS, SIZE].
-      factors: [SIZE], bfloat16 or float32, by which normed numbers are multiplied.
-      a: bfloat16[RANK, SIZE], which has `factors` in it, as it multiplies x itself; not read if WIDTH is 0.
-      codes: e4m3[ROWS, SIZE].
-      scales: with BLOCKS float32[SIZE / 128, ROWS], one for each 128 numbers of a row, and COLUMNS is 128; else
-        float32[ROWS].
-      inner: bfloat16[ROWS, RANK], the normed rows times the thin array; not written if WIDTH is 0.
-      inverses: float32[ROWS], the inverse root mean square of each row.
-      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16, or 0.
-      EPS: is added to the mean square.
-      COLUMNS: the number of columns that are read at once; it divides SIZE.
+      factors: [SIZE], bfloat16 or float32.
+      a: bfloat16[RANK, SIZE], with `factors` in it, as it multiplies x itself; not read if WIDTH is 0.
+      scales: float32[ROWS], or with BLOCKS [SIZE / 128, ROWS], and then COLUMNS is 128.
+      inner: bfloat16[ROWS, RANK], the normed rows times the thin array.
+      inverses: float32[ROWS], the inverse root mean squares.
+      WIDTH: columns of the thin product, at least RANK: a power of two of at least 16, or 0.
+      COLUMNS: columns that are read at once; it divides SIZE.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     there = rows < ROWS

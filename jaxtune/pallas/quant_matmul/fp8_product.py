@@ -2,23 +2,17 @@
 
 The other operand (activations or gradients) is rounded to e4m3: each row by its own largest magnitude, or, for a weight
 with scales of 128 x 128 numbers, each 128 numbers of a row by their own largest. Scales of the weight's rows are
-outside of the sum in the forward, x W^T. In the backward, dy W, they are factors of the summed axis, and the
-gradient is multiplied by them before it is rounded. Scales of 128 x 128 are inside both sums, of 128 products each.
+outside of the sum in the forward, x W^T. In the backward, dy W, they are factors of the summed axis, and the gradient
+is multiplied by them before it is rounded. Scales of 128 x 128 are inside both sums, of 128 products each.
 
 The backward multiplies the gradients of all weights that share x, side by side, by these weights stacked: one product,
 in which the sum over the weights takes no pass over memory. It needs the codes transposed, because tensor cores accept
-e4m3 with the summed axis contiguous only. The transposed copy is made in each step (two bytes per weight, about 6 ms of
-an 8B step on an H200), unless the weights have their codes transposed beside them (FP8.transposed, another 7 GB). The
-kernel for Hopper then reads those of all weights where they are; elsewhere they are joined.
+e4m3 with the summed axis contiguous only. Each step makes the copy (two bytes per weight, about 6 ms of an 8B step on
+an H200), unless the weights have their codes transposed (FP8.transposed, another 7 GB).
 
-fp8_rounding.py rounds on GPUs that multiply in FP8 (compute capability 8.9 and later). On Hopper fp8_mosaic.py
-multiplies. On the others XLA uses the vendor's product for scales by rows, and fp8_triton.py multiplies blocks. Where a
-kernel refuses a call, and on a CPU, XLA computes the same: for blocks by a loop over products.
-
-`operand`, `forward` and `backward` are the functions that as_stored.py describes, and `in_blocks` is its `kind`.
-`forward` and `backward` call `multiply`, which chooses the implementation; `by_kernel` calls a kernel, for
-grouped_matmul too. `rounded` rounds rows in plain JAX, and `side_by_side` those of several arrays, by the kernel where
-it can.
+In all functions `blocks` says that each 128 numbers have a scale, not each row; `more` is None, or an adapter's
+operands (u [n, r], side [columns, r]), whose product u side^T is added; `implementation` None takes the first that
+supports the call, and a requested one that refuses raises ValueError. as_stored.py describes the interface.
 """
 
 from __future__ import annotations
@@ -56,10 +50,9 @@ class NormRounding(NamedTuple):
 
 
 def in_blocks(weight: FP8) -> bool:
-    """Returns True if the weight has a scale for each 128 x 128 numbers, and False if it has one for each row or for
-    the whole matrix. In the first case partial sums over 128 products must be scaled one by one; in the second the
-    whole sum is. It is also the function `kind` that as_stored.py asks for: weights with equal values share the rounded
-    x, and one product of their gradients."""
+    """Whether the weight has a scale for each 128 x 128 numbers, so that sums over 128 products must be scaled one by
+    one.
+    """
     return weight.block == TILE
 
 
@@ -67,10 +60,9 @@ kind = in_blocks  # see as_stored.py
 
 
 def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Rounds rows [n, k] to e4m3: (codes e4m3[n, k], scales float32), where code times scale is the rounded number. If
-    `blocks` is False, each row has a scale, [n, 1], its largest magnitude over 448; if True, each 128 numbers of a row
-    have one, [n, ceil(k / 128)]. A row or run of zeros has scale 1. Where numbers are not finite, the scale is not
-    finite either. It is plain JAX, which the kernels of fp8_rounding.py replace where they can."""
+    """(codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]) of rows [n, k], in plain JAX. A
+    scale is the largest magnitude over 448, 1 for zeros, and not finite where numbers are not.
+    """
     wide = rows.astype(jnp.float32)
     if blocks:
         count, width = rows.shape
@@ -86,19 +78,12 @@ def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array
 def side_by_side(
     arrays: Sequence[jax.Array], factors: jax.Array | None, blocks: bool = False, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Puts the rows of several arrays [n, k_i] side by side, multiplies them by `factors`, and rounds them to e4m3:
-    (codes e4m3[n, K], scales float32[n, 1], or with `blocks` [n, K / 128]). K is the sum of k_i; with `blocks` zeros
-    fill each array's part up to a multiple of 128, so that each block of 128 numbers belongs to only one array. The
-    backward needs it for the gradients of all weights that share x, which are then multiplied by the weights in one
-    product. `operand` calls it for x alone.
+    """The rows of several arrays [n, k_i] of one dtype side by side, times `factors`, rounded: (codes e4m3[n, K],
+    scales float32[n, 1], or with `blocks` [n, K / 128]). With `blocks` each array's columns are padded to a multiple of
+    128, so that a block belongs to only one array.
 
-    Args:
-      arrays: [n, k_i] each, of one dtype.
-      factors: float32[sum of k_i], the factor of each column (scales of the weights); None, as with `blocks`: no
-        factors.
-      blocks: True: each 128 numbers of a row have a scale; False: a row has one.
-      implementation: "reference" for XLA; any other value, also None, for the Triton kernel if it can
-        (`by_rounding_kernel`), else XLA.
+      factors: float32[sum of k_i], or None, as with `blocks`.
+      implementation: "reference" for XLA; otherwise a kernel if it can.
     """
     with jax.named_scope("to_fp8"):
         widths = [array.shape[1] for array in arrays]
@@ -113,16 +98,10 @@ def side_by_side(
 def by_rounding_kernel(
     rows: int, widths: Sequence[int], dtype, blocks: bool, implementation: str | None = None
 ) -> bool:
-    """Whether the kernels of fp8_rounding.py round a call, and not XLA. Fewer than 512 rows, as in steps of generation,
-    are left to XLA, because calls of these kernels are no nodes of CUDA graphs. `side_by_side` asks it, and
-    grouped_matmul's fp8_experts.py.
+    """Whether a kernel rounds, and not XLA. Fewer than 512 rows, as in steps of generation, are left to XLA, because
+    these kernels' calls are no nodes of CUDA graphs.
 
-    Args:
-      rows: the number of rows of the result.
-      widths: the columns of each of the arrays whose rows are side by side.
-      dtype: of the arrays.
-      blocks: True: each 128 numbers of a row have a scale; False: a row has one.
-      implementation: "reference" for XLA; any other value, also None, for a kernel if it can.
+      widths: columns of each of the arrays side by side.
     """
 
     def refusal():
@@ -133,17 +112,12 @@ def by_rounding_kernel(
 
 
 def _rounded_by_kernel(arrays, factors, blocks: bool) -> tuple[jax.Array, jax.Array]:
-    """What `side_by_side` returns, by the kernel; it calls it on each device."""
     codes, scales = fp8_rounding.rounded(arrays, factors, blocks=blocks)
     return codes, scales.T if blocks else scales[:, None]
 
 
 def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """Rounds x [n, k] to e4m3 for the forward: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k /
-    128)]). quant_matmul calls it once for all weights of a call whose scales are of the same kind, and `forward` takes
-    the result; api.in_e4m3 calls it too. blocks: True if these weights have scales of 128 x 128 numbers, False if not
-    (`in_blocks`). implementation: "reference" for XLA; any other value, also None, for the Triton kernel if it can,
-    else XLA."""
+    """x [n, k] rounded for the forward: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)])."""
     codes, scales = side_by_side([x], None, blocks, implementation)
     return codes[:, : x.shape[1]], scales
 
@@ -151,16 +125,11 @@ def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tu
 def gated_operand(
     gate: jax.Array, up: jax.Array, a: jax.Array, activation: str, blocks: bool, implementation: str | None = None
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """Rounds x = activation(gate) * up for the forward, and multiplies it, not rounded to e4m3, by an adapter's A:
-    (`operand` of x, x a^T [n, r] in gate's dtype). With `blocks` a kernel computes both without writing x. gated_matmul
-    calls it.
+    """(`operand` of x = activation(gate) * up; x a^T [n, r] in gate's dtype, unrounded). With `blocks` a kernel
+    computes both without writing x.
 
-    Args:
       gate, up: [n, k].
       a: [r, k].
-      activation: a key of pallas.gated.ACTIVATIONS, such as "silu".
-      blocks: True if the weight has scales of 128 x 128 numbers, False if not (`in_blocks`).
-      implementation: that of `operand`.
     """
     if _rounds_gated("gated_to_fp8", _first_gated, gate, len(a), activation, blocks, implementation):
         with jax.named_scope("to_fp8"):
@@ -180,22 +149,16 @@ def gated_gradients(
     blocks: bool,
     implementation: str | None = None,
 ) -> tuple[tuple, jax.Array, tuple | None]:
-    """Computes the backward of an MLP's gated activation, up to the product with the weights of gate and up. With
-    `blocks` a kernel rounds the gradients of gate and up for that product and multiplies them by the thin arrays of
-    their adapters, where `backward` and the adapters would read both again; it does not write them in 16 bits.
-    gated_mlp calls it.
+    """The backward of an MLP's gated activation: (gradients of gate and up; dinner^T (activation(gate) * up) float32[r,
+    k]; None).
 
-    Args:
-      gate, up, dgated, dinner, activation: those of pallas.gated.gated_thin_backward.
-      adapters: for gate and for up (the low-rank input of its adapter [n, r] in gate's dtype, its B float[k, r]); None
-        if the gradients themselves are needed.
-      blocks: True if the weights of gate and up have scales of 128 x 128 numbers, False if not (`in_blocks`).
-      implementation: that of `operand`.
-    Returns:
-      ((the gradient of gate, that of up), dinner^T (activation(gate) * up) float32[r, k], None), or where the kernel
-      runs ((None, None), the same, (the gradients of gate and up as `backward` takes them rounded; their products with
-      the B's, side by side, [n, sum of ranks] in gate's dtype; for each its transpose times the low-rank input,
-      float32[k, r])).
+    With `blocks` a kernel may round the gradients for the next product and multiply them by the adapters' thin arrays,
+    without writing them in 16 bits. The result is then ((None, None); the same; (the rounded gradients for `backward`;
+    their products with the B's, side by side, [n, sum of ranks]; for each its transpose times the low-rank input,
+    float32[k, r])).
+
+      gate, up, dgated, dinner, activation: as of pallas.gated.gated_thin_backward.
+      adapters: for gate and up (low-rank input [n, r], B float[k, r]); None if the gradients themselves are needed.
     """
     inners, bs = zip(*adapters, strict=True) if adapters is not None else ((), ())
     rank, op = max(part.shape[1] for part in (dinner, *inners)), "gated_gradients_to_fp8"
@@ -210,15 +173,7 @@ def gated_gradients(
 def _rounds_gated(
     op: str, first_use: Callable, gate, rank: int, activation: str, blocks: bool, implementation: str | None
 ) -> bool:
-    """Whether a kernel of pallas/gated/thin_triton.py rounds what it computes to e4m3.
-
-    Args:
-      op: the name under which the choice is recorded.
-      first_use: the check of the kernel at its first use.
-      gate: [n, k].
-      rank: of the adapters with whose thin arrays the kernel multiplies, the largest.
-      activation, blocks, implementation: those of gated_operand and gated_gradients.
-    """
+    """Whether a kernel of pallas/gated/thin_triton.py rounds what it computes to e4m3."""
     if not blocks or implementation == "reference" or not thin.is_large(*gate.shape):
         return False
 
@@ -239,19 +194,13 @@ def rounded_gradients(
     blocks: bool,
     implementation: str | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, list[jax.Array]] | None:
-    """Rounds the gradients of outputs that share x, each of which has an adapter, as `backward` takes them rounded, and
-    multiplies them by what the adapters have, by a kernel that reads each gradient once. Returns None where no kernel
-    computes all this. The backward of quant_matmul calls it, and that of gated_matmul.
+    """(codes and scales as of `side_by_side`; the gradients times the B's, [n, sum of ranks]; for each output its
+    transposed gradient times its low-rank input, float32[out_i, r_i]), by a kernel that reads each gradient once. None
+    where no kernel can, as without `blocks`.
 
-    Args:
-      douts: [n, out_i] each.
-      inner: the low-rank inputs of the adapters, side by side, [n, sum of ranks].
-      bs: the B's of the adapters, float[out_i, r_i].
-      blocks: True if the weights have scales of 128 x 128 numbers, False if not (`in_blocks`): then the result is None.
-      implementation: that of `operand`.
-    Returns:
-      None, or (codes and scales as `side_by_side` has them; the gradients times the B's, [n, sum of ranks]; for each
-      output its transposed gradient times its low-rank input, float32[out_i, r_i]).
+      douts: [n, out_i] each, of outputs that share x and have adapters.
+      inner: the low-rank inputs, side by side, [n, sum of ranks].
+      bs: float[out_i, r_i] each.
     """
     widths, ranks = zip(*(b.shape for b in bs), strict=True)
     if not blocks or implementation == "reference" or not thin.is_large(len(inner), sum(widths)):
@@ -273,16 +222,12 @@ def rounded_gradients(
 def normed_operand(
     x: jax.Array, weight: jax.Array, rounding: NormRounding, a: jax.Array | None, blocks: bool
 ) -> tuple[tuple[jax.Array, jax.Array], low_rank.OfNormed | None]:
-    """Norms x [n, k], rounds the normed x for the forward, and multiplies it by adapters' A, by a kernel that writes no
-    normed x: (`operand` of it, its product with a^T [n, r] in x's dtype beside the factors of x's rows, or None).
-    `normed_refusal` says which calls are supported. normed_matmul calls it.
+    """(`operand` of the normed x; its product with a^T [n, r] beside the factors of x's rows, or None), by a kernel
+    that writes no normed x. Only if `normed_refusal` is None.
 
-    Args:
       x: bfloat16[n, k].
       weight: float[k], the norm's.
-      rounding: the norm's settings.
-      a: float[r, k], the A's of all adapters; None: there are none.
-      blocks: True if the weights have scales of 128 x 128 numbers, False if not (`in_blocks`).
+      a: float[r, k], the A's of all adapters, or None.
     """
     if rounding.float32:
         factors = rounding.offset + weight.astype(jnp.float32)
@@ -295,25 +240,19 @@ def normed_operand(
 
 
 def normed_refusal(x, rank: int, blocks: bool) -> str | None:
-    """The reason why no kernel can compute a call of `normed_operand`, or None. x: [n, k], as an array or as a shape.
-    rank: the sum of the adapters' ranks, 0 without one. blocks: that of `normed_operand`."""
+    """The reason why no kernel can compute `normed_operand`, or None. x: [n, k], an array or a shape. rank: of all
+    adapters, or 0.
+    """
     return fp8_normed.refusal(x, rank) or _first_normed(fp8_normed.width_of(rank), blocks)
 
 
 def forward(
     coded: tuple[jax.Array, jax.Array], weight: FP8, more: More | None, dtype, implementation: str | None = None
 ) -> jax.Array:
-    """Multiplies rounded activations by a weight: x W^T in `dtype`, [n, out], plus an adapter's product. A row of x
-    that is not finite makes only that row of the result not finite. The forward of quant_matmul calls it for weights in
-    FP8 (as_stored.py).
+    """x W^T [n, out] in `dtype`, plus an adapter's product. A row of x that is not finite affects only that row.
 
-    Args:
-      coded: (codes e4m3[n, in], scales), which operand(x, in_blocks(weight)) returns: scales must be of the weight's
-        kind, float32[n, 1], or for a weight with scales of 128 x 128 numbers float32[n, ceil(in / 128)].
-      weight: [out, in].
-      more: None, or an adapter's two operands (u [n, r], b [out, r]), whose product u b^T is added.
-      dtype: of the result.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call (see `multiply`).
+    coded: operand(x, in_blocks(weight)).
+    weight: [out, in].
     """
     scales = weight.scales.astype(jnp.float32)
     if not in_blocks(weight):
@@ -329,18 +268,12 @@ def backward(
     implementation: str | None = None,
     coded: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """The gradient of x: the sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`. dy is
-    rounded to e4m3 first; unless scales are of blocks, it is multiplied by the scales of the weight's rows before. The
-    backward of quant_matmul calls it for weights in FP8 (as_stored.py).
+    """The sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`. dy is rounded to e4m3, times
+    the scales of the weight's rows unless these are of blocks.
 
-    Args:
-      douts: dy [n, out_i] of each weight, not rounded yet.
-      weights: each [out_i, in]; `in_blocks` is the same for all.
-      more: None, or the adapters' two operands (u [n, r], a [in, r]), whose product u a^T is added.
-      dtype: of the result.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call (see `multiply`).
-      coded: dy of all weights rounded, side by side, if gated_gradients or rounded_gradients has done so; `douts` are
-        then not read. None: it is rounded here.
+      douts: dy [n, out_i] of each weight.
+      weights: each [out_i, in], of one kind.
+      coded: dy of all weights rounded, side by side, in place of `douts`; None: it is rounded here.
     """
     blocks = in_blocks(weights[0])
     if blocks:  # each weight's blocks start at its own first row
@@ -353,9 +286,9 @@ def backward(
 
 
 def _sides(weights: Sequence[FP8], blocks: bool) -> Sequence[jax.Array]:
-    """The transposed codes of weights that share x, as `multiply` takes them in the backward: those of each weight,
-    e4m3[in, out_i], if all have them beside them, else one array of all, which is copied here. With `blocks` each out_i
-    is padded to a multiple of 128."""
+    """Transposed codes of weights that share x: each weight's e4m3[in, out_i] if all have them, else one copy of all.
+    With `blocks` each out_i is padded to a multiple of 128.
+    """
 
     def whole(codes, axis):
         return whole_blocks(codes, axis) if blocks else codes
@@ -375,23 +308,12 @@ def multiply(
     blocks: bool,
     implementation: str | None,
 ) -> jax.Array:
-    """The product over k of two operands in e4m3, times their scales: dtype[n, columns], summed in float32. The forward
-    calls it with a weight's codes, the backward with the transposed codes of several weights.
+    """The product over k of two operands in e4m3, times their scales: dtype[n, columns], summed in float32.
 
-    Args:
-      coded: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]), from `rounded`.
-      sides: e4m3[columns, k_i], the codes of the other operand, in arrays that are side by side along k.
-      side_scale: the scales of the other operand: float32[columns], or None for no scales; with `blocks`
-        float32[ceil(columns / 128), ceil(k / 128)].
-      more: None, or two further operands (u [n, r], v [columns, r]), whose product u v^T is added. A kernel adds that
-        of their first 64 columns, and XLA that of the others; with "reference" XLA adds all.
-      dtype: of the result.
-      blocks: True if each 128 numbers along k have a scale, by which sums over 128 are multiplied; False if a whole row
-        has one, by which the result is multiplied.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call; without `blocks`
-        "triton" is used only if it is requested.
-    Raises:
-      ValueError: the requested implementation refuses the call.
+    coded: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]).
+    sides: e4m3[columns, k_i] each, side by side along k.
+    side_scale: float32[columns] or None; with `blocks` [ceil(columns / 128), ceil(k / 128)].
+    implementation: "mosaic", "triton" (without `blocks` only if requested), "reference" or None.
     """
     codes, scale = coded
     sizes = (codes.shape[0], codes.shape[1], sides[0].shape[0])
@@ -421,19 +343,8 @@ def multiply(
 
 
 def _with_wide_adapter(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str):
-    """What `by_kernel` computes, dtype[n, columns], for an adapter of any rank: of more than 64 columns of u and add,
-    the kernel takes the first 64, and XLA adds the product of the others to the kernel's result, in one more pass over
-    it. The sum of several adapters' ranks is that large in the backward of weights that share x. `multiply` calls it on
-    each device.
-
-    Args:
-      codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)].
-      u, add: two operands of an adapter, [n, r] and [columns, r], whose product u add^T is added; None and None: none.
-      sides, side_scale: the other operand, e4m3[columns, k_i] side by side, and its scales, float32[columns] or None
-        for no scales, or with `blocks` float32[columns / 128, k / 128].
-      dtype: of the result.
-      blocks: True if each 128 numbers along k have a scale, False if a whole row has one.
-      name: the kernel, "mosaic" or "triton".
+    """`by_kernel` for an adapter of any rank: the kernel takes the first 64 columns of u and add, and XLA adds the
+    others' product, in one more pass. Several adapters' ranks are that many in the backward of weights that share x.
     """
     most, rest = fp8_mosaic.RANKS[-1], None
     if u is not None and u.shape[1] > most:
@@ -444,35 +355,21 @@ def _with_wide_adapter(codes, scale, u, add, sides, side_scale, dtype, blocks, n
 
 
 def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
-    """The product of an adapter's two operands (`more` of `multiply`), u [n, r] side [columns, r]^T: [n, columns] in
-    u's dtype. In the forward `side` is LoRA's B; in the backward it is the transpose of A, and u is dy B. XLA adds it
-    to a product that no kernel computes, and to a kernel's what the adapter has beyond the columns that the kernel
-    takes. float32 is multiplied in full float32."""
+    """u [n, r] side [columns, r]^T in u's dtype; float32 is multiplied in full float32."""
     precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     numbers = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(u, side.astype(u.dtype), numbers, precision=precision, preferred_element_type=u.dtype)
 
 
 def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str, tiles=None):
-    """The product over k of two operands in e4m3, times their scales, by one of our kernels, fp8_mosaic.product or
-    fp8_triton.product: dtype[n, columns]. It brings operands and scales into the form that they take: scales without an
-    axis of one, or with `blocks` those of `codes` transposed; without `blocks` ones for a side_scale of None, and 1e-30
-    for a scale of zero of the other operand; and the adapter's operands in bfloat16, padded to 16, 32 or 64 columns
-    and, without `blocks`, divided by the scales by which the kernel multiplies everything at the end. grouped_matmul
-    calls it too, for rows that are sorted by expert.
+    """The product by one of our kernels, dtype[n, columns], with operands and scales in the form that they take: a
+    scale of zero of the other operand becomes 1e-30, and the adapter's operands become bfloat16, padded to 16, 32 or 64
+    columns and, without `blocks`, divided by the scales that multiply everything at the end.
 
-    Args:
-      codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)], from `rounded`.
-      u, add: two operands of an adapter, [n, r] and [columns, r], r at most 64, whose product u add^T is added; None
-        and None for no such product. u may have more columns, of zeros, which change nothing.
-      sides, side_scale: the codes of the other operand, a tuple of arrays [columns, k_i] that are side by side along k
-        (for "triton" and with `tiles` of one), and its scales, float32[columns] or None for no scales, or with `blocks`
-        float32[columns / 128, k / 128].
-      dtype: of the result.
-      blocks: True if each 128 numbers along k have a scale, False if a whole row has one.
-      name: the kernel, "mosaic" or "triton".
-      tiles: None; or for rows that are sorted by expert two int32[n / 128], the expert of each 128 rows and how many of
-        these are not empty. Then add, sides and side_scale have a leading axis of experts.
+      codes, scale, sides, side_scale: as of `multiply`; one side for "triton" and with `tiles`.
+      u, add: [n, r] and [columns, r], r at most 64, or None. u may have more columns, of zeros.
+      tiles: for rows sorted by expert int32[n / 128] twice, the expert of each 128 rows and how many are not empty;
+      add, sides and side_scale then have a leading axis of experts.
     """
     if blocks:
         scale = scale.T
@@ -497,18 +394,10 @@ def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str,
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """Compares the kernel `name` with an exact product on a small case, in which the rows of the last tile overlap
-    those before, at the first use for each combination of arguments; Mosaic's also with the other operand in two
-    arrays, if `whole`. Returns the reason, in words, why this GPU must
-    not run the kernel, or None if the two agree. Without a GPU nothing is compared, and the result is None. `multiply`
-    calls it before it chooses the kernel.
+    """Compares kernel `name` with an exact product on a case whose last tile's rows overlap those before; Mosaic's also
+    with the other operand in two arrays, if `whole`.
 
-    Args:
-      name: "mosaic" or "triton".
-      blocks: True if each 128 numbers along k have a scale, False if a whole row has one.
-      dtype: of the result.
-      rank: of the adapter, 0 without one. Ranks that are padded to the same number of columns share a check.
-      whole: whether 128 divides the summed axis. If it does not, the kernel has another swizzle, and another check.
+      whole: whether 128 divides the summed axis; otherwise the kernel has another swizzle.
     """
     filled, width = fp8_mosaic.filled_rank(rank) if rank else 0, 1024 if whole else 960
 
@@ -541,14 +430,8 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
 
 
 def _first_rounding(dtype, blocks: bool) -> str | None:
-    """Compares the kernel of fp8_rounding.py with `rounded` for arrays of `dtype`, at the first use for each dtype and
-    kind of scales. Returns the reason, in words, why this GPU must not run the kernel, or None if the two agree.
-    Without a GPU nothing is compared, and the result is None. `by_rounding_kernel` asks it. There is a case for each
-    way in which the kernel divides its work.
-
-    Args:
-      dtype: bfloat16 or float16, the dtypes that the kernels support.
-      blocks: True: each 128 numbers of a row have a scale; False: a row has one.
+    """Compares the kernel of fp8_rounding.py with `rounded`, in a case for each way in which the kernel divides its
+    work.
     """
 
     def compare():
@@ -570,21 +453,19 @@ def _first_rounding(dtype, blocks: bool) -> str | None:
 
 
 def _decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """The numbers that codes [n, k] with scales [n, ceil(k / 128)] stand for. Checks at first use call it outside of
-    the programs that round, as XLA leaves out a conversion to e4m3 that is followed by one back to float32."""
+    """Numbers of codes [n, k] with scales [n, ceil(k / 128)]. Only outside of programs that round: XLA leaves out a
+    conversion to e4m3 that is followed by one back to float32.
+    """
     return codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]]
 
 
 def _rounded_alone(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What `rounded` returns with `blocks`, by a program of its own, for checks at first use."""
+    """`rounded` in blocks by a program of its own (see `_decoded`)."""
     return dispatch.exactly(functools.partial(rounded, blocks=True))(rows)
 
 
 def _first_gated(dtype, width: int, activation: str) -> str | None:
-    """Compares the kernel of pallas/gated/thin_triton.py, as `gated_operand` calls it, with plain JAX, at the first use
-    for each combination of arguments. Returns the reason, in words, why this GPU must not run the kernel, or None if
-    the two agree. Without a GPU nothing is compared, and the result is None. dtype: of gate. width: the columns with
-    which the kernel multiplies A. activation: its name."""
+    """Compares `gated_operand`'s kernel with plain JAX. width: columns of the product with A."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)
@@ -592,13 +473,11 @@ def _first_gated(dtype, width: int, activation: str) -> str | None:
         a = jax.random.normal(keys[2], (width, 1352)).astype(dtype)
 
         def exact(gate, up, a):
-            """The activation, rounded to `dtype`, and the product in plain JAX."""
             gate, up, a = (each.astype(jnp.float32) for each in (gate, up, a))
             x, inner = reference.gated_thin(gate, up, a, activation)
             return x.astype(dtype), inner
 
         def by_kernel(gate, up, a):
-            """Codes, scales and the product."""
             return thin_triton.gated_thin(gate, up, a, activation, "e4m3")
 
         codes, scales, inner = jax.jit(by_kernel)(gate, up, a)
@@ -609,10 +488,9 @@ def _first_gated(dtype, width: int, activation: str) -> str | None:
 
 
 def _first_gradients(dtype, width: int, activation: str) -> str | None:
-    """Compares the kernel of the backward, as `gated_gradients` calls it, with plain JAX, as `_first_gated` does, whose
-    arguments it has. Its codes and products are compared with those of the gradients of the kernel that does not round
-    them to e4m3, which has a check of its own: where two gradients differ in their last digit, codes may differ by a
-    sixteenth."""
+    """Compares `gated_gradients`' kernel with plain JAX, from the gradients of the kernel that does not round, which
+    has a check of its own: where two gradients differ in their last digit, codes may differ by a sixteenth.
+    """
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 8)
@@ -621,7 +499,6 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
         bs = [jax.random.normal(key, (1352, width)).astype(dtype) for key in keys[6:]]
 
         def exact(gradients, inners, bs):
-            """The products with the adapters' thin arrays in plain JAX."""
             gradients, inners, bs = jax.tree.map(lambda each: each.astype(jnp.float32), (gradients, inners, bs))
             thins = [reference.thin_product(*pair, (1, 0), jnp.float32) for pair in zip(gradients, bs, strict=True)]
             dbs = [reference.thin_product(*pair, (0, 0), jnp.float32) for pair in zip(gradients, inners, strict=True)]
@@ -642,10 +519,7 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
 
 
 def _first_normed(width: int, blocks: bool) -> str | None:
-    """Compares the kernel of fp8_normed.py with plain JAX at the first use for each combination of arguments. Returns
-    the reason, in words, why this GPU must not run the kernel, or None if the two agree. Without a GPU nothing is
-    compared, and the result is None. width: the columns with which the kernel multiplies the A's, or 0. blocks: that of
-    `normed_operand`."""
+    """Compares the kernel of fp8_normed.py with plain JAX. width: columns of the product with the A's, or 0."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)
@@ -654,14 +528,11 @@ def _first_normed(width: int, blocks: bool) -> str | None:
         a = jax.random.normal(keys[2], (width, 2304)) if width else None
 
         def decoded(codes, scales, of_rows, inner):
-            """The numbers that codes and scales stand for, and what is not rounded to e4m3."""
+            """The numbers that codes and scales stand for, and what is not rounded."""
             wide = codes.astype(jnp.float32) * (jnp.repeat(scales, BLOCK, axis=1) if blocks else scales)
             return (wide, of_rows) if inner is None else (wide, of_rows, inner)
 
         def exact(x, weight, a):
-            """Computes the kernel's results before they are rounded, in plain JAX and float32. Returns (the normed x
-            [333, 2304]; the reciprocal root mean square of each row of x [333, 1]; the product of the normed x and a^T
-            [333, width], or None if a is None)."""
             wide = normed(x.astype(jnp.float32), weight, 1e-6, 0.0, True)
             return wide, inverse_rms(x, 1e-6), None if a is None else _thin(wide, a)
 

@@ -1,14 +1,12 @@
-"""Rounds rows to e4m3 by Triton kernels that read their input once: each row with one scale, or each 128 numbers of a
-row with one. The result equals that of fp8_product.rounded bit for bit. XLA would read numbers twice.
+"""Rounds rows to e4m3 by Triton kernels that read their input once, where XLA would read it twice: each row with one
+scale, or each 128 numbers of a row. The result equals fp8_product.rounded bit for bit.
 
-A row of the result may consist of rows of several arrays side by side. For grouped_matmul, rows that are sorted by
-expert can be multiplied by their expert's factors, one for each column, and gathered from tokens. `rounded` calls the
-kernels, and `refusal` says which rows they support.
+A row of the result may consist of rows of several arrays side by side. Rows sorted by expert can be multiplied by their
+expert's factors, one for each column, and gathered from tokens.
 
-If a row has one scale, a program has whole rows in registers. It finds their largest magnitudes, and writes codes and
-scales. With factors it rounds several rows, one after another, and reads the next one before it rounds one: the factors
-are then in the multiprocessor's L1 cache. If each 128 numbers have a scale, a program rounds 64 such blocks that follow
-each other in memory.
+If a row has one scale, a program has whole rows in registers. With factors it rounds several rows in turn, and reads
+the next one before it rounds one: the factors are then in the multiprocessor's L1 cache. If each 128 numbers have a
+scale, a program rounds 64 such blocks that follow each other in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ BLOCK = 128  # numbers that share a scale, if rows do not
 
 
 class Tile(NamedTuple):
-    """How a kernel divides its work. The rows of a kernel for blocks are blocks of 128 columns."""
+    """How a kernel divides its work; rows of a kernel for blocks are blocks of 128 columns."""
 
     rows: int  # that a program reads at once
     columns: int  # of them that it reads by one operation
@@ -38,8 +36,7 @@ class Tile(NamedTuple):
 
 
 def tile(total: int, scaled: bool, blocks: bool) -> Tile:
-    """The Tile for rows of `total` numbers, as measured on an H200 (README.md). scaled: whether they are multiplied by
-    factors; blocks: whether each 128 numbers have a scale."""
+    """As measured on an H200, for rows of `total` numbers. scaled: whether factors multiply them."""
     if blocks:
         return Tile(32, BLOCK, 4, 2)
     if total <= 2048:
@@ -52,16 +49,7 @@ def tile(total: int, scaled: bool, blocks: bool) -> Tile:
 
 
 def refusal(widths: Sequence[int], dtype, blocks: bool) -> str | None:
-    """Returns the reason, in words, why the kernels cannot round rows that consist of rows of several arrays side by
-    side, or None if they can. The reasons are a GPU that does not convert to e4m3 (a compute capability below 8.9) or
-    runs no Triton kernels, a dtype that has not 16 bits, more than four arrays, columns that are no multiple of 8, and
-    rows of more than 51,200 numbers that have one scale.
-
-    Args:
-      widths: the number of columns of each array.
-      dtype: of the arrays.
-      blocks: True if each 128 numbers of a row have a scale, False if a row has one.
-    """
+    """The reason why the kernels cannot round rows of arrays with these widths side by side, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -88,21 +76,14 @@ def rounded(
     tokens: jax.Array | None = None,
     blocks: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rounds rows to e4m3 by a kernel: (codes e4m3[rows, K], scales float32[rows]), or with `blocks` scales float32[K /
-    128, rows]. A row consists of the rows of several arrays side by side, and may be multiplied by factors before it is
-    rounded. K is the sum of the arrays' widths; with `blocks` zeros fill each array's part up to a multiple of 128. A
-    row, or block, of zeros has scale 1. Call it only if `refusal` returns None. fp8_product.side_by_side calls it, and
-    so do grouped_matmul's products in FP8.
+    """(codes e4m3[rows, K], scales float32[rows], or with `blocks` [K / 128, rows]) of arrays' rows side by side, times
+    factors. With `blocks` each array's columns are padded to a multiple of 128. Zeros have scale 1. Only if `refusal`
+    is None.
 
-    Args:
-      arrays: 16-bit [rows, width] each, or [T, width] if `tokens` are given.
-      factors: float32[sum of widths], the factor of each column, or with `experts` [E, sum of widths]; None, as with
-        `blocks`: no factors.
-      experts: int32[rows / 128], the expert of each 128 rows, whose factors they get; None: all rows have the same
-        factors. Without factors it is not used.
-      tokens: int32[rows], for each row of the result the row of the arrays that it is gathered from; T stands for a row
-        of zeros. None: rows are not gathered.
-      blocks: True: each 128 numbers of a row have a scale; False: a row has one.
+      arrays: 16-bit [rows, width] each, or [T, width] with `tokens`.
+      factors: float32[sum of widths], or with `experts` [E, sum of widths]; None, as with `blocks`: none.
+      experts: int32[rows / 128], the expert of each 128 rows; not used without factors.
+      tokens: int32[rows], the row of the arrays for each row; T for zeros.
     """
     widths = tuple(array.shape[1] for array in arrays)
     rows = len(arrays[0]) if tokens is None else len(tokens)
@@ -120,8 +101,6 @@ def rounded(
 
 
 def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) -> tuple:
-    """For `rounded`: calls the kernel with a scale for each row. arrays: what the kernel takes; constants: those that
-    do not follow from the other arguments."""
     from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
 
     shape, pieces, total = tile(sum(widths), bool(constants["SCALED"]), False), [], 0
@@ -146,8 +125,6 @@ def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) 
 
 
 def _by_blocks(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) -> tuple:
-    """For `rounded`: calls the kernel with a scale for each 128 numbers of a row. arrays: what the kernel takes;
-    constants: those that do not follow from the other arguments."""
     from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
 
     shape = tile(sum(widths), False, True)

@@ -1,5 +1,4 @@
-"""The body of the Triton kernel that multiplies e4m3 codes. fp8_triton.py describes and calls it, and imports this
-module only where the kernel is used, because it imports triton."""
+"""The Triton kernel of fp8_triton.py."""
 
 import triton
 import triton.language as tl
@@ -11,17 +10,14 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
                    GROUPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                    STEP: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
     """Computes one tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK]
-    side[e] [OUTER, RANK]^T, where x and w are e4m3 codes. Without BLOCK it is scaled(x w[e]^T + u side[e]^T): u and
-    side, too, are multiplied by x_scale and w_scale, by which the caller has divided them. RANK is 0 without an
-    adapter; u and side are then not read. A tile has ROWS rows and COLUMNS columns, and sums over STEP codes at a time.
-    fp8_triton.product launches the kernel.
+    side[e] [OUTER, RANK]^T, with e4m3 codes x and w. Without BLOCK it is scaled(x w[e]^T + u side[e]^T), and the caller
+    has divided u and side by the scales. RANK 0: no adapter.
 
-    BLOCK is the number of codes along INNER that share a scale, and then equals STEP; 0 means one scale for each row.
-    x_scale is float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER /
-    BLOCK]. If GROUPED is 1, rows are sorted by expert: w, side and w_scale have a leading axis of experts, e is the
-    expert of the tile's rows, tile_expert[tile of rows], and for a tile of rows whose tile_sizes is 0, codes are not
-    multiplied, but the output is stored all the same: zeros, as u is zero there. If GROUPED is 0, e is 0. Programs are
-    numbered in bands of BAND tiles of rows. The grid has a program for each tile.
+    BLOCK, the number of codes along INNER that share a scale, equals STEP; 0 means one scale for each row. x_scale is
+    float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER / BLOCK]. If
+    GROUPED, w, side and w_scale have a leading axis of experts, e is tile_expert[tile of rows], and a tile whose
+    tile_sizes is 0 multiplies no codes, but stores zeros, as u is zero there. Programs are numbered in bands of BAND
+    tiles of rows.
     """
     ROW_TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     COLUMN_TILES: tl.constexpr = OUTER // COLUMNS

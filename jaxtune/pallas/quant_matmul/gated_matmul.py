@@ -1,6 +1,4 @@
-"""`gated_matmul`: an MLP's second half, its down projection applied to activation(gate) * up, where the weight is
-frozen and has an adapter. `gated_mlp` is the same with the derivative of the whole MLP, for weights that `joins`
-accepts.
+"""An MLP's second half: its down projection of activation(gate) * up, where the weight is frozen and has an adapter.
 
 activation(gate) * up is not kept from the forward to the backward. Both multiply it by the adapter's thin array where
 they compute it (pallas/gated/thin.py): the forward by A^T, the backward by the gradient of that product.
@@ -34,23 +32,18 @@ def gated_matmul(
     activation: str,
     fp8: bool = False,
 ) -> jax.Array:
-    """Multiplies x = activation(gate) * up by a weight, and adds its adapter and bias: x W^T + scale (x A^T) B^T +
-    bias, as quant_matmul does for one weight. Its derivative computes x again from gate and up, and writes their
-    gradients over them where a kernel can. It is for weights that are not trained; one that is an array gets its
-    gradient too, but x is then computed once more.
+    """quant_matmul of x = activation(gate) * up with one weight, its adapter and bias: [..., out] in gate's dtype.
 
-    Args:
-      gate, up: [..., in] of one dtype, the compute dtype: bfloat16, float16 or float32.
+    Its derivative computes x again from gate and up, and writes their gradients over them where a kernel can. A weight
+    that is an array gets its gradient too, but x is then computed once more. TypeError or ValueError for an argument
+    that is not as here.
+
+      gate, up: [..., in] bfloat16, float16 or float32.
       weight: [out, in], an array or quantised.
-      lora: its adapter, without a row_scale.
-      bias: float[out]; None: there is none.
+      lora: without a row_scale.
+      bias: float[out], or None.
       activation: "silu", "gelu_tanh" or "gelu".
-      fp8: True: a weight in FP8 is multiplied as it is stored, by x rounded to e4m3 (quant_matmul); False: it is
-        decoded, as all others are.
-    Returns:
-      [..., out] in gate's dtype.
-    Raises:
-      TypeError, ValueError: an argument is not as described here.
+      fp8: multiply an FP8 weight undecoded, by x rounded to e4m3.
     """
     check = Arguments("gated_matmul")
     check.array("gate", gate, "... in", FLOATS)
@@ -75,17 +68,8 @@ def gated_matmul(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gated(activation: str, static: reference.Static, gate, up, weight, lora, bias, given):
-    """The product of activation(gate) * up [tokens, in] with a weight and its adapter, plus a bias: ([tokens, out], the
-    adapter's low-rank input [tokens, r]). gated_matmul calls it.
-
-    Args:
-      activation: a key of ACTIVATIONS, such as "silu".
-      static: how the products are computed, of one adapter.
-      gate, up: [tokens, in].
-      weight: [out, in], an array or quantised.
-      lora: (a [r, in], b [out, r]).
-      bias: [out] or None.
-      given: the low-rank input that an earlier run made (low_rank.py); None: it is computed.
+    """([tokens, out], the adapter's low-rank input [tokens, r]). given: that input from an earlier run; None: it is
+    computed.
     """
     product = product_of(weight) if static.as_stored else None
     if product is None:
@@ -106,9 +90,7 @@ def _gated(activation: str, static: reference.Static, gate, up, weight, lora, bi
 
 
 def _gated_fwd(activation: str, static: reference.Static, gate, up, weight, lora, bias, given):
-    """The forward rule of `_gated`, with its arguments: (its results, the residuals for `_gated_bwd`). The stack's
-    backward, which runs it to differentiate, does not need the output, so the low-rank input is computed apart from
-    it."""
+    """Computes the low-rank input apart from the output: the stack's backward runs this rule and needs no output."""
     if given is None:
         given = thin_of_gated(gate, up, lora[0], activation)
     results: tuple[jax.Array, jax.Array] = _gated(activation, static, gate, up, weight, lora, bias, given)
@@ -116,9 +98,6 @@ def _gated_fwd(activation: str, static: reference.Static, gate, up, weight, lora
 
 
 def _gated_bwd(activation: str, static: reference.Static, residuals, gradients):
-    """The backward rule of `_gated`: the gradients of gate, up, weight (None for a quantised one), lora and bias, and
-    None for the low-rank input. residuals: from `_gated_fwd`. gradients: of both results, of which that of the output
-    [tokens, out] is used."""
     found, _ = _second_half_backward(activation, static, residuals, gradients[0], None)
     return *found, None
 
@@ -127,16 +106,11 @@ _gated.defvjp(_gated_fwd, _gated_bwd)
 
 
 def _second_half_backward(activation: str, static: reference.Static, residuals, dout, first: tuple | None):
-    """The gradients of gate, up, weight (None for a quantised one), lora and bias, in a tuple, and None; or, where a
-    kernel rounds those of gate and up, Nones in their place, and the Rounded of them. `_gated_bwd` and `_mlp_bwd` call
-    it.
+    """((gradients of gate, up, weight, lora and bias), None); or, where a kernel rounds gate's and up's, Nones in their
+    place, and the Rounded of them.
 
-    Args:
-      activation, static: those of `_gated`.
-      residuals: from `_gated_fwd`.
-      dout: the gradient of the output [tokens, out].
-      first: of the product that gate and up are, how it is computed, its weights, adapters and biases and the adapters'
-        low-rank inputs, as `_mlp` has them, if the weights are multiplied as they are stored; else None.
+      first: None, or of the product that gate and up are, if its weights are multiplied undecoded: Static, weights,
+      adapters, biases and low-rank inputs.
     """
     gate, up, weight, lora, bias, inner = residuals
     a = lora[0]
@@ -152,8 +126,7 @@ def _second_half_backward(activation: str, static: reference.Static, residuals, 
 
 
 def _rounded_gradients(given: tuple, static: reference.Static, weights, loras, biases, inner):
-    """((the gradients of gate and up, or Nones), that of the A of down in float32, None or the Rounded of the first
-    two). `_second_half_backward` calls it; given: what gated_thin_backward takes. The others: its `first`."""
+    """((gradients of gate and up, or Nones), of the A of down in float32, None or the Rounded of the first two)."""
     product = product_of(weights[0])
     assert product is not None
     adapters = None
@@ -179,23 +152,19 @@ def gated_mlp(
     *,
     activation: str,
 ) -> jax.Array:
-    """Computes the output of a gated MLP from gate and up, which an earlier run has computed, as gated_matmul does. Its
-    derivative is that of the whole MLP, in which gate and up are quant_matmul of x. The backward of a model calls it.
-    In the derivative one kernel computes the gradients of gate and up, rounds them for the product with both weights,
-    and multiplies them by the adapters' B's and low-rank inputs. `joins` says for which weights of gate and up there is
-    such a kernel. All weights are multiplied as they are stored.
+    """gated_matmul of gate and up, which an earlier run computed, with the derivative of the whole MLP, in which they
+    are quant_matmul of x: [..., out] in x's dtype.
 
-    Args:
-      x: [..., in] in the compute dtype: bfloat16, float16 or float32.
-      gate, up: [..., I] in x's dtype. They get no gradient of their own, as x and the adapters get it.
-      weights: those of gate [I, in], up [I, in] and down [out, I], quantised.
-      loras: their adapters, without a row_scale.
-      biases: for each weight its bias, or None.
+    In the derivative one kernel computes the gradients of gate and up, rounds them for the product with both weights,
+    and multiplies them by the adapters' B's and low-rank inputs. All weights are multiplied undecoded. TypeError or
+    ValueError for an argument that is not as here.
+
+      x: [..., in] bfloat16, float16 or float32.
+      gate, up: [..., I] in x's dtype, without gradients: x and the adapters get them.
+      weights: of gate [I, in], up [I, in] and down [out, I], quantised; `joins` must accept the first two.
+      loras: without a row_scale.
+      biases: for each weight, or None.
       activation: "silu", "gelu_tanh" or "gelu".
-    Returns:
-      [..., out] in x's dtype.
-    Raises:
-      TypeError, ValueError: an argument is not as described here.
     """
     check = Arguments("gated_mlp")
     check.array("x", x, "... in", FLOATS)
@@ -223,38 +192,30 @@ def gated_mlp(
 
 
 def joins(gate: jax.Array | Stored, up: jax.Array | Stored) -> bool:
-    """Whether gated_mlp takes such weights of gate and up, and gains by it, as one kernel then computes the gradients
-    of both and rounds them: weights in FP8 with scales of 128 x 128 numbers."""
+    """Whether gated_mlp takes such weights of gate and up: FP8 with scales of 128 x 128 numbers."""
     product = product_of(gate)
     return product is not None and product is product_of(up) and bool(product.kind(gate) and product.kind(up))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _mlp(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, given):
-    """What `_gated` returns of gate and up, for gated_mlp, whose arguments these are.
+    """`_gated` of gate and up.
 
-    Args:
-      activation: a key of ACTIVATIONS.
-      first, second: how the products with the weights of gate and up are computed, and that with the weight of down.
-      x: [tokens, in].
-      source: the Factors of x (low_rank.py), or None.
-      gate, up: [tokens, I].
-      weights, loras, biases: of gate, up and down; an adapter is a pair (a, b).
-      inner: the low-rank inputs of the adapters of gate and up, [tokens, sum of ranks].
-      given: the low-rank input of the adapter of down that an earlier run made; None: it is computed.
+    first, second: how the products of gate and up, and of down, are computed.
+    source: the Factors of x (low_rank.py), or None.
+    weights, loras, biases: of gate, up and down; an adapter is (a, b).
+    inner: the low-rank inputs of gate and up, [tokens, sum of ranks].
+    given: the low-rank input of down from an earlier run; None: it is computed.
     """
     return _gated(activation, second, gate, up, weights[2], loras[2], biases[2], given)
 
 
 def _mlp_fwd(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, given):
-    """The forward rule of `_mlp`, with its arguments: (its results, the residuals for `_mlp_bwd`)."""
     results, of_second = _gated_fwd(activation, second, gate, up, weights[2], loras[2], biases[2], given)
     return results, ((x, source, weights[:2], loras[:2], biases[:2], inner), of_second)
 
 
 def _mlp_bwd(activation: str, first, second, residuals, gradients):
-    """The backward rule of `_mlp`: the gradients of its arguments, None for those that get none. residuals: from
-    `_mlp_fwd`. gradients: of both results, of which that of the output [tokens, out] is used."""
     (x, source, *others), of_second = residuals
     (dgate, dup, _, dlora, dbias), rounded = _second_half_backward(
         activation, second, of_second, gradients[0], (first, *others)

@@ -1,12 +1,6 @@
 """Lane-level operations of the product of a few tokens with a four-bit weight (line_matmul.py). As in lanes.py, all
 threads of a warpgroup call each of them. A line is 256 elements of a row, whose codes are a memory line of 128 bytes; a
 span is four lines, whose scales are decoded at a time.
-
-`fill_columns` copies tables of 256 values to shared memory: the two elements of each byte of codes, and the map of
-quantised absmax. For each span, `span_absmax` loads the scales and `keep_span` stores them, decoded, in shared memory;
-for each line, `line_product` multiplies its codes by the tokens and adds the products to the sums. At the end
-`keep_line_sums` stores each warp's sums, and `store_line_sums` adds them up over warps and programs and stores the
-result.
 """
 
 from __future__ import annotations
@@ -41,23 +35,21 @@ from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():
-    """The row, 0 to 7 among eight neighbouring rows of the weight, whose codes this lane multiplies; an MLIR int32.
-    `line_product` reads the row's codes by it, and `keep_line_sums` stores the row's sums. All lanes of a quad have the
-    same row; a quad is four neighbouring lanes, which the tensor cores treat as a row of their operand.
+    """The row, 0 to 7, whose codes this lane multiplies; an MLIR int32, the same in a quad (four neighbouring lanes, a
+    row of the tensor cores' operand).
 
-    Quads 0 to 7 of a warp have rows 0, 2, 4, 6, 1, 3, 5, 7. So the four quads that an 8-byte read serves at a time read
-    different memory banks of a swizzled tile.
+    Quads 0 to 7 of a warp have rows 0, 2, 4, 6, 1, 3, 5, 7, so that the four quads that an 8-byte read serves at a time
+    read different memory banks of a swizzled tile.
     """
     group = ir_shift_right(arith.andi(ir_thread(), ir_const(31)), 2)
     return arith.ori(arith.andi(ir_mul(group, 2), ir_const(7)), ir_shift_right(group, 2))
 
 
 def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
-    """Copies a table of 256 32-bit values from global memory (source_ref [256]) into each of the columns first to first
-    + 31 of table_smem, uint32[256, 64] in shared memory. Each lane then reads its own column, and so its own memory
-    bank. All threads of the program's `warpgroups` warpgroups call it, and each writes a share. No thread may read the
-    table before a barrier of all of them. line_matmul.py and row_matmul.py fill columns 0 to 31 with the two elements
-    of each byte of codes, and line_matmul.py columns 32 to 63 with the map of quantised absmax."""
+    """Copies a table of 256 32-bit values from global memory into each of the columns first to first + 31 of
+    table_smem, uint32[256, 64]: each lane then reads its own column, and so its own memory bank. All threads of the
+    program call it, and must pass a barrier before they read.
+    """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, source_ref, table_smem):
@@ -73,24 +65,16 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
 
 
 def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjacent: int, warpgroups: int):
-    """Loads this thread's share of the absmax (the scale of each block of 64) of `rows` rows over a span into
-    registers, for `keep_span`. A span is the next four lines of the calling warpgroup; a line is 256 columns.
+    """Loads this thread's share of the absmax of `rows` rows over the warpgroup's next four lines; apart from
+    `keep_span`, so that it can run while the span before is multiplied. Lines past the end of a row repeat the last
+    one.
 
-    Loading and storing are two functions so that a span's absmax can be loaded while the span before is multiplied. The
-    warpgroups take turns: `adjacent` neighbouring lines belong to this warpgroup, the next ones to the others, and so
-    on until it has four. Lines past the end of a row repeat the last one.
-
-    Args:
       absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row], in global memory.
-      nested_ref: float32, the absmax of each 256 consecutive numbers of absmax_ref; None without double quantisation.
-      first_row: int32[], the first of the rows.
-      first_line: int32[], the first line of the span.
-      rows: the number of rows that the program has.
-      adjacent: how many neighbouring lines one copy loads (Tile.lines): 1, 2 or 4.
-      warpgroups: the number of warpgroups of the program.
+      nested_ref: float32, the absmax of each 256 of them; None without double quantisation.
+      adjacent: neighbouring lines of one warpgroup, 1, 2 or 4; the warpgroups take turns.
     Returns:
-      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), where n = ceil(4 rows / 128) is how
-        many times a thread loads the four absmax of a row in a line. `keep_span` takes both as its `share`.
+      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), n = ceil(4 rows / 128) loads of a
+      thread.
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)
@@ -129,20 +113,12 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
 
 
 def keep_span(share, offset, table_smem, scales_smem, rows: int):
-    """Writes the scales of a span to shared memory: scales_smem[block of the span, position of the row] = the float32
-    absmax that `span_absmax` loaded, decoded if it is stored as uint8. `line_product` reads them there.
+    """scales_smem[block of the span, position of the row] = the float32 absmax of `span_absmax`, decoded.
 
-    Each warpgroup has a scales_smem of its own. Before the call, its threads must have finished reading the previous
-    span; after it, they must pass a barrier of the warpgroup before `line_product` reads this one.
+    The warpgroup's threads must have read the previous span before, and must pass a barrier afterwards.
 
-    Args:
-      share: (absmax, nested absmax or None) from `span_absmax`.
-      offset: float32[], added to decoded absmax in double quantisation, whose map of 256 values is in columns 32 to 63
-        of table_smem; None without double quantisation.
-      table_smem: uint32[256, 64] in shared memory, filled by `fill_columns`.
-      scales_smem: float32[16, at least `rows`] in shared memory. Rows are in an order in which the two of 16 rows that
-        a lane has (see `line_product`) are neighbours.
-      rows: the number of rows that the program has.
+      offset: float32[] of double quantisation, whose map is in columns 32 to 63 of table_smem; None without it.
+      scales_smem: float32[16, at least `rows`], of one warpgroup. The two of 16 rows that a lane has are neighbours.
     """
     arrays = [part for part in share if part is not None]
     layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
@@ -183,25 +159,21 @@ def keep_span(share, offset, table_smem, scales_smem, rows: int):
 
 
 def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem, transforms, dtype):
-    """Adds to acc the product of the program's rows of a weight and x^T over the 256 columns of one line, on the tensor
-    cores (mma.m16n8k16), by one warpgroup, and returns it. The kernel's body of line_matmul.py calls it for each line.
+    """acc plus the product of the program's rows and x^T over the 256 columns of a line, on the tensor cores
+    (mma.m16n8k16).
 
     Each lane multiplies 8 bytes of codes of a row, within one block. The order of a product's k does not matter if it
     is the same in x, so the lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
 
-    Args:
-      acc: float32[512 g n] in registers, the sums so far, for 16 g rows and n times 8 tokens: a register of four
-        numbers for each 16 rows and 8 tokens. The first two are for tokens 2 q and 2 q + 1 and row r of the first 8,
-        the others for row r + 8 (q is the lane's number in its quad, r is `_fragment_row`).
-      codes_smem: uint8[16 g, 128 m] in shared memory: the codes of m lines of the rows, tiled and swizzled by
-        `transforms`. Of the four blocks of 64 in a line, each of four warps takes one.
-      x_smem: 16-bit [tokens, m, 256] in shared memory, the tokens' elements of the same lines.
-      scales_smem: from `keep_span`.
-      line: int32[], which of the m lines is multiplied.
+      acc: float32[512 g n], for 16 g rows and n times 8 tokens: a register of four numbers for each 16 rows and 8
+      tokens. The first two are for tokens 2 q and 2 q + 1 and row r of the first 8, the others for row r + 8 (q: the
+      lane's number in its quad, r: `_fragment_row`).
+      codes_smem: uint8[16 g, 128 m], m lines, tiled and swizzled by `transforms`; each of four warps takes one of a
+      line's four blocks of 64.
+      x_smem: 16-bit [tokens, m, 256], of the same lines.
+      line: int32[], which of the m lines.
       first_scale: int32[], the index in scales_smem of the line's first block.
-      table_smem: uint32[256, 64] in shared memory, the two elements of each byte of codes; a lane reads its own column.
-      transforms: the Pallas transforms of codes_smem.
-      dtype: of the elements, bfloat16 or float16.
+      table_smem: uint32[256, 64], the two elements of each byte; a lane reads its own column.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
@@ -254,7 +226,7 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
         own_scales = ir_add(ir_mul(ir_add(ir_scalar(first_scale), warp), stride), ir_mul(group, 2))
 
         def pair(word, byte):
-            """The two elements that a byte of codes stands for: its row of 256 bytes, this lane's column."""
+            """The two elements of a byte of codes: its row of 256 bytes, this lane's column."""
             place = utils.inline_ptx(
                 "prmt.b32 $0, $1, $2, $3;", word, own_column, ir_const(0x7604 | byte << 4), result_types=i32
             )
@@ -291,15 +263,11 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
 
 
 def keep_line_sums(acc, partial_smem, first):
-    """Writes each warp's sums of `line_product` to shared memory, partial_smem[first + warp, token, row], so that
-    `store_line_sums` can add them up after a barrier of all warpgroups. The kernel's body of line_matmul.py calls it at
-    its end.
+    """partial_smem[first + warp, token, row] = each warp's sums of `line_product`.
 
-    Args:
-      acc: float32 in registers, as `line_product` returns it.
-      partial_smem: float32[all warps, tokens, rows + 4] in shared memory; because of the four more, a quad's tokens are
-        in different memory banks.
-      first: int32[], the number, among all warps of the program, of the first warp of this warpgroup.
+    partial_smem: float32[all warps, tokens, rows + 4]; with the four more, a quad's tokens are in different memory
+    banks.
+    first: int32[], the warpgroup's first warp among the program's.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
 
@@ -325,19 +293,14 @@ def keep_line_sums(acc, partial_smem, first):
 
 
 def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgroups: int, splits: int):
-    """Adds up the sums that `keep_line_sums` wrote, over all warps of a program and over the programs of a cluster, in
-    a fixed order, and stores the result: out_ref[0, token, first_row + row]. All threads of all programs of the cluster
-    call it, because they wait for each other.
+    """out_ref[0, token, first_row + row] = the sums over all warps of a program and all programs of the cluster, in a
+    fixed order. All threads of the cluster call it, because they wait for each other.
 
-    Args:
-      partial_smem: float32[all warps, tokens, rows + 4] in shared memory, this program's.
-      totals_smem: 32-bit, at least [tokens, rows], in shared memory. With several splits it is overwritten: other
-        programs of the cluster read this program's totals there.
+      partial_smem: from `keep_line_sums`, after a barrier.
+      totals_smem: 32-bit, at least [tokens, rows]; overwritten with several splits, for other programs to read.
       out_ref: 16-bit [1, tokens, all rows] in global memory.
-      split: int32[], the number of this program in its cluster.
-      first_row: int32[], the first row of the weight that this program has.
-      warpgroups: the number of warpgroups of a program.
-      splits: the number of programs of a cluster; each has other columns of the same rows.
+      split, splits: the program's number in its cluster, and the cluster's programs, which have other columns of the
+      same rows.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
@@ -350,7 +313,6 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
 
         def for_places(first, count: int, limit: int, body):
-            """body(place, its token, its row) of `count` places from `first` on, below `limit`."""
             for start in range(0, count, 128 * warpgroups):
                 own = ir_add(thread, ir_const(start))
                 place = own if first is None else ir_add(own, first)

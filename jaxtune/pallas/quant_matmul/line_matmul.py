@@ -2,16 +2,13 @@
 
 A line is 128 bytes of a row's codes, which are 256 columns. A program has up to 128 rows of the weight, and all columns
 or some of them, whose lines its warpgroups take in turns; so the program reads memory from left to right. TMA loads for
-each warpgroup lines of codes and the corresponding elements of the tokens, several ahead. Of a line each warp
-multiplies one block of 64 columns. Compared with the kernel of mosaic.py, loads in flight take shared memory in place
-of registers, x is read once for all rows of a program in place of every 16, and a byte of codes becomes an address by
-one instruction. mosaic.small_matmul chooses between the two by measurements.
+each warpgroup lines of codes and the tokens' elements, several ahead. Of a line each warp multiplies one block of 64
+columns. Compared with the kernel of mosaic.py, loads in flight take shared memory in place of registers, x is read once
+for all rows of a program in place of every 16, and a byte of codes becomes an address by one instruction. Measurements
+choose between the two.
 
-Programs that have different columns of the same rows are a cluster, and read each other's sums. Sums are added in a
-fixed order: first those of the warps of a program, then those of the cluster's programs.
-
-`matmul` calls the kernel with the sizes of a Tile, and `refusal` says whether a tile fits; `tiles` lists those that a
-benchmark measures.
+Programs that have different columns of the same rows are a cluster, and read each other's sums. Sums have a fixed
+order: first the warps of a program, then the cluster's programs.
 """
 
 from __future__ import annotations
@@ -40,9 +37,9 @@ _SMEM_BYTES = 227 * 1024  # the most shared memory of a program
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The sizes by which the kernel divides its work. A line is 128 bytes of a row's codes, which are 256 columns.
-    benchmarks/kernels/quant_matmul.py --lines measures which tile is fastest; without a measurement this kernel is not
-    used."""
+    """How the kernel divides its work. benchmarks/kernels/quant_matmul.py --lines measures which is fastest; without a
+    measurement this kernel is not used.
+    """
 
     groups: int  # a program has this many times 16 rows of the weight
     warpgroups: int  # the number of warpgroups of a program, which take the lines of its rows in turns
@@ -52,15 +49,14 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the weight that a program (or a cluster, with `splits`) multiplies."""
+        """Rows of the weight that a program (or cluster) multiplies."""
         return 16 * self.groups
 
 
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
-    """Returns the reason, in words, why the kernel with these sizes (`tile`) cannot multiply this number of tokens by a
-    weight [rows, columns], or None if it can. Reasons are sizes of the weight or of the tile that are out of range, and
-    more shared memory than a program may have. It does not ask which GPU there is; mosaic.line_refusal, which calls it,
-    does. `tiles` calls it too."""
+    """The reason why the kernel cannot multiply this number of tokens by a weight [rows, columns] in `tile`, or None;
+    it does not ask for the GPU.
+    """
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:
@@ -73,9 +69,6 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
 
 
 def _smem_bytes(tile: Tile, tokens: int) -> int:
-    """The bytes of shared memory that a program with the sizes of `tile` needs for this number of tokens: the table of
-    the two elements of each byte, the lines that are loaded ahead (whose memory the sums reuse), the scales of a span
-    for each warpgroup, and room for barriers and alignment. `refusal` compares it with what a GPU has."""
     ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4
@@ -83,16 +76,15 @@ def _smem_bytes(tile: Tile, tokens: int) -> int:
 
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
-    """Lists candidates of tile sizes to measure for products of this number of tokens with a weight [rows, columns], at
-    most nine. benchmarks/kernels/quant_matmul.py --lines measures them; `mosaic.line_tile` then reads the fastest. For
-    each of 1 to 4 splits it takes the number of rows of a program with the least estimated time, and of these four
-    divisions up to three within 25 % of the best, that without a cluster always among them. Each comes with 4
-    warpgroups and 1 line, 2 and 1, and 2 and 2, and with the most stages, from 8 to 2, that fit into shared memory;
-    where none fit, it is left out. programs: the number of multiprocessors."""
+    """At most nine candidates to measure for a weight [rows, columns]: for each of 1 to 4 splits the rows of a program
+    with the least estimated time, and of these four divisions up to three within 25 % of the best, the one without a
+    cluster always among them. Each with 4 warpgroups and 1 line, 2 and 1, and 2 and 2, and as many stages as fit.
+    """
 
     def work(way: tuple[int, int]) -> float:
-        """The time of the busiest multiprocessor for a way to divide the weight, (splits, groups), in rows of the
-        weight. Each round of programs after the first adds 15 % to the whole, because memory is idle when it begins."""
+        """The time of the busiest multiprocessor, in rows of the weight. Each round of programs after the first adds 15
+        %, because memory is idle when it begins.
+        """
         splits, groups = way
         rounds = -(-(-(-rows // (16 * groups)) * splits) // programs)
         return rounds * 16 * groups / splits * (1 + 0.15 * (rounds - 1))
@@ -109,17 +101,11 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):
-    """Computes in jnp what line_lanes.line_product adds to its accumulator for one line, because Pallas' interpreter
-    cannot run that: float32[512 * (rows / 16) * widths], in the order of elements that line_product explains for its
-    acc.
+    """line_lanes.line_product's addition in jnp, for the interpreter: float32[512 * (rows / 16) * widths] in its acc's
+    order.
 
-    Args:
-      codes: uint8[rows, 128], the codes of the line in each row.
-      x: [tokens, 256], the tokens' elements of the line.
-      scales: float32[rows, 4], the scales of the line's blocks.
-      table: `dtype`[256, 2], the two elements of each byte of codes.
-      widths: the number of tensor-core products of 8 columns each, so that there is room for 8 * widths tokens; the
-        results of tokens that do not exist are 0.
+      codes: uint8[rows, 128]; x: [tokens, 256]; scales: float32[rows, 4]; table: `dtype`[256, 2].
+      widths: tensor-core products of 8 tokens each; tokens that do not exist get 0.
     """
     rows = codes.shape[0]
     values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
@@ -131,34 +117,22 @@ def _written_out_sums(codes, x, scales, table, widths: int):
 
 
 def _written_out_partial(acc, tokens: int, groups: int, widths: int):
-    """Computes in jnp what line_lanes.keep_line_sums stores, because Pallas' interpreter cannot run that: the sums of a
-    warpgroup as float32[4 warps, tokens, 16 * groups rows].
-
-    Args:
-      acc: float32[512 * groups * widths], the sums of a warpgroup in the order of line_lanes.line_product.
-      tokens: the number of tokens, at most 8 * widths.
-      groups: the program has 16 times this number of rows.
-      widths: the number of tensor-core products of 8 columns each.
+    """line_lanes.keep_line_sums in jnp, for the interpreter: float32[4 warps, tokens, 16 * groups rows] of acc
+    float32[512 * groups * widths].
     """
     sums = acc.reshape(groups, widths, _WARPS, 2, 4, 4, 2, 2)
     return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)[:, :tokens]
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
-    """The kernel's body: multiplies tile.rows rows of the weight by all tokens, over those columns that this program of
-    the cluster has.
+    """Multiplies tile.rows rows of the weight by all tokens, over this program's columns.
 
-    Args:
-      x_ref: [tokens, columns / 256, 256], in global memory like the next ones.
-      codes_ref: uint8[rows, columns / 2].
-      absmax_ref: uint8 or float32[rows, columns / 64], the scales of blocks of 64.
-      pairs_ref: the two elements that each byte of codes encodes: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
-      refs: if absmax is uint8, what decodes it: its map, nested absmax and offset; then the output, [1, tokens, rows]
-        on a GPU, or [splits, tokens, rows] if interpreted, where XLA adds the sums of the splits; then shared memory
-        and barriers.
-      tile: how the work is divided.
-      dtype: of x.
-      interpreted: True if Pallas' interpreter runs the body, False on a GPU.
+    x_ref: [tokens, columns / 256, 256].
+    codes_ref: uint8[rows, columns / 2].
+    absmax_ref: uint8 or float32[rows, columns / 64].
+    pairs_ref: the two elements of each byte: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
+    refs: if absmax is uint8, its map, nested absmax and offset; the output, [1, tokens, rows] on a GPU, or [splits,
+    tokens, rows] if interpreted, where XLA adds the splits; shared memory and barriers.
     """
     *nested_refs, out_ref, table_smem, aliased, scales_smem, full, done = refs
     (codes_smem, x_smem), (partial_smem,) = aliased
@@ -273,19 +247,14 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
 
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, interpret) -> jax.Array:
-    """Multiplies x [tokens, in] by a four-bit weight [out, in] by the kernel: [tokens, out] in x's dtype. Call it only
-    if `refusal` returns None for the tile. mosaic.small_matmul calls it if it has a tile.
+    """x [tokens, in] times a four-bit weight [out, in]: [tokens, out] in x's dtype. Only if `refusal` is None.
 
-    Args:
-      x: [tokens, in].
-      codes: uint8[out, in / 2], the weight's.
-      absmax: uint8 (double quantisation) or float32[out, in / 64], the scales of blocks of 64.
-      nested: what decodes a uint8 absmax: [map float32[256], nested absmax, offset float32[1]]; empty for float32.
-      pairs: x's dtype [256, 2], the two elements that each byte of codes encodes.
-      tile: how the work is divided.
-      kernel: the function mosaic._kernel, which compiles a kernel's body, or interprets it. It is an argument because
-        mosaic.py imports this module.
-      interpret: the parameters of Pallas' interpreter, or None on a GPU.
+    codes: uint8[out, in / 2].
+    absmax: uint8 (double quantisation) or float32[out, in / 64].
+    nested: [map float32[256], nested absmax, offset float32[1]] of a uint8 absmax; else empty.
+    pairs: x's dtype [256, 2], the two elements of each byte.
+    kernel: mosaic._kernel, an argument because mosaic.py imports this module.
+    interpret: of Pallas' interpreter; None on a GPU.
     """
     (tokens, columns), rows = x.shape, codes.shape[0]
     ring = (tile.warpgroups, tile.stages)
