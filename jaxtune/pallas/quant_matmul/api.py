@@ -26,7 +26,7 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraWeights:
-    """A low-rank adapter of a weight [out, in]: scale * b a. Products add scale * (x a^T) b^T, and never store the sum."""
+    """A low-rank adapter of a weight [out, in], scale * b a; products add scale * (x a^T) b^T and never store the sum."""
 
     a: jax.Array  # [r, in]; cast to x's dtype on use
     b: jax.Array  # [out, r]; cast to x's dtype on use

@@ -117,7 +117,7 @@ def _rounded_by_kernel(arrays, factors, blocks: bool) -> tuple[jax.Array, jax.Ar
 
 
 def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """x [n, k] rounded for the forward: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)])."""
+    """(codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]) of x [n, k], for the forward."""
     codes, scales = side_by_side([x], None, blocks, implementation)
     return codes[:, : x.shape[1]], scales
 

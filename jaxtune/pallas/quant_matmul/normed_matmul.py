@@ -1,8 +1,6 @@
-"""`normed_matmul`: quant_matmul of an RMS norm's result, for a forward in which nothing else reads the normed x, such
-as that of attention's query, key and value, or of an MLP's gate and up.
-
-Where all weights are multiplied as they are stored, a kernel computes from x what these products need (fp8_normed.py),
-and no normed x is written."""
+"""quant_matmul of an RMS norm's result that nothing else reads. Where all weights are multiplied as they are stored, a
+kernel computes what the products need (fp8_normed.py), and no normed x is written.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +35,20 @@ def normed_matmul(
     float32: bool = False,
     fp8: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Computes the RMS norm of x over its last axis, and multiplies it by weights, as quant_matmul does. It is
-    differentiable as normed_stream and quant_matmul are, whose derivatives its own consists of.
+    """quant_matmul of the RMS norm of x over its last axis: for each weight [..., out_i] in x's dtype. Differentiable
+    as normed_stream and quant_matmul are.
 
-    The kernel runs if all weights are multiplied in FP8 and have scales of one kind, there are at least 2,048 rows of
-    at least 512 numbers, and it supports the call (fp8_normed.refusal). It rounds the normed numbers to e4m3 alone,
-    where the two operations round them to x's dtype first, so its results are nearer to those of float32.
+    A kernel runs if all weights are multiplied in FP8 with scales of one kind, x has at least 2,048 rows of 512
+    numbers, and fp8_normed can. It rounds to e4m3 alone, where the two operations round to x's dtype first, so its
+    results are nearer to float32's. TypeError or ValueError for an argument that is not as here.
 
-    Args:
-      x: [..., in] bfloat16, float16 or float32, the compute dtype.
-      norm_weight: float[in], the norm's.
+      x: [..., in] bfloat16, float16 or float32.
+      norm_weight: float[in].
       weights: each [out_i, in], an array or quantised.
       loras: for each weight its adapter, without a row_scale, or None.
-      biases: for each weight its bias, float[out_i], or None.
-      eps, offset, float32: those of normed_stream.
-      fp8: that of quant_matmul.
-    Returns:
-      a tuple with one [..., out_i] in x's dtype for each weight.
-    Raises:
-      TypeError, ValueError: an argument is not as described here.
+      biases: for each weight float[out_i], or None.
+      eps, offset, float32: of normed_stream.
+      fp8: of quant_matmul.
     """
     check = Arguments("normed_matmul")
     check.array("x", x, "... in", FLOATS)
@@ -86,8 +79,7 @@ def normed_matmul(
 
 
 def _by_kernel(x, weights, loras) -> bool:
-    """Whether a kernel runs a call whose weights are multiplied as they are stored if they can be. The arguments are
-    those of normed_matmul."""
+    """Whether a kernel runs a call whose weights may be multiplied undecoded."""
     products = {product_of(weight) for weight in weights}
     product = products.pop()
     if products or product is None or not thin.is_large(x.size // x.shape[-1], x.shape[-1]):
@@ -103,22 +95,14 @@ def _by_kernel(x, weights, loras) -> bool:
 
 
 def _plain(x, norm_weight, weights, loras, biases, rounding: NormRounding, fp8: bool) -> tuple[jax.Array, ...]:
-    """What normed_matmul computes, by the two operations that it stands for."""
     normed = normed_stream(x, norm_weight, **rounding._asdict())[1]
     return quant_matmul(normed, weights, loras, biases, fp8=fp8)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, given):
-    """The kernel's way: (a tuple of the outputs [tokens, out_i], the OfNormed of the adapters (low_rank.py), or None
-    without adapters).
-
-    Args:
-      rounding: the norm's settings.
-      x, norm_weight: [tokens, in] and [in].
-      weights: each [out_i, in], which the same product multiplies as they are stored, with scales of one kind.
-      loras, biases: for each weight its LoraWeights or None, and its bias or None.
-      given: the OfNormed that an earlier run made; None: it is computed.
+    """By the kernel: (outputs [tokens, out_i], OfNormed or None). given: an earlier run's OfNormed; None: it is
+    computed.
     """
     product = product_of(weights[0])
     assert product is not None
@@ -135,9 +119,9 @@ def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, give
 
 
 def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, given):
-    """The forward rule of `_normed`: (its results, the function from the gradients of the outputs to those of x,
-    norm_weight, loras and biases, and None). Arrays tell here whether they get a gradient: the norm's weight does if it
-    is trained. It computes what `_normed` does by the two operations whose derivatives these are."""
+    """Runs the two operations whose derivatives these are. Arrays say here whether they get a gradient: the norm's
+    weight does if it is trained.
+    """
     trained = norm_weight.perturbed
     values = (x, norm_weight, weights, loras, biases, given)
     x, norm_weight, weights, loras, biases, given = jax.tree.map(lambda leaf: leaf.value, values)
@@ -157,9 +141,6 @@ def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, 
 
 
 def _normed_bwd(rounding: NormRounding, residuals, gradients):
-    """The backward rule of `_normed`: the gradients of x, of the norm's weight (None if it is frozen), None for the
-    weights, those of loras and biases, and None for the low-rank inputs. gradients: of both results, of which those of
-    the outputs are used."""
     pullback, trained = residuals
     douts, _ = gradients
     douts = tuple(map(_as_array, douts))
@@ -168,7 +149,7 @@ def _normed_bwd(rounding: NormRounding, residuals, gradients):
 
 
 def _as_array(gradient) -> jax.Array:
-    """The gradient of a result as an array: zeros for a symbolic zero, of a result that nothing reads."""
+    """Zeros for a symbolic zero, of a result that nothing reads."""
     if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros(gradient.shape, str(gradient.dtype))
     return gradient

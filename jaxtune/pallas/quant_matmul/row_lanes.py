@@ -1,13 +1,10 @@
-"""Operations of single lanes (threads of a warp) in the product of one token with a four-bit weight (row_matmul.py). As
-in lanes.py, all threads of a warpgroup call each of them.
+"""Operations of single lanes in the product of one token with a four-bit weight (row_matmul.py). As in lanes.py, all
+threads of a warpgroup call each of them.
 
 A pair is two neighbouring rows of the weight. A chunk is the pairs that one bulk copy loads. A slice is 1,024
 neighbouring columns; each warp multiplies one slice of one pair of a chunk. A block is 64 numbers of a row with one
-scale, the absmax. `wg`, int32[], is the number of the calling warpgroup among those that multiply.
-
-Each multiplying warpgroup calls `own_x` once, which loads the token's elements; for each chunk `own_nested` (with
-double quantisation), which loads nested absmax, and `multiply`; and at the end `store_sums`. `_warp`, `_lane` and
-`_block` number the threads and their blocks for these.
+scale, the absmax. `wg`, int32[], is the calling warpgroup's number among those that multiply; `pairs` counts those of a
+chunk, `slices` those of a row.
 """
 
 from __future__ import annotations
@@ -46,22 +43,18 @@ _ONE = plgpu.Layout.WG_STRIDED((128,), 1)
 
 
 def _warp(wg):
-    """The number of this thread's warp among all multiplying warps of its program, an MLIR int32. By it the functions
-    here find the slice and the blocks of the warp. wg: int32[], the number of its warpgroup among those that multiply,
-    as inline_mgpu passes it to a body (SCALAR)."""
+    """This thread's warp among all multiplying warps, an MLIR int32."""
     return ir_add(ir_mul(ir_scalar(wg), 4), ir_shift_right(ir_thread(), 5))
 
 
 def _lane():
-    """The number of the lane (thread) within its warp, 0 to 31, an MLIR int32, by which it knows its codes and scales
-    within the warp's slice."""
     return arith.andi(ir_thread(), ir_const(31))
 
 
 def _block(wg, slices: int):
-    """The number, within a chunk, of the block whose scale this lane decodes; an MLIR int32. A warp has a slice of a
-    pair of rows, 16 blocks in each of the two: lane 16 i + j decodes block j of the slice in row i. wg: as of `_warp`,
-    the number of the calling warpgroup among those that multiply. slices: the number of slices of a row."""
+    """The block of the chunk whose scale this lane decodes, an MLIR int32. Of a warp's 16 blocks in each of two rows,
+    lane 16 i + j decodes block j of row i.
+    """
     warp, lane = _warp(wg), _lane()
     pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
     row = ir_add(ir_mul(pair, 2), ir_shift_right(lane, 4))
@@ -69,14 +62,10 @@ def _block(wg, slices: int):
 
 
 def own_x(x_ref, wg, slices: int):
-    """Loads the token's elements by which a lane multiplies its codes: uint32[128 x 16] in registers, with two 16-bit
-    elements in each. A lane has 16 neighbouring elements in each half of its warp's slice. They are the same for every
-    chunk, so they are loaded once. The kernel's body of row_matmul.py calls it at its start.
+    """The token's elements by which a lane multiplies its codes, two 16-bit ones in each of uint32[128 x 16]: 16
+    neighbours in each half of its warp's slice, the same for every chunk.
 
-    Args:
-      x_ref: the token, 16-bit [columns], in global memory.
-      wg: int32[], the number of the calling warpgroup among those that multiply.
-      slices: the number of slices of a row.
+      x_ref: 16-bit [columns], in global memory.
     """
 
     @mosaic_types.inline_mgpu(
@@ -99,16 +88,10 @@ def own_x(x_ref, wg, slices: int):
 
 
 def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int):
-    """Loads the nested absmax by which each lane decodes a quantised absmax in `multiply`: float32[128], one for each
-    lane. A nested absmax is the scale of the uint8 absmax of `nested_block` consecutive blocks.
+    """The nested absmax by which each lane decodes a quantised absmax: float32[128].
 
-    Args:
-      nested_ref: float32, in global memory, one for each `nested_block` blocks of the weight.
-      chunk: int32[], the number of the chunk in the weight.
-      wg: int32[], the number of the calling warpgroup among those that multiply.
-      pairs: the number of pairs of rows in a chunk.
-      slices: the number of slices of a row.
-      nested_block: how many absmax share a nested absmax.
+    nested_ref: float32, one for each `nested_block` blocks of the weight, in global memory.
+    chunk: int32[], its number in the weight.
     """
 
     @mosaic_types.inline_mgpu(
@@ -127,27 +110,19 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 
 
 def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: int, dtype):
-    """Multiplies a chunk by the token, on the tensor cores. Each warp sets partial[place, warp], float32[8, 2], to the
-    sums of its pair of rows over its slice: one for each quad (four neighbouring lanes) and row of the pair. Warps from
-    number pairs x slices on have no slice, and set nothing. `store_sums` adds the sums up. The call must come after
-    lanes.wait_for_chunk for the slot, and after a barrier that follows the filling of table and map.
-
-    Args:
-      x: from own_x.
-      nested, offset: from own_nested, and the float32 offset of double quantisation; both None if absmax are float32.
-      place: int32[], the number of the chunk among those of this program.
-      slot: int32[], the index in `codes` and `absmax` at which the chunk is.
-      wg: int32[], the number of the calling warpgroup among those that multiply.
-      refs: in shared memory: codes uint8[slots, bytes of a chunk], absmax [slots, blocks of a chunk], table uint32[256,
-        64] with the two elements of each byte of codes, map float32[256] of double quantisation (None without it), and
-        partial float32[places, warps, 8, 2].
-      pairs, slices: the number of pairs of rows in a chunk, and of slices of a row.
-      dtype: of the elements, bfloat16 or float16.
+    """partial[place, warp], float32[8, 2] = the products of a chunk and the token on the tensor cores: the sums of the
+    warp's pair of rows over its slice, for each quad and row. Warps from pairs x slices on set nothing. Call it after
+    lanes.wait_for_chunk and a barrier that follows the filling of table and map.
 
     A quad has one block of each row of the pair in each half of the slice, and a lane has 8 bytes of it. For the tensor
     cores (m16n8k16) the eight quads are eight rows with different k each; column g of the right operand has the
     elements of x that belong to quad g. So only the diagonal of the products is used, and a lane needs x only at its
     own codes. Rows 8 to 15 of the product are the second row of the pair.
+
+      x, nested: from own_x and own_nested; nested and offset are None if absmax are float32.
+      place, slot: int32[], the chunk's number in this program, and its index in `codes` and `absmax`.
+      refs: codes uint8[slots, bytes], absmax [slots, blocks], table uint32[256, 64] with the two elements of each byte,
+      map float32[256] or None, partial float32[places, warps, 8, 2].
     """
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)
     values = [] if nested is None else [nested, offset]
@@ -166,7 +141,7 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
         own_column = ir_mul(lane, 4)
 
         def entries(word, number):
-            """The two elements that a byte of codes stands for: its row of the table, 256 bytes, this lane's column."""
+            """The two elements of a byte of codes: its row of the table, 256 bytes, this lane's column."""
             offset = ir_permute(word, own_column, 0x5504 | number << 4)
             return llvm.load(ir_i32(), ir_address(table, offset, byte))
 
@@ -232,21 +207,11 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
 
 
 def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: int, *, pairs: int, slices: int, dtype):
-    """Adds up the sums that `multiply` left in partial_smem, for each row over its slices and quads, and stores the
-    results in out_ref (global memory). All multiplying warpgroups call it, after a barrier that follows the last
-    `multiply`. Eight lanes add the sums of a pair of rows.
+    """out_ref[rows] = the sums of `multiply` over slices and quads. All multiplying warpgroups call it, after a
+    barrier; eight lanes add a pair of rows.
 
-    Args:
-      partial_smem: float32[places, warps, 8, 2] in shared memory.
-      out_ref: `dtype`[rows].
-      count: int32[], the number of chunks of this program; they are the chunks program, program + programs, ... of the
-        weight.
-      program: int32[], the number of this program.
-      programs: int32[], the number of all programs.
-      wg: int32[], the number of the calling warpgroup among those that multiply.
-      warpgroups: how many warpgroups multiply.
-      pairs, slices: the number of pairs of rows in a chunk, and of slices of a row.
-      dtype: bfloat16 or float16.
+      partial_smem: float32[places, warps, 8, 2].
+      count, program, programs: int32[]: the program has `count` chunks, program, program + programs, ...
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))

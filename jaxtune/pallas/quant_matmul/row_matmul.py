@@ -2,18 +2,14 @@
 
 A chunk is some pairs of rows, contiguous in memory, which one bulk copy loads; a warp takes a slice of 1,024 columns of
 a pair. Slices are the same for every chunk, so a warp keeps the token's elements in registers. At most 132 programs
-share the chunks, one for each multiprocessor of an H100 or H200. A program has in shared memory one table for all its
-warps, with the two elements that each byte of codes encodes. The table has a row of 256 bytes for each byte of codes,
-which thus becomes an address by one instruction. The first half of a row is 32 copies of the two elements, one for each
-lane; the second half is not used. No read of shared memory has bank conflicts, except that of the map of quantised
-absmax.
+share the chunks, one for each multiprocessor. A table in shared memory has a row of 256 bytes for each byte of codes,
+which one instruction makes an address: 32 copies of its two elements, one for each lane, and an unused half. No read
+has bank conflicts, except the map of quantised absmax.
 
-Few copies are in flight at a time, because they are served concurrently: with more of them, the first arrives later,
-and the products of the last ones come after all loads. The work of a program before its first product costs as much as
-10 MB of weight. All threads fill the table while a first copy is in flight; then one warpgroup, which multiplies
-nothing, starts the other copies, at 0.14 us each.
-
-`matmul` calls the kernel, and `plan` chooses the sizes by which it divides a weight (Plan).
+Few copies are in flight at a time: with more of them, the first arrives later, and the products of the last ones come
+after all loads. The work of a program before its first product costs as much as 10 MB of weight. All threads fill the
+table while a first copy is in flight; then one warpgroup, which multiplies nothing, starts the other copies, at 0.14 us
+each.
 """
 
 from __future__ import annotations
@@ -42,8 +38,7 @@ PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes by which the kernel divides a weight: into chunks of one to 16 pairs of neighbouring rows, and each row
-    into slices of 1,024 columns. `plan` chooses them, and `matmul` compiles the kernel for them."""
+    """How the kernel divides a weight: chunks of pairs of neighbouring rows, and slices of 1,024 columns."""
 
     slices: int  # the number of slices of 1,024 columns in a row
     pairs: int  # the number of pairs of rows in a chunk: 1, 2, 4, 8 or 16
@@ -52,28 +47,26 @@ class Plan:
 
     @property
     def warpgroups(self) -> int:
-        """The number of warpgroups of a program that multiply; one more loads. Each of the four warps of a warpgroup
-        has one slice of one pair of rows of a chunk; up to three warps of the last warpgroup have no work."""
+        """Warpgroups that multiply; one more loads. Each warp has one slice of one pair of rows; up to three have no
+        work.
+        """
         return -(-self.slices * self.pairs // 4)
 
     @property
     def chunk(self) -> int:
-        """The number of bytes of codes in a chunk; each byte has the codes of two numbers. Shared memory has room for
-        `stages` chunks."""
+        """Bytes of codes in a chunk."""
         return self.pairs * self.slices * SLICE
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of 64 numbers in a chunk. Each has a scale, an absmax, which is copied to shared memory
-        with the codes: one byte if it is quantised, else four. `plan` always counts four."""
+        """Blocks of 64 numbers in a chunk, each with an absmax of one byte or four; `plan` counts four."""
         return self.chunk * 2 // BLOCK
 
 
 def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
-    """Chooses the sizes by which a weight [rows, columns] is divided among at most `programs` programs. It returns None
-    if the kernel cannot multiply such a weight: rows must be even, columns a multiple of 1,024 up to 28,672, and a
-    program's chunks and sums must fit into shared memory. `matmul` uses the sizes, and mosaic.row_refusal asks whether
-    there are any."""
+    """The division of a weight [rows, columns] among at most `programs` programs. None if it does not fit: rows must be
+    even, columns a multiple of 1,024 up to 28,672, and a program's chunks and sums fit into shared memory.
+    """
     slices = columns // SLICE
     if columns % SLICE or not 0 < slices <= _MOST_WARPS or rows % 2:
         return None
@@ -91,16 +84,9 @@ def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
 
 
 def _written_out(codes, absmax, x, pairs_table, plan: Plan):
-    """Computes in jnp what row_lanes.multiply stores for a chunk, because Pallas' interpreter cannot run that:
-    float32[pairs x slices, 8, 2], the sums of each warp for each quad of lanes (which has a block in each half of the
-    slice) and each row of its pair.
+    """row_lanes.multiply in jnp, for the interpreter: float32[pairs x slices, 8, 2].
 
-    Args:
-      codes: uint8[chunk], those of the chunk's rows, row by row.
-      absmax: float32[blocks], decoded if they are stored as uint8.
-      x: [columns], the token, in bfloat16 or float16.
-      pairs_table: [256, 2] in x's dtype, the two elements that each byte of codes encodes.
-      plan: how the weight is divided.
+    codes: uint8[chunk]; absmax: float32[blocks], decoded; x: [columns]; pairs_table: [256, 2] in x's dtype.
     """
     shape = (plan.pairs, 2, plan.slices, 2, 8)
     values = pairs_table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(*shape, BLOCK)
@@ -110,20 +96,14 @@ def _written_out(codes, absmax, x, pairs_table, plan: Plan):
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, interpreted):
-    """The kernel's body, which `matmul` runs: program p of n multiplies the chunks p, p + n, p + 2 n, ... of the weight
-    by one token. Warpgroup 0 starts the copies to shared memory, and the others multiply.
+    """Program p of n multiplies the chunks p, p + n, ... of the weight by one token. Warpgroup 0 starts the copies, and
+    the others multiply. If interpreted, no chunks are copied, and jnp computes.
 
-    Args:
-      x_ref: [columns], in global memory like the next ones.
+      x_ref: [columns].
       codes_ref: uint8[rows x columns / 2].
-      absmax_ref: uint8 or float32[rows x columns / 64], the scales of blocks of 64.
-      pairs_ref: the two elements that each byte of codes encodes: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
-      refs: if absmax is uint8, what decodes it: its map, nested absmax and offset; the output [rows]; then shared
-        memory and barriers.
-      plan: how the weight is divided.
-      dtype: of x and of the output, bfloat16 or float16.
-      interpreted: True: Pallas' interpreter runs the body, which then copies no chunks and computes their products in
-        jnp (_written_out). False: it runs on a GPU.
+      absmax_ref: uint8 or float32[rows x columns / 64].
+      pairs_ref: the two elements of each byte: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
+      refs: if absmax is uint8, its map, nested absmax and offset; the output [rows]; shared memory and barriers.
     """
     *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, done = refs
     map_ref, nested_ref, offset_ref = nested_refs or (None, None, None)
@@ -226,22 +206,17 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
 
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, interpret, programs=PROGRAMS) -> jax.Array:
-    """Multiplies one token x [1, in] by a weight [out, in] in NF4 or FP4 by the kernel: [1, out] in x's dtype. Call it
-    only if `plan` returns sizes for the weight (asserted). mosaic.small_matmul calls it for a single token, unless
-    line_matmul was measured to be faster.
+    """x [1, in] times a weight [out, in] in NF4 or FP4: [1, out] in x's dtype. Only if `plan` has sizes for it
+    (asserted).
 
-    Args:
-      x: [1, in] bfloat16 or float16.
-      codes: uint8[out x in / 2], the weight's, in any shape.
-      absmax: uint8 (double quantisation) or float32[out x in / 64], the scales of blocks of 64, in any shape.
-      nested: what decodes a uint8 absmax: [map float32[256], nested absmax float32, one for each 256 blocks, offset
-        float32[1]]; empty for float32.
-      pairs: x's dtype [256, 2], the two elements that each byte of codes encodes.
-      rows: the size `out`.
-      kernel: the function mosaic._kernel, which compiles a kernel's body, or interprets it. It is an argument because
-        mosaic.py imports this module.
-      interpret: the parameters of Pallas' interpreter, or None on a GPU.
-      programs: the most programs that share the rows.
+      x: bfloat16 or float16.
+      codes: uint8[out x in / 2], in any shape.
+      absmax: uint8 (double quantisation) or float32[out x in / 64], in any shape.
+      nested: [map float32[256], nested absmax, offset float32[1]] of a uint8 absmax; else empty.
+      pairs: x's dtype [256, 2], the two elements of each byte.
+      rows: out.
+      kernel: mosaic._kernel, an argument because mosaic.py imports this module.
+      interpret: of Pallas' interpreter; None on a GPU.
     """
     cut = plan(rows, x.shape[1], programs)
     assert cut is not None, (rows, x.shape)

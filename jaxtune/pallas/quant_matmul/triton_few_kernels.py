@@ -1,5 +1,4 @@
-"""The body of the Triton kernel that multiplies 17 to 64 tokens by a weight in NF4 (`few_kernel`, for
-triton.few_matmul), and the PTX with which it decodes the weight in registers (`decoding_ptx`)."""
+"""The Triton kernel that multiplies 17 to 64 tokens by a weight in NF4, and the PTX with which it decodes in registers."""
 
 import struct
 
@@ -12,10 +11,9 @@ from jaxtune.pallas.triton_parts import INTERPRETED
 
 
 def decoding_ptx(table) -> str:
-    """Returns the text of the inline PTX with which few_kernel decodes four bytes of codes at a time. Its input $4 is
-    the four bytes, 0 to 3 from the lowest. Its outputs are values of the table rounded to bfloat16, two in each: $0 for
-    the high four bits of bytes 0 and 1, $1 for those of bytes 2 and 3, and $2 and $3 likewise for the low four bits.
-    The value of the lower byte is in the lower half of an output. table: the 16 values of the format, float32.
+    """Inline PTX that decodes four bytes of codes, $4, to values of `table` (float32[16]) in bfloat16, two in each
+    output: $0 and $1 for the high four bits of bytes 0 and 1, and 2 and 3; $2 and $3 for the low four bits. The lower
+    byte's value is in an output's lower half.
 
     A byte permutation looks up four codes in a table of eight bytes. So the low and the high bytes of the values are
     looked up separately, each in two tables, of which bit 3 of the code selects one. No memory is read.
@@ -64,18 +62,15 @@ def few_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Multiplies all COUNT tokens (17 to 64) by ROWS rows of a weight W [OUTER, INNER] in NF4, over one of SPLITS equal
-    runs of the columns. It writes the float32 sums of each run to out [SPLITS, COUNT, OUTER], in out's dtype: x's if
-    SPLITS is 1, else float32. The caller, triton.few_matmul, adds up the runs.
+    """out [SPLITS, COUNT, OUTER]: COUNT tokens times ROWS rows of W [OUTER, INNER] in NF4, over one of SPLITS equal
+    runs of the columns; the caller adds up the runs. Grid: (OUTER / ROWS, SPLITS). INNER is a multiple of 64 * SPLITS,
+    and OUTER one of ROWS, because the loads of W are not masked.
 
-    x is [2, COUNT, INNER / 2] bfloat16: the even columns of the tokens, then the odd ones, because a byte of codes has
-    an even column in its high four bits and the next one in its low ones. W is given by codes uint8[OUTER * INNER / 2],
-    absmax (one for each 64 columns of a row; with NESTED = 1 an index into nested_map), nested_absmax (one for each 256
-    absmax), nested_map float32[256] and offset. On a GPU NF4's values are built into _PTX, rounded to bfloat16, and
-    `table` is not read; Triton's interpreter reads them from it. NESTED: 1 if absmax is quantised, else 0. TOKENS: 32
-    or 64, the smaller one that is at least COUNT. STAGES: how many blocks of 64 columns are loaded ahead. INNER is a
-    multiple of 64 * SPLITS, and OUTER one of ROWS, because the loads of W are not masked. Grid: (OUTER / ROWS,
-    SPLITS)."""
+    x is [2, COUNT, INNER / 2] bfloat16: the even columns, then the odd ones, because a byte of codes has an even column
+    in its high four bits and the next one in its low ones. W is six arrays (triton_kernels.py); on a GPU `table` is not
+    read, because _PTX has its values. TOKENS: 32 or 64, at least COUNT. STAGES: blocks of 64 columns that are loaded
+    ahead.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     split = tl.program_id(1)
