@@ -1,10 +1,9 @@
 """Products of rows sorted by expert with the experts' weights, adapters and biases: the public functions, their
 derivatives, and the choice of an implementation.
 
-Arguments mean the same in all functions here: `groups` says which expert each tile of sorted rows belongs to;
-`contract` is the axis of a weight that is summed over; `tokens`, int32[rows], gives the row of x [T, ...] for each
-sorted row, T for an empty one, and None means that x is sorted. Errors (TypeError, ValueError) cover classes, dtypes,
-shapes and numbers; the contents of arrays are not checked.
+In all functions `groups` says which expert each tile of sorted rows belongs to; `contract` is the axis of a weight that
+is summed over; `tokens`, int32[rows], gives the row of x [T, ...] for each sorted row, T for an empty one, and None
+means that x is sorted. The contents of arrays are not checked.
 """
 
 from __future__ import annotations
@@ -98,11 +97,9 @@ def implementations(
     dtype, in_size: int, out_size: int, groups: Groups, weight=None, implementation: str | None = None
 ) -> dispatch.Table:
     """{name: returns the reason of a refusal, or None}, in order of preference. "mosaic_ahead" is first, except for
-    experts of few rows, whose weights a pass decodes faster. A function may compare its kernel with plain JAX on this
-    GPU.
+    experts of few rows, whose weights a pass decodes faster.
 
-      weight: a quantised weight that may be decoded while it is multiplied; None: there is no "mosaic_ahead", unless
-      requested.
+      weight: a quantised weight that may be decoded while it is multiplied; None: no "mosaic_ahead", unless requested.
       implementation: the requested name, or None. On several devices "mosaic_ahead" runs only on request: it is not
       proved that its programs cannot hang beside NCCL's kernels.
     """
@@ -151,10 +148,8 @@ def fills(implementation: str) -> bool:
 
 
 def _product(x, weight, groups, contract, extra, static: Static, tokens):
-    """x W, plus the adapter's product: [rows, n] in x's dtype.
-
-    A quantised weight is decoded once x is computed and not earlier, so that XLA keeps no decoded weights; or it is
-    multiplied undecoded, by "mosaic_ahead" or in FP8.
+    """x W, plus the adapter's product: [rows, n] in x's dtype. A quantised weight is decoded once x is computed and not
+    earlier, so that XLA keeps no decoded weights; or it is multiplied undecoded.
 
       weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
       extra: None, or the adapter's (u [rows, r], scaled already; l [E, n, r] or [E, r, n]).
@@ -183,8 +178,8 @@ def contracted(thin, wide, groups, rank, implementation, tokens):
     """The gradient of an adapter's A, or of B transposed: float32[E, rank, n], thin^T wide summed over each expert's
     rows.
 
-      thin: [rows, at least rank], scaled already; columns from `rank` on are padding.
-      wide: the rows x or the gradients of their products, [rows, n], or [T, n] with `tokens`.
+      thin: [rows, at least rank], scaled already.
+      wide: [rows, n], or [T, n] with `tokens`.
     """
     if implementation in _MOSAIC and mosaic_contract.refusal(wide.dtype) is None:
         return mosaic_contract.contract_rows(mosaic.filled(thin, 1), wide, groups, rank, tokens)
@@ -193,11 +188,9 @@ def contracted(thin, wide, groups, rank, implementation, tokens):
 
 
 def _thin_pair(dout, b, inner, groups, implementation, tokens):
-    """(dout b [rows, r] as `_thin` returns it, the gradient of B float32[E, out, r]: dout^T inner summed over each
-    expert's rows).
-
-    One kernel computes both if it can and the rows are sorted. Gathered from tokens, dout is k times as small as sorted
-    rows, and reading it twice costs little.
+    """(dout b [rows, r] as of `_thin`, the gradient of B float32[E, out, r]: dout^T inner summed over each expert's
+    rows). One kernel computes both if the rows are sorted; gathered from tokens, dout is k times as small, and reading
+    it twice costs little.
     """
     if implementation in _MOSAIC and tokens is None and thin_pair.refusal(dout, b) is None:
         return thin_pair.thin_pair(dout, b, inner, groups)
@@ -230,9 +223,8 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inn
     """(the product [rows, out], residuals for `backward`), from the results of `prepared`.
 
     tokens: only if the implementation `gathers`.
-    bias: [E, out]. The adapter's product adds it where its rank is padded. Empty rows get it or not.
-    inner: the low-rank input x A^T, [rows, r], of an earlier call with the same rows and adapter; None: it is
-    computed.
+    bias: [E, out]. Empty rows get it or not.
+    inner: the low-rank input x A^T, [rows, r], of an earlier call; None: it is computed.
     """
     contract = 1 if static.transposed else 2
     extra = None
@@ -258,11 +250,11 @@ def low_rank_of(residuals) -> jax.Array | None:
 
 
 def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
-    """(gradient of the sorted rows [rows, in]; of the weight, None if it is quantised or does not train; of the
-    adapter's (a, b), or None).
+    """(gradient of the sorted rows [rows, in]; of the weight, None if it is quantised or does not train; of (a, b), or
+    None).
 
-      dout: [rows, out], or [T, out] with `dout_tokens`, which only an implementation that `gathers` takes.
-      x_tokens: the row of the residuals' x [T, in] for each sorted row, for any implementation.
+      dout: [rows, out], or [T, out] with `dout_tokens`, only if the implementation `gathers`.
+      x_tokens: the row of the residuals' x [T, in] for each sorted row.
     """
     x, weight, lora, groups, inner = residuals
     dinner = dlora = None
@@ -352,14 +344,13 @@ def prepared(
     implementation: str | None,
 ):
     """Chooses the implementation, and returns (x, weight, (a, b) or None, Static) for `forward`; call `checked` first.
+    ValueError if a requested implementation refuses.
 
     Use the returned x from then on: if the weight is decoded here, x is tied to it, so that XLA does not decode
-    earlier. A weight that is `swapped` is returned in its own order. ValueError if the requested implementation is
-    unknown or refuses.
+    earlier. A `swapped` weight is returned in its own order.
 
       derivative_follows: decode a quantised weight once, here, for the forward and x's gradient, and compute the
       adapter's gradients first.
-      fp8: multiply an FP8 weight undecoded; the FP8 product may refuse a requested implementation later, in `forward`.
     """
     if isinstance(weight, Stored) and weight.swapped:
         weight, transposed = weight.unswapped, not transposed
@@ -392,20 +383,19 @@ def grouped_matmul(
     """Multiplies each expert's rows by its weight, and adds the product with its adapter: [rows, out] in x's dtype.
 
     Empty rows, which pad each expert's rows to whole tiles, must be zero; their results are zero. Differentiable in x,
-    a weight that is an array and trains, and the adapter.
+    a weight that is an array and trains, and the adapter. TypeError or ValueError for an argument that does not fit, or
+    an implementation that refuses.
 
       x: [rows, in] bfloat16, float16 or float32, sorted by expert; weights are cast to its dtype.
-      weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised and then decoded for each product
-      (but see derivative_follows and fp8). "mosaic_ahead" decodes four bits while it multiplies.
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised and then decoded for each product.
       groups: from `routing.route(choice, E).groups`.
-      derivative_follows: True: the derivative is computed soon, and x has no other use. A quantised weight is then
-      decoded once for both, and the adapter's gradients precede x's, so that x can be freed.
-      fp8: multiply an FP8 weight undecoded, forward and for x's gradient, by rows rounded to e4m3; adapters multiply x
-      unrounded. No effect on other weights.
-      weight_trains: False: the weight's gradient is zero, and no kernel of it is compiled or checked.
-      implementation: "mosaic", "mosaic_ahead" (on several devices only if requested), "triton", "reference" (plain
-      JAX), or None for the first that supports the call. A requested one must support the FP8 product too, which has no
-      "mosaic_ahead".
+      derivative_follows: the derivative is computed soon, and x has no other use: a quantised weight is decoded once
+      for both, and the adapter's gradients precede x's, so that x can be freed.
+      fp8: multiply an FP8 weight undecoded, by rows rounded to e4m3, forward and for x's gradient; adapters multiply x
+      unrounded.
+      weight_trains: False: the weight's gradient is zero, and no kernel of it is compiled.
+      implementation: "mosaic", "mosaic_ahead" (decodes four bits while it multiplies; on several devices only on
+      request; not for fp8), "triton", "reference", or None for the first that supports the call.
     """
     checked("grouped_matmul", "x", x, "rows in", weight, groups, lora, transposed)
     x, weight, sides, static = prepared(
@@ -416,11 +406,10 @@ def grouped_matmul(
 
 @meshes.on_any_mesh
 def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
-    """Adds to each row the bias of its expert: [rows, out] in the rows' dtype. Differentiable in rows and bias [E,
-    out].
+    """Adds to each row the bias of its expert, bias [E, out]: [rows, out] in the rows' dtype. Differentiable in both.
 
-    Empty rows get a bias too (in the tiles at the end the last expert's), and their gradients must be zero: the bias's
-    gradient is the sum over all rows of the expert's tiles.
+    Empty rows get a bias too, and their gradients must be zero: the bias's gradient is the sum over all rows of the
+    expert's tiles.
     """
     check = Arguments("grouped_bias")
     check_groups(check, groups)

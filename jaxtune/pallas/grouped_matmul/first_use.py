@@ -23,13 +23,11 @@ _TOKENS = 150
 
 def refusal(name: str, product: Callable, weight, *, gathering: bool = False) -> str | None:
     """The reason why this GPU must not run `product` (an error, or a difference from reference.product); None if it
-    agrees or nothing is compared, as without a GPU. A pass is stored in the user's cache.
-
-    The case has an adapter, in bfloat16, with contract = 2 (the forward) and 1 (x's gradient).
+    agrees or nothing is compared, as without a GPU.
 
       product: as reference.product; if `gathering`, with another argument, tokens.
       weight: a quantised weight, whose format a random weight gets; None: an array.
-      gathering: also compare rows gathered from tokens, and narrow products, as with an adapter's A.
+      gathering: also compare rows gathered from tokens, and narrow products.
     """
 
     def compare():

@@ -1,14 +1,14 @@
-"""Products of rows sorted by expert with experts' weights in FP8, multiplied without decoding them.
+"""Products of rows sorted by expert with experts' weights in FP8, multiplied without decoding them: e4m3 times e4m3,
+summed in float32.
 
-Both operands are e4m3 and sums are float32. A weight is [E, A, B], and a product sums along B in the forward, along A
-for the gradient of the rows (or the reverse). If each row of an expert's matrix, an index along A, or the whole matrix
-has a scale, the scales multiply the result of a sum along B. In a sum along A they are factors of the summed axis; each
-sorted row belongs to one expert and is multiplied by them before it is rounded. Scales of 128 x 128 numbers are inside
-both sums. Tensor cores accept e4m3 with the summed axis contiguous only, so for a sum along A each product transposes
-the codes first (two bytes per weight), unless the weight has them transposed (FP8.transposed).
+A weight is [E, A, B], and a product sums along B in the forward, along A for the gradient of the rows (or the reverse).
+Scales of rows (indices along A) or of the whole matrix multiply the result of a sum along B. In a sum along A they are
+factors of the summed axis; a sorted row belongs to one expert and is multiplied by them before it is rounded. Scales of
+128 x 128 numbers are inside both sums. Tensor cores accept e4m3 with the summed axis contiguous only, so for a sum
+along A each product transposes the codes first, unless the weight has them transposed (FP8.transposed).
 
-Where no FP8 kernel can multiply, rows are rounded all the same, and their decoded values are multiplied in x's dtype:
-results differ only by the rounding to that dtype, without a gain in speed.
+Where no FP8 kernel can multiply, rows are rounded all the same, and their decoded values are multiplied in x's dtype,
+without a gain in speed.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ def product(
     x: sorted rows [rows, K], or [T, K] with `tokens`.
     weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
     extra: None, or the adapter's (u [rows, r], scaled already; l [E, n, r] or [E, r, n]), which is not rounded.
-    tokens: int32[rows], the row of x for each sorted row, T for an empty one.
     plain: as reference.product; multiplies if no FP8 kernel does.
-    implementation: "mosaic", "triton", "reference", or None for the first that supports the call; ValueError if it
-    refuses.
+    implementation: "mosaic", "triton", "reference" (ValueError if it refuses) or None.
     """
     blocks, sizes = fp8_product.in_blocks(weight), (weight.shape[contract], weight.shape[3 - contract])
     rank = 0 if extra is None else extra[1].shape[contract]
@@ -68,10 +66,9 @@ def product(
 
 
 def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """(factors float32[E, K] of the rows before they are rounded, or None; scales of the sums, or None).
-
-    Scales of rows or whole matrices are scales [E, n] for contract = 2, factors for 1. Scales of 128 x 128 numbers are
-    always scales, [E, ceil(n / 128), ceil(K / 128)], applied within the sum.
+    """(factors float32[E, K] of the rows, or None; scales of the sums, or None). Scales of rows or whole matrices are
+    scales [E, n] for contract = 2, factors for 1; those of 128 x 128 numbers are always scales, [E, ceil(n / 128),
+    ceil(K / 128)].
     """
     scales = weight.scales.astype(jnp.float32)
     if fp8_product.in_blocks(weight):
@@ -141,10 +138,8 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """The reason why this GPU must not run an FP8 kernel, or None. The small case has both values of `contract`, sorted
-    and gathered rows, and an adapter unless `rank` is 0.
-
-      whole: whether the summed axis is a multiple of 128; otherwise the kernel's steps are shorter, in another layout.
+    """The reason why this GPU must not run an FP8 kernel, or None. whole: whether 128 divides the summed axis;
+    otherwise the kernel's steps are shorter, in another layout.
     """
     filled = fp8_mosaic.filled_rank(rank) if rank else 0
     sizes, shape, count = (200, 0, 1, 128), (4, 512, 768) if whole else (4, 576, 960), 150

@@ -53,14 +53,12 @@ def gated_rows_thin_kernel(
     """Computes BLOCK inner rows, times their weights, in float32, rounds them once and multiplies them by a^T of their
     expert. Empty rows get zeros. Grid: (ROWS / BLOCK,); BLOCK divides TILE_ROWS.
 
-    Args:
       gate_up: [ROWS, 2 SIZE], 16 bits; gate, then up, or with INTERLEAVED in even and odd columns.
       weights: float32[ROWS], the router's.
-      a: [EXPERTS, RANK, SIZE], like gate_up.
-      tile_expert, tile_sizes: int32[ROWS / TILE_ROWS]; a tile's rows that are not empty come first.
-      gated: [ROWS, SIZE], the inner rows times their weights; not written if STORES is 0.
+      a: [EXPERTS, RANK, SIZE].
+      gated: [ROWS, SIZE]; not written if STORES is 0.
       inner: [ROWS, INNER], gated a^T, rounded once from float32 sums; zeros from column RANK on.
-      WIDTH: columns of the thin product, at least RANK: a power of two, at least 16, that divides INNER.
+      WIDTH: a power of two, at least 16 and RANK, that divides INNER.
       CLIPPED, LIMIT: 1: gate and up are clipped at LIMIT, and 1 is added to up.
     """
     DTYPE: tl.constexpr = gated.dtype.element_ty
@@ -124,15 +122,12 @@ def gated_rows_thin_backward_kernel(
     dgate_up may be gate_up's memory: each program reads a block before it writes it, and no other program reads it.
     Empty rows of a chunk get zeros; rows of tiles without an expert are not written.
 
-    Args:
-      gate_up, weights: as for gated_rows_thin_kernel.
-      dgated: [ROWS, SIZE], the gradient of gated.
-      dinner: [ROWS, INNER], of which the first RANK columns are used.
-      chunk_first, chunk_rows: int32[chunks], the first row, and how many rows from there on are not empty; 0 for a
-      chunk that is not needed.
-      dweights: float32[blocks of columns, ROWS], what each block of columns adds to the gradient of the weights.
+      gate_up, weights, WIDTH: as for gated_rows_thin_kernel.
+      dgated: [ROWS, SIZE].
+      dinner: [ROWS, INNER], of which RANK columns are used.
+      chunk_first, chunk_rows: int32[chunks], the first row, and how many from there on are not empty.
+      dweights: float32[blocks of columns, ROWS], what each block adds to the gradient of the weights.
       da: float32[chunks, RANK, SIZE], what each chunk adds to dinner^T gated.
-      WIDTH: as for gated_rows_thin_kernel.
     """
     DTYPE: tl.constexpr = dgated.dtype.element_ty
     chunk = tl.program_id(1)

@@ -1,10 +1,9 @@
 """The gated activation of a layer of experts and the thin products that the adapters of its down projection need, by
 Triton kernels on Hopper: pallas/gated/thin.py for rows sorted by expert.
 
-Their time is that of reading and writing memory, and neither reads the inner rows again for a thin product. In the
-forward a program has some rows of one expert, and all columns. In the backward it has a block of columns and a chunk of
-rows of one expert, so that it can keep the sums over rows in registers. Sums over chunks and over blocks of columns
-have one order.
+Their time is that of memory, and neither reads the inner rows again for a thin product. In the forward a program has
+some rows of one expert, and all columns; in the backward a block of columns and a chunk of rows of one expert, whose
+sums stay in registers. Chunks and blocks are added in one order.
 """
 
 from __future__ import annotations
@@ -125,8 +124,8 @@ def gated_rows_thin(
 
       gate_up: [rows, 2 I], of 16 bits, sorted by expert.
       weights: float32[rows], the router's.
-      a: [E, r, I], rounded to gate_up's dtype.
-      thin_alone: the inner rows are not written, and the first result means nothing.
+      a: [E, r, I].
+      thin_alone: the first result means nothing.
     """
     from jaxtune.pallas.grouped_matmul import gated_kernels
 
@@ -161,12 +160,11 @@ def gated_rows_thin_backward(
     """(gradient of gate_up [rows, 2 I] in its dtype; of the weights, float32[rows]; dinner^T times the inner rows,
     which are computed again, float32[E, r, I]), with the same bits in each run.
 
-    The first takes gate_up's memory if nothing else reads it; otherwise XLA copies gate_up first. Empty rows of an
-    expert's tiles get zeros, but in tiles that no expert needs gate_up stays in place of a gradient: nothing may read
-    them.
+    The first takes gate_up's memory if nothing else reads it. Empty rows of an expert's tiles get zeros, but in tiles
+    that no expert needs gate_up stays in place of a gradient: nothing may read them.
 
-      dgated: [rows, I] in gate_up's dtype, the gradient of the inner rows times their weights.
-      dinner: [rows, at least r] in gate_up's dtype, the gradient of the low-rank input; columns from r on are padding.
+      dgated: [rows, I], the gradient of the inner rows times their weights.
+      dinner: [rows, at least r], the gradient of the low-rank input.
     """
     from jaxtune.pallas.grouped_matmul import gated_kernels
 
@@ -200,8 +198,7 @@ def gated_rows_thin_backward(
 
 def _chunks(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Divides each expert's tiles into chunks of at most _CHUNK: (int32[E + 1], each expert's first chunk and the chunk
-    after the last; each chunk's first row; its rows that are not empty, 0 for a chunk that is not needed). There are as
-    many chunks as any sizes can need.
+    after the last; each chunk's first row; its rows that are not empty). There are as many as any sizes can need.
     """
     chunk_rows = _CHUNK * groups.tile_rows
     count = -(-groups.sizes // chunk_rows)

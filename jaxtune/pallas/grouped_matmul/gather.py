@@ -3,13 +3,11 @@ multiply, without a sorted copy.
 
 TMA copies boxes, and on Hopper it cannot gather rows. Here the 128 lanes of a warpgroup copy 16 bytes each at a time
 (cp.async), eight of them the 128 bytes of a row, to the addresses where TMA would put them: tiles of 8 rows of 128
-bytes, swizzled. A lane has every 16th row, and always the same 16 bytes of each 128 of a row.
+bytes, swizzled. A lane has every 16th row.
 
-The loading warpgroup loads the rows' indices (`numbers`), starts the copies (`bring`), and makes them signal a barrier
-when they arrive (`tell`); only the multiplying warpgroups wait for it (`wait`). This is as fast as TMA over consecutive
-rows, with one condition: the fence before wgmma must name shared memory. Without `.shared::cta` it waits for all memory
-traffic, 450 cycles a step. In all functions `interpreted` says that Pallas' interpreter runs the kernel, whose copies
-are synchronous.
+The loading warpgroup calls `numbers`, `bring` and `tell`; only the multiplying ones `wait`. This is as fast as TMA over
+consecutive rows, if the fence before wgmma names shared memory: without `.shared::cta` it waits for all memory traffic,
+450 cycles a step. `interpreted` says that Pallas' interpreter runs the kernel, whose copies are synchronous.
 """
 
 from __future__ import annotations
@@ -77,14 +75,13 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
 
 
 def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
-    """Starts to copy rows of x_ref to `target`; all lanes of the loading warpgroup must call it, and nobody may still
-    read what `target` had before. The rows have arrived after `tell` and `wait`.
+    """Starts to copy rows of x_ref to `target`; all lanes of the loading warpgroup call it, and nobody may still read
+    `target`. The rows have arrived after `tell` and `wait`.
 
       x_ref: the tokens [T, K] in global memory, 16 bits.
       tokens: from `numbers`; the index T copies zeros.
-      target: [rows, columns] in shared memory, columns a multiple of 64.
+      target: [rows, columns] in shared memory, columns a multiple of 64, tiles of (8, 64) swizzled by 128 bytes.
       first_column: int32[], a multiple of 8.
-      transforms: of `target`: tiles of (8, 64) swizzled by 128 bytes.
     """
     rows, columns = target.shape
     if interpreted:

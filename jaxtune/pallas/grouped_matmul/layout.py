@@ -1,8 +1,6 @@
-"""The layout of rows sorted by expert, in which every expert starts at a whole tile of rows.
-
-A tile of rows then belongs to one expert, whatever the sizes of the groups: kernels need no masks and store whole
-tiles, and an expert's rows are contracted tile by tile. The price is half a tile of empty rows per expert on average,
-which are zero; kernels skip the tiles at the end that no expert needs.
+"""The layout of rows sorted by expert, in which every expert starts at a whole tile of rows: kernels need no masks and
+store whole tiles. The price is half a tile of empty rows per expert on average, which are zero; kernels skip the tiles
+at the end that no expert needs.
 """
 
 from __future__ import annotations

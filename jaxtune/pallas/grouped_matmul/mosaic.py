@@ -1,14 +1,12 @@
-"""The product of rows sorted by expert with the experts' weights, as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA,
-warp specialisation).
+"""The product of rows sorted by expert with the experts' weights, as a persistent Pallas Mosaic GPU kernel for Hopper
+(wgmma, TMA, warp specialisation).
 
-The kernel is persistent: the GPU runs one program for each multiprocessor, and each of n programs computes every n-th
-item, a tile of rows times a tile of columns of the output. One warpgroup loads blocks of 64 along the summed axis K, as
-many ahead as fit, and continues with the next item while the two others, each with 64 of the 128 rows, store the last
-one. A tile of rows has one expert, so all items with full tiles cost the same, and the work is even over
-multiprocessors whatever the sizes of the groups; tiles without rows are only stored, as zeros. Items are ordered in
-bands of rows, so that items computed at the same time share rows and weights in the L2 cache. An adapter's product is a
-few more steps along K, with its own two operands. Rows may be gathered from tokens while they are loaded (gather.py),
-and a fourth warpgroup may decode a weight in four bits (mosaic_ahead.py).
+Each of n programs, one for each multiprocessor, computes every n-th item, a tile of rows times a tile of columns of the
+output. One warpgroup loads blocks of 64 along the summed axis K, as many ahead as fit, while the two others, each with
+64 of the 128 rows, multiply or store. A tile of rows has one expert, so the work is even whatever the sizes of the
+groups; tiles without rows are only stored, as zeros. Items are ordered in bands of rows, which share rows and weights
+in the L2 cache. An adapter's product is a few more steps along K. Rows may be gathered from tokens (gather.py), and a
+fourth warpgroup may decode a weight in four bits (mosaic_ahead.py).
 """
 
 from __future__ import annotations
@@ -110,14 +108,11 @@ def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
 
 
 def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -> Blocks:
-    """The Blocks that the tuner measured (or forces) for a product, or a choice by rule.
+    """The Blocks that the tuner measured (or forces) for a product, or the first of BLOCKS whose columns divide
+    `out_size`, a multiple of 64.
 
-    The rule takes the first of BLOCKS whose columns divide `out_size`. With a decoder (`ahead`) it takes tiles of 192
-    columns, the widest that the registers allow, if the last tile, moved back to end with the output, overlaps the one
-    before by at most a sixteenth of the columns.
-
-      in_size: the summed axis.
-      out_size: columns of the result, a multiple of 64.
+    With a decoder (`ahead`) tiles have at most 192 columns, which the registers allow, and exactly these if the last
+    tile, moved back to end with the output, overlaps the one before by at most a sixteenth.
     """
     measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype, Blocks)
     if measured is not None:
@@ -146,10 +141,8 @@ def _kernel(
     and [E, N, R] (`contract` 2), or [E, K, N] and [E, R, N] (`contract` 1).
 
       x_ref: the sorted rows, or the tokens [T, K] if `gathered`.
-      rest: in this order: the token of each row if `gathered`; u and L if `with_extra`; W, or with a decoder the arrays
-      from which it computes W; out; with a decoder the buffer for W; scratch memory.
-      programs: program p computes the tiles p, p + programs, ... of the output.
-      packed: with a decoder the number of arrays from which it computes W.
+      rest: the token of each row if `gathered`; u and L if `with_extra`; W, or the `packed` arrays of a decoder; out;
+      with a decoder the buffer for W; scratch memory.
     """
     if gathered:
         tokens_ref, *rest = rest
@@ -345,11 +338,11 @@ def filled_rank(rank: int) -> int:
 
 
 def thin(x, weight, groups: Groups, contract: int, tokens=None):
-    """Rows times a thin weight of each expert, an adapter's A or B: [rows, n], padded with zero columns to a multiple
-    of 64, as the u of `product`'s `extra`. It skips empty tiles, and copies no weights for tiles.
+    """x times a thin weight of each expert, an adapter's A or B: [rows, n], padded with zero columns to a multiple of
+    64, as the u of `product`'s `extra`.
 
       x: [rows, K], or [T, K] with `tokens`.
-      weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), n being the rank; cast to x's dtype.
+      weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), n being the rank.
     """
     return product(x, filled(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
 
@@ -358,12 +351,10 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
     """x times each expert's weight: [rows, n] in x's dtype. Only if `refusal` is None: K and n are multiples of 64.
 
     x: sorted rows [rows, K], or [T, K] with `tokens`.
-    weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), in x's dtype; or in four bits
-    (mosaic_ahead.refusal), without `tokens` (else ValueError).
-    extra: None, or the adapter's (u [rows, r] in x's dtype, scaled already; l [E, n, r] or [E, r, n]). r is padded
-    here.
-    tokens: int32[rows], the row of x for each sorted row, T for an empty one.
-    blocks: None: blocks_for.
+    weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), in x's dtype; or in four bits, without `tokens`
+    (else ValueError).
+    extra: None, or the adapter's (u [rows, r] in x's dtype, scaled already; l [E, n, r] or [E, r, n]).
+    tokens: int32[rows]; T for an empty row.
     """
     columns, ahead = weight.shape[3 - contract], isinstance(weight, Stored)
     if ahead and tokens is not None:

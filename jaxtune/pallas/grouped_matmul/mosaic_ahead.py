@@ -1,26 +1,23 @@
 """Weights in four bits for the grouped product of mosaic.py, decoded in the same kernel ahead of the products.
 
-A product of many rows leaves a GPU's memory and ordinary lanes idle, which is what decoding needs. An additional
-warpgroup in every program decodes a share of each expert's weight, expert by expert, into the buffer that the product
-reads, and counts its work; the warpgroup that loads an expert's weight waits for the count. So a weight is decoded
-once, however many tiles need it. On an H200 (Qwen3-30B-A3B's gate/up) this kernel takes 1.35 ms, a product without
-decoding 1.16, and decoding alone 0.25 by a separate pass.
+A product of many rows leaves a GPU's memory and ordinary lanes idle. An additional warpgroup in every program decodes a
+share of each expert's weight, expert by expert, into the buffer that the product reads, and counts its work; the
+warpgroup that loads an expert's weight waits for the count. So a weight is decoded once, however many tiles need it. On
+an H200 (Qwen3-30B-A3B's gate/up) this kernel takes 1.35 ms, a product without decoding 1.16, and decoding alone 0.25 by
+a separate pass.
 
-All programs must run at the same time, because a program that waits for an expert spins until every program has decoded
-its share. The grid is one program per multiprocessor, and a program takes all of its registers (64,512 of 65,536), so
-on a device where nothing else runs all programs are resident. CUDA guarantees this only for cooperative launches, and
-Mosaic's launch is not one.
+All programs must run at the same time, because a program spins until every program has decoded its share. The grid is
+one program per multiprocessor, and a program takes all of its registers, so on a device where nothing else runs all
+programs are resident. CUDA guarantees this only for cooperative launches, and Mosaic's launch is not one.
 
-Beside a kernel that ends by itself, a program only starts late. Beside NCCL's kernels, which spin for another device's,
-there is no proof that both end. If a collective is resident everywhere, it ends; if it has not started, this kernel
-ends first. But if it is partly resident beside this kernel, its other blocks wait for multiprocessors that our programs
-occupy, and these spin for programs of ours that wait for the collective's multiprocessors. NCCL's blocks on Hopper come
-in clusters, which need several free multiprocessors of one neighbourhood at a time, and which of two waiting kernels
-gets a free one is not documented. So both may wait for ever. Two of these kernels at the same time on one device would
-wait for each other too; XLA runs products on one stream.
+Beside NCCL's kernels, which spin for another device's, there is no proof that both end. If a collective is partly
+resident beside this kernel, its other blocks wait for multiprocessors that our programs occupy, and these spin for
+programs that wait for the collective's multiprocessors. NCCL's blocks on Hopper come in clusters, which need several
+free multiprocessors of one neighbourhood, and which of two waiting kernels gets a free one is not documented. So both
+may wait for ever; so would two of these kernels at once on one device, but XLA runs products on one stream.
 
-Therefore a mesh of several devices decodes first by default (`NOT_PROVED`). The kernel would be safe with programs for
-all multiprocessors minus NCCL's blocks, or in a cooperative launch before which the collectives have ended.
+Therefore a mesh of several devices decodes first by default (`NOT_PROVED`). Programs for all multiprocessors minus
+NCCL's blocks would be safe, or a cooperative launch after the collectives.
 """
 
 from __future__ import annotations
@@ -81,12 +78,10 @@ class Decoder:
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.experts,)))
 
     def decode(self, operands, weight_ref, ready, program, programs: int):
-        """The decoding warpgroup's work: every n-th chunk of the weight, also for experts without rows. After its last
-        chunk of an expert it signals the expert's semaphore.
+        """The decoding warpgroup's work: every n-th chunk of the weight, also for experts without rows, into weight_ref
+        [E, ., .] in global memory. After its last chunk of an expert it signals the expert's semaphore.
 
           operands: Chunks.operands in global memory.
-          weight_ref: [E, ., .] in global memory, the buffer for decoded numbers.
-          ready: from `semaphores`.
         """
 
         def load(number):

@@ -1,14 +1,12 @@
-"""The gradients of experts' adapters and of whole weights as Pallas Mosaic GPU kernels for Hopper: left^T right, summed
-over each expert's rows. For an adapter the left side is thin, with the rank as columns.
+"""The gradients of experts' adapters and of whole weights as persistent Pallas Mosaic GPU kernels for Hopper: left^T
+right, summed over each expert's rows. For an adapter the left side is thin, with the rank as columns.
 
-A product batched by tile and then summed over an expert's tiles would write and read each tile's result again: 84 MB
-for 335 MB of rows of an adapter; for a weight, each tile of 128 rows adds a whole matrix. Here one accumulator takes
-all rows of an expert.
+A product batched by tile and then summed would write and read each tile's result again: 84 MB for 335 MB of rows of an
+adapter; for a weight, each tile of 128 rows adds a whole matrix. Here one accumulator takes all rows of an expert.
 
-The kernels are persistent: program p of n computes the items p, p + n, p + 2 n, ... An item is a tile of the output: an
-expert, some columns of the left side (128 for a weight with at least 128, else 64), and some of the right side. One
-warpgroup loads 64 rows at a time, and continues with the next item while the others (one for each 64 of the item's left
-columns) store the last one.
+An item is a tile of the output: an expert, some columns of the left side (128 for a weight with at least 128, else 64),
+and some of the right side. One warpgroup loads 64 rows at a time, while the others (one for each 64 left columns)
+multiply or store.
 """
 
 from __future__ import annotations
@@ -42,13 +40,11 @@ _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
     """out float32[E, r, n]: thin^T wide over the rows of the tiles from bounds_ref[e] to before bounds_ref[e + 1],
-    empty rows included. Warpgroup 0 multiplies, warpgroup 1 loads. An item is 64 thin columns and a block of wide ones.
+    empty rows included. Warpgroup 0 multiplies, warpgroup 1 loads.
 
-      thin_ref: [rows, R], 16 bits, R a multiple of 64. r is R, or for an R of 64 perhaps less: the padding's columns
-      then give no rows.
+      thin_ref: [rows, R], 16 bits, R a multiple of 64. r is R, or for an R of 64 perhaps less.
       wide_ref: [rows, n], or the tokens [T, n] if `gathered`.
-      bounds_ref: int32[E + 1], each expert's first tile, and the tile after the last.
-      rest: in this order: the token of each row if `gathered`; out; shared memory and barriers.
+      rest: the token of each row if `gathered`; out; shared memory and barriers.
     """
     if gathered:
         tokens_ref, *rest = rest
@@ -161,11 +157,10 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
     """The gradient of an adapter's A, or of B transposed: float32[E, rank, n], thin^T wide summed over each expert's
     rows; zeros for an expert without rows. Only if `refusal` is None.
 
-      thin: [rows, R], R a multiple of 64, at least `rank`; columns from `rank` on do not matter.
+      thin: [rows, R], R a multiple of 64, at least `rank`.
       wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`; both bfloat16 or both float16. Empty rows must be
       zero in one and finite in the other.
-      groups: with tiles of 128 rows.
-      tokens: int32[rows], the row of `wide` for each sorted row, T for zeros.
+      tokens: int32[rows]; T for zeros.
     """
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)
@@ -214,12 +209,11 @@ def _weight_kernel(
     follow. The last warpgroup loads, the one or two before it multiply. Tiles need not divide p and q: the last
     overlaps the one before, and both store the same numbers.
 
-      left_ref, right_ref: [rows, p] and [rows, q], 16 bits; p and q are multiples of 64. Empty rows in an expert's last
-      step are zero in one and finite in the other.
+      left_ref, right_ref: [rows, p] and [rows, q], 16 bits, p and q multiples of 64.
       starts_ref, sizes_ref: int32[E], first row (a multiple of 64) and number of rows without empty ones.
       left_smem, right_smem, out_smem: [stages, multiplying warpgroups, 64 rows, 64 columns], [stages, 64 rows,
       columns], [multiplying warpgroups, 64, columns].
-      full, free: for each stage a barrier of the copies that fill it, and one of the warpgroups that have read it.
+      full, free: barriers of each stage.
     """
     stages, warpgroups, *_ = left_smem.shape
     columns = right_smem.shape[2]
@@ -317,10 +311,7 @@ def _weight_kernel(
 
 def _weight_columns(size: int, dtype) -> int:
     """The columns of an item, with which the fewest columns are multiplied twice; of equal ones the widest. A tile
-    takes shared memory: at most 256 columns in 16 bits, 192 in float32.
-
-      size: columns of the right side, a multiple of 64.
-      dtype: of the result.
+    takes shared memory, by the result's dtype. size: columns of the right side.
     """
     fitting = [columns for columns in _WEIGHT_STAGES[jnp.dtype(dtype).itemsize] if columns <= size]
     wide = [columns for columns in fitting if columns >= _NARROW] or fitting[:1]
@@ -329,10 +320,10 @@ def _weight_columns(size: int, dtype) -> int:
 
 def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> jax.Array:
     """The gradient of experts' weights: [E, p, q], left^T right summed over each expert's rows in float32 and rounded
-    once to `dtype` (bfloat16, float16 or float32); zeros for an expert without rows. Only if `weight_refusal` is None.
+    once to `dtype`; zeros for an expert without rows. Only if `weight_refusal` is None.
 
-      left, right: [rows, p] and [rows, q], both bfloat16 or both float16, sorted by expert; p and q are multiples of
-      64. Rows without a token must be zero in one and finite in the other.
+      left, right: [rows, p] and [rows, q], both bfloat16 or both float16, p and q multiples of 64. Rows without a token
+      must be zero in one and finite in the other.
     """
     columns = _weight_columns(right.shape[1], dtype)
     stages = _WEIGHT_STAGES[jnp.dtype(dtype).itemsize][columns]

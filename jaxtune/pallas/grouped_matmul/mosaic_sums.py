@@ -1,9 +1,8 @@
 """Sums float32 values of tiles (runs of rows of one expert) over each expert's tiles, by a Pallas Mosaic GPU kernel for
 Hopper.
 
-A matrix product with zeros and ones (reference.per_expert) needs 128 multiplications in full float32 for each number of
-128 experts. This kernel reads each number once: a program sums 512 or 1,024 neighbouring numbers over the consecutive
-tiles of one expert, from the first tile to the last.
+A matrix product with zeros and ones (reference.per_expert) multiplies each number 128 times for 128 experts. This
+kernel reads it once: a program sums 512 or 1,024 neighbouring numbers over one expert's consecutive tiles.
 """
 
 from __future__ import annotations

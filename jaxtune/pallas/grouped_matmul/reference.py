@@ -65,11 +65,10 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
     """Each row of x times the weight of its expert, tile by tile: [rows, n] in x's dtype. It supports every call.
 
     x: [rows, K], sorted by expert.
-    weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), in x's dtype.
-    contract: the weight's summed axis: 2 in the forward of [E, out, in] and 1 for x's gradient; the reverse of [E,
-    in, out].
-    extra: None, or an adapter's operands, whose product, rounded to x's dtype, is added: u [rows, r] in x's dtype and
-    [E, n, r] or [E, r, n]. In the forward they are scale x A^T and B, for x's gradient scale dy B and A.
+    weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), in x's dtype. Of [E, out, in] contract is 2 in the
+    forward, 1 for x's gradient; of [E, in, out] the reverse.
+    extra: None, or an adapter's u [rows, r] and [E, n, r] or [E, r, n], whose product, rounded to x's dtype, is
+    added: in the forward scale x A^T and B, for x's gradient scale dy B and A.
     """
 
     def one(tile):
@@ -91,11 +90,11 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
 
 def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums: Callable = per_expert) -> jax.Array:
     """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: left^T right over each expert's rows, in float32; zeros
-    for an expert without rows. It is the gradient of a weight, of an adapter's A or of B transposed.
+    for an expert without rows.
 
       left, right: sorted by expert. Rows without a token must be zero in one and finite in the other.
-      sums: as `per_expert`, for p or q of at most 256: single tiles' products are stored first. Otherwise they are
-      added one by one.
+      sums: as `per_expert`, if p or q is at most 256; single tiles' products are stored then. Otherwise they are added
+      one by one.
     """
     left, right = tiled(left, groups), tiled(right, groups)
 

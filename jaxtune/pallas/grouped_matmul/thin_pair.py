@@ -1,9 +1,8 @@
 """The two thin products of the backward of experts' adapters that read an output's gradient, in one pass over it by a
 Triton kernel: jaxtune.pallas.thin_pair for rows sorted by expert.
 
-A program multiplies one block of columns by the rows of one expert, or by a part of them if there are few experts.
-Programs begin with the experts that have the most rows, so that none of these is last. Empty rows are neither read nor
-written: XLA, which adds up what the blocks of columns wrote, gives them zeros.
+A program multiplies one block of columns by the rows of one expert, or by a range of them if there are few experts.
+Programs begin with the experts that have the most rows. Empty rows are neither read nor written: XLA gives them zeros.
 """
 
 from __future__ import annotations
@@ -66,11 +65,11 @@ def _first_use(dtype, b_dtype, rank: int) -> str | None:
 def thin_pair(dout, b, inner, groups: Groups) -> tuple[jax.Array, jax.Array]:
     """(dout b [rows, r] in dout's dtype, r padded with zeros to a multiple of 64; dout^T inner float32[E, out, r],
     summed over each expert's rows), with the same bits in each run. Empty rows of dout b are zero, whatever they are in
-    dout and inner; so are experts without rows.
+    dout and inner.
 
       dout: [rows, out], of 16 bits, sorted by expert.
-      b: [E, out, r], rounded to dout's dtype.
-      inner: [rows, at least r] in dout's dtype, rows times A; columns from r on are padding.
+      b: [E, out, r].
+      inner: [rows, at least r] in dout's dtype, rows times A.
     """
     from jaxtune.pallas.grouped_matmul import triton_kernels
 

@@ -2,9 +2,8 @@
 Ampere (compute capability 8.0).
 
 Each program computes one tile of the output. All rows of a tile have one expert, so all tiles cost the same; tiles
-without tokens store zeros. Programs are ordered in bands of rows, so that programs that run at the same time share rows
-and weights in the L2 cache. An adapter's product is one more step of the sum over K. It ran on an H200; tile sizes were
-chosen to fit, and not measured against others.
+without tokens store zeros. Programs are ordered in bands of rows, which share rows and weights in the L2 cache. Tile
+sizes were chosen to fit, not measured.
 """
 
 from __future__ import annotations

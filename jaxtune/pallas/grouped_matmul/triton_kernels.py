@@ -17,10 +17,8 @@ def _side(
     COLUMNS: tl.constexpr,
 ):
     """A block [STEP, COLUMNS] of one expert's weight or side of an adapter, [OUTER, INNER] if FAST, else [INNER,
-    OUTER]; INNER is the summed axis. Zeros outside the weight.
-
-    along: int32[STEP], columns: int32[COLUMNS]: runs that begin at a multiple of their length, so indices are compared
-    only if STEP does not divide INNER or COLUMNS does not divide OUTER.
+    OUTER]; zeros outside. `along` int32[STEP] and `columns` int32[COLUMNS] are runs that begin at a multiple of their
+    length.
     """
     weight += expert.to(tl.int64) * (INNER * OUTER)
     if FAST:
@@ -66,14 +64,12 @@ def product_kernel(
     STEP: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """Computes one tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert]. Each
-    expert's weight is [OUTER, INNER] if FAST is 1, else [INNER, OUTER], and its side likewise. Without an adapter RANK
-    is 0, and u and side are not read.
+    """One tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert]. Each expert's
+    weight is [OUTER, INNER] if FAST is 1, else [INNER, OUTER], and its side likewise. RANK 0: no adapter.
 
-    All rows of a tile of Groups have one expert, tile_expert[tile]. `count` points to the number of tiles with tokens;
-    they come first, and the tiles after them get zeros. Each is divided into GROUP_TILES tiles of ROWS rows. The
-    adapter's step is over RANK_STEP, at least RANK. Programs are numbered in bands of BAND tiles of rows. The grid has
-    ROW_TILES times ceil(OUTER / COLUMNS) programs.
+    `count` points to the number of tiles of Groups with tokens; the tiles after them get zeros. Each is divided into
+    GROUP_TILES tiles of ROWS rows. Programs are numbered in bands of BAND tiles of rows. The grid has ROW_TILES times
+    ceil(OUTER / COLUMNS) programs.
     """
     COLUMN_TILES: tl.constexpr = (OUTER + COLUMNS - 1) // COLUMNS
     item = tl.program_id(0)
@@ -130,15 +126,13 @@ def thin_pair_kernel(
     BLOCK rows at a time. An expert's rows are divided into RANGES ranges. Grid: (OUT / COLUMNS, rounded up; EXPERTS
     RANGES).
 
-    Args:
-      dout: [ROWS, OUT], of 16 bits.
-      b: [EXPERTS, OUT, RANK]; rounded to dout's dtype.
-      inner: [ROWS, INNER], of which the first RANK columns are used.
+      dout, b: [ROWS, OUT] of 16 bits, [EXPERTS, OUT, RANK].
+      inner: [ROWS, INNER], of which RANK columns are used.
       order: int32[EXPERTS], the experts in the order of the programs.
       starts, sizes: int32[EXPERTS], first row and number of rows.
-      dinner: float32[blocks of columns, ROWS, RANK], what each block of columns adds to dout b; only experts' rows.
+      dinner: float32[blocks of columns, ROWS, RANK], what each block adds to dout b; only experts' rows.
       db: float32[RANGES, EXPERTS, OUT, RANK], what each range adds to dout^T inner.
-      WIDTH: columns of the thin products, at least RANK: a power of two of at least 16.
+      WIDTH: a power of two, at least 16 and RANK.
     """
     DTYPE: tl.constexpr = dout.dtype.element_ty
     expert = tl.load(order + tl.program_id(1) // RANGES).to(tl.int64)

@@ -31,14 +31,13 @@ SHAPES = (
 def tune(
     dtype=jnp.bfloat16, say: Callable[[str], None] = lambda text: None, path: Path | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Times Blocks on balanced groups, forward and for dx, with weights in `dtype` and in NF4, without adapters, and
-    stores the fastest of each product. A candidate that fails, or differs from the first one's result, is skipped.
-    Hopper only.
+    """Times Blocks on balanced groups, forward and for dx, with weights in `dtype` and in NF4, and stores the fastest
+    of each product. A candidate that fails, or differs from the first one's result, is skipped. Hopper only.
 
       say: gets a line of text before and after each candidate.
       path: the file that stores the result; None: the user's cache.
     Returns:
-      {mosaic.bucket: the entry of tuning.measure: the fastest blocks, their time, and what was tried}.
+      {mosaic.bucket: the entry of tuning.measure}.
     Raises:
       RuntimeError: there is no GPU, or no candidate runs for one of the products.
       OSError: `path` cannot be written.

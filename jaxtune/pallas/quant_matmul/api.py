@@ -26,7 +26,7 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraWeights:
-    """A low-rank adapter of a weight [out, in], scale * b a; products add scale * (x a^T) b^T and never store the sum."""
+    """A low-rank adapter scale * b a of a weight [out, in]; products add scale * (x a^T) b^T, never storing the sum."""
 
     a: jax.Array  # [r, in]; cast to x's dtype on use
     b: jax.Array  # [out, r]; cast to x's dtype on use
@@ -52,22 +52,22 @@ def quant_matmul(
 ) -> tuple[jax.Array, ...]:
     """For each weight x W^T + scale (x A^T) B^T + bias, [..., out_i] in x's dtype.
 
-    Weights that share x, such as queries', keys' and values', belong in one call: their gradients with respect to x are
-    then summed without extra passes over memory. Differentiable in x, weights that are arrays, adapters and biases.
-    TypeError or ValueError for a class, dtype, shape or number that is not as here, or an implementation that refuses.
+    Pass weights that share x, such as queries', keys' and values', in one call: the backward then sums their gradients
+    of x without extra passes over memory. Differentiable in x, arrays, adapters and biases. TypeError or ValueError for
+    an argument that does not fit, or an implementation that refuses.
 
       x: [..., in] bfloat16, float16 or float32, the compute dtype, to which weights are cast.
-      weights: each [out_i, in], an array or quantised. Quantised ones are decoded for each product, or, in the forward
-      of few tokens, while a kernel multiplies; no decoded weight is kept for the backward.
-      loras, biases: for each weight, or None; an adapter's row_scale multiplies both products before the bias [out_i].
-      dropout_rate, dropout_key: dropout of the adapters' input, with one mask for all weights of the call (PEFT draws
-      one for each module). Without a key there is none. The rate is rounded to 2^-16.
-      dropout_part: int32[], the number of x's run of tokens if tokens are divided over devices in equal contiguous
-      runs; a token's mask then does not depend on the division.
-      fp8: multiply FP8 weights undecoded. Rows of x and of gradients are rounded to e4m3, each by its largest
-      magnitude, or each 128 numbers by theirs for weights with scales of 128 x 128. Adapters multiply x unrounded.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call. XLA always
-      multiplies arrays, so "mosaic" and "triton" refuse a call without quantised weights.
+      weights: each [out_i, in], an array or quantised. Quantised ones are decoded for each product, or, for few tokens,
+      in the kernel; no decoded weight is kept.
+      loras, biases: for each weight, or None; an adapter's row_scale multiplies both products before the bias.
+      dropout_rate, dropout_key: dropout of the adapters' input, one mask for all weights (PEFT draws one for each
+      module). The rate is rounded to 2^-16.
+      dropout_part: int32[], x's run if tokens are divided over devices in equal runs; the mask then does not depend on
+      the division.
+      fp8: multiply FP8 weights undecoded, by x and gradients rounded to e4m3 by rows, or by 128 numbers of a row for
+      scales of 128 x 128. Adapters multiply x unrounded.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call. Without quantised
+      weights only "reference" does.
     """
     check = Arguments("quant_matmul")
     check.array("x", x, "... in", FLOATS)
@@ -126,11 +126,10 @@ def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Ar
 
 @meshes.on_any_mesh
 def in_e4m3(x: jax.Array) -> FP8:
-    """Rounds x [..., rows, width] to e4m3 with one float32 scale for each row, in half the memory of 16 bits; `decode`
-    returns it, rounded, in x's dtype.
+    """Rounds x [..., rows, width] to e4m3 with one float32 scale for each row. Decoded values round to the same codes
+    again; a row that is not finite affects only that row.
 
-    A row that is not finite affects only that row. Decoded values round to the same codes again. TypeError or
-    ValueError unless x is bfloat16, float16 or float32 with two axes at least.
+    TypeError or ValueError unless x is bfloat16, float16 or float32 with two axes.
     """
     Arguments("in_e4m3").array("x", x, "... rows width", FLOATS)
     codes, scales = fp8_product.operand(x.reshape(-1, x.shape[-1]), False)

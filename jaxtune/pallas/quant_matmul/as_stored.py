@@ -1,21 +1,19 @@
 """Which modules multiply by weights as they are stored, undecoded, by the value of model.compute that asks for it.
 
-Such a module has these functions, for weights whose format names it (Stored.compute):
-- kind(weight): a hashable value. Weights of one call with the same kind share one rounded x in the forward, and one
-  product of their gradients in the backward.
-- operand(x, kind, implementation): x [tokens, in] rounded for weights of that kind, as `forward` takes it (`coded`).
+Such a module has these functions, for weights whose format names it (Stored.compute); `more` is None or an adapter's
+two operands, whose product is added:
+- kind(weight): hashable. Weights of one kind share one rounded x, and one product of their gradients.
+- operand(x, kind, implementation): x [tokens, in] rounded, as `forward` takes it (`coded`).
 - gated_operand(gate, up, a, activation, kind, implementation): (the same of activation(gate) * up, that times a^T).
 - normed_refusal(x, rank, kind): the reason why `normed_operand` cannot compute a call, or None.
 - normed_operand(x, weight, rounding, a, kind): (`operand` of the RMS norm of x, that norm times a^T).
-- forward(coded, weight, more, dtype, implementation): x W^T in `dtype`, plus u b^T if `more` is an adapter's (u
-  [tokens, r], b [out, r]).
+- forward(coded, weight, more, dtype, implementation): x W^T.
 - gated_gradients(gate, up, dgated, dinner, activation, adapters, kind, implementation): (gradients of gate and up; of
-  an adapter's A; None, or in place of the gradients what `backward` and the adapters take of them).
-- rounded_gradients(douts, inner, bs, kind, implementation): None, or (all gradients rounded, side by side; their
-  products with the B's; the transposed gradients times the low-rank inputs).
-- backward(douts, weights, more, dtype, implementation, coded): the sum of dy W over weights of one kind, in `dtype`,
-  plus u a^T if `more` is the adapters' (u [tokens, r], a [in, r]). `coded` is None, or all dy [tokens, out_i] rounded,
-  in place of `douts`.
+  A; None, or what `backward` and the adapters take in their place).
+- rounded_gradients(douts, inner, bs, kind, implementation): None, or (gradients rounded, side by side; times the B's;
+  transposed times the low-rank inputs).
+- backward(douts, weights, more, dtype, implementation, coded): the sum of dy W over weights of one kind; `coded` is
+  None, or all dy rounded, in place of `douts`.
 """
 
 from __future__ import annotations

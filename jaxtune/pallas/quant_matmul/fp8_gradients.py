@@ -1,9 +1,8 @@
-"""Rounds the gradients of outputs to e4m3, for weights with scales of 128 x 128, and computes the two products of them
-that the adapters need, by a Triton kernel that reads each gradient once.
+"""Rounds the gradients of outputs to e4m3, for weights with scales of 128 x 128, and multiplies them by the adapters'
+thin arrays, by a Triton kernel that reads each gradient once.
 
-A program has a block of columns of one output and a range of rows. Its sums over rows stay in registers. Its sums over
-columns it writes for each tile, and XLA adds up the blocks, in one order. A block has a multiple of 128 columns, so
-that a program finds scales by itself.
+A program has a block of columns of one output and a range of rows. Its sums over rows stay in registers; its sums over
+columns it writes for each tile, and XLA adds up the blocks, in one order.
 """
 
 from __future__ import annotations
@@ -77,13 +76,13 @@ def _first_use(dtype, width: int, several: bool) -> str | None:
 def rounded_pair(
     douts: Sequence[jax.Array], inner: jax.Array, bs: Sequence[jax.Array], shape: Tile
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, list[jax.Array]]:
-    """(the gradients side by side, as fp8_product.side_by_side rounds them: codes [tokens, sum of out_i], scales
-    float32[tokens, sum of out_i / 128]; the unrounded gradients times the B's, side by side, [tokens, sum of ranks];
-    each transposed gradient times its low-rank input, float32[out_i, r_i]). Only if `refusal` is None.
+    """(codes [tokens, sum of out_i] and scales float32[tokens, sum of out_i / 128], side by side; the unrounded
+    gradients times the B's, [tokens, sum of ranks]; each transposed gradient times its low-rank input, float32[out_i,
+    r_i]). Only if `refusal` is None.
 
       douts: [tokens, out_i] of 16 bits each.
-      inner: the low-rank inputs, side by side, [tokens, sum of ranks].
-      bs: float[out_i, r_i], rounded to the gradients' dtype.
+      inner: low-rank inputs, side by side.
+      bs: float[out_i, r_i] each.
     """
     from jaxtune.pallas.quant_matmul import fp8_gradients_kernels as kernels
 

@@ -36,18 +36,14 @@ def rounded_pair_kernel(
     a scale, and multiplies them, not rounded, by B, and, transposed, by the low-rank input. Grid: (blocks of columns of
     all outputs, ranges of rows).
 
-    Args:
-      a, b, c, d: gradients [ROWS, width] of up to four outputs, 16 bits.
-      inner: [ROWS, JOINED], the low-rank inputs, side by side.
-      sides: [TOTAL, RANK], the B's, one below the other, padded with zeros.
+      a, b, c, d: [ROWS, width] of up to four outputs, 16 bits.
+      inner, sides: low-rank inputs side by side [ROWS, JOINED]; B's one below the other [TOTAL, RANK].
       codes, scales: e4m3[ROWS, TOTAL], float32[TOTAL / 128, ROWS].
       parts: float32[blocks of columns, ROWS, RANK], what each block adds to the product with B.
-      dbs: float32[ranges of rows, TOTAL, RANK], what each range adds to the transposed products.
-      WIDTHS, PLACES, FIRST: each output's columns (multiples of 128, TOTAL in all), first column, and first block of
-      columns.
-      RANKS, THINS: each adapter's rank (RANK at most), and first column in `inner`.
-      WIDTH: columns of the thin products, at least RANK: a power of two of at least 16.
-      COLUMNS: a multiple of 128.
+      dbs: float32[ranges of rows, TOTAL, RANK], what each range adds to the transposed product.
+      WIDTHS, PLACES, FIRST: each output's columns (multiples of 128), first column, and first block.
+      RANKS, THINS: each adapter's rank, and first column in `inner`.
+      WIDTH: a power of two of at least 16 and RANK.
     """
     arrays = (a, b, c, d)
     block = tl.program_id(0)

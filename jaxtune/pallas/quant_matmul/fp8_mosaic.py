@@ -1,15 +1,13 @@
-"""The product of two arrays of e4m3 codes, x [M, K] and a weight [N, K], as a Pallas Mosaic GPU kernel for Hopper
-(wgmma, TMA, warp specialisation).
+"""The product of two arrays of e4m3 codes, x [M, K] and a weight [N, K], as a persistent Pallas Mosaic GPU kernel for
+Hopper (wgmma, TMA, warp specialisation).
 
-The kernel is persistent: with n programs, one for each multiprocessor, program p computes tiles p, p + n, ... of the
-output. One warpgroup loads 128 (or 64) codes along K of both operands, as many steps ahead as fit, and continues with
-the next tile while the two others, each with 64 of the 128 rows, store the last one. If rows are sorted by expert, each
-tile is multiplied by the weight of its expert; tiles without rows take no step.
+Program p of n computes tiles p, p + n, ... of the output. One warpgroup loads 128 (or 64) codes along K of both
+operands, as many steps ahead as fit, while the two others, each with 64 of the 128 rows, multiply or store. If rows are
+sorted by expert, each tile is multiplied by its expert's weight.
 
-If each row of x and of the weight has one scale, the tensor cores sum over all of K, and the result is scaled once, in
-registers. If each 128 numbers along K (and 128 of the weight's rows) have a scale, the tensor cores sum over 128, and a
-warpgroup scales and adds these sums in float32, 128 columns at a time, while the other warpgroup multiplies. Scales are
-read a step ahead. An adapter's product has two operands in 16 bits, and is one more step.
+With one scale for each row the tensor cores sum over all of K, and the result is scaled once. With scales of 128
+numbers they sum over 128, and a warpgroup scales and adds these sums in float32, 128 columns at a time, while the other
+multiplies. Scales are read a step ahead. An adapter's product is one more step, in 16 bits.
 """
 
 from __future__ import annotations
@@ -89,11 +87,10 @@ def filled_rank(rank: int) -> int | None:
 
 def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: bool, rank: int, grouped: bool):
     """out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T with `in_blocks`, else scaled(x w[e]^T + u
-    l[e]^T); w is [E, N, K], l [E, N, R], and e the expert of a tile of 128 rows, or 0.
+    l[e]^T); e is the expert of a tile of 128 rows, or 0.
 
-      rest: `sides` arrays of w, [E, N, K_i] side by side along K; the scales of x and w, float32[M] and [E, N], or with
-      `in_blocks` [K / 128, M] and [E, N / 128, K / 128]; if `grouped`, int32[M / 128] twice: each tile's expert, and
-      its number of rows that are not empty; if `rank`, u and l; the output; then shared memory and barriers.
+      rest: `sides` arrays of w, [E, N, K_i]; the scales of x and w; if `grouped`, each tile's expert and number of rows
+      that are not empty; if `rank`, u and l [E, N, R]; the output; shared memory and barriers.
     """
     w_refs, (x_scale_ref, w_scale_ref, *rest) = rest[:sides], rest[sides:]
     if grouped:
@@ -303,17 +300,16 @@ def _smem(shape, dtype, row_bytes: int = 128):
 def product(
     x, sides, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
 ):
-    """x [M, K] w [N, K]^T times both scales, plus u l^T: dtype[M, N]. Only if `refusal` is None.
+    """x [M, K] w [N, K]^T times both scales, plus u l^T: dtype[M, N], in bfloat16 or float16. Only if `refusal` is
+    None.
 
-    x: e4m3 codes.
-    sides: w's codes, a tuple of [N, K_i] side by side along K, so that weights' transposed codes need not be joined.
-    If several, each K_i is a multiple of 128.
-    x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
-    extra: None, or an adapter's bfloat16 u [M, R] and l [N, R], R from `filled_rank`. Without `in_blocks` the scales
-    multiply their product too, so divide u by x_scale and l by w_scale.
-    tiles: None, or for rows sorted by expert int32[M / 128] twice: the expert of each 128 rows, and how many of them,
-    the first ones, are not empty. w (one array), w_scale and l then have a leading axis of experts.
-    dtype: bfloat16 or float16.
+      sides: w's codes [N, K_i], side by side along K so that transposed codes need not be joined. If several, each K_i
+      is a multiple of 128.
+      x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
+      extra: None, or an adapter's bfloat16 u [M, R] and l [N, R], R from `filled_rank`. Without `in_blocks` the scales
+      multiply their product too, so divide u and l by them.
+      tiles: None, or of rows sorted by expert int32[M / 128] twice: each 128 rows' expert, and how many of them, the
+      first ones, are not empty. w (one array), w_scale and l then have a leading axis of experts.
     """
     if tiles is None:
         sides, w_scale = [side[None] for side in sides], w_scale[None]

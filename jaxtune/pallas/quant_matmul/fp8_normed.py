@@ -1,9 +1,8 @@
 """Norms rows, rounds them to e4m3 and multiplies them by a thin array, in one Triton kernel that writes no normed rows.
 
-Its time is that of reading and writing memory; the plain sequence reads rows three times and writes them once in 16
-bits beside the codes. The kernel multiplies rows by the norm's weight in float32 and rounds once, to e4m3. Its thin
-product is of the rows themselves, with the norm's weight inside the thin array, times the inverse root mean square
-afterwards: so it rounds less often, and needs a row's root mean square only at the end.
+Its time is that of memory; the plain sequence reads rows three times and writes them once more. Only one rounding is
+made, to e4m3. The thin product is of the rows themselves, with the norm's weight inside the thin array, times the
+inverse root mean square, which is needed only at the end.
 """
 
 from __future__ import annotations
@@ -61,14 +60,12 @@ def width_of(rank: int) -> int:
 def normed(
     x: jax.Array, factors: jax.Array, a: jax.Array | None, eps: float, blocks: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """(codes of the normed x e4m3[rows, size]; their scales float32[rows, 1], or with `blocks` [rows, size / 128];
-    inverse root mean squares float32[rows, 1]; the normed x times a^T bfloat16[rows, r], or None). Only if `refusal` is
-    None.
+    """(codes of the normed x e4m3[rows, size]; scales float32[rows, 1], or with `blocks` [rows, size / 128]; inverse
+    root mean squares float32[rows, 1]; the normed x times a^T bfloat16[rows, r], or None). Only if `refusal` is None.
 
       x: bfloat16[rows, size].
-      factors: float32[size], which multiply the columns of the normed rows.
-      a: float[r, size], the A's of all adapters, or None.
-      eps: added to the mean square.
+      factors: float32[size], the norm's.
+      a: float[r, size], or None.
     """
     from jaxtune.pallas.quant_matmul import fp8_normed_kernels
 

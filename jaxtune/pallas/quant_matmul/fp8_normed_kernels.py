@@ -40,18 +40,14 @@ def normed_to_fp8_kernel(
     array. Grid: (ROWS / BLOCK, rounded up,).
 
     The inverse root mean square is a factor of a row's scales and product, and of no code, so with BLOCKS numbers are
-    read once. Else they are read a second time, from the last column to the first: those that were read last are still
-    in a cache.
+    read once. Else they are read a second time, from the last column to the first: the last ones are still in a cache.
 
-    Args:
       x: bfloat16[ROWS, SIZE].
-      factors: [SIZE], bfloat16 or float32.
-      a: bfloat16[RANK, SIZE], with `factors` in it, as it multiplies x itself; not read if WIDTH is 0.
-      scales: float32[ROWS], or with BLOCKS [SIZE / 128, ROWS], and then COLUMNS is 128.
-      inner: bfloat16[ROWS, RANK], the normed rows times the thin array.
-      inverses: float32[ROWS], the inverse root mean squares.
-      WIDTH: columns of the thin product, at least RANK: a power of two of at least 16, or 0.
-      COLUMNS: columns that are read at once; it divides SIZE.
+      a: bfloat16[RANK, SIZE], with `factors` in it; not read if WIDTH is 0.
+      scales: float32[ROWS], or with BLOCKS [SIZE / 128, ROWS] (COLUMNS is then 128).
+      inner, inverses: bfloat16[ROWS, RANK], float32[ROWS].
+      WIDTH: a power of two of at least 16 and RANK, or 0.
+      COLUMNS: read at once; divides SIZE.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     there = rows < ROWS

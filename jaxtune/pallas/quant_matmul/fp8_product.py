@@ -1,18 +1,16 @@
 """Products with weights in FP8 as they are stored: e4m3 times e4m3, summed in float32.
 
-The other operand (activations or gradients) is rounded to e4m3: each row by its own largest magnitude, or, for a weight
-with scales of 128 x 128 numbers, each 128 numbers of a row by their own largest. Scales of the weight's rows are
-outside of the sum in the forward, x W^T. In the backward, dy W, they are factors of the summed axis, and the gradient
-is multiplied by them before it is rounded. Scales of 128 x 128 are inside both sums, of 128 products each.
+The other operand is rounded to e4m3: each row by its largest magnitude, or, for a weight with scales of 128 x 128
+numbers, each 128 numbers of a row by theirs. Scales of the weight's rows are outside of the sum in the forward, x W^T;
+in the backward, dy W, they are factors of the summed axis, and multiply the gradient before it is rounded.
 
-The backward multiplies the gradients of all weights that share x, side by side, by these weights stacked: one product,
-in which the sum over the weights takes no pass over memory. It needs the codes transposed, because tensor cores accept
-e4m3 with the summed axis contiguous only. Each step makes the copy (two bytes per weight, about 6 ms of an 8B step on
-an H200), unless the weights have their codes transposed (FP8.transposed, another 7 GB).
+The backward multiplies the gradients of all weights that share x, side by side, by these weights stacked, so that their
+sum takes no pass over memory. Tensor cores accept e4m3 with the summed axis contiguous only: each step copies the codes
+transposed (about 6 ms of an 8B step on an H200), unless the weights have them (FP8.transposed, another 7 GB).
 
 In all functions `blocks` says that each 128 numbers have a scale, not each row; `more` is None, or an adapter's
 operands (u [n, r], side [columns, r]), whose product u side^T is added; `implementation` None takes the first that
-supports the call, and a requested one that refuses raises ValueError. as_stored.py describes the interface.
+supports the call, and a requested one that refuses raises ValueError.
 """
 
 from __future__ import annotations
@@ -78,12 +76,9 @@ def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array
 def side_by_side(
     arrays: Sequence[jax.Array], factors: jax.Array | None, blocks: bool = False, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows of several arrays [n, k_i] of one dtype side by side, times `factors`, rounded: (codes e4m3[n, K],
-    scales float32[n, 1], or with `blocks` [n, K / 128]). With `blocks` each array's columns are padded to a multiple of
-    128, so that a block belongs to only one array.
-
-      factors: float32[sum of k_i], or None, as with `blocks`.
-      implementation: "reference" for XLA; otherwise a kernel if it can.
+    """The rows of several arrays [n, k_i] side by side, times `factors` float32[sum of k_i], rounded: (codes e4m3[n,
+    K], scales float32[n, 1], or with `blocks` [n, K / 128]). With `blocks` there are no factors, and each array's
+    columns are padded to a multiple of 128.
     """
     with jax.named_scope("to_fp8"):
         widths = [array.shape[1] for array in arrays]
@@ -152,13 +147,11 @@ def gated_gradients(
     """The backward of an MLP's gated activation: (gradients of gate and up; dinner^T (activation(gate) * up) float32[r,
     k]; None).
 
-    With `blocks` a kernel may round the gradients for the next product and multiply them by the adapters' thin arrays,
-    without writing them in 16 bits. The result is then ((None, None); the same; (the rounded gradients for `backward`;
-    their products with the B's, side by side, [n, sum of ranks]; for each its transpose times the low-rank input,
-    float32[k, r])).
+    With `blocks` a kernel may round the gradients instead, without writing them in 16 bits: ((None, None); the same;
+    (the rounded gradients; times the B's, [n, sum of ranks]; each transposed times its low-rank input, float32[k, r])).
 
       gate, up, dgated, dinner, activation: as of pallas.gated.gated_thin_backward.
-      adapters: for gate and up (low-rank input [n, r], B float[k, r]); None if the gradients themselves are needed.
+      adapters: of gate and up (low-rank input [n, r], B float[k, r]); None if the gradients themselves are needed.
     """
     inners, bs = zip(*adapters, strict=True) if adapters is not None else ((), ())
     rank, op = max(part.shape[1] for part in (dinner, *inners)), "gated_gradients_to_fp8"
@@ -194,12 +187,12 @@ def rounded_gradients(
     blocks: bool,
     implementation: str | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, list[jax.Array]] | None:
-    """(codes and scales as of `side_by_side`; the gradients times the B's, [n, sum of ranks]; for each output its
-    transposed gradient times its low-rank input, float32[out_i, r_i]), by a kernel that reads each gradient once. None
-    where no kernel can, as without `blocks`.
+    """(codes and scales as of `side_by_side`; the gradients times the B's, [n, sum of ranks]; each transposed times its
+    low-rank input, float32[out_i, r_i]), by a kernel that reads each gradient once; None where none can, as without
+    `blocks`.
 
-      douts: [n, out_i] each, of outputs that share x and have adapters.
-      inner: the low-rank inputs, side by side, [n, sum of ranks].
+      douts: [n, out_i] each.
+      inner: low-rank inputs, side by side.
       bs: float[out_i, r_i] each.
     """
     widths, ranks = zip(*(b.shape for b in bs), strict=True)
@@ -223,11 +216,8 @@ def normed_operand(
     x: jax.Array, weight: jax.Array, rounding: NormRounding, a: jax.Array | None, blocks: bool
 ) -> tuple[tuple[jax.Array, jax.Array], low_rank.OfNormed | None]:
     """(`operand` of the normed x; its product with a^T [n, r] beside the factors of x's rows, or None), by a kernel
-    that writes no normed x. Only if `normed_refusal` is None.
-
-      x: bfloat16[n, k].
-      weight: float[k], the norm's.
-      a: float[r, k], the A's of all adapters, or None.
+    that writes no normed x. Only if `normed_refusal` is None. x: bfloat16[n, k]; weight: float[k]; a: float[r, k], or
+    None.
     """
     if rounding.float32:
         factors = rounding.offset + weight.astype(jnp.float32)
@@ -268,12 +258,11 @@ def backward(
     implementation: str | None = None,
     coded: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """The sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`. dy is rounded to e4m3, times
-    the scales of the weight's rows unless these are of blocks.
+    """The sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`.
 
-      douts: dy [n, out_i] of each weight.
-      weights: each [out_i, in], of one kind.
-      coded: dy of all weights rounded, side by side, in place of `douts`; None: it is rounded here.
+    douts: dy [n, out_i] of each weight.
+    weights: each [out_i, in], of one kind.
+    coded: all dy rounded, side by side, in place of `douts`.
     """
     blocks = in_blocks(weights[0])
     if blocks:  # each weight's blocks start at its own first row
@@ -362,14 +351,13 @@ def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
 
 
 def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str, tiles=None):
-    """The product by one of our kernels, dtype[n, columns], with operands and scales in the form that they take: a
-    scale of zero of the other operand becomes 1e-30, and the adapter's operands become bfloat16, padded to 16, 32 or 64
-    columns and, without `blocks`, divided by the scales that multiply everything at the end.
+    """The product by one of our kernels, dtype[n, columns]: a scale of zero of the other operand becomes 1e-30, and the
+    adapter's operands become bfloat16, padded to 16, 32 or 64 columns and, without `blocks`, divided by the scales that
+    multiply everything at the end.
 
       codes, scale, sides, side_scale: as of `multiply`; one side for "triton" and with `tiles`.
-      u, add: [n, r] and [columns, r], r at most 64, or None. u may have more columns, of zeros.
-      tiles: for rows sorted by expert int32[n / 128] twice, the expert of each 128 rows and how many are not empty;
-      add, sides and side_scale then have a leading axis of experts.
+      u, add: [n, r] and [columns, r], r at most 64, or None.
+      tiles: as of fp8_mosaic.product; add, sides and side_scale then have a leading axis of experts.
     """
     if blocks:
         scale = scale.T
@@ -488,8 +476,8 @@ def _first_gated(dtype, width: int, activation: str) -> str | None:
 
 
 def _first_gradients(dtype, width: int, activation: str) -> str | None:
-    """Compares `gated_gradients`' kernel with plain JAX, from the gradients of the kernel that does not round, which
-    has a check of its own: where two gradients differ in their last digit, codes may differ by a sixteenth.
+    """Compares `gated_gradients`' kernel with plain JAX, from the gradients of the kernel that does not round: where
+    two gradients differ in their last digit, codes may differ by a sixteenth.
     """
 
     def compare():

@@ -1,12 +1,9 @@
-"""Rounds rows to e4m3 by Triton kernels that read their input once, where XLA would read it twice: each row with one
-scale, or each 128 numbers of a row. The result equals fp8_product.rounded bit for bit.
+"""Rounds rows to e4m3 by Triton kernels that read their input once, where XLA would read it twice: each row, or each
+128 numbers of a row, with one scale, bit for bit as fp8_product.rounded.
 
-A row of the result may consist of rows of several arrays side by side. Rows sorted by expert can be multiplied by their
-expert's factors, one for each column, and gathered from tokens.
-
-If a row has one scale, a program has whole rows in registers. With factors it rounds several rows in turn, and reads
-the next one before it rounds one: the factors are then in the multiprocessor's L1 cache. If each 128 numbers have a
-scale, a program rounds 64 such blocks that follow each other in memory.
+A row of the result may consist of several arrays' rows side by side. Rows sorted by expert can be multiplied by their
+expert's factors, and gathered from tokens. With one scale a program has whole rows in registers; with factors it rounds
+several rows in turn, as the factors are then in the L1 cache.
 """
 
 from __future__ import annotations
@@ -77,13 +74,12 @@ def rounded(
     blocks: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(codes e4m3[rows, K], scales float32[rows], or with `blocks` [K / 128, rows]) of arrays' rows side by side, times
-    factors. With `blocks` each array's columns are padded to a multiple of 128. Zeros have scale 1. Only if `refusal`
-    is None.
+    factors. With `blocks` each array's columns are padded to a multiple of 128. Only if `refusal` is None.
 
       arrays: 16-bit [rows, width] each, or [T, width] with `tokens`.
-      factors: float32[sum of widths], or with `experts` [E, sum of widths]; None, as with `blocks`: none.
-      experts: int32[rows / 128], the expert of each 128 rows; not used without factors.
-      tokens: int32[rows], the row of the arrays for each row; T for zeros.
+      factors: float32[sum of widths], or with `experts` [E, sum of widths]; None with `blocks`.
+      experts: int32[rows / 128].
+      tokens: int32[rows], each row's row of the arrays; T for zeros.
     """
     widths = tuple(array.shape[1] for array in arrays)
     rows = len(arrays[0]) if tokens is None else len(tokens)

@@ -26,8 +26,8 @@ def _sources(rows, tokens, ROWS: tl.constexpr, SOURCES: tl.constexpr, GATHERED: 
 
 @triton.jit
 def _code(number, scale, codes):
-    """Codes of numbers over their scales. A GPU divides by a normal number as it multiplies by the reciprocal, and a
-    scale is normal or not finite; said so here, it takes one instruction and not three, with the same bits.
+    """Codes of numbers over their scales. A scale is normal or not finite, so multiplying by its reciprocal gives a
+    division's bits, in one instruction and not three.
     """
     quotient = number / scale if INTERPRETED else number * (1.0 / scale)
     return quotient.to(codes.dtype.element_ty)
@@ -80,14 +80,13 @@ def to_fp8_rows_kernel(
     """Rounds STEPS tiles of BLOCK rows, each row with one scale, and reads a tile while it rounds the one before. Grid:
     (ROWS / (STEPS BLOCK), rounded up,).
 
-    Args:
-      a, b, c, d: [SOURCES, width] each; those beyond the number of WIDTHS are not read.
+      a, b, c, d: [SOURCES, width] each, as many as WIDTHS.
       factors: if SCALED, float32[EXPERTS, TOTAL].
       experts: if GROUPED, int32[ROWS / TILE_ROWS]; a program has rows of one expert.
-      tokens: if GATHERED, int32[ROWS], the row of the arrays for each row, SOURCES for zeros.
+      tokens: if GATHERED, int32[ROWS]; SOURCES for zeros.
       codes, scales: e4m3[ROWS, TOTAL], float32[ROWS].
-      PIECES: of each WIDTH columns the array's number, the first column in it, the first column of the result, and how
-      many more columns the array has.
+      PIECES: of each WIDTH columns (array, first column in it, first column of the result, columns that the array has
+      from there).
     """
     arrays = (a, b, c, d)
     numbers = tl.arange(0, WIDTH)[None, :]
@@ -182,10 +181,8 @@ def to_fp8_blocks_kernel(
     STEPS: tl.constexpr,
 ):
     """Rounds blocks of 128 numbers of a row, each with one scale: a program STEPS tiles of BLOCK blocks that follow
-    each other in an array, row after row. Grid: (the sum over arrays of ROWS ceil(width / 128) / (STEPS BLOCK), rounded
-    up,).
+    each other in an array, row after row.
 
-    Args:
       a, b, c, d, tokens: as for to_fp8_rows_kernel.
       codes, scales: e4m3[ROWS, TOTAL], float32[TOTAL / 128, ROWS].
       PLACES: each array's first column in the result, a multiple of 128.

@@ -9,15 +9,13 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
                    TOKENS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, RANK: tl.constexpr,
                    GROUPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                    STEP: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
-    """Computes one tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK]
-    side[e] [OUTER, RANK]^T, with e4m3 codes x and w. Without BLOCK it is scaled(x w[e]^T + u side[e]^T), and the caller
-    has divided u and side by the scales. RANK 0: no adapter.
+    """One tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK] side[e]
+    [OUTER, RANK]^T, or without BLOCK scaled(x w[e]^T + u side[e]^T); x and w are e4m3. RANK 0: no adapter.
 
-    BLOCK, the number of codes along INNER that share a scale, equals STEP; 0 means one scale for each row. x_scale is
+    BLOCK, the codes along INNER that share a scale, equals STEP; 0 means one scale for each row. x_scale is
     float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER / BLOCK]. If
-    GROUPED, w, side and w_scale have a leading axis of experts, e is tile_expert[tile of rows], and a tile whose
-    tile_sizes is 0 multiplies no codes, but stores zeros, as u is zero there. Programs are numbered in bands of BAND
-    tiles of rows.
+    GROUPED, w, side and w_scale have a leading axis of experts, e is tile_expert[tile of rows], and a tile of size 0
+    stores zeros, as u is zero there.
     """
     ROW_TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     COLUMN_TILES: tl.constexpr = OUTER // COLUMNS

@@ -1,7 +1,7 @@
 """An MLP's second half: its down projection of activation(gate) * up, where the weight is frozen and has an adapter.
 
-activation(gate) * up is not kept from the forward to the backward. Both multiply it by the adapter's thin array where
-they compute it (pallas/gated/thin.py): the forward by A^T, the backward by the gradient of that product.
+activation(gate) * up is not kept for the backward. Forward and backward multiply it by the adapter's thin array where
+they compute it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ def gated_matmul(
 ) -> jax.Array:
     """quant_matmul of x = activation(gate) * up with one weight, its adapter and bias: [..., out] in gate's dtype.
 
-    Its derivative computes x again from gate and up, and writes their gradients over them where a kernel can. A weight
-    that is an array gets its gradient too, but x is then computed once more. TypeError or ValueError for an argument
-    that is not as here.
+    Its derivative computes x again, and writes the gradients of gate and up over them where a kernel can. An array gets
+    its gradient too, for which x is computed once more. TypeError or ValueError for an argument that is not as here.
 
       gate, up: [..., in] bfloat16, float16 or float32.
       weight: [out, in], an array or quantised.
       lora: without a row_scale.
-      bias: float[out], or None.
       activation: "silu", "gelu_tanh" or "gelu".
       fp8: multiply an FP8 weight undecoded, by x rounded to e4m3.
     """
@@ -152,18 +150,17 @@ def gated_mlp(
     *,
     activation: str,
 ) -> jax.Array:
-    """gated_matmul of gate and up, which an earlier run computed, with the derivative of the whole MLP, in which they
-    are quant_matmul of x: [..., out] in x's dtype.
+    """gated_matmul of gate and up, which an earlier run computed, with the derivative of the whole MLP: [..., out] in
+    x's dtype.
 
-    In the derivative one kernel computes the gradients of gate and up, rounds them for the product with both weights,
-    and multiplies them by the adapters' B's and low-rank inputs. All weights are multiplied undecoded. TypeError or
-    ValueError for an argument that is not as here.
+    One kernel then computes the gradients of gate and up, rounds them for the product with both weights, and multiplies
+    them by the adapters' B's and low-rank inputs. All weights are multiplied undecoded. TypeError or ValueError for an
+    argument that is not as here.
 
       x: [..., in] bfloat16, float16 or float32.
-      gate, up: [..., I] in x's dtype, without gradients: x and the adapters get them.
-      weights: of gate [I, in], up [I, in] and down [out, I], quantised; `joins` must accept the first two.
+      gate, up: [..., I]; x and the adapters get the gradients.
+      weights: of gate [I, in], up [I, in] and down [out, I]; `joins` must accept the first two.
       loras: without a row_scale.
-      biases: for each weight, or None.
       activation: "silu", "gelu_tanh" or "gelu".
     """
     check = Arguments("gated_mlp")
@@ -202,10 +199,9 @@ def _mlp(activation: str, first, second, x, source, gate, up, weights, loras, bi
     """`_gated` of gate and up.
 
     first, second: how the products of gate and up, and of down, are computed.
-    source: the Factors of x (low_rank.py), or None.
-    weights, loras, biases: of gate, up and down; an adapter is (a, b).
-    inner: the low-rank inputs of gate and up, [tokens, sum of ranks].
-    given: the low-rank input of down from an earlier run; None: it is computed.
+    source: the Factors of x, or None.
+    weights, loras, biases: of gate, up and down.
+    inner, given: low-rank inputs of gate and up; of down from an earlier run, or None.
     """
     return _gated(activation, second, gate, up, weights[2], loras[2], biases[2], given)
 

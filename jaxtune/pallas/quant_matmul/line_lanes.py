@@ -35,20 +35,16 @@ from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():
-    """The row, 0 to 7, whose codes this lane multiplies; an MLIR int32, the same in a quad (four neighbouring lanes, a
-    row of the tensor cores' operand).
-
-    Quads 0 to 7 of a warp have rows 0, 2, 4, 6, 1, 3, 5, 7, so that the four quads that an 8-byte read serves at a time
-    read different memory banks of a swizzled tile.
+    """The row, 0 to 7, whose codes this lane's quad multiplies; an MLIR int32. Quads 0 to 7 have rows 0, 2, 4, 6, 1, 3,
+    5, 7, so that the four quads that an 8-byte read serves at a time read different memory banks.
     """
     group = ir_shift_right(arith.andi(ir_thread(), ir_const(31)), 2)
     return arith.ori(arith.andi(ir_mul(group, 2), ir_const(7)), ir_shift_right(group, 2))
 
 
 def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
-    """Copies a table of 256 32-bit values from global memory into each of the columns first to first + 31 of
-    table_smem, uint32[256, 64]: each lane then reads its own column, and so its own memory bank. All threads of the
-    program call it, and must pass a barrier before they read.
+    """Copies a table of 256 32-bit values into each of the columns first to first + 31 of table_smem, uint32[256, 64]:
+    each lane then reads its own memory bank. All threads of the program call it, and pass a barrier before they read.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
@@ -66,15 +62,13 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
 
 def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjacent: int, warpgroups: int):
     """Loads this thread's share of the absmax of `rows` rows over the warpgroup's next four lines; apart from
-    `keep_span`, so that it can run while the span before is multiplied. Lines past the end of a row repeat the last
-    one.
+    `keep_span`, so that it can run while the span before is multiplied. Lines past a row's end repeat the last one.
 
-      absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row], in global memory.
-      nested_ref: float32, the absmax of each 256 of them; None without double quantisation.
+      absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row].
+      nested_ref: float32, the absmax of each 256 of them, or None.
       adjacent: neighbouring lines of one warpgroup, 1, 2 or 4; the warpgroups take turns.
     Returns:
-      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), n = ceil(4 rows / 128) loads of a
-      thread.
+      ([128 x 4 n], float32[128 x n] nested absmax or None), n = ceil(4 rows / 128).
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)
@@ -113,12 +107,11 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
 
 
 def keep_span(share, offset, table_smem, scales_smem, rows: int):
-    """scales_smem[block of the span, position of the row] = the float32 absmax of `span_absmax`, decoded.
+    """scales_smem[block of the span, position of the row] = the float32 absmax of `span_absmax`, decoded. The
+    warpgroup's threads must have read the previous span before, and must pass a barrier afterwards.
 
-    The warpgroup's threads must have read the previous span before, and must pass a barrier afterwards.
-
-      offset: float32[] of double quantisation, whose map is in columns 32 to 63 of table_smem; None without it.
-      scales_smem: float32[16, at least `rows`], of one warpgroup. The two of 16 rows that a lane has are neighbours.
+      offset: float32[] of double quantisation, whose map is in columns 32 to 63 of table_smem; or None.
+      scales_smem: float32[16, rows or more]; the two of 16 rows that a lane has are neighbours.
     """
     arrays = [part for part in share if part is not None]
     layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
@@ -166,14 +159,12 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
     is the same in x, so the lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
 
       acc: float32[512 g n], for 16 g rows and n times 8 tokens: a register of four numbers for each 16 rows and 8
-      tokens. The first two are for tokens 2 q and 2 q + 1 and row r of the first 8, the others for row r + 8 (q: the
-      lane's number in its quad, r: `_fragment_row`).
-      codes_smem: uint8[16 g, 128 m], m lines, tiled and swizzled by `transforms`; each of four warps takes one of a
-      line's four blocks of 64.
-      x_smem: 16-bit [tokens, m, 256], of the same lines.
-      line: int32[], which of the m lines.
-      first_scale: int32[], the index in scales_smem of the line's first block.
-      table_smem: uint32[256, 64], the two elements of each byte; a lane reads its own column.
+      tokens, two for tokens 2 q and 2 q + 1 and row r, two for row r + 8 (q: the lane's number in its quad, r:
+      `_fragment_row`).
+      codes_smem: uint8[16 g, 128 m], m lines, swizzled; each warp takes a block of 64.
+      x_smem: 16-bit [tokens, m, 256].
+      first_scale: int32[], the line's first block in scales_smem.
+      table_smem: uint32[256, 64], the two elements of each byte.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
@@ -263,11 +254,8 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
 
 
 def keep_line_sums(acc, partial_smem, first):
-    """partial_smem[first + warp, token, row] = each warp's sums of `line_product`.
-
-    partial_smem: float32[all warps, tokens, rows + 4]; with the four more, a quad's tokens are in different memory
-    banks.
-    first: int32[], the warpgroup's first warp among the program's.
+    """partial_smem[first + warp, token, row] = each warp's sums of `line_product`. partial_smem is float32[all warps,
+    tokens, rows + 4]: with the four more, a quad's tokens are in different memory banks.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
 
@@ -293,14 +281,12 @@ def keep_line_sums(acc, partial_smem, first):
 
 
 def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgroups: int, splits: int):
-    """out_ref[0, token, first_row + row] = the sums over all warps of a program and all programs of the cluster, in a
-    fixed order. All threads of the cluster call it, because they wait for each other.
+    """out_ref[0, token, first_row + row] = the sums over all warps of all programs of the cluster, in a fixed order.
+    All threads of the cluster call it, because they wait for each other.
 
-      partial_smem: from `keep_line_sums`, after a barrier.
-      totals_smem: 32-bit, at least [tokens, rows]; overwritten with several splits, for other programs to read.
-      out_ref: 16-bit [1, tokens, all rows] in global memory.
-      split, splits: the program's number in its cluster, and the cluster's programs, which have other columns of the
-      same rows.
+      totals_smem: 32-bit, [tokens, rows] at least; with several splits overwritten, for other programs to read.
+      split, splits: the program's number in its cluster, and the cluster's programs, with other columns of the same
+      rows.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))

@@ -1,14 +1,12 @@
 """The product of a few tokens with a weight in four bits, by whole memory lines: a Pallas Mosaic GPU kernel for Hopper.
 
-A line is 128 bytes of a row's codes, which are 256 columns. A program has up to 128 rows of the weight, and all columns
-or some of them, whose lines its warpgroups take in turns; so the program reads memory from left to right. TMA loads for
-each warpgroup lines of codes and the tokens' elements, several ahead. Of a line each warp multiplies one block of 64
-columns. Compared with the kernel of mosaic.py, loads in flight take shared memory in place of registers, x is read once
-for all rows of a program in place of every 16, and a byte of codes becomes an address by one instruction. Measurements
+A line is 128 bytes of a row's codes, which are 256 columns. A program has up to 128 rows of the weight, and its
+warpgroups take lines in turns, so that it reads memory from left to right. TMA loads lines several ahead, of codes and
+tokens. Compared with the kernel of mosaic.py, loads in flight take shared memory in place of registers, x is read once
+for all rows of a program in place of every 16, and one instruction makes a byte of codes an address. Measurements
 choose between the two.
 
-Programs that have different columns of the same rows are a cluster, and read each other's sums. Sums have a fixed
-order: first the warps of a program, then the cluster's programs.
+Programs with other columns of the same rows are a cluster, and read each other's sums, in a fixed order.
 """
 
 from __future__ import annotations
@@ -76,9 +74,9 @@ def _smem_bytes(tile: Tile, tokens: int) -> int:
 
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
-    """At most nine candidates to measure for a weight [rows, columns]: for each of 1 to 4 splits the rows of a program
-    with the least estimated time, and of these four divisions up to three within 25 % of the best, the one without a
-    cluster always among them. Each with 4 warpgroups and 1 line, 2 and 1, and 2 and 2, and as many stages as fit.
+    """At most nine candidates to measure for a weight [rows, columns]: for 1 to 4 splits the rows of a program with the
+    least estimated time; of these up to three within 25 % of the best, and always the one without a cluster; each with
+    4 warpgroups and 1 line, 2 and 1, and 2 and 2.
     """
 
     def work(way: tuple[int, int]) -> float:
@@ -102,10 +100,7 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
 
 def _written_out_sums(codes, x, scales, table, widths: int):
     """line_lanes.line_product's addition in jnp, for the interpreter: float32[512 * (rows / 16) * widths] in its acc's
-    order.
-
-      codes: uint8[rows, 128]; x: [tokens, 256]; scales: float32[rows, 4]; table: `dtype`[256, 2].
-      widths: tensor-core products of 8 tokens each; tokens that do not exist get 0.
+    order. codes: uint8[rows, 128]; x: [tokens, 256]; scales: float32[rows, 4]; widths: products of 8 tokens each.
     """
     rows = codes.shape[0]
     values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
@@ -128,11 +123,10 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     """Multiplies tile.rows rows of the weight by all tokens, over this program's columns.
 
     x_ref: [tokens, columns / 256, 256].
-    codes_ref: uint8[rows, columns / 2].
     absmax_ref: uint8 or float32[rows, columns / 64].
-    pairs_ref: the two elements of each byte: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
-    refs: if absmax is uint8, its map, nested absmax and offset; the output, [1, tokens, rows] on a GPU, or [splits,
-    tokens, rows] if interpreted, where XLA adds the splits; shared memory and barriers.
+    pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
+    refs: if absmax is uint8, its map, nested absmax and offset; the output, [1, tokens, rows], or [splits, tokens,
+    rows] if interpreted; shared memory and barriers.
     """
     *nested_refs, out_ref, table_smem, aliased, scales_smem, full, done = refs
     (codes_smem, x_smem), (partial_smem,) = aliased
@@ -253,8 +247,7 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
     absmax: uint8 (double quantisation) or float32[out, in / 64].
     nested: [map float32[256], nested absmax, offset float32[1]] of a uint8 absmax; else empty.
     pairs: x's dtype [256, 2], the two elements of each byte.
-    kernel: mosaic._kernel, an argument because mosaic.py imports this module.
-    interpret: of Pallas' interpreter; None on a GPU.
+    kernel, interpret: mosaic._kernel (mosaic.py imports this module), and the interpreter's parameters or None.
     """
     (tokens, columns), rows = x.shape, codes.shape[0]
     ring = (tile.warpgroups, tile.stages)

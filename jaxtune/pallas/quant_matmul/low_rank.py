@@ -1,6 +1,5 @@
-"""Lets one run of a function use another run's low-rank inputs of adapters, x A^T [tokens, r], which the forward
-multiplies by B and the gradient of B needs. A backward that runs a part of a model again would otherwise read the whole
-input once more for each adapter.
+"""Lets one run of a function use another run's low-rank inputs of adapters, x A^T [tokens, r]. A backward that runs a
+part of a model again would otherwise read the whole input once more for each adapter.
 
     with kept() as made:
         out = linear(x)
@@ -10,10 +9,9 @@ input once more for each adapter.
 A function that JAX traces on its own, such as a custom_vjp, must return what it made and run in `of_function`: its
 low-rank inputs exist only within its trace.
 
-The derivative of a linear with frozen weights then reads its input for the gradient of A alone, a sum over rows. Where
-a norm made the input, that gradient is computed from what the norm multiplied (Factors), and XLA does not compute the
-normed input again. Where the norm was part of the products, the low-rank input comes with the factors of the rows
-(OfNormed).
+Where a norm made the input, the gradient of A is computed from what the norm multiplied (Factors), and XLA does not
+compute the normed input again. Where the norm was part of the products, the low-rank input comes with the factors of
+the rows (OfNormed).
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class Factors(NamedTuple):
         return Factors(self.rows.reshape(-1, self.rows.shape[-1]), self.of_rows.reshape(-1, 1), self.of_columns)
 
     def contracted(self, other: jax.Array, dtype) -> jax.Array:
-        """other^T times the input, [r, in] in `dtype`, for `other` [tokens, r] in the input's dtype; sums are float32."""
+        """other^T times the input, [r, in] in `dtype`, for `other` [tokens, r] in the input's dtype."""
         other = (other.astype(jnp.float32) * self.of_rows).astype(other.dtype)
         numbers = (((0,), (0,)), ((), ()))
         precision = jax.lax.Precision.HIGHEST if other.dtype == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -1,11 +1,8 @@
 """Kernels for four-bit weights, in Pallas Mosaic GPU for Hopper: `dequantize` decodes a whole weight (NF4, FP4, MXFP4
-or NVFP4), and `small_matmul` multiplies a few tokens by a weight in NF4 or FP4 without writing the decoded weight to
-memory.
+or NVFP4), and `small_matmul` multiplies a few tokens by NF4 or FP4 without writing the decoded weight to memory.
 
-`dequantize` precedes the vendor's GEMM; its time is that of reading half a byte and writing two per element.
-`small_matmul` reads only the codes, and multiplies on the tensor cores as they arrive. line_matmul.py multiplies up to
-16 tokens where a measurement on the GPU says so, else row_matmul.py a single one if it can, and this file's kernel the
-others; triton.py multiplies 17 to 64, in NF4 and bfloat16 alone.
+Up to 16 tokens are line_matmul.py's where a measurement on the GPU says so, else a single one is row_matmul.py's if it
+can, and the others are this file's; 17 to 64 are triton.py's, in NF4 and bfloat16 alone.
 
 A refusal is the reason, in words, why a kernel cannot compute a call, or differs from plain JAX on a small case at its
 first use on this GPU; None if it can.
@@ -177,9 +174,9 @@ class _Plan:
 
 
 def _plan(rows: int, columns: int, tokens: int) -> _Plan:
-    """The division that was fastest on an H200. For at most 4 tokens, and columns a multiple of 1,024 from 2,048 on,
-    warps read whole memory lines (15 % faster than half lines, but more tokens need the registers), in one warpgroup (7
-    % faster) if each multiprocessor has four tiles or more.
+    """The division that was fastest on an H200. For at most 4 tokens warps read whole memory lines (15 % faster than
+    half lines, but more tokens need the registers), in one warpgroup (7 % faster) if each multiprocessor has four
+    tiles.
     """
     if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
         warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
@@ -188,11 +185,8 @@ def _plan(rows: int, columns: int, tokens: int) -> _Plan:
 
 
 def _written_out_product(acc, codes, pairs, scales, x, parts):
-    """lanes.small_product in jnp, for the interpreter: acc plus the product of 16 rows and x^T over a chunk, 0 where
-    that has numbers without meaning.
-
-      acc: float32[64 parts, n]; codes: uint8[16, 256 parts]; pairs: `dtype`[256, 2]; scales: float32[16, blocks]; x:
-      [tokens, columns].
+    """lanes.small_product in jnp, for the interpreter: 16 rows times x^T over a chunk, added to acc float32[64 parts,
+    n]. codes: uint8[16, 256 parts]; scales: float32[16, blocks]; x: [tokens, columns].
     """
     each = 8 // parts
     tokens = acc.shape[1] // parts
@@ -216,10 +210,8 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
     """Program p of n multiplies the tiles p, p + n, ... of 16 rows of the weight by all tokens. What a tile needs from
     memory is loaded while the one before is multiplied.
 
-      x_ref: [tokens, columns].
-      codes_ref: uint8[rows, columns / 2].
       absmax_ref: uint8 or float32[rows, columns / 64].
-      pairs_ref: the two elements of each byte: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
+      pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
       refs: if absmax is uint8, its map, nested absmax and offset; the output [tokens, rows]; in shared memory the table
       of pairs, the scales of two tiles, and the sums; two barriers.
     """
@@ -337,7 +329,7 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 
 
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
-    """line_matmul's tile if it was measured to be the fastest kernel for such products; None if not, or if it refuses."""
+    """line_matmul's tile if it was measured to be the fastest kernel for such products and can run; else None."""
     found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
         return None
@@ -390,10 +382,8 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
     """x weight^T, [tokens, out] in x's dtype, without writing the decoded weight. Only if `small_refusal` is None.
 
     For up to 16 tokens the table's values are rounded to x's dtype, and each block's float32 sum is multiplied by its
-    absmax; for more, triton.few_matmul multiplies by decoded elements.
+    absmax; for more, decoded elements are multiplied.
 
-      x: [tokens, in].
-      weight: [out, in].
       tile: use line_matmul with it; None: the fastest kernel.
     """
     if x.shape[0] > MAX_TOKENS:

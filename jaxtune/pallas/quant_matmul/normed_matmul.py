@@ -38,12 +38,11 @@ def normed_matmul(
     """quant_matmul of the RMS norm of x over its last axis: for each weight [..., out_i] in x's dtype. Differentiable
     as normed_stream and quant_matmul are.
 
-    A kernel runs if all weights are multiplied in FP8 with scales of one kind, x has at least 2,048 rows of 512
-    numbers, and fp8_normed can. It rounds to e4m3 alone, where the two operations round to x's dtype first, so its
-    results are nearer to float32's. TypeError or ValueError for an argument that is not as here.
+    For FP8 weights with scales of one kind, and 2,048 rows of 512 numbers or more, a kernel rounds to e4m3 alone, where
+    the two operations round to x's dtype first: its results are nearer to float32's. TypeError or ValueError for an
+    argument that is not as here.
 
       x: [..., in] bfloat16, float16 or float32.
-      norm_weight: float[in].
       weights: each [out_i, in], an array or quantised.
       loras: for each weight its adapter, without a row_scale, or None.
       biases: for each weight float[out_i], or None.

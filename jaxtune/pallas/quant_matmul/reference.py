@@ -1,14 +1,13 @@
-"""quant_matmul in plain jnp: XLA calls the vendor's matrix products (GEMMs). Sums are float32; float32 operands are
-multiplied in full float32.
+"""quant_matmul in plain jnp: XLA calls the vendor's GEMMs. Sums are float32; float32 operands are multiplied in full
+float32.
 
 The backward is written such that every sum is the `c` of a GEMM (a b + c): dx = dz A, + dy_1 W_1, + dy_2 W_2, ...
 Autodiff would add the products pairwise, and XLA then spends a pass over memory on each addition.
 
-Quantised weights are decoded before each product, in forward and backward, unless they are multiplied as they are
-stored (as_stored.py) or, in the forward, the tokens are few; no decoded weight is a residual. `kernels` is the module
-that does so, this one, mosaic.py or triton.py, each with `refusal`, `dequantize`, `small_refusal` and `small_matmul`.
-In all functions `loras` has a pair (a [r, in], b [out_i, r]) for each adapter, and `inner` is the low-rank input of
-all, [tokens, sum of ranks].
+Quantised weights are decoded before each product, unless they are multiplied as they are stored (as_stored.py) or, in
+the forward, the tokens are few; no decoded weight is a residual. In all functions `kernels` is the module that decodes,
+this one, mosaic.py or triton.py; `loras` has a pair (a [r, in], b [out_i, r]) for each adapter; and `inner` is the
+low-rank input of all, [tokens, sum of ranks].
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
 
 
 def scaled(part, scale):
-    """`part` times an adapter's `scale`, in float32, because in part's dtype the scale itself would be rounded first."""
+    """`part` times an adapter's `scale`, in float32, as the scale itself would be rounded in part's dtype."""
     return part if scale == 1.0 else (part.astype(jnp.float32) * scale).astype(part.dtype)
 
 
@@ -162,9 +161,7 @@ def _products(x, source, weights, loras, biases, inner, static: Static):
     """For each weight x W^T + scale (x A^T) B^T + bias, [tokens, out_i] in x's dtype. Its derivative decodes quantised
     weights again.
 
-      x: [tokens, in].
       source: the adapters' input, [tokens, in], if dropout makes it differ from x, or the Factors of x; None: x.
-      biases: [out_i] or None for each weight; None where a row scale comes first.
       inner: without a gradient of its own: those of x, source and the A's include it.
     """
     del source  # `inner` is made of it
@@ -204,7 +201,6 @@ def products_backward(static: Static, residuals, doutputs, rounded: Rounded | No
     weights. XLA removes an array's gradient if it is frozen. x's gradient does not include source's, through which
     dropout leads back to x.
 
-      doutputs: [tokens, out_i] each.
       rounded: what the backward takes where a kernel has rounded the gradients: `doutputs` are then Nones, the weights
       of one kind, and there is no bias.
     """

@@ -110,19 +110,18 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 
 
 def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: int, dtype):
-    """partial[place, warp], float32[8, 2] = the products of a chunk and the token on the tensor cores: the sums of the
-    warp's pair of rows over its slice, for each quad and row. Warps from pairs x slices on set nothing. Call it after
-    lanes.wait_for_chunk and a barrier that follows the filling of table and map.
+    """partial[place, warp], float32[8, 2] = the sums of the warp's pair of rows times the token over its slice, for
+    each quad and row, by the tensor cores. Warps from pairs x slices on set nothing. Call it after lanes.wait_for_chunk
+    and a barrier after the filling of table and map.
 
     A quad has one block of each row of the pair in each half of the slice, and a lane has 8 bytes of it. For the tensor
-    cores (m16n8k16) the eight quads are eight rows with different k each; column g of the right operand has the
-    elements of x that belong to quad g. So only the diagonal of the products is used, and a lane needs x only at its
-    own codes. Rows 8 to 15 of the product are the second row of the pair.
+    cores (m16n8k16) the eight quads are eight rows with different k each; column g of the right operand has quad g's
+    elements of x. So only the diagonal of the products is used, and a lane needs x only at its own codes.
 
       x, nested: from own_x and own_nested; nested and offset are None if absmax are float32.
       place, slot: int32[], the chunk's number in this program, and its index in `codes` and `absmax`.
-      refs: codes uint8[slots, bytes], absmax [slots, blocks], table uint32[256, 64] with the two elements of each byte,
-      map float32[256] or None, partial float32[places, warps, 8, 2].
+      refs: codes uint8[slots, bytes], absmax [slots, blocks], table uint32[256, 64], map float32[256] or None, partial
+      float32[places, warps, 8, 2].
     """
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)
     values = [] if nested is None else [nested, offset]
@@ -207,11 +206,8 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
 
 
 def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: int, *, pairs: int, slices: int, dtype):
-    """out_ref[rows] = the sums of `multiply` over slices and quads. All multiplying warpgroups call it, after a
-    barrier; eight lanes add a pair of rows.
-
-      partial_smem: float32[places, warps, 8, 2].
-      count, program, programs: int32[]: the program has `count` chunks, program, program + programs, ...
+    """out_ref[rows] = the sums of `multiply`, float32[places, warps, 8, 2], over slices and quads. All multiplying
+    warpgroups call it, after a barrier; the program has `count` chunks, program, program + programs, ...
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))

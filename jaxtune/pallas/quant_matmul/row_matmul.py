@@ -1,15 +1,13 @@
 """The product of one token with a weight in NF4 or FP4, by whole rows: a Pallas Mosaic GPU kernel for Hopper.
 
 A chunk is some pairs of rows, contiguous in memory, which one bulk copy loads; a warp takes a slice of 1,024 columns of
-a pair. Slices are the same for every chunk, so a warp keeps the token's elements in registers. At most 132 programs
-share the chunks, one for each multiprocessor. A table in shared memory has a row of 256 bytes for each byte of codes,
-which one instruction makes an address: 32 copies of its two elements, one for each lane, and an unused half. No read
-has bank conflicts, except the map of quantised absmax.
+a pair, the same of every chunk, so that it keeps the token's elements in registers. A table in shared memory has a row
+of 256 bytes for each byte of codes, which one instruction makes an address: 32 copies of its two elements, one for each
+lane, and an unused half. No read has bank conflicts, except of the map of quantised absmax.
 
-Few copies are in flight at a time: with more of them, the first arrives later, and the products of the last ones come
-after all loads. The work of a program before its first product costs as much as 10 MB of weight. All threads fill the
-table while a first copy is in flight; then one warpgroup, which multiplies nothing, starts the other copies, at 0.14 us
-each.
+Few copies are in flight: with more, the first arrives later, and the last products come after all loads. The work
+before a program's first product costs as much as 10 MB of weight: all threads fill the table while a first copy is in
+flight; then one warpgroup, which multiplies nothing, starts the others, at 0.14 us each.
 """
 
 from __future__ import annotations
@@ -97,12 +95,11 @@ def _written_out(codes, absmax, x, pairs_table, plan: Plan):
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, interpreted):
     """Program p of n multiplies the chunks p, p + n, ... of the weight by one token. Warpgroup 0 starts the copies, and
-    the others multiply. If interpreted, no chunks are copied, and jnp computes.
+    the others multiply.
 
-      x_ref: [columns].
       codes_ref: uint8[rows x columns / 2].
       absmax_ref: uint8 or float32[rows x columns / 64].
-      pairs_ref: the two elements of each byte: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
+      pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
       refs: if absmax is uint8, its map, nested absmax and offset; the output [rows]; shared memory and barriers.
     """
     *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, done = refs
@@ -206,17 +203,12 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
 
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, interpret, programs=PROGRAMS) -> jax.Array:
-    """x [1, in] times a weight [out, in] in NF4 or FP4: [1, out] in x's dtype. Only if `plan` has sizes for it
-    (asserted).
+    """x [1, in] times a weight [out, in] in NF4 or FP4: [1, out] in x's dtype, bfloat16 or float16. Only if `plan` has
+    sizes for it (asserted).
 
-      x: bfloat16 or float16.
       codes: uint8[out x in / 2], in any shape.
       absmax: uint8 (double quantisation) or float32[out x in / 64], in any shape.
-      nested: [map float32[256], nested absmax, offset float32[1]] of a uint8 absmax; else empty.
-      pairs: x's dtype [256, 2], the two elements of each byte.
-      rows: out.
-      kernel: mosaic._kernel, an argument because mosaic.py imports this module.
-      interpret: of Pallas' interpreter; None on a GPU.
+      nested, pairs, kernel, interpret: as of line_matmul.matmul.
     """
     cut = plan(rows, x.shape[1], programs)
     assert cut is not None, (rows, x.shape)

@@ -1,4 +1,4 @@
-"""The Triton kernel that multiplies 17 to 64 tokens by a weight in NF4, and the PTX with which it decodes in registers."""
+"""The Triton kernel that multiplies 17 to 64 tokens by a weight in NF4, and the PTX that decodes it in registers."""
 
 import struct
 
@@ -11,12 +11,11 @@ from jaxtune.pallas.triton_parts import INTERPRETED
 
 
 def decoding_ptx(table) -> str:
-    """Inline PTX that decodes four bytes of codes, $4, to values of `table` (float32[16]) in bfloat16, two in each
-    output: $0 and $1 for the high four bits of bytes 0 and 1, and 2 and 3; $2 and $3 for the low four bits. The lower
-    byte's value is in an output's lower half.
+    """Inline PTX that decodes four bytes of codes, $4, to values of `table` in bfloat16, two in each output (the lower
+    byte's in the lower half): $0 and $1 of the high four bits of bytes 0 and 1, and 2 and 3; $2 and $3 of the low ones.
 
     A byte permutation looks up four codes in a table of eight bytes. So the low and the high bytes of the values are
-    looked up separately, each in two tables, of which bit 3 of the code selects one. No memory is read.
+    looked up separately, each in two tables, of which bit 3 of the code selects one.
     """
     bits = [struct.unpack("<I", struct.pack("<f", float(entry)))[0] for entry in table]
     rounded = [(each + 0x7FFF + (each >> 16 & 1)) >> 16 for each in bits]
@@ -62,14 +61,13 @@ def few_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out [SPLITS, COUNT, OUTER]: COUNT tokens times ROWS rows of W [OUTER, INNER] in NF4, over one of SPLITS equal
-    runs of the columns; the caller adds up the runs. Grid: (OUTER / ROWS, SPLITS). INNER is a multiple of 64 * SPLITS,
-    and OUTER one of ROWS, because the loads of W are not masked.
+    """out [SPLITS, COUNT, OUTER]: COUNT tokens times ROWS rows of W [OUTER, INNER] in NF4, over one of SPLITS runs of
+    the columns. Grid: (OUTER / ROWS, SPLITS). INNER is a multiple of 64 * SPLITS, and OUTER one of ROWS, because loads
+    of W are not masked.
 
-    x is [2, COUNT, INNER / 2] bfloat16: the even columns, then the odd ones, because a byte of codes has an even column
-    in its high four bits and the next one in its low ones. W is six arrays (triton_kernels.py); on a GPU `table` is not
-    read, because _PTX has its values. TOKENS: 32 or 64, at least COUNT. STAGES: blocks of 64 columns that are loaded
-    ahead.
+    x is [2, COUNT, INNER / 2] bfloat16: even columns, then odd ones, as a byte of codes has an even column in its high
+    four bits. W is six arrays (triton_kernels.py); on a GPU _PTX has the table's values. TOKENS: 32 or 64, at least
+    COUNT. STAGES: blocks of 64 columns loaded ahead.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)

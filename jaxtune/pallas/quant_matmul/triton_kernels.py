@@ -1,11 +1,10 @@
 """Triton kernels for weights in NF4 and FP4.
 
-The bytes are bitsandbytes' own: 32 bytes of codes, two codes a byte with the first in the high four bits, share an
-absmax. With NESTED a stored absmax is an index into a map, whose value is multiplied by a scale that 256 of them share
-and shifted by an offset. dequantise_kernel rounds between the product and the sum, as bitsandbytes does; the compiler
-may fuse the two in the others. All kernels take the weight as six arrays: codes uint8, absmax uint8 or float32, nested
-absmax, map float32[256], offset, and table float32[16], the numbers that codes stand for. The three before the table
-are read only with NESTED.
+The bytes are bitsandbytes' own: 32 bytes of codes, the first of two in the high four bits, share an absmax. With NESTED
+a stored absmax is an index into a map, whose value is multiplied by a scale that 256 of them share and shifted by an
+offset; dequantise_kernel rounds between the product and the sum, as bitsandbytes does, and in the others the compiler
+may fuse the two. All kernels take six arrays: codes uint8, absmax uint8 or float32, nested absmax, map float32[256],
+offset, and table float32[16]. Only with NESTED are the three before the table read.
 """
 
 import triton
