@@ -132,11 +132,9 @@ class Layout:
     To read, the loader asks `recognises` whether a config.json names this layout, and `check` whether its settings are
     supported. Whatever config.json names, it then searches the tensors for every layout's: it divides names into module
     and key (`key_of`), asks `claims` whether a module's tensors are a quantised weight, and makes the weight with
-    `describe` (from headers) and `read` (from arrays). To write, it uses the first layout of a format that `can_store`
-    the weight.
+    `describe` and `read`.
 
     A checkpoint may store an experts' tensor [E, out, in] in pieces: separate matrices, one or more for each expert.
-    `joining` and `splitting` return a reason why that is impossible, or None.
     """
 
     title: ClassVar[str]  # a phrase that names such checkpoints in errors, such as "bitsandbytes' in four bits"
@@ -273,10 +271,8 @@ class Layout:
         del weight, make
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """{key: FileTensor} of a file that stores `weight`, a matrix [out, in], or of gpt-oss experts [E, out, in]. Its
-        leaves may be jax.ShapeDtypeStruct, because headers are written before weights have been quantised.
-
-          number: what `header_number` returned.
+        """{key: FileTensor} of a file that stores `weight`, a matrix [out, in], or of gpt-oss experts [E, out, in],
+        whose leaves may be jax.ShapeDtypeStruct. number: from `header_number`.
         """
         raise NotImplementedError
 

@@ -176,9 +176,9 @@ class Stored:
 
     def product_time(self, as_stored: bool, device: str) -> float:
         """The measured time of a product of many tokens as a multiple of a 16-bit product's; 1 for formats that are
-        decoded, as `decoded_share` counts decoding separately.
+        decoded, as `decoded_share` counts that.
 
-          as_stored: whether a kernel multiplies the codes without decoding them (`compute`).
+          as_stored: whether a kernel multiplies the codes undecoded (`compute`).
           device: its name, such as "NVIDIA H200".
         """
         del as_stored, device
@@ -186,9 +186,7 @@ class Stored:
 
     def decoded_share(self, as_stored: bool) -> float:
         """How many times a product in one direction, on average of forward and backward, writes the decoded tensor or a
-        copy to memory: 1, because each product decodes the weight again.
-
-          as_stored: whether a kernel multiplies the codes without decoding them (`compute`).
+        copy to memory: 1, because each product decodes the weight again. as_stored: as of product_time.
         """
         del as_stored
         return 1.0

@@ -100,8 +100,7 @@ def implementations(
     experts of few rows, whose weights a pass decodes faster.
 
       weight: a quantised weight that may be decoded while it is multiplied; None: no "mosaic_ahead", unless requested.
-      implementation: the requested name, or None. On several devices "mosaic_ahead" runs only on request: it is not
-      proved that its programs cannot hang beside NCCL's kernels.
+      implementation: the requested name, or None.
     """
 
     refused = functools.partial(mosaic.refusal, dtype, in_size, out_size, groups.tile_rows)
@@ -176,10 +175,7 @@ def _thin(x, weight, groups, contract, implementation, tokens):
 
 def contracted(thin, wide, groups, rank, implementation, tokens):
     """The gradient of an adapter's A, or of B transposed: float32[E, rank, n], thin^T wide summed over each expert's
-    rows.
-
-      thin: [rows, at least rank], scaled already.
-      wide: [rows, n], or [T, n] with `tokens`.
+    rows. thin: [rows, at least rank], scaled already; wide: [rows, n], or [T, n] with `tokens`.
     """
     if implementation in _MOSAIC and mosaic_contract.refusal(wide.dtype) is None:
         return mosaic_contract.contract_rows(mosaic.filled(thin, 1), wide, groups, rank, tokens)
@@ -311,10 +307,8 @@ def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None
 def checked(
     op: str, name: str, x, shape: str, weight, groups: Groups, lora, transposed: bool, routing=None
 ) -> Arguments:
-    """Checks the arguments of the product `op`, and returns the checker, which knows the sizes E, in and out.
-
-    name, shape: of x, such as "T in".
-    routing: the Routing with the groups, whose arrays are checked too; None: the product takes groups.
+    """Checks the arguments of the product `op`, and returns the checker, which knows the sizes E, in and out. routing:
+    the Routing with the groups, whose arrays are checked too; None: the product takes groups.
     """
     check = Arguments(op)
     check_groups(check, groups, "groups" if routing is None else "routing.groups")

@@ -2,9 +2,7 @@
 
 A product of many rows leaves a GPU's memory and ordinary lanes idle. An additional warpgroup in every program decodes a
 share of each expert's weight, expert by expert, into the buffer that the product reads, and counts its work; the
-warpgroup that loads an expert's weight waits for the count. So a weight is decoded once, however many tiles need it. On
-an H200 (Qwen3-30B-A3B's gate/up) this kernel takes 1.35 ms, a product without decoding 1.16, and decoding alone 0.25 by
-a separate pass.
+warpgroup that loads an expert's weight waits for the count. So a weight is decoded once, however many tiles need it.
 
 All programs must run at the same time, because a program spins until every program has decoded its share. The grid is
 one program per multiprocessor, and a program takes all of its registers, so on a device where nothing else runs all

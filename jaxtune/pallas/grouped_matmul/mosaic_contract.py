@@ -349,8 +349,8 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
 
 
 def refusal(dtype) -> str | None:
-    """The reason why this GPU must not run contract_rows in this dtype (an error, or a difference from plain JAX); None
-    if it agrees or nothing is compared, as without a GPU. It does not ask which GPU there is.
+    """The reason why this GPU must not run contract_rows in this dtype; None if it may or nothing is compared, as
+    without a GPU. It does not ask which GPU there is.
     """
 
     def compare():
@@ -377,9 +377,7 @@ def refusal(dtype) -> str | None:
 
 
 def weight_refusal(dtype, weight_dtype) -> str | None:
-    """The reason why this GPU must not run weight_gradient with rows of `dtype` and a result in `weight_dtype`; None if
-    it may or nothing is compared, as without a GPU. It does not ask which GPU there is, nor for the rows' dtype.
-    """
+    """As `refusal`, for weight_gradient with rows of `dtype` and a result in `weight_dtype`."""
     given, wanted = jnp.dtype(dtype), jnp.dtype(weight_dtype)
     if wanted not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"gradients in {wanted.name}"

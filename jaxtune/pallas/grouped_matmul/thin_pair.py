@@ -21,8 +21,8 @@ _LARGEST_RANK = _WIDTH = 16  # larger ranks write more than an eighth of the gra
 
 
 def refusal(dout, b) -> str | None:
-    """The reason why the kernel cannot compute a call (dout [rows, out], b [E, out, r]), or differs from plain JAX on
-    this GPU; None if it can.
+    """The reason why the kernel cannot compute a call (dout [rows, out], b [E, out, r]), or differs from plain JAX;
+    None if it can.
     """
     reason = compat.triton_refusal()
     if reason is not None:

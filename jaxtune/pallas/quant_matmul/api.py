@@ -52,20 +52,19 @@ def quant_matmul(
 ) -> tuple[jax.Array, ...]:
     """For each weight x W^T + scale (x A^T) B^T + bias, [..., out_i] in x's dtype.
 
-    Pass weights that share x, such as queries', keys' and values', in one call: the backward then sums their gradients
-    of x without extra passes over memory. Differentiable in x, arrays, adapters and biases. TypeError or ValueError for
-    an argument that does not fit, or an implementation that refuses.
+    Pass weights that share x in one call: the backward then sums their gradients of x without extra passes over memory.
+    Differentiable in x, arrays, adapters and biases. TypeError or ValueError for an argument that does not fit, or an
+    implementation that refuses.
 
-      x: [..., in] bfloat16, float16 or float32, the compute dtype, to which weights are cast.
-      weights: each [out_i, in], an array or quantised. Quantised ones are decoded for each product, or, for few tokens,
-      in the kernel; no decoded weight is kept.
-      loras, biases: for each weight, or None; an adapter's row_scale multiplies both products before the bias.
+      x: [..., in] bfloat16, float16 or float32, to which weights are cast.
+      weights: each [out_i, in]. Quantised ones are decoded for each product, or, for few tokens, in the kernel; no
+      decoded weight is kept.
+      loras, biases: for each weight, or None; a row_scale multiplies both products before the bias.
       dropout_rate, dropout_key: dropout of the adapters' input, one mask for all weights (PEFT draws one for each
-      module). The rate is rounded to 2^-16.
-      dropout_part: int32[], x's run if tokens are divided over devices in equal runs; the mask then does not depend on
-      the division.
-      fp8: multiply FP8 weights undecoded, by x and gradients rounded to e4m3 by rows, or by 128 numbers of a row for
-      scales of 128 x 128. Adapters multiply x unrounded.
+      module).
+      dropout_part: int32[], x's run if tokens are divided over devices in equal runs, so that the mask does not depend
+      on the division.
+      fp8: multiply FP8 weights undecoded, by x and gradients rounded to e4m3. Adapters multiply x unrounded.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call. Without quantised
       weights only "reference" does.
     """

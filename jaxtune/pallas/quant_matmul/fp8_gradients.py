@@ -1,8 +1,6 @@
 """Rounds the gradients of outputs to e4m3, for weights with scales of 128 x 128, and multiplies them by the adapters'
-thin arrays, by a Triton kernel that reads each gradient once.
-
-A program has a block of columns of one output and a range of rows. Its sums over rows stay in registers; its sums over
-columns it writes for each tile, and XLA adds up the blocks, in one order.
+thin arrays, by a Triton kernel that reads each gradient once. A program has a block of columns of one output and a
+range of rows; XLA adds up the blocks, in one order.
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
 
 
 def _first_use(dtype, width: int, several: bool) -> str | None:
-    """Compares the kernel with plain JAX and with fp8_rounding's codes. One program computes all rows of a block of
-    columns: it reads many tiles ahead of their use, and would show one that is overwritten too early.
+    """One program computes all rows of a block of columns: it reads many tiles ahead, and shows one that is overwritten
+    too early.
     """
     widths = (384, 128) if several else (256,)
 

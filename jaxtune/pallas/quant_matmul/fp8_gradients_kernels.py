@@ -36,14 +36,11 @@ def rounded_pair_kernel(
     a scale, and multiplies them, not rounded, by B, and, transposed, by the low-rank input. Grid: (blocks of columns of
     all outputs, ranges of rows).
 
-      a, b, c, d: [ROWS, width] of up to four outputs, 16 bits.
+      a, b, c, d: [ROWS, width] of up to four outputs.
       inner, sides: low-rank inputs side by side [ROWS, JOINED]; B's one below the other [TOTAL, RANK].
-      codes, scales: e4m3[ROWS, TOTAL], float32[TOTAL / 128, ROWS].
-      parts: float32[blocks of columns, ROWS, RANK], what each block adds to the product with B.
-      dbs: float32[ranges of rows, TOTAL, RANK], what each range adds to the transposed product.
-      WIDTHS, PLACES, FIRST: each output's columns (multiples of 128), first column, and first block.
-      RANKS, THINS: each adapter's rank, and first column in `inner`.
-      WIDTH: a power of two of at least 16 and RANK.
+      parts: float32[blocks of columns, ROWS, RANK], the products with B.
+      dbs: float32[ranges of rows, TOTAL, RANK], the transposed products.
+      PLACES, FIRST, THINS: each output's first column, first block of columns, and first column in `inner`.
     """
     arrays = (a, b, c, d)
     block = tl.program_id(0)

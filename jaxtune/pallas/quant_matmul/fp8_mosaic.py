@@ -1,13 +1,13 @@
 """The product of two arrays of e4m3 codes, x [M, K] and a weight [N, K], as a persistent Pallas Mosaic GPU kernel for
 Hopper (wgmma, TMA, warp specialisation).
 
-Program p of n computes tiles p, p + n, ... of the output. One warpgroup loads 128 (or 64) codes along K of both
-operands, as many steps ahead as fit, while the two others, each with 64 of the 128 rows, multiply or store. If rows are
-sorted by expert, each tile is multiplied by its expert's weight.
+One warpgroup loads 128 (or 64) codes along K of both operands, as many steps ahead as fit, while the two others, each
+with 64 of the 128 rows, multiply or store. If rows are sorted by expert, each tile is multiplied by its expert's
+weight.
 
 With one scale for each row the tensor cores sum over all of K, and the result is scaled once. With scales of 128
-numbers they sum over 128, and a warpgroup scales and adds these sums in float32, 128 columns at a time, while the other
-multiplies. Scales are read a step ahead. An adapter's product is one more step, in 16 bits.
+numbers they sum over 128, and a warpgroup scales and adds these sums in float32, while the other multiplies. An
+adapter's product is one more step, in 16 bits.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ class Blocks:
 
 
 def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
-    """The widest tile whose columns divide out_size, and as many steps ahead as shared memory has room for, at most 6
-    of 128 codes or 12 of 64.
-
-      rank: padded (`filled_rank`), 0 without an adapter.
+    """The widest tile whose columns divide out_size, and as many steps ahead as shared memory has room for. rank:
+    padded.
     """
     columns = next(size for size in _COLUMNS if out_size % size == 0 and not (in_blocks and size % STEP))
     step = STEP if in_size % STEP == 0 else _HALF_STEP
@@ -59,9 +57,7 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
     """The reason why this kernel cannot multiply e4m3 [tokens, in_size] by [out_size, in_size], with an adapter of this
-    rank (0: none), or None.
-
-      in_blocks: whether each 128 numbers along in_size have a scale, not each row.
+    rank (0: none), or None. in_blocks: whether each 128 numbers have a scale.
     """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
@@ -107,15 +103,15 @@ def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: 
     mine = lax.div(row_tiles * column_tiles - program + (programs - 1), jnp.int32(programs))
 
     def corner(index):
-        """(first row, first column) of the program's tile `index`; the last tile's rows overlap the ones before, and
-        both store the same values there.
+        """(first row, first column) of a tile; the last tile's rows overlap the ones before, and both store the same
+        values.
         """
         row, column = persistent.place(program + index * programs, row_tiles, column_tiles, blocks.band)
         return jnp.minimum(row * ROWS, all_rows - ROWS), column * columns
 
     def tile_of(index):
-        """(expert, rows that are not empty) of the program's tile `index`, at most the last; () if not grouped. It is
-        read one tile ahead, because the read takes as long as a step.
+        """(expert, rows that are not empty) of a tile; () if not grouped. Read one tile ahead, as that takes as long as
+        a step.
         """
         if not grouped:
             return ()
@@ -192,7 +188,7 @@ def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: 
             lax.fori_loop(first, steps, one, None)
 
     def by_rows(row, column, at, tile, steps, multiplied):
-        """Yields (first column, float32[64, 64]) of this warpgroup's rows of a tile, with scales by rows."""
+        """Yields (first column, float32[64, 64]) of this warpgroup's rows."""
 
         def accumulate(acc):
             def step(number, at):
@@ -300,16 +296,14 @@ def _smem(shape, dtype, row_bytes: int = 128):
 def product(
     x, sides, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
 ):
-    """x [M, K] w [N, K]^T times both scales, plus u l^T: dtype[M, N], in bfloat16 or float16. Only if `refusal` is
-    None.
+    """x [M, K] w [N, K]^T times both scales, plus u l^T: dtype[M, N], bfloat16 or float16. Only if `refusal` is None.
 
-      sides: w's codes [N, K_i], side by side along K so that transposed codes need not be joined. If several, each K_i
-      is a multiple of 128.
-      x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
-      extra: None, or an adapter's bfloat16 u [M, R] and l [N, R], R from `filled_rank`. Without `in_blocks` the scales
-      multiply their product too, so divide u and l by them.
-      tiles: None, or of rows sorted by expert int32[M / 128] twice: each 128 rows' expert, and how many of them, the
-      first ones, are not empty. w (one array), w_scale and l then have a leading axis of experts.
+    sides: w's codes [N, K_i], side by side along K. If several, each K_i is a multiple of 128.
+    x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
+    extra: None, or an adapter's bfloat16 u [M, R] and l [N, R], R from `filled_rank`. Without `in_blocks` the scales
+    multiply their product too, so divide u and l by them.
+    tiles: None, or of rows sorted by expert int32[M / 128] twice: each 128 rows' expert, and how many of them, the
+    first ones, are not empty. w (one array), w_scale and l then have a leading axis of experts.
     """
     if tiles is None:
         sides, w_scale = [side[None] for side in sides], w_scale[None]

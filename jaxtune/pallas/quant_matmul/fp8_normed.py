@@ -1,8 +1,8 @@
 """Norms rows, rounds them to e4m3 and multiplies them by a thin array, in one Triton kernel that writes no normed rows.
 
-Its time is that of memory; the plain sequence reads rows three times and writes them once more. Only one rounding is
-made, to e4m3. The thin product is of the rows themselves, with the norm's weight inside the thin array, times the
-inverse root mean square, which is needed only at the end.
+Its time is that of memory; the plain sequence reads rows three times and writes them once more. The thin product is of
+the rows themselves, with the norm's weight inside the thin array, times the inverse root mean square, which is needed
+only at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def tile(width: int, blocks: bool) -> Tile:
 
 
 def refusal(x, rank: int) -> str | None:
-    """The reason why the kernel cannot compute a call, or None. x: [rows, size], an array or a shape."""
+    """x: [rows, size], an array or a shape."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -22,11 +22,7 @@ def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
 
 
 def by_rows(codes, scale, side, side_scale, dtype):
-    """codes side^T times the scales of rows and columns, [n, columns].
-
-    codes, scale: e4m3[n, k], float32[n, 1].
-    side, side_scale: e4m3[columns, k], float32[columns] or None.
-    """
+    """codes [n, k] side [columns, k]^T times scales of rows float32[n, 1] and columns float32[columns] (or None)."""
     # The product's result is scaled in a separate pass, which takes half the time in bfloat16; another rounding is
     # negligible beside those to e4m3. float16 would overflow.
     out = _dot(codes, side, jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32).astype(jnp.float32) * scale
@@ -34,10 +30,8 @@ def by_rows(codes, scale, side, side_scale, dtype):
 
 
 def by_blocks(codes, scale, side, side_scale, dtype):
-    """The product with each block of 128 along k multiplied by its scales and added up in float32, [n, columns].
-
-    codes, scale: e4m3[n, k], float32[n, ceil(k / 128)].
-    side, side_scale: e4m3[columns, k], float32[ceil(columns / 128), ceil(k / 128)].
+    """codes [n, k] side [columns, k]^T, each block of 128 along k times its scales, float32[n, ceil(k / 128)] and
+    [ceil(columns / 128), ceil(k / 128)].
     """
     codes, side = whole_blocks(codes, 1), whole_blocks(side, 1)
     columns = side.shape[0]

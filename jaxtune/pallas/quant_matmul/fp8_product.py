@@ -1,16 +1,16 @@
 """Products with weights in FP8 as they are stored: e4m3 times e4m3, summed in float32.
 
 The other operand is rounded to e4m3: each row by its largest magnitude, or, for a weight with scales of 128 x 128
-numbers, each 128 numbers of a row by theirs. Scales of the weight's rows are outside of the sum in the forward, x W^T;
-in the backward, dy W, they are factors of the summed axis, and multiply the gradient before it is rounded.
+numbers, each 128 numbers of a row. Scales of the weight's rows are factors of the summed axis in the backward, dy W,
+and multiply dy before it is rounded.
 
 The backward multiplies the gradients of all weights that share x, side by side, by these weights stacked, so that their
 sum takes no pass over memory. Tensor cores accept e4m3 with the summed axis contiguous only: each step copies the codes
 transposed (about 6 ms of an 8B step on an H200), unless the weights have them (FP8.transposed, another 7 GB).
 
 In all functions `blocks` says that each 128 numbers have a scale, not each row; `more` is None, or an adapter's
-operands (u [n, r], side [columns, r]), whose product u side^T is added; `implementation` None takes the first that
-supports the call, and a requested one that refuses raises ValueError.
+operands (u [n, r], side [columns, r]), whose product u side^T is added; a requested `implementation` that refuses
+raises ValueError.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class NormRounding(NamedTuple):
 
 
 def in_blocks(weight: FP8) -> bool:
-    """Whether the weight has a scale for each 128 x 128 numbers, so that sums over 128 products must be scaled one by
-    one.
-    """
+    """Whether the weight has a scale for each 128 x 128 numbers, by which sums over 128 are multiplied."""
     return weight.block == TILE
 
 
@@ -95,8 +93,6 @@ def by_rounding_kernel(
 ) -> bool:
     """Whether a kernel rounds, and not XLA. Fewer than 512 rows, as in steps of generation, are left to XLA, because
     these kernels' calls are no nodes of CUDA graphs.
-
-      widths: columns of each of the arrays side by side.
     """
 
     def refusal():
@@ -120,11 +116,8 @@ def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tu
 def gated_operand(
     gate: jax.Array, up: jax.Array, a: jax.Array, activation: str, blocks: bool, implementation: str | None = None
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """(`operand` of x = activation(gate) * up; x a^T [n, r] in gate's dtype, unrounded). With `blocks` a kernel
-    computes both without writing x.
-
-      gate, up: [n, k].
-      a: [r, k].
+    """(`operand` of x = activation(gate) * up [n, k]; x a^T [n, r], unrounded). With `blocks` a kernel computes both
+    without writing x.
     """
     if _rounds_gated("gated_to_fp8", _first_gated, gate, len(a), activation, blocks, implementation):
         with jax.named_scope("to_fp8"):
@@ -145,12 +138,9 @@ def gated_gradients(
     implementation: str | None = None,
 ) -> tuple[tuple, jax.Array, tuple | None]:
     """The backward of an MLP's gated activation: (gradients of gate and up; dinner^T (activation(gate) * up) float32[r,
-    k]; None).
+    k]; None). With `blocks` a kernel may round the gradients instead: ((None, None); the same; (the rounded gradients;
+    times the B's, [n, sum of ranks]; each transposed times its low-rank input, float32[k, r])).
 
-    With `blocks` a kernel may round the gradients instead, without writing them in 16 bits: ((None, None); the same;
-    (the rounded gradients; times the B's, [n, sum of ranks]; each transposed times its low-rank input, float32[k, r])).
-
-      gate, up, dgated, dinner, activation: as of pallas.gated.gated_thin_backward.
       adapters: of gate and up (low-rank input [n, r], B float[k, r]); None if the gradients themselves are needed.
     """
     inners, bs = zip(*adapters, strict=True) if adapters is not None else ((), ())
@@ -190,10 +180,6 @@ def rounded_gradients(
     """(codes and scales as of `side_by_side`; the gradients times the B's, [n, sum of ranks]; each transposed times its
     low-rank input, float32[out_i, r_i]), by a kernel that reads each gradient once; None where none can, as without
     `blocks`.
-
-      douts: [n, out_i] each.
-      inner: low-rank inputs, side by side.
-      bs: float[out_i, r_i] each.
     """
     widths, ranks = zip(*(b.shape for b in bs), strict=True)
     if not blocks or implementation == "reference" or not thin.is_large(len(inner), sum(widths)):
@@ -216,8 +202,7 @@ def normed_operand(
     x: jax.Array, weight: jax.Array, rounding: NormRounding, a: jax.Array | None, blocks: bool
 ) -> tuple[tuple[jax.Array, jax.Array], low_rank.OfNormed | None]:
     """(`operand` of the normed x; its product with a^T [n, r] beside the factors of x's rows, or None), by a kernel
-    that writes no normed x. Only if `normed_refusal` is None. x: bfloat16[n, k]; weight: float[k]; a: float[r, k], or
-    None.
+    that writes no normed x. Only if `normed_refusal` is None. x: bfloat16[n, k].
     """
     if rounding.float32:
         factors = rounding.offset + weight.astype(jnp.float32)
@@ -230,9 +215,7 @@ def normed_operand(
 
 
 def normed_refusal(x, rank: int, blocks: bool) -> str | None:
-    """The reason why no kernel can compute `normed_operand`, or None. x: [n, k], an array or a shape. rank: of all
-    adapters, or 0.
-    """
+    """The reason why no kernel can compute `normed_operand`, or None. x: [n, k], an array or a shape."""
     return fp8_normed.refusal(x, rank) or _first_normed(fp8_normed.width_of(rank), blocks)
 
 
@@ -258,11 +241,8 @@ def backward(
     implementation: str | None = None,
     coded: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """The sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`.
-
-    douts: dy [n, out_i] of each weight.
-    weights: each [out_i, in], of one kind.
-    coded: all dy rounded, side by side, in place of `douts`.
+    """The sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`. douts: dy [n, out_i] of each
+    weight, which are of one kind. coded: all dy rounded, side by side, in place of `douts`.
     """
     blocks = in_blocks(weights[0])
     if blocks:  # each weight's blocks start at its own first row
@@ -302,7 +282,6 @@ def multiply(
     coded: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]).
     sides: e4m3[columns, k_i] each, side by side along k.
     side_scale: float32[columns] or None; with `blocks` [ceil(columns / 128), ceil(k / 128)].
-    implementation: "mosaic", "triton" (without `blocks` only if requested), "reference" or None.
     """
     codes, scale = coded
     sizes = (codes.shape[0], codes.shape[1], sides[0].shape[0])
@@ -332,8 +311,8 @@ def multiply(
 
 
 def _with_wide_adapter(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str):
-    """`by_kernel` for an adapter of any rank: the kernel takes the first 64 columns of u and add, and XLA adds the
-    others' product, in one more pass. Several adapters' ranks are that many in the backward of weights that share x.
+    """`by_kernel` for an adapter of any rank: the kernel takes the first 64 columns of u and add, and XLA the others.
+    Several adapters that share x have as many in the backward.
     """
     most, rest = fp8_mosaic.RANKS[-1], None
     if u is not None and u.shape[1] > most:
@@ -351,11 +330,11 @@ def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
 
 
 def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str, tiles=None):
-    """The product by one of our kernels, dtype[n, columns]: a scale of zero of the other operand becomes 1e-30, and the
-    adapter's operands become bfloat16, padded to 16, 32 or 64 columns and, without `blocks`, divided by the scales that
-    multiply everything at the end.
+    """`multiply` by one of our kernels: a scale of zero of the other operand becomes 1e-30, and the adapter's operands
+    become bfloat16, padded to 16, 32 or 64 columns and, without `blocks`, divided by the scales that multiply
+    everything at the end.
 
-      codes, scale, sides, side_scale: as of `multiply`; one side for "triton" and with `tiles`.
+      sides: one for "triton" and with `tiles`.
       u, add: [n, r] and [columns, r], r at most 64, or None.
       tiles: as of fp8_mosaic.product; add, sides and side_scale then have a leading axis of experts.
     """
@@ -382,10 +361,8 @@ def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str,
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """Compares kernel `name` with an exact product on a case whose last tile's rows overlap those before; Mosaic's also
-    with the other operand in two arrays, if `whole`.
-
-      whole: whether 128 divides the summed axis; otherwise the kernel has another swizzle.
+    """Compares kernel `name` with an exact product; the last tile's rows overlap those before. whole: whether 128
+    divides the summed axis; otherwise the kernel has another swizzle.
     """
     filled, width = fp8_mosaic.filled_rank(rank) if rank else 0, 1024 if whole else 960
 
@@ -441,9 +418,7 @@ def _first_rounding(dtype, blocks: bool) -> str | None:
 
 
 def _decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Numbers of codes [n, k] with scales [n, ceil(k / 128)]. Only outside of programs that round: XLA leaves out a
-    conversion to e4m3 that is followed by one back to float32.
-    """
+    """Only outside of programs that round: XLA leaves out a conversion to e4m3 that is followed by one back to float32."""
     return codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]]
 
 

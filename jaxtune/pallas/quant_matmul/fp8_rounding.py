@@ -2,8 +2,8 @@
 128 numbers of a row, with one scale, bit for bit as fp8_product.rounded.
 
 A row of the result may consist of several arrays' rows side by side. Rows sorted by expert can be multiplied by their
-expert's factors, and gathered from tokens. With one scale a program has whole rows in registers; with factors it rounds
-several rows in turn, as the factors are then in the L1 cache.
+expert's factors, and gathered from tokens. A program that has factors rounds several rows in turn, as these are then in
+the L1 cache.
 """
 
 from __future__ import annotations

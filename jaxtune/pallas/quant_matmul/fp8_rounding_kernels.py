@@ -8,9 +8,7 @@ from jaxtune.pallas.triton_parts import INTERPRETED, scale_of
 
 @triton.jit
 def _scale_of(magnitudes):
-    """The scale of each row of magnitudes, [rows, 1]. The largest is found among their bits, as integers, of which
-    NaN's are larger than any number's.
-    """
+    """The scale of each row of magnitudes, whose largest is found among their bits as integers: NaN's are the largest."""
     largest = tl.max(magnitudes.to(tl.int32, bitcast=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
     return scale_of(largest)
 
@@ -84,7 +82,6 @@ def to_fp8_rows_kernel(
       factors: if SCALED, float32[EXPERTS, TOTAL].
       experts: if GROUPED, int32[ROWS / TILE_ROWS]; a program has rows of one expert.
       tokens: if GATHERED, int32[ROWS]; SOURCES for zeros.
-      codes, scales: e4m3[ROWS, TOTAL], float32[ROWS].
       PIECES: of each WIDTH columns (array, first column in it, first column of the result, columns that the array has
       from there).
     """
@@ -139,9 +136,7 @@ def _round_blocks(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Rounds STEPS times BLOCK blocks of `array` [SOURCES, SIZE], counted row after row, from `first` on. PLACE: the
-    array's first column in the result.
-    """
+    """Rounds STEPS times BLOCK blocks of `array` [SOURCES, SIZE], counted row after row, from `first` on."""
     numbers = tl.arange(0, 128)[None, :]
     pieces = ()
     for step in tl.static_range(STEPS):
@@ -183,7 +178,6 @@ def to_fp8_blocks_kernel(
     """Rounds blocks of 128 numbers of a row, each with one scale: a program STEPS tiles of BLOCK blocks that follow
     each other in an array, row after row.
 
-      a, b, c, d, tokens: as for to_fp8_rows_kernel.
       codes, scales: e4m3[ROWS, TOTAL], float32[TOTAL / 128, ROWS].
       PLACES: each array's first column in the result, a multiple of 128.
     """

@@ -20,9 +20,7 @@ _WARPS, _STAGES, _BAND = 8, 3, 8  # warps of a program, steps on their way, tile
 
 
 def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """The reason why this kernel cannot multiply e4m3 [., in_size] by [out_size, in_size], with an adapter of this rank
-    (0: none), or None. in_blocks: whether each 128 numbers along in_size have a scale.
-    """
+    """As fp8_mosaic.refusal."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

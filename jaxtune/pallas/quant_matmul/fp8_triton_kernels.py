@@ -12,10 +12,9 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
     """One tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK] side[e]
     [OUTER, RANK]^T, or without BLOCK scaled(x w[e]^T + u side[e]^T); x and w are e4m3. RANK 0: no adapter.
 
-    BLOCK, the codes along INNER that share a scale, equals STEP; 0 means one scale for each row. x_scale is
-    float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER / BLOCK]. If
-    GROUPED, w, side and w_scale have a leading axis of experts, e is tile_expert[tile of rows], and a tile of size 0
-    stores zeros, as u is zero there.
+    BLOCK, the codes along INNER that share a scale, equals STEP; 0 means one scale for each row. If GROUPED, w, side
+    and w_scale have a leading axis of experts, e is tile_expert[tile of rows], and a tile of size 0 stores zeros, as u
+    is zero there.
     """
     ROW_TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     COLUMN_TILES: tl.constexpr = OUTER // COLUMNS

@@ -105,10 +105,7 @@ _gated.defvjp(_gated_fwd, _gated_bwd)
 
 def _second_half_backward(activation: str, static: reference.Static, residuals, dout, first: tuple | None):
     """((gradients of gate, up, weight, lora and bias), None); or, where a kernel rounds gate's and up's, Nones in their
-    place, and the Rounded of them.
-
-      first: None, or of the product that gate and up are, if its weights are multiplied undecoded: Static, weights,
-      adapters, biases and low-rank inputs.
+    place, and the Rounded of them. first: None, or (Static, weights, loras, biases, inner) of gate and up.
     """
     gate, up, weight, lora, bias, inner = residuals
     a = lora[0]
@@ -160,8 +157,7 @@ def gated_mlp(
       x: [..., in] bfloat16, float16 or float32.
       gate, up: [..., I]; x and the adapters get the gradients.
       weights: of gate [I, in], up [I, in] and down [out, I]; `joins` must accept the first two.
-      loras: without a row_scale.
-      activation: "silu", "gelu_tanh" or "gelu".
+      loras, activation: as of gated_matmul.
     """
     check = Arguments("gated_mlp")
     check.array("x", x, "... in", FLOATS)
@@ -196,12 +192,8 @@ def joins(gate: jax.Array | Stored, up: jax.Array | Stored) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _mlp(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, given):
-    """`_gated` of gate and up.
-
-    first, second: how the products of gate and up, and of down, are computed.
-    source: the Factors of x, or None.
-    weights, loras, biases: of gate, up and down.
-    inner, given: low-rank inputs of gate and up; of down from an earlier run, or None.
+    """`_gated` of gate and up. first, second: how the products of gate and up, and of down, are computed. inner, given:
+    low-rank inputs of gate and up; of down from an earlier run, or None.
     """
     return _gated(activation, second, gate, up, weights[2], loras[2], biases[2], given)
 

@@ -61,14 +61,12 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
 
 
 def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjacent: int, warpgroups: int):
-    """Loads this thread's share of the absmax of `rows` rows over the warpgroup's next four lines; apart from
-    `keep_span`, so that it can run while the span before is multiplied. Lines past a row's end repeat the last one.
+    """Loads this thread's share of the absmax of `rows` rows over the warpgroup's next four lines, ([128 x 4 n],
+    float32[128 x n] nested absmax or None), n = ceil(4 rows / 128); apart from `keep_span`, so that it can run while
+    the span before is multiplied. Lines past a row's end repeat the last one.
 
       absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row].
-      nested_ref: float32, the absmax of each 256 of them, or None.
       adjacent: neighbouring lines of one warpgroup, 1, 2 or 4; the warpgroups take turns.
-    Returns:
-      ([128 x 4 n], float32[128 x n] nested absmax or None), n = ceil(4 rows / 128).
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)
@@ -158,13 +156,11 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
     Each lane multiplies 8 bytes of codes of a row, within one block. The order of a product's k does not matter if it
     is the same in x, so the lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
 
-      acc: float32[512 g n], for 16 g rows and n times 8 tokens: a register of four numbers for each 16 rows and 8
-      tokens, two for tokens 2 q and 2 q + 1 and row r, two for row r + 8 (q: the lane's number in its quad, r:
-      `_fragment_row`).
+      acc: float32[512 g n], a register of four numbers for each of g times 16 rows and n times 8 tokens: two for tokens
+      2 q and 2 q + 1 and row r, two for row r + 8 (q: the lane in its quad, r: `_fragment_row`).
       codes_smem: uint8[16 g, 128 m], m lines, swizzled; each warp takes a block of 64.
       x_smem: 16-bit [tokens, m, 256].
       first_scale: int32[], the line's first block in scales_smem.
-      table_smem: uint32[256, 64], the two elements of each byte.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"

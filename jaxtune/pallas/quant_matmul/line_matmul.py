@@ -1,10 +1,9 @@
 """The product of a few tokens with a weight in four bits, by whole memory lines: a Pallas Mosaic GPU kernel for Hopper.
 
 A line is 128 bytes of a row's codes, which are 256 columns. A program has up to 128 rows of the weight, and its
-warpgroups take lines in turns, so that it reads memory from left to right. TMA loads lines several ahead, of codes and
-tokens. Compared with the kernel of mosaic.py, loads in flight take shared memory in place of registers, x is read once
-for all rows of a program in place of every 16, and one instruction makes a byte of codes an address. Measurements
-choose between the two.
+warpgroups take lines in turns, which TMA loads several ahead. Compared with mosaic.py's kernel, loads in flight take
+shared memory in place of registers, x is read once for all rows of a program in place of every 16, and one instruction
+makes a byte of codes an address. Measurements choose between the two.
 
 Programs with other columns of the same rows are a cluster, and read each other's sums, in a fixed order.
 """
@@ -75,8 +74,7 @@ def _smem_bytes(tile: Tile, tokens: int) -> int:
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
     """At most nine candidates to measure for a weight [rows, columns]: for 1 to 4 splits the rows of a program with the
-    least estimated time; of these up to three within 25 % of the best, and always the one without a cluster; each with
-    4 warpgroups and 1 line, 2 and 1, and 2 and 2.
+    least estimated time; of these up to three within 25 % of the best, and always the one without a cluster.
     """
 
     def work(way: tuple[int, int]) -> float:
@@ -99,8 +97,8 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):
-    """line_lanes.line_product's addition in jnp, for the interpreter: float32[512 * (rows / 16) * widths] in its acc's
-    order. codes: uint8[rows, 128]; x: [tokens, 256]; scales: float32[rows, 4]; widths: products of 8 tokens each.
+    """line_lanes.line_product's addition in jnp, for the interpreter, in the order of its acc. codes: uint8[rows, 128];
+    x: [tokens, 256]; scales: float32[rows, 4]; widths: products of 8 tokens each.
     """
     rows = codes.shape[0]
     values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
@@ -112,9 +110,7 @@ def _written_out_sums(codes, x, scales, table, widths: int):
 
 
 def _written_out_partial(acc, tokens: int, groups: int, widths: int):
-    """line_lanes.keep_line_sums in jnp, for the interpreter: float32[4 warps, tokens, 16 * groups rows] of acc
-    float32[512 * groups * widths].
-    """
+    """line_lanes.keep_line_sums in jnp, for the interpreter: float32[4 warps, tokens, 16 * groups rows]."""
     sums = acc.reshape(groups, widths, _WARPS, 2, 4, 4, 2, 2)
     return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)[:, :tokens]
 
@@ -122,11 +118,10 @@ def _written_out_partial(acc, tokens: int, groups: int, widths: int):
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
     """Multiplies tile.rows rows of the weight by all tokens, over this program's columns.
 
-    x_ref: [tokens, columns / 256, 256].
     absmax_ref: uint8 or float32[rows, columns / 64].
     pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
-    refs: if absmax is uint8, its map, nested absmax and offset; the output, [1, tokens, rows], or [splits, tokens,
-    rows] if interpreted; shared memory and barriers.
+    refs: map, nested absmax and offset of a uint8 absmax; the output, [1, tokens, rows], or [splits, tokens, rows] if
+    interpreted; shared memory and barriers.
     """
     *nested_refs, out_ref, table_smem, aliased, scales_smem, full, done = refs
     (codes_smem, x_smem), (partial_smem,) = aliased
@@ -243,8 +238,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, interpret) -> jax.Array:
     """x [tokens, in] times a four-bit weight [out, in]: [tokens, out] in x's dtype. Only if `refusal` is None.
 
-    codes: uint8[out, in / 2].
-    absmax: uint8 (double quantisation) or float32[out, in / 64].
+    codes, absmax: uint8[out, in / 2]; uint8 (double quantisation) or float32[out, in / 64].
     nested: [map float32[256], nested absmax, offset float32[1]] of a uint8 absmax; else empty.
     pairs: x's dtype [256, 2], the two elements of each byte.
     kernel, interpret: mosaic._kernel (mosaic.py imports this module), and the interpreter's parameters or None.

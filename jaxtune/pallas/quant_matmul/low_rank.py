@@ -4,14 +4,11 @@ part of a model again would otherwise read the whole input once more for each ad
     with kept() as made:
         out = linear(x)
     with kept(tuple(made)):
-        again = linear(x)  # its low-rank input is that of the first run, also where it is differentiated
+        again = linear(x)  # with the low-rank input of the first run
 
-A function that JAX traces on its own, such as a custom_vjp, must return what it made and run in `of_function`: its
-low-rank inputs exist only within its trace.
-
-Where a norm made the input, the gradient of A is computed from what the norm multiplied (Factors), and XLA does not
-compute the normed input again. Where the norm was part of the products, the low-rank input comes with the factors of
-the rows (OfNormed).
+A function that JAX traces on its own, such as a custom_vjp, must run in `of_function`: its low-rank inputs exist only
+within its trace. Where a norm made the input, the gradient of A is computed from what the norm multiplied (Factors),
+and XLA does not compute the normed input again.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ def _plan(rows: int, columns: int, tokens: int) -> _Plan:
 
 
 def _written_out_product(acc, codes, pairs, scales, x, parts):
-    """lanes.small_product in jnp, for the interpreter: 16 rows times x^T over a chunk, added to acc float32[64 parts,
-    n]. codes: uint8[16, 256 parts]; scales: float32[16, blocks]; x: [tokens, columns].
+    """lanes.small_product in jnp, for the interpreter. acc: float32[64 parts, n]; codes: uint8[16, 256 parts]; x:
+    [tokens, columns].
     """
     each = 8 // parts
     tokens = acc.shape[1] // parts
@@ -199,7 +199,7 @@ def _written_out_product(acc, codes, pairs, scales, x, parts):
 
 
 def _written_out_sums(partial, tokens, parts):
-    """lanes.store_sums in jnp, for the interpreter: float32[tokens, 16] of partial float32[warpgroups, 64 parts, n]."""
+    """lanes.store_sums in jnp, for the interpreter: float32[tokens, 16]."""
     each = 8 // parts
     sums = partial.reshape(partial.shape[0], parts, 4, 2, each, parts, -1, parts, each)
     total = jnp.einsum("pswiahegt,hg->etsia", sums, jnp.eye(parts))
@@ -212,8 +212,7 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
 
       absmax_ref: uint8 or float32[rows, columns / 64].
       pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
-      refs: if absmax is uint8, its map, nested absmax and offset; the output [tokens, rows]; in shared memory the table
-      of pairs, the scales of two tiles, and the sums; two barriers.
+      refs: map, nested absmax and offset of a uint8 absmax; the output [tokens, rows]; shared memory and barriers.
     """
     *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, done = refs
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
@@ -312,17 +311,15 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
 
 @functools.cache
 def _pairs(table: bytes, dtype) -> np.ndarray:
-    """`dtype`[256, 2]: the two elements of each byte of codes, the high four bits' first, so that one look-up gives
-    two. Cached: do not change it. table: the bytes of float32[16].
-    """
+    """`dtype`[256, 2]: the two elements of each byte of codes, so that one look-up gives two. Cached: do not change it."""
     entries = np.frombuffer(table, np.float32).astype(dtype)
     byte = np.arange(256)
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)
 
 
 def small_bucket(weight: FourBit, tokens: int) -> str:
-    """The name under which tile sizes are measured for 1 to 16 tokens, such as "4096 x 4096, tokens=4"; tokens are
-    rounded up to 1, 4, 8 or 16.
+    """The name under which tile sizes are measured, such as "4096 x 4096, tokens=4"; tokens are rounded up to 1, 4, 8
+    or 16.
     """
     rows, columns = weight.shape
     return f"{rows} x {columns}, tokens={next(n for n in (1, 4, 8, 16) if tokens <= n)}"

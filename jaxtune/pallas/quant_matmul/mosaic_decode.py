@@ -96,9 +96,9 @@ class Chunks:
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: Stored) -> list[jax.Array]:
-        """The arrays of a kernel: codes uint8[count, bytes of a chunk]; scales [count, scales of a chunk]; the table
-        float32[16]; and what decodes the scales: of uint8 absmax the map float32[256], nested absmax and offset
-        float32[1]; of NVFP4 float32[256], each byte as e4m3, and the tensor's scale float32[1].
+        """The arrays of a kernel: codes and scales [count, those of a chunk]; the table float32[16]; and of uint8
+        absmax the map float32[256], nested absmax and offset float32[1]; of NVFP4 float32[256], each byte as e4m3, and
+        the tensor's scale float32[1].
         """
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         if isinstance(weight, FourBit):
@@ -123,8 +123,6 @@ class Chunks:
     def values(self, refs, at, loaded, interpreted: bool, *, beside_products: bool = False):
         """A loaded chunk decoded: `dtype`[numbers], in registers of `out_layout`.
 
-        refs: `operands` in global memory.
-        loaded: from `load`.
         beside_products: look codes up by byte permutations, without shared memory, which tensor cores read at the
         same time; False: by warp shuffles, fewer instructions.
         """

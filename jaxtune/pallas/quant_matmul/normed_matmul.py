@@ -38,16 +38,14 @@ def normed_matmul(
     """quant_matmul of the RMS norm of x over its last axis: for each weight [..., out_i] in x's dtype. Differentiable
     as normed_stream and quant_matmul are.
 
-    For FP8 weights with scales of one kind, and 2,048 rows of 512 numbers or more, a kernel rounds to e4m3 alone, where
-    the two operations round to x's dtype first: its results are nearer to float32's. TypeError or ValueError for an
-    argument that is not as here.
+    For FP8 weights with scales of one kind, and 2,048 rows of 512 numbers or more, a kernel rounds to e4m3 alone, and
+    not to x's dtype first: its results are nearer to float32's. TypeError or ValueError for an argument that is not as
+    here.
 
       x: [..., in] bfloat16, float16 or float32.
-      weights: each [out_i, in], an array or quantised.
       loras: for each weight its adapter, without a row_scale, or None.
-      biases: for each weight float[out_i], or None.
       eps, offset, float32: of normed_stream.
-      fp8: of quant_matmul.
+      weights, biases, fp8: of quant_matmul.
     """
     check = Arguments("normed_matmul")
     check.array("x", x, "... in", FLOATS)

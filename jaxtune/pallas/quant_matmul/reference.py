@@ -2,12 +2,12 @@
 float32.
 
 The backward is written such that every sum is the `c` of a GEMM (a b + c): dx = dz A, + dy_1 W_1, + dy_2 W_2, ...
-Autodiff would add the products pairwise, and XLA then spends a pass over memory on each addition.
+Autodiff would add the products pairwise, and XLA then spends a pass over memory on each addition. No decoded weight is
+a residual.
 
-Quantised weights are decoded before each product, unless they are multiplied as they are stored (as_stored.py) or, in
-the forward, the tokens are few; no decoded weight is a residual. In all functions `kernels` is the module that decodes,
-this one, mosaic.py or triton.py; `loras` has a pair (a [r, in], b [out_i, r]) for each adapter; and `inner` is the
-low-rank input of all, [tokens, sum of ranks].
+In all functions `kernels` is the module that decodes weights and multiplies few tokens, this one, mosaic.py or
+triton.py; `loras` has a pair (a [r, in], b [out_i, r]) for each adapter; and `inner` is the low-rank input of all,
+[tokens, sum of ranks].
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _product(x, weight, contract, dtype=None):
 
 
 def decoded(weight, x, kernels: ModuleType):
-    """(the weight as an array in x's dtype, x). Use the returned x: a barrier ties the decoding to it. Otherwise XLA
-    would decode once for forward and backward and keep the result, or move the decoding out of a loop over tokens.
+    """(the weight as an array in x's dtype, x). Use the returned x, to which a barrier ties the decoding: otherwise XLA
+    would decode once for forward and backward and keep the result, or decode outside of a loop over tokens.
     """
     if isinstance(weight, Stored):
         weight, x = optimization_barrier((weight, x))
@@ -161,7 +161,7 @@ def _products(x, source, weights, loras, biases, inner, static: Static):
     """For each weight x W^T + scale (x A^T) B^T + bias, [tokens, out_i] in x's dtype. Its derivative decodes quantised
     weights again.
 
-      source: the adapters' input, [tokens, in], if dropout makes it differ from x, or the Factors of x; None: x.
+      source: the adapters' input, if dropout makes it differ from x, or the Factors of x; None: x.
       inner: without a gradient of its own: those of x, source and the A's include it.
     """
     del source  # `inner` is made of it
@@ -169,10 +169,8 @@ def _products(x, source, weights, loras, biases, inner, static: Static):
 
 
 def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None = None) -> tuple[jax.Array, ...]:
-    """`_products` without a derivative of its own.
-
-    coded: {(product_of(weight), its kind): x in the form of such products}, for those that have it already. If all
-    have it, only x's dtype matters.
+    """`_products` without a derivative of its own. coded: {(product_of(weight), its kind): x in the form of such
+    products}; if all weights have it, only x's dtype matters.
     """
     more: list = [None] * len(weights)
     if loras:
@@ -305,11 +303,8 @@ _products.defvjp(_products_fwd, products_backward)
 
 
 def dropout(x, rate, key, part: jax.Array | int = 0):
-    """Inverted dropout of x [rows, columns] in x's dtype; the same key, rate, shape and part give the same mask.
-
-    rate: from 0 to below 1, rounded to 2^-16.
-    part: int32[], the number of x among equal contiguous runs of rows of a larger array; x gets its part of that
-    array's mask, whatever number of devices share the rows.
+    """Inverted dropout of x [rows, columns]. The rate is rounded to 2^-16; the same key, rate, shape and part give the
+    same mask. part: int32[], the number of x among equal runs of rows of a larger array, of whose mask x gets its part.
     """
     keep = draws.mask(key, x.shape, rate, part)
     return jnp.where(keep, x.astype(jnp.float32) / (1.0 - rate), 0).astype(x.dtype)

@@ -1,10 +1,9 @@
 """Operations of single lanes in the product of one token with a four-bit weight (row_matmul.py). As in lanes.py, all
 threads of a warpgroup call each of them.
 
-A pair is two neighbouring rows of the weight. A chunk is the pairs that one bulk copy loads. A slice is 1,024
-neighbouring columns; each warp multiplies one slice of one pair of a chunk. A block is 64 numbers of a row with one
-scale, the absmax. `wg`, int32[], is the calling warpgroup's number among those that multiply; `pairs` counts those of a
-chunk, `slices` those of a row.
+A pair is two neighbouring rows, a chunk the pairs that one bulk copy loads, a slice 1,024 neighbouring columns; each
+warp multiplies one slice of one pair. A block is 64 numbers of a row with one absmax. `wg`, int32[], is the warpgroup's
+number among those that multiply; `pairs` counts those of a chunk, `slices` those of a row.
 """
 
 from __future__ import annotations
@@ -62,10 +61,8 @@ def _block(wg, slices: int):
 
 
 def own_x(x_ref, wg, slices: int):
-    """The token's elements by which a lane multiplies its codes, two 16-bit ones in each of uint32[128 x 16]: 16
-    neighbours in each half of its warp's slice, the same for every chunk.
-
-      x_ref: 16-bit [columns], in global memory.
+    """The token's elements by which a lane multiplies its codes, two 16-bit ones in each of uint32[128 x 16], the same
+    for every chunk.
     """
 
     @mosaic_types.inline_mgpu(
@@ -88,10 +85,8 @@ def own_x(x_ref, wg, slices: int):
 
 
 def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int):
-    """The nested absmax by which each lane decodes a quantised absmax: float32[128].
-
-    nested_ref: float32, one for each `nested_block` blocks of the weight, in global memory.
-    chunk: int32[], its number in the weight.
+    """The nested absmax by which each lane decodes a quantised absmax, float32[128]. nested_ref has one for each
+    `nested_block` blocks.
     """
 
     @mosaic_types.inline_mgpu(
@@ -110,18 +105,16 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 
 
 def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: int, dtype):
-    """partial[place, warp], float32[8, 2] = the sums of the warp's pair of rows times the token over its slice, for
-    each quad and row, by the tensor cores. Warps from pairs x slices on set nothing. Call it after lanes.wait_for_chunk
-    and a barrier after the filling of table and map.
+    """partial[place, warp], float32[8, 2] = the warp's pair of rows times the token over its slice, for each quad and
+    row, by the tensor cores. Call it after lanes.wait_for_chunk and a barrier after the filling of table and map.
 
-    A quad has one block of each row of the pair in each half of the slice, and a lane has 8 bytes of it. For the tensor
-    cores (m16n8k16) the eight quads are eight rows with different k each; column g of the right operand has quad g's
-    elements of x. So only the diagonal of the products is used, and a lane needs x only at its own codes.
+    A lane has 8 bytes of its quad's block of each row, in each half of the slice. For the tensor cores (m16n8k16) the
+    eight quads are eight rows with different k each; column g of the right operand has quad g's elements of x. So only
+    the diagonal of the products is used, and a lane needs x only at its own codes.
 
       x, nested: from own_x and own_nested; nested and offset are None if absmax are float32.
       place, slot: int32[], the chunk's number in this program, and its index in `codes` and `absmax`.
-      refs: codes uint8[slots, bytes], absmax [slots, blocks], table uint32[256, 64], map float32[256] or None, partial
-      float32[places, warps, 8, 2].
+      refs: codes, absmax, table, map or None, and partial, in shared memory.
     """
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)
     values = [] if nested is None else [nested, offset]

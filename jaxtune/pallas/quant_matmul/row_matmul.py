@@ -3,11 +3,11 @@
 A chunk is some pairs of rows, contiguous in memory, which one bulk copy loads; a warp takes a slice of 1,024 columns of
 a pair, the same of every chunk, so that it keeps the token's elements in registers. A table in shared memory has a row
 of 256 bytes for each byte of codes, which one instruction makes an address: 32 copies of its two elements, one for each
-lane, and an unused half. No read has bank conflicts, except of the map of quantised absmax.
+lane, and an unused half.
 
-Few copies are in flight: with more, the first arrives later, and the last products come after all loads. The work
-before a program's first product costs as much as 10 MB of weight: all threads fill the table while a first copy is in
-flight; then one warpgroup, which multiplies nothing, starts the others, at 0.14 us each.
+Few copies are in flight: with more, the first arrives later, and the last products come after all loads. All threads
+fill the table while a first copy is in flight; then one warpgroup, which multiplies nothing, starts the others, at 0.14
+us each.
 """
 
 from __future__ import annotations
@@ -97,10 +97,9 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
     """Program p of n multiplies the chunks p, p + n, ... of the weight by one token. Warpgroup 0 starts the copies, and
     the others multiply.
 
-      codes_ref: uint8[rows x columns / 2].
       absmax_ref: uint8 or float32[rows x columns / 64].
       pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
-      refs: if absmax is uint8, its map, nested absmax and offset; the output [rows]; shared memory and barriers.
+      refs: map, nested absmax and offset of a uint8 absmax; the output [rows]; shared memory and barriers.
     """
     *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, done = refs
     map_ref, nested_ref, offset_ref = nested_refs or (None, None, None)

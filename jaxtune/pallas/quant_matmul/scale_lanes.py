@@ -19,9 +19,7 @@ from jaxtune.system.private_mlir import arith, ir
 
 
 def table_scales(codes, factor, offset, map_ref, layout):
-    """map[codes] * factor + offset, rounded after the product as bitsandbytes does; map_ref: float32[256]. It decodes
-    quantised absmax, and scales of NVFP4 that the tensor's scale multiplies.
-    """
+    """map[codes] * factor + offset, rounded after the product as bitsandbytes does; map_ref: float32[256]."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
@@ -35,11 +33,11 @@ def table_scales(codes, factor, offset, map_ref, layout):
 
 
 def divided_scales(codes, divisor, map_ref, layout):
-    """map[codes] / divisor, correctly rounded, as scales of NVFP4 are in plain JAX; map_ref: float32[256]. The divisor,
-    its reciprocal and every quotient but 0 must be normal numbers.
+    """map[codes] / divisor, correctly rounded. The divisor, its reciprocal and every quotient but 0 must be normal
+    numbers.
 
-    With PTX's div.rn, decoding NVFP4 took 1.55 times as long. Instead, the reciprocal is computed once, and quotients
-    are corrected by the remainder (Markstein, https://doi.org/10.1147/rd.341.0111).
+    With PTX's div.rn, decoding NVFP4 took 1.55 times as long. Instead, quotients are corrected by the remainder
+    (Markstein, https://doi.org/10.1147/rd.341.0111).
     """
 
     @mosaic_types.inline_mgpu(

@@ -87,9 +87,8 @@ def _kernel_of(tokens: int, rows: int) -> tuple[str, tuple[int, int, int]]:
 
 
 def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
-    """(arrays of all Triton kernels here, whether absmax are quantised): codes uint8, absmax, nested absmax, map
-    float32[256], offset float32[], table float32[16]. Without double quantisation absmax stands for the three before
-    the table, which the kernels do not read.
+    """(the arrays of triton_kernels.py, whether absmax are quantised). Without double quantisation absmax stands for
+    the three arrays before the table.
     """
     scales = [s for s in (weight.nested_absmax, weight.nested_map, weight.offset) if s is not None]
     nested = len(scales) == 3
@@ -118,11 +117,11 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
-    """x W^T, [tokens, out] in x's dtype with float32 sums; codes are decoded in registers, on their way to the tensor
-    cores. An element of W is the table's value rounded to bfloat16, times the scale, rounded to bfloat16 again.
+    """x W^T, [tokens, out] in x's dtype with float32 sums. An element of W is the table's value rounded to bfloat16,
+    times the scale, rounded to bfloat16 again. Only if `few_refusal` is None.
 
       x: [17 to 64, in] bfloat16.
-      weight: [out, in] in NF4, for which `few_refusal` is None.
+      weight: [out, in] in NF4.
     """
     from jaxtune.pallas.quant_matmul import triton_few_kernels
 
@@ -173,8 +172,7 @@ def dequantize(weight: FourBit, dtype=None) -> jax.Array:
 
 def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     """x W^T, [tokens, out] in x's dtype with float32 sums, without writing the decoded W. Decoded elements are float32
-    for one or two tokens; for more they are rounded to x's dtype, for the tensor cores. Only if `small_refusal` is
-    None.
+    for one or two tokens; for more they are rounded to x's dtype. Only if `small_refusal` is None.
 
       x: [1 to 16, in] bfloat16 or float16.
       weight: [out, in] in NF4 or FP4; `in` is a multiple of 64.

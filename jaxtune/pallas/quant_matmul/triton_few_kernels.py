@@ -66,8 +66,7 @@ def few_kernel(
     of W are not masked.
 
     x is [2, COUNT, INNER / 2] bfloat16: even columns, then odd ones, as a byte of codes has an even column in its high
-    four bits. W is six arrays (triton_kernels.py); on a GPU _PTX has the table's values. TOKENS: 32 or 64, at least
-    COUNT. STAGES: blocks of 64 columns loaded ahead.
+    four bits. On a GPU _PTX has the table's values. TOKENS: 32 or 64, at least COUNT.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)

@@ -1,10 +1,9 @@
-"""Triton kernels for weights in NF4 and FP4.
+"""Triton kernels for weights in NF4 and FP4, in bitsandbytes' bytes: 32 bytes of codes, the first of two in the high
+four bits, share an absmax. With NESTED a stored absmax is an index into a map, whose value is multiplied by a scale
+that 256 of them share and shifted by an offset; dequantise_kernel rounds in between, as bitsandbytes does.
 
-The bytes are bitsandbytes' own: 32 bytes of codes, the first of two in the high four bits, share an absmax. With NESTED
-a stored absmax is an index into a map, whose value is multiplied by a scale that 256 of them share and shifted by an
-offset; dequantise_kernel rounds between the product and the sum, as bitsandbytes does, and in the others the compiler
-may fuse the two. All kernels take six arrays: codes uint8, absmax uint8 or float32, nested absmax, map float32[256],
-offset, and table float32[16]. Only with NESTED are the three before the table read.
+All kernels take six arrays: codes uint8, absmax uint8 or float32, nested absmax, map float32[256], offset, and table
+float32[16]. Only with NESTED are the three before the table read.
 """
 
 import triton
@@ -82,8 +81,8 @@ def _pair(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tile(codes, absmax, rows, first, INNER: tl.constexpr, OUTER: tl.constexpr, BLOCKS: tl.constexpr):
-    """BLOCKS stored blocks of some rows of W [OUTER, INNER], from block `first` of each row on: (codes uint8[rows,
-    BLOCKS, 32], absmax [rows, BLOCKS]); 0 past W's last row and past a row's end.
+    """Stored blocks of some rows of W, from block `first` of each row on: (codes uint8[rows, BLOCKS, 32], absmax [rows,
+    BLOCKS]), zeros outside.
     """
     per_row: tl.constexpr = INNER // 64
     blocks = first + tl.arange(0, BLOCKS)
@@ -111,9 +110,9 @@ def vector_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """out [COUNT, OUTER] = x [COUNT, INNER] W^T for one or two tokens and ROWS rows of W, on the CUDA cores in float32;
-    x is bfloat16 or float16. A program takes BLOCKS blocks of 64 columns at a time, and loads the next ones while it
-    multiplies. Grid: (ceil(OUTER / ROWS),).
+    """out [COUNT, OUTER] = x [COUNT, INNER] W^T for one or two tokens and ROWS rows of W, on the CUDA cores in float32.
+    A program takes BLOCKS blocks of 64 columns at a time, and loads the next ones while it multiplies. Grid:
+    (ceil(OUTER / ROWS),).
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = x.to(tl.pointer_type(tl.uint32))

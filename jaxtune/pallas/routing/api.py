@@ -267,19 +267,14 @@ def matmul_of_tokens(
 ) -> jax.Array:
     """Multiplies each token by its k experts' weights: x [T, in] -> [rows, out] in x's dtype, sorted by expert.
 
-    It computes grouped_matmul(permute(x, routing), ...), but does not store the sorted rows for the backward, which
-    gathers them again. Empty rows are zero, or have a bias; gradients of empty rows must be zero. Differentiable in x,
-    a weight that is an array, the adapter and the bias.
+    It computes grouped_matmul(permute(x, routing), ...), but the backward gathers the sorted rows again. Empty rows are
+    zero, or have a bias; gradients of empty rows must be zero. Differentiable in x, a weight that is an array, the
+    adapter and the bias.
 
       x: bfloat16, float16 or float32.
-      weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised.
       bias: [E, out]. A Mosaic implementation adds it in the adapter's product, where its rank is padded, before the sum
       is rounded; else it is added to the rounded product.
-      derivative_follows: True: the derivative is computed soon, and x has no other use. A quantised weight is then
-      decoded once for both, and the adapter's gradients precede x's, so that x can be freed.
-      fp8: multiply a weight in FP8 without decoding, by tokens rounded to FP8; no effect on other weights.
-      weight_trains: False: the gradient of an array is zero.
-      implementation: as in grouped_matmul; None: the first that supports the call.
+      weight and the others: as of grouped_matmul.
     """
     check_routing("matmul_of_tokens", routing)
     check = grouped.checked("matmul_of_tokens", "x", x, "T in", weight, routing.groups, lora, transposed, routing)
@@ -331,10 +326,7 @@ def matmul_to_tokens(
     gradient. Differentiable in rows, a weight that is an array, and the adapter; gradients of empty rows are zero.
 
       rows: bfloat16, float16 or float32; empty rows are zero.
-      weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised.
-      fp8: multiply a weight in FP8 without decoding, by rows rounded to FP8; no effect on other weights.
-      weight_trains: False: the gradient of an array is zero.
-      implementation: as in grouped_matmul; None: the first that supports the call.
+      weight and the others: as of grouped_matmul.
     """
     check_routing("matmul_to_tokens", routing)
     grouped.checked("matmul_to_tokens", "rows", rows, "rows in", weight, routing.groups, lora, transposed, routing)
