@@ -74,8 +74,8 @@ class Stored:
         raise NotImplementedError
 
     def cut(self, axis: int) -> int | None:
-        """How many consecutive indices along `axis` (of the decoded tensor, from 0) must stay together when the tensor
-        is divided or written in pieces, so that no block is cut. None: the axis cannot be divided.
+        """How many consecutive indices along `axis` (of the decoded tensor, from 0) must stay in one shard or piece, so
+        that no block is cut. None: the tensor cannot be divided along the axis.
         """
         raise NotImplementedError
 

@@ -38,11 +38,9 @@ def product(
     plain: Callable,
     implementation: str | None = None,
 ) -> jax.Array:
-    """x, rounded to e4m3 here, times each expert's weight: [rows, n] in x's dtype.
+    """`reference.product` of x, rounded to e4m3 here; an adapter (`extra`) is not rounded.
 
     x: sorted rows [rows, K], or [T, K] with `tokens`.
-    weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
-    extra: None, or the adapter's (u [rows, r], scaled already; l [E, n, r] or [E, r, n]), which is not rounded.
     plain: as reference.product; multiplies if no FP8 kernel does.
     implementation: "mosaic", "triton", "reference" (ValueError if it refuses) or None.
     """

@@ -54,8 +54,6 @@ def gated_rows_thin_kernel(
     expert. Empty rows get zeros. Grid: (ROWS / BLOCK,); BLOCK divides TILE_ROWS.
 
       gate_up: [ROWS, 2 SIZE], 16 bits; gate, then up, or with INTERLEAVED in even and odd columns.
-      weights: float32[ROWS], the router's.
-      a: [EXPERTS, RANK, SIZE].
       gated: [ROWS, SIZE]; not written if STORES is 0.
       inner: [ROWS, INNER], gated a^T, rounded once from float32 sums; zeros from column RANK on.
       WIDTH: a power of two, at least 16 and RANK, that divides INNER.

@@ -130,9 +130,8 @@ def _barrier(barriers_ref, slot):
 
 
 def begin(barriers_ref, interpreted: bool):
-    """Initialises the barriers; each completes when 128 lanes have arrived. All lanes of the loading warpgroup must
-    call it first, and then arrive at a barrier of Pallas for which the multiplying warpgroups wait before their first
-    `wait`.
+    """Initialises the barriers; each completes when 128 lanes have arrived. All lanes of the loading warpgroup call it
+    first, and then arrive at a barrier of Pallas, for which the others wait before their first `wait`.
     """
     if interpreted:  # the interpreter's copies are synchronous
         return

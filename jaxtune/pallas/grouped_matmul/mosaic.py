@@ -338,23 +338,19 @@ def filled_rank(rank: int) -> int:
 
 
 def thin(x, weight, groups: Groups, contract: int, tokens=None):
-    """x times a thin weight of each expert, an adapter's A or B: [rows, n], padded with zero columns to a multiple of
-    64, as the u of `product`'s `extra`.
-
-      x: [rows, K], or [T, K] with `tokens`.
-      weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), n being the rank.
+    """`reference.thin` by the kernel, padded with zero columns to a multiple of 64, as the u of `product`'s `extra`. x
+    is [T, K] with `tokens`.
     """
     return product(x, filled(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
-    """x times each expert's weight: [rows, n] in x's dtype. Only if `refusal` is None: K and n are multiples of 64.
+    """`reference.product` by the kernel. Only if `refusal` is None: K and n are multiples of 64.
 
     x: sorted rows [rows, K], or [T, K] with `tokens`.
-    weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), in x's dtype; or in four bits, without `tokens`
-    (else ValueError).
-    extra: None, or the adapter's (u [rows, r] in x's dtype, scaled already; l [E, n, r] or [E, r, n]).
-    tokens: int32[rows]; T for an empty row.
+    weight: an array in x's dtype; or in four bits, without `tokens` (else ValueError).
+    extra: the rank is padded here.
+    tokens: int32[rows], the row of x for each sorted row; T for an empty row.
     """
     columns, ahead = weight.shape[3 - contract], isinstance(weight, Stored)
     if ahead and tokens is not None:

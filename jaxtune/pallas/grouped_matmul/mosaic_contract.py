@@ -2,11 +2,9 @@
 right, summed over each expert's rows. For an adapter the left side is thin, with the rank as columns.
 
 A product batched by tile and then summed would write and read each tile's result again: 84 MB for 335 MB of rows of an
-adapter; for a weight, each tile of 128 rows adds a whole matrix. Here one accumulator takes all rows of an expert.
-
-An item is a tile of the output: an expert, some columns of the left side (128 for a weight with at least 128, else 64),
-and some of the right side. One warpgroup loads 64 rows at a time, while the others (one for each 64 left columns)
-multiply or store.
+adapter. Here one accumulator takes all rows of an expert. An item is a tile of the output: an expert, some columns of
+the left side (128 for a weight with at least 128, else 64), and some of the right side. One warpgroup loads 64 rows at
+a time, while the others (one for each 64 left columns) multiply or store.
 """
 
 from __future__ import annotations
@@ -211,9 +209,6 @@ def _weight_kernel(
 
       left_ref, right_ref: [rows, p] and [rows, q], 16 bits, p and q multiples of 64.
       starts_ref, sizes_ref: int32[E], first row (a multiple of 64) and number of rows without empty ones.
-      left_smem, right_smem, out_smem: [stages, multiplying warpgroups, 64 rows, 64 columns], [stages, 64 rows,
-      columns], [multiplying warpgroups, 64, columns].
-      full, free: barriers of each stage.
     """
     stages, warpgroups, *_ = left_smem.shape
     columns = right_smem.shape[2]

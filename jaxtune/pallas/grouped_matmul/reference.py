@@ -93,8 +93,7 @@ def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums
     for an expert without rows.
 
       left, right: sorted by expert. Rows without a token must be zero in one and finite in the other.
-      sums: as `per_expert`, if p or q is at most 256; single tiles' products are stored then. Otherwise they are added
-      one by one.
+      sums: as `per_expert`, for p or q of at most 256; otherwise single tiles' products are added one by one.
     """
     left, right = tiled(left, groups), tiled(right, groups)
 

@@ -126,10 +126,8 @@ def thin_pair_kernel(
     BLOCK rows at a time. An expert's rows are divided into RANGES ranges. Grid: (OUT / COLUMNS, rounded up; EXPERTS
     RANGES).
 
-      dout, b: [ROWS, OUT] of 16 bits, [EXPERTS, OUT, RANK].
       inner: [ROWS, INNER], of which RANK columns are used.
       order: int32[EXPERTS], the experts in the order of the programs.
-      starts, sizes: int32[EXPERTS], first row and number of rows.
       dinner: float32[blocks of columns, ROWS, RANK], what each block adds to dout b; only experts' rows.
       db: float32[RANGES, EXPERTS, OUT, RANK], what each range adds to dout^T inner.
       WIDTH: a power of two, at least 16 and RANK.

@@ -418,7 +418,7 @@ def _first_rounding(dtype, blocks: bool) -> str | None:
 
 
 def _decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Only outside of programs that round: XLA leaves out a conversion to e4m3 that is followed by one back to float32."""
+    """Only outside of programs that round: XLA leaves out a conversion to e4m3 with one back to float32 behind it."""
     return codes.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]]
 
 

@@ -8,7 +8,7 @@ from jaxtune.pallas.triton_parts import INTERPRETED, scale_of
 
 @triton.jit
 def _scale_of(magnitudes):
-    """The scale of each row of magnitudes, whose largest is found among their bits as integers: NaN's are the largest."""
+    """The scale of each row of magnitudes; the largest is found among their bits as integers, where NaN is largest."""
     largest = tl.max(magnitudes.to(tl.int32, bitcast=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
     return scale_of(largest)
 

@@ -1,7 +1,6 @@
 """An MLP's second half: its down projection of activation(gate) * up, where the weight is frozen and has an adapter.
-
-activation(gate) * up is not kept for the backward. Forward and backward multiply it by the adapter's thin array where
-they compute it.
+The product with up is not kept for the backward; both directions multiply it by the adapter's thin array where they
+compute it.
 """
 
 from __future__ import annotations

@@ -281,8 +281,7 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
     All threads of the cluster call it, because they wait for each other.
 
       totals_smem: 32-bit, [tokens, rows] at least; with several splits overwritten, for other programs to read.
-      split, splits: the program's number in its cluster, and the cluster's programs, with other columns of the same
-      rows.
+      split, splits: the program's number in its cluster, and the number of these programs.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))

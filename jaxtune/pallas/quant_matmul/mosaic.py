@@ -311,7 +311,7 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
 
 @functools.cache
 def _pairs(table: bytes, dtype) -> np.ndarray:
-    """`dtype`[256, 2]: the two elements of each byte of codes, so that one look-up gives two. Cached: do not change it."""
+    """`dtype`[256, 2]: the two elements of each byte of codes, which one look-up gives. Cached: do not change it."""
     entries = np.frombuffer(table, np.float32).astype(dtype)
     byte = np.arange(256)
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)

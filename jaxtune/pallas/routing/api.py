@@ -94,9 +94,9 @@ def route(
     """Sorts all pairs by expert, stably: an expert's rows are in the order of the tokens.
 
     choice: int32[T, k]; a number other than 0 to num_experts - 1 means no expert, and gets no row.
-    tile_rows: each expert's rows are padded to a multiple of it, as kernels multiply tiles of one expert's rows.
-    implementation: "reference" (XLA), "mosaic", or None: the kernel from 128 experts on, where it was measured to be
-    faster, if it runs on this GPU. ValueError if the requested one refuses.
+    tile_rows: each expert's rows are padded to a multiple of it.
+    implementation: "reference" (XLA), "mosaic" (ValueError if it refuses), or None: the kernel from 128 experts on,
+    where it was measured to be faster.
     """
     check = Arguments("route")
     check.array("choice", choice, "T k", jnp.int32)
@@ -202,11 +202,10 @@ _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 
 @meshes.on_any_mesh
 def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
-    """Sums each token's rows: [rows, H] -> [T, H] in the rows' dtype, in float32 in the order of the token's choices. A
-    token without an expert gets zeros. Models use matmul_to_tokens, which includes the sum.
+    """Sums each token's rows: [rows, H] -> [T, H] in the rows' dtype, in float32 in the order of the token's choices.
+    Empty rows must be zero; a token without an expert gets zeros. Models use matmul_to_tokens, which includes the sum.
 
-      rows: empty rows must be zero.
-      implementation: of the copy of gradients to rows in the backward, which also checks it; None: the first that can.
+      implementation: of the copy of gradients to rows in the backward.
     """
     check_routing("unpermute", routing).array("rows", rows, "rows H", FLOATS)
     return _unpermute(rows, routing, implementation)
