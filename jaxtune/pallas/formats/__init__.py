@@ -23,7 +23,7 @@ FORMATS: dict[str, Format] = {
 
 def layouts() -> list[Layout]:
     """The layouts of all formats, in the order in which the loader asks them; a format may have several."""
-    return [layout for each in FORMATS.values() for layout in each.layouts]
+    return [layout for entry in FORMATS.values() for layout in entry.layouts]
 
 
 def load_in() -> list[str]:
@@ -35,12 +35,12 @@ def load_in() -> list[str]:
 
 def kept_layout(name: str) -> Layout | None:
     """The layout whose weights loading decodes unless model.load_in is `name`; None: loading quantises to this."""
-    return next((each for each in FORMATS[name].layouts if each.kept_on_request), None)
+    return next((layout for layout in FORMATS[name].layouts if layout.kept_on_request), None)
 
 
 def exports() -> dict[str, Format]:
     """{value of the option --to of `jaxtune export`: format}, for the formats to which a model can be exported."""
-    return {each.export.name: each for each in FORMATS.values() if each.export is not None}
+    return {entry.export.name: entry for entry in FORMATS.values() if entry.export is not None}
 
 
 def format_of(weight: Stored | type[Stored] | Layout) -> Format:
@@ -51,12 +51,12 @@ def format_of(weight: Stored | type[Stored] | Layout) -> Format:
       StopIteration: a layout that belongs to no format.
     """
     if isinstance(weight, Layout):
-        return next(each for each in FORMATS.values() if weight in each.layouts)
+        return next(entry for entry in FORMATS.values() if weight in entry.layouts)
     kind = weight if isinstance(weight, type) else type(weight)
-    found = next((each for each in FORMATS.values() if kind in each.kinds), None)
-    if found is None:
+    owner = next((entry for entry in FORMATS.values() if kind in entry.kinds), None)
+    if owner is None:
         raise ValueError(f"{kind.__name__} belongs to no format of jaxtune.pallas.formats.FORMATS")
-    return found
+    return owner
 
 
 __all__ = [

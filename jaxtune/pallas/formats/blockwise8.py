@@ -66,13 +66,13 @@ def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
     """(a, b, last) of each of the 7 decades, ascending: floor(min(a x + b, last)) is the index of the magnitude nearest
     to x, or one less. b is a quarter of an interval too low, so rounding errors never make it two off.
     """
-    found, first = [], 1  # 0 has index 0
+    decades, first = [], 1  # 0 has index 0
     for decade in range(_DECADES):
         count = _intervals(signed, decade)
         width = 0.9 * 10.0 ** (decade + 1 - _DECADES) / count
-        found.append(tuple(np.float32(v) for v in (1 / width, first - count / 9 - 0.25, first + count - 1)))
+        decades.append(tuple(np.float32(v) for v in (1 / width, first - count / 9 - 0.25, first + count - 1)))
         first += count
-    return found
+    return decades
 
 
 def _edges(signed: bool) -> list[float]:
@@ -90,17 +90,17 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
       number beyond gets the last index on its side.
     """
     magnitude = jnp.abs(x)
-    (per_unit, start, last), *others = _decades(signed)
-    for edge, (per_unit_above, start_above, last_above) in zip(_edges(signed), others, strict=True):
+    (per_unit, start, last), *higher_decades = _decades(signed)
+    for edge, (per_unit_above, start_above, last_above) in zip(_edges(signed), higher_decades, strict=True):
         above = magnitude > edge
         per_unit = jnp.where(above, per_unit_above, per_unit)
         start = jnp.where(above, start_above, start)
         last = jnp.where(above, last_above, last)
-    place = jnp.minimum(magnitude * per_unit + start, last).astype(jnp.int32)
-    place += (magnitude > jnp.asarray(upper_bounds(signed)).at[place].get(mode="clip")).astype(jnp.int32)
+    index = jnp.minimum(magnitude * per_unit + start, last).astype(jnp.int32)
+    index += (magnitude > jnp.asarray(upper_bounds(signed)).at[index].get(mode="clip")).astype(jnp.int32)
     if signed:
-        place = jnp.where(x < 0, SIGNED_ZERO - jnp.minimum(place, SIGNED_ZERO), SIGNED_ZERO + place)
-    return place.astype(jnp.uint8)
+        index = jnp.where(x < 0, SIGNED_ZERO - jnp.minimum(index, SIGNED_ZERO), SIGNED_ZERO + index)
+    return index.astype(jnp.uint8)
 
 
 def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:

@@ -20,18 +20,18 @@ def _rounded_quotient(x: jax.Array, y: jax.Array, quotient: jax.Array) -> jax.Ar
     normal. A function of its own so that a test can pass quotients that are off.
     """
 
-    def parts(value):  # value = mantissa * 2^(exponent - 150)
+    def fields(value):  # value = mantissa * 2^(exponent - 150)
         bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
         return (bits & 0x7FFFFF) | 0x800000, ((bits >> 23) & 0xFF).astype(jnp.int32)
 
-    (mx, ex), (my, ey) = parts(x), parts(y)
+    (mx, ex), (my, ey) = fields(x), fields(y)
     for _ in range(2):  # the second time is for a correction that crosses a power of two
-        mq, eq = parts(quotient)
+        mq, eq = fields(quotient)
         # x - y * quotient, exact: it is a few times my, so 32 bits of the product are enough.
         shift = (ex - ey - eq + 150).astype(jnp.uint32)
-        rest = jax.lax.bitcast_convert_type((mx << shift) - my * mq, jnp.int32)
+        remainder = jax.lax.bitcast_convert_type((mx << shift) - my * mq, jnp.int32)
         divisor = my.astype(jnp.int32)
-        units = jnp.floor_divide(2 * rest + divisor, 2 * divisor)
+        units = jnp.floor_divide(2 * remainder + divisor, 2 * divisor)
         bits = jax.lax.bitcast_convert_type(quotient, jnp.int32) + units
         normal = (ex > 0) & (ey > 0) & (ey < 255) & (eq > 0) & (eq < 255)
         quotient = jnp.where(normal, jax.lax.bitcast_convert_type(bits, jnp.float32), quotient)

@@ -71,17 +71,20 @@ class FourBit(Stored):
     def problem(self) -> str | None:
         blocks = -(-self.size // BLOCK)
         double = {name: getattr(self, name) for name in ("nested_absmax", "nested_map", "offset")}
-        if len({part is None for part in double.values()}) != 1:
+        if len({array is None for array in double.values()}) != 1:
             return "of nested_absmax, nested_map and offset some are there and some are None"
         quantised = self.offset is not None
-        wanted = {"codes": ("uint8", (-(-self.size // 2),)), "absmax": ("uint8" if quantised else "float32", (blocks,))}
+        expected = {
+            "codes": ("uint8", (-(-self.size // 2),)),
+            "absmax": ("uint8" if quantised else "float32", (blocks,)),
+        }
         if quantised:
             shapes = ((-(-blocks // NESTED_BLOCK),), (256,), ())
-            wanted |= {name: ("float32", shape) for name, shape in zip(double, shapes, strict=True)}
-        for name, (dtype, shape) in wanted.items():
-            part = getattr(self, name)
-            if (str(part.dtype), tuple(part.shape)) != (dtype, shape):
-                return f"{name} is {describe(part)}; shape {self.shape} asks for {dtype}{list(shape)}"
+            expected |= {name: ("float32", shape) for name, shape in zip(double, shapes, strict=True)}
+        for name, (dtype, shape) in expected.items():
+            array = getattr(self, name)
+            if (str(array.dtype), tuple(array.shape)) != (dtype, shape):
+                return f"{name} is {describe(array)}; shape {self.shape} asks for {dtype}{list(shape)}"
         return None
 
     def block_absmax(self) -> jax.Array:
@@ -127,24 +130,24 @@ class FourBit(Stored):
         columns = self.shape[2]
         first, size = (index * self.shape[1] + start) * columns, rows * columns
         blocks = slice(first // BLOCK, (first + size) // BLOCK)
-        cut: dict[str, Any] = dict(codes=self.codes[first // 2 : (first + size) // 2], absmax=self.absmax[blocks])
+        fields: dict[str, Any] = dict(codes=self.codes[first // 2 : (first + size) // 2], absmax=self.absmax[blocks])
         if self.nested_absmax is not None and self.nested_map is not None and self.offset is not None:
             group = BLOCK * NESTED_BLOCK
             if size % group == 0 and first % group == 0:
-                cut["nested_absmax"] = self.nested_absmax[first // group : (first + size) // group]
+                fields["nested_absmax"] = self.nested_absmax[first // group : (first + size) // group]
             else:
                 nested = self.nested_absmax[np.arange(blocks.start, blocks.stop) // NESTED_BLOCK]
-                values = jnp.asarray(self.nested_map)[cut["absmax"]]
+                values = jnp.asarray(self.nested_map)[fields["absmax"]]
                 absmax = jax.lax.optimization_barrier(values * nested) + self.offset
-                cut |= dict(absmax=absmax, nested_absmax=None, nested_map=None, offset=None)
-        return dataclasses.replace(self, **cut, shape=(rows, columns))
+                fields |= dict(absmax=absmax, nested_absmax=None, nested_map=None, offset=None)
+        return dataclasses.replace(self, **fields, shape=(rows, columns))
 
     def cut(self, axis: int) -> int | None:
         """As Stored.cut: along the first axis whole blocks of 64 or, with double quantisation, groups of 256 blocks;
         None for other axes, because codes are flat in row-major order. `piece` can cut groups.
         """
-        row, whole = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
-        return math.lcm(row, whole) // row if axis == 0 and row else None
+        row, unit_size = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
+        return math.lcm(row, unit_size) // row if axis == 0 and row else None
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
@@ -326,8 +329,8 @@ class BitsAndBytes(Layout):
         """
         codes = tensors.get(self.codes)
         if codes is None:
-            part = next(iter(tensors.values()))
-            raise ValueError(f"{part.file}: {part.name} is there, but {name} is missing")
+            header = next(iter(tensors.values()))
+            raise ValueError(f"{header.file}: {header.name} is there, but {name} is missing")
         where = f"{codes.file}: {name}"
         keys = [key for key in tensors if key.startswith(_STATE)]
         if len(keys) != 1:
@@ -348,17 +351,20 @@ class BitsAndBytes(Layout):
         if dtype_name not in FLOATS:
             raise ValueError(f"{where}: quantised from {dtype_name}, which is not supported")
         blocks = -(-math.prod(shape) // BLOCK)
-        wanted = {".weight.absmax": ("U8", blocks) if nested else ("F32", 4 * blocks), ".weight.quant_map": ("F32", 64)}
+        expected = {
+            ".weight.absmax": ("U8", blocks) if nested else ("F32", 4 * blocks),
+            ".weight.quant_map": ("F32", 64),
+        }
         if nested:
             groups = -(-blocks // NESTED_BLOCK)
-            wanted |= {".weight.nested_absmax": ("F32", 4 * groups), ".weight.nested_quant_map": ("F32", 4 * 256)}
-        wanted[self.codes] = (codes.dtype, -(-math.prod(shape) // 2))
-        for key, (dtype, size_bytes) in wanted.items():
-            part = tensors.get(key)
-            if part is None or (part.dtype, part.size_bytes) != (dtype, size_bytes):
-                got = "is missing" if part is None else f"has {part.size_bytes} bytes of {part.dtype}"
+            expected |= {".weight.nested_absmax": ("F32", 4 * groups), ".weight.nested_quant_map": ("F32", 4 * 256)}
+        expected[self.codes] = (codes.dtype, -(-math.prod(shape) // 2))
+        for key, (dtype, size_bytes) in expected.items():
+            header = tensors.get(key)
+            if header is None or (header.dtype, header.size_bytes) != (dtype, size_bytes):
+                flaw = "is missing" if header is None else f"has {header.size_bytes} bytes of {header.dtype}"
                 raise ValueError(
-                    f"{where}{key.removeprefix(self.codes)} {got}; a four-bit tensor {shape} needs {size_bytes} bytes "
+                    f"{where}{key.removeprefix(self.codes)} {flaw}; a four-bit tensor {shape} needs {size_bytes} bytes "
                     f"of {dtype}"
                 )
         return Found(name, tensors, shape, _State(quant_type, dtype_name, offset))
@@ -392,8 +398,8 @@ class BitsAndBytes(Layout):
         """As Layout.digested: the weight's name labels the codes; the others follow in alphabetical order, without
         ".weight.".
         """
-        others = sorted(key for key in found.tensors if key != self.codes)
-        return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in others)]
+        companion_keys = sorted(key for key in found.tensors if key != self.codes)
+        return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in companion_keys)]
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
         if rows * weight.shape[2] % BLOCK == 0:
@@ -407,9 +413,9 @@ class BitsAndBytes(Layout):
         assert isinstance(weight, FourBit)
         if weight.offset is None:
             return None
-        known = weight if isinstance(weight.offset, jax.Array) else make()
-        assert isinstance(known, FourBit) and known.offset is not None
-        return float(jax.device_get(known.offset))
+        quantised = weight if isinstance(weight.offset, jax.Array) else make()
+        assert isinstance(quantised, FourBit) and quantised.offset is not None
+        return float(jax.device_get(quantised.offset))
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
         assert isinstance(weight, FourBit)
@@ -417,18 +423,18 @@ class BitsAndBytes(Layout):
         state: dict[str, Any] = {"quant_type": weight.quant_type, "blocksize": BLOCK, "dtype": weight.dtype_name}
         state["shape"] = list(weight.shape)
         codes = FileTensor((weight.codes.size, 1), np.dtype(weight.codes.dtype), lambda w: w.codes.reshape(-1, 1))
-        found = {
+        entries = {
             self.codes: codes,
             ".weight.absmax": file_tensor(weight.absmax, lambda w: w.absmax),
             ".weight.quant_map": file_tensor(table, lambda w: table),
         }
         if weight.offset is not None:
-            found[".weight.nested_absmax"] = file_tensor(weight.nested_absmax, lambda w: w.nested_absmax)
-            found[".weight.nested_quant_map"] = file_tensor(weight.nested_map, lambda w: w.nested_map)
+            entries[".weight.nested_absmax"] = file_tensor(weight.nested_absmax, lambda w: w.nested_absmax)
+            entries[".weight.nested_quant_map"] = file_tensor(weight.nested_map, lambda w: w.nested_map)
             state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": number}
         content = np.frombuffer(json.dumps(state).encode(), np.uint8)
-        found[f"{_STATE}{weight.quant_type}"] = file_tensor(content, lambda w: content)
-        return found
+        entries[f"{_STATE}{weight.quant_type}"] = file_tensor(content, lambda w: content)
+        return entries
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """As Layout.config; the first weight decides the type that the entry names and whether absmax are quantised."""

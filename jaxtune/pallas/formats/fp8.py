@@ -97,9 +97,11 @@ class FP8(Stored):
     def problem(self) -> str | None:
         if str(self.codes.dtype) != "float8_e4m3fn" or self.codes.ndim < 2:
             return f"codes are {describe(self.codes)}; they must be float8_e4m3fn[..., out, in]"
-        wanted = (*self.shape[:-2], *scale_shape(self.shape, self.block))
-        if tuple(self.scales.shape) != wanted or not jnp.issubdtype(self.scales.dtype, jnp.floating):
-            return f"scales are {describe(self.scales)}; shape {self.shape} in blocks of {self.block} asks for {wanted}"
+        expected = (*self.shape[:-2], *scale_shape(self.shape, self.block))
+        if tuple(self.scales.shape) != expected or not jnp.issubdtype(self.scales.dtype, jnp.floating):
+            return (
+                f"scales are {describe(self.scales)}; shape {self.shape} in blocks of {self.block} asks for {expected}"
+            )
         if self.transposed is not None:
             shape, codes = (*self.shape[:-2], *self.shape[:-3:-1]), self.transposed
             if (tuple(codes.shape), codes.dtype) != (shape, self.codes.dtype):
@@ -155,7 +157,7 @@ def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
 
     block: (rows, columns) that share a scale; None: all of them.
     """
-    along = [1 if size is None else -(-whole // size) for whole, size in zip(shape[-2:], block, strict=True)]
+    along = [1 if size is None else -(-length // size) for length, size in zip(shape[-2:], block, strict=True)]
     return along[0], along[1]
 
 
@@ -173,7 +175,7 @@ def scale_of(largest: jax.Array, scale: jax.Array) -> jax.Array:
 def _encode(array: jax.Array, block: Block) -> FP8:
     wide = array.astype(jnp.float32)
     wide = jnp.where(jnp.abs(wide) < LEAST_SCALE, jnp.copysign(jnp.zeros_like(wide), wide), wide)
-    rows, columns = (whole if size is None else size for whole, size in zip(wide.shape[-2:], block, strict=True))
+    rows, columns = (length if size is None else size for length, size in zip(wide.shape[-2:], block, strict=True))
     out, in_ = scale_shape(wide.shape, block)
     short = [(0, 0)] * (wide.ndim - 2) + [(0, out * rows - wide.shape[-2]), (0, in_ * columns - wide.shape[-1])]
     magnitudes = jnp.abs(jnp.pad(wide, short) if any(map(any, short)) else wide)
@@ -220,15 +222,15 @@ class FP8Files(Layout):
         """
         method = settings.get("quant_method")
         if method == "fp8":
-            known = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
+            supported = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
             size = settings.get("weight_block_size")
             if size is not None and list(size) != list(TILE):
                 raise ValueError(f"config.json: quantization_config.weight_block_size = {size}: must be {list(TILE)}")
         else:
-            known = {"kv_cache_scheme": (None,), "quantization_status": ("compressed", None)}
+            supported = {"kv_cache_scheme": (None,), "quantization_status": ("compressed", None)}
             for name, group in (settings.get("config_groups") or {}).items():
                 _check_group(f"config_groups.{name}", group)
-        for key, values in known.items():
+        for key, values in supported.items():
             if settings.get(key) not in values:
                 raise ValueError(
                     f"config.json: quantization_config.{key} = {settings.get(key)!r}: of {method!r} only "
@@ -253,7 +255,7 @@ class FP8Files(Layout):
             shapes: dict[Block, tuple] = {MATRIX: ((), (1,)), TILE: (scale_shape(codes.shape, TILE),)}
             if keys[0] == ".weight_scale":
                 shapes = {MATRIX: ((), (1,), (1, 1)), ROW: ((codes.shape[0], 1), (codes.shape[0],))} | shapes
-            block = next((kind for kind, known in shapes.items() if scales.shape in known), None)
+            block = next((kind for kind, accepted in shapes.items() if scales.shape in accepted), None)
         if block is None or scales.dtype not in FILE_FLOATS:
             raise ValueError(
                 f"{scales.file}: {scales.name} is {scales.dtype}{list(scales.shape)}, which is no scale of {name} "
@@ -334,14 +336,14 @@ def _check_group(where: str, group: Any) -> None:
       where: the entry's path in quantization_config, for the message.
     """
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
-    wanted: list[tuple[str, Any, tuple]] = [
+    rules: list[tuple[str, Any, tuple]] = [
         ("weights.type", weights.get("type"), ("float",)),
         ("weights.num_bits", weights.get("num_bits"), (8,)),
         ("weights.strategy", weights.get("strategy"), ("channel", "tensor", "block")),
         ("weights.symmetric", weights.get("symmetric", True), (True,)),
         ("input_activations.dynamic", inputs.get("dynamic", True), (True,)),
     ]
-    for key, value, allowed in wanted:
+    for key, value, allowed in rules:
         if value not in allowed:
             raise ValueError(
                 f"config.json: quantization_config.{where}.{key} = {value!r}: must be "

@@ -135,8 +135,8 @@ class LLMInt8(Layout):
         if len(codes.shape) != 2:
             raise ValueError(f"{codes.file}: {name} is I8{list(codes.shape)}; it must be a matrix")
         if absmax is None or (absmax.dtype, list(absmax.shape)) != ("F32", rows):
-            got = "is missing" if absmax is None else f"is {absmax.dtype}{list(absmax.shape)}"
-            raise ValueError(f"{codes.file}: {module}.SCB {got}; {name} needs F32{rows}: fetch or save it again")
+            flaw = "is missing" if absmax is None else f"is {absmax.dtype}{list(absmax.shape)}"
+            raise ValueError(f"{codes.file}: {module}.SCB {flaw}; {name} needs F32{rows}: fetch or save it again")
         if order is not None and read(".weight_format").tobytes() != _BY_ROWS.tobytes():
             raise ValueError(
                 f"{codes.file}: {module}.weight_format is not 0 in one byte: the codes are in a GPU's own order, which "

@@ -114,9 +114,9 @@ class MXFP4(Stored):
         return dataclasses.replace(self, swapped=False)
 
     def problem(self) -> str | None:
-        wanted = (*self.scales.shape[:-1], self.scales.shape[-1] * BLOCK // 2)
-        if tuple(self.codes.shape) != wanted:
-            return f"codes are {list(self.codes.shape)}; scales {list(self.scales.shape)} ask for {list(wanted)}"
+        expected = (*self.scales.shape[:-1], self.scales.shape[-1] * BLOCK // 2)
+        if tuple(self.codes.shape) != expected:
+            return f"codes are {list(self.codes.shape)}; scales {list(self.scales.shape)} ask for {list(expected)}"
         if (str(self.codes.dtype), str(self.scales.dtype)) != ("uint8", "uint8"):
             return f"codes are {self.codes.dtype} and scales {self.scales.dtype}; both must be uint8"
         return None
@@ -125,10 +125,10 @@ class MXFP4(Stored):
         return BLOCK if axis == self.ndim - (2 if self.swapped else 1) else 1
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        found = super().divided(axis, parts)
-        if found is None or not self.swapped or axis < self.ndim - 2:
-            return found
-        return (2 * self.ndim - 3 - axis,) * len(found)
+        axes = super().divided(axis, parts)
+        if axes is None or not self.swapped or axis < self.ndim - 2:
+            return axes
+        return (2 * self.ndim - 3 - axis,) * len(axes)
 
     def largest(self) -> jax.Array:
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
@@ -261,13 +261,13 @@ class Published(Layout):
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """The entry of the published gpt-oss, which names the modules that stay in 16 bits; no argument is used."""
-        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-        return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+        unquantised = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        return {"quant_method": "mxfp4", "modules_to_not_convert": unquantised}
 
 
-def _checked_scales(found: Found, key: str, arrays: Arrays) -> np.ndarray:
+def _checked_scales(weight: Found, key: str, arrays: Arrays) -> np.ndarray:
     """arrays[key], a weight's scales; ValueError if one is 255, NaN in e8m0 (OCP Microscaling Formats v1.0, 5.4.1)."""
-    scales, header = np.asarray(arrays[key]), found.tensors[key]
+    scales, header = np.asarray(arrays[key]), weight.tensors[key]
     if (wrong := scales == NAN_SCALE).any():
         first = list(map(int, np.unravel_index(wrong.argmax(), wrong.shape)))
         raise ValueError(
@@ -304,12 +304,12 @@ class CompressedTensors(Layout):
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
         codes, scales = tensors[self.codes], tensors.get(".weight_scale")
-        wanted = [codes.shape[0], 2 * codes.shape[1] // BLOCK] if len(codes.shape) == 2 else None
-        if scales is None or wanted is None or list(scales.shape) != wanted or 2 * codes.shape[1] % BLOCK:
-            got = "is missing" if scales is None else f"is {scales.dtype}{list(scales.shape)}"
+        expected = [codes.shape[0], 2 * codes.shape[1] // BLOCK] if len(codes.shape) == 2 else None
+        if scales is None or expected is None or list(scales.shape) != expected or 2 * codes.shape[1] % BLOCK:
+            flaw = "is missing" if scales is None else f"is {scales.dtype}{list(scales.shape)}"
             raise ValueError(
-                f"{codes.file}: {name}: .weight_scale {got}; codes U8{list(codes.shape)} in blocks of {BLOCK} need "
-                f"U8{wanted or '[out, in / 32]'}"
+                f"{codes.file}: {name}: .weight_scale {flaw}; codes U8{list(codes.shape)} in blocks of {BLOCK} need "
+                f"U8{expected or '[out, in / 32]'}"
             )
         return Found(name, tensors, (codes.shape[0], 2 * codes.shape[1]))
 
@@ -347,9 +347,11 @@ class CompressedTensors(Layout):
         """The entry of compressed-tensors' scheme MXFP4 (W4A4), with dynamic scales of blocks of 32; `config` is not
         changed.
         """
-        said: Config = config["config_groups"]
+        groups: Config = config["config_groups"]
         inputs = _NUMBER | {"dynamic": True}
-        return config | {"config_groups": {name: group | {"input_activations": inputs} for name, group in said.items()}}
+        return config | {
+            "config_groups": {name: group | {"input_activations": inputs} for name, group in groups.items()}
+        }
 
 
 # How compressed-tensors describes the numbers of MXFP4 in config.json.

@@ -132,9 +132,9 @@ class NVFP4(Stored):
         return BLOCK if axis % self.ndim == self.ndim - 1 else 1
 
     def rescaled(self, factor: np.ndarray) -> NVFP4:
-        whole = np.float64(self.tensor_scale)
+        scale = np.float64(self.tensor_scale)
         return dataclasses.replace(
-            self, tensor_scale=jnp.asarray(np.float32(whole / factor if self.divides else whole * factor))
+            self, tensor_scale=jnp.asarray(np.float32(scale / factor if self.divides else scale * factor))
         )
 
     def with_input_scale(self, scale: float) -> NVFP4:
@@ -151,8 +151,8 @@ class NVFP4(Stored):
         """As Stored.divided. The scales of the tensor and of activations are divided only if they have an entry for
         each index of the axis, such as each expert; otherwise each device has all of them.
         """
-        cut = super().divided(axis, parts)
-        if cut is None:
+        axes = super().divided(axis, parts)
+        if axes is None:
             return None
         of_tensor = axis if self.tensor_scale.shape[axis] == self.shape[axis] else None
         return (axis, axis, *(of_tensor for scale in (self.tensor_scale, self.input_scale) if scale is not None))
@@ -182,14 +182,14 @@ class NVFP4(Stored):
         """As Stored.piece, with the tensor and input scales of the first row, [1, 1]: rows that are written as one
         matrix were quantised with one scale.
         """
-        part = super().piece(index, start, rows)
-        whole = None if part.input_scale is None else part.input_scale[:1]
-        return dataclasses.replace(part, tensor_scale=part.tensor_scale[:1], input_scale=whole)
+        matrix = super().piece(index, start, rows)
+        input_scale = None if matrix.input_scale is None else matrix.input_scale[:1]
+        return dataclasses.replace(matrix, tensor_scale=matrix.tensor_scale[:1], input_scale=input_scale)
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> NVFP4:
-        found = NVFP4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
-        scale = found.tensor_scale if self.divides else 1.0 / found.tensor_scale
-        return dataclasses.replace(found, tensor_scale=scale, divides=self.divides)
+        encoded = NVFP4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
+        scale = encoded.tensor_scale if self.divides else 1.0 / encoded.tensor_scale
+        return dataclasses.replace(encoded, tensor_scale=scale, divides=self.divides)
 
     def block_scales(self) -> jax.Array:
         """The factor of each block's numbers, float32[..., out, in / 16]: its scale divided or multiplied by
@@ -209,8 +209,8 @@ class NVFP4(Stored):
 
 def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: bool) -> jax.Array:
     """The factor of each block's numbers, float32[..., out, in / 16]; tensor_scale is [..., 1 or out, 1]."""
-    whole = jnp.broadcast_to(tensor_scale, scales.shape)
-    return divide(scales, whole) if divides else scales * whole
+    tensor_scales = jnp.broadcast_to(tensor_scale, scales.shape)
+    return divide(scales, tensor_scales) if divides else scales * tensor_scales
 
 
 def _rounded(value: jax.Array, dtype) -> jax.Array:
@@ -234,8 +234,8 @@ def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
     scales = jnp.minimum(sixth * tensor_scale, _LARGEST_SCALE).astype(jnp.float8_e4m3fn)
     scales = jnp.where(scales.astype(jnp.float32) == 0, _SCALE_OF_ZEROS, scales.astype(jnp.float32))
     scales = scales.astype(jnp.float8_e4m3fn)
-    each = _times_tensor_scale(scales.astype(jnp.float32), tensor_scale, True)[..., None]
-    scaled = divide(blocks, jnp.broadcast_to(each, blocks.shape))
+    block_factors = _times_tensor_scale(scales.astype(jnp.float32), tensor_scale, True)[..., None]
+    scaled = divide(blocks, jnp.broadcast_to(block_factors, blocks.shape))
     size = to_e2m1(jnp.minimum(jnp.abs(scaled), LARGEST))
     code = jnp.searchsorted(jnp.asarray(TABLE[:8]), size).astype(jnp.uint8)
     code = (code | ((scaled < 0).astype(jnp.uint8) << 3)).reshape(*array.shape[:-1], -1, 2)
@@ -259,16 +259,16 @@ class _Files(Layout):
         rows, pairs = codes.shape if len(codes.shape) == 2 else (0, 0)
         where = f"{codes.file}: {name}"
         scales, of_tensor, _ = self.others
-        wanted: dict[str, tuple[str, tuple]] = {scales: ("F8_E4M3", ((rows, 2 * pairs // BLOCK),))}
-        wanted |= dict.fromkeys(self.others[1:], ("F32", ((), (1,))))
-        for key, (dtype, shapes) in wanted.items():
-            part = tensors.get(key)
-            if part is None and key not in (scales, of_tensor):
+        expected: dict[str, tuple[str, tuple]] = {scales: ("F8_E4M3", ((rows, 2 * pairs // BLOCK),))}
+        expected |= dict.fromkeys(self.others[1:], ("F32", ((), (1,))))
+        for key, (dtype, shapes) in expected.items():
+            header = tensors.get(key)
+            if header is None and key not in (scales, of_tensor):
                 continue
-            if part is None or part.dtype != dtype or part.shape not in shapes or not rows or 2 * pairs % BLOCK:
-                got = "is missing" if part is None else f"is {part.dtype}{list(part.shape)}"
+            if header is None or header.dtype != dtype or header.shape not in shapes or not rows or 2 * pairs % BLOCK:
+                flaw = "is missing" if header is None else f"is {header.dtype}{list(header.shape)}"
                 raise ValueError(
-                    f"{where}: {key} {got}; codes {codes.dtype}{list(codes.shape)} in blocks of {BLOCK} need "
+                    f"{where}: {key} {flaw}; codes {codes.dtype}{list(codes.shape)} in blocks of {BLOCK} need "
                     f"{dtype}{list(shapes[0])}"
                 )
         return Found(name, tensors, (rows, 2 * pairs))
@@ -297,15 +297,15 @@ class _Files(Layout):
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
         assert isinstance(weight, NVFP4)
         scales, of_tensor, of_inputs = self.others
-        shape, one = self.scalar, np.dtype(np.float32)
-        found = {
+        shape, float32 = self.scalar, np.dtype(np.float32)
+        entries = {
             self.codes: file_tensor(weight.codes, lambda w: w.codes),
             scales: file_tensor(weight.scales, lambda w: w.scales),
-            of_tensor: FileTensor(shape, one, lambda w: w.tensor_scale.reshape(shape)),
+            of_tensor: FileTensor(shape, float32, lambda w: w.tensor_scale.reshape(shape)),
         }
         if weight.input_scale is not None:
-            found[of_inputs] = FileTensor(shape, one, lambda w: w.input_scale.reshape(shape))
-        return found
+            entries[of_inputs] = FileTensor(shape, float32, lambda w: w.input_scale.reshape(shape))
+        return entries
 
 
 class CompressedTensors(_Files):

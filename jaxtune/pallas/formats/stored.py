@@ -108,7 +108,7 @@ class Stored:
           shape: of the result, [E, rows, columns].
         """
         structure = jax.tree.structure(pieces[0])
-        leaves = [np.concatenate(parts) for parts in zip(*map(jax.tree.leaves, pieces), strict=True)]
+        leaves = [np.concatenate(leaf_pieces) for leaf_pieces in zip(*map(jax.tree.leaves, pieces), strict=True)]
         return jax.tree.unflatten(structure, [leaf.reshape(shape[0], -1, *leaf.shape[1:]) for leaf in leaves])
 
     def piece(self, index: int, start: int, rows: int) -> Self:
@@ -120,8 +120,8 @@ class Stored:
         def rows_of(array: jax.Array) -> jax.Array:
             if array.shape[1] == 1:
                 return array[index]
-            each = 1 if array.shape[1] == self.shape[1] else high
-            return array[index, start // each : start // each - (-rows // each)]
+            rows_per_entry = 1 if array.shape[1] == self.shape[1] else high
+            return array[index, start // rows_per_entry : start // rows_per_entry - (-rows // rows_per_entry)]
 
         return jax.tree.map(rows_of, self)
 

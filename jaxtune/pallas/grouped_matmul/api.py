@@ -160,8 +160,8 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
     if implementation != _AHEAD:
         weight, x = decoded(weight, x)
         weight = weight.astype(x.dtype)
-    own = () if tokens is None else (tokens,)
-    return _PRODUCTS[implementation](x, weight, groups, contract, extra, *own)
+    token_arguments = () if tokens is None else (tokens,)
+    return _PRODUCTS[implementation](x, weight, groups, contract, extra, *token_arguments)
 
 
 def _thin(x, weight, groups, contract, implementation, tokens):
@@ -300,8 +300,8 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None:
     """Checks that the argument `name` is a Groups whose arrays fit each other; `check` then knows E."""
     check.is_a(name, groups, Groups, "a Groups: that of a Routing, as route makes")
-    for part, shape in (("tile_expert", "tiles"), ("count", ""), ("tile_sizes", "tiles"), ("sizes", "E")):
-        check.array(f"{name}.{part}", getattr(groups, part), shape, jnp.int32)
+    for field, shape in (("tile_expert", "tiles"), ("count", ""), ("tile_sizes", "tiles"), ("sizes", "E")):
+        check.array(f"{name}.{field}", getattr(groups, field), shape, jnp.int32)
 
 
 def checked(
@@ -353,8 +353,8 @@ def prepared(
     packed = weight if isinstance(weight, Stored) and not as_stored else None
     table = implementations(x.dtype, in_size, out_size, groups, packed, implementation)
     name = dispatch.choose("grouped_matmul", table, implementation)
-    asked = (implementation,) if as_stored else ()
-    static = Static(transposed, 1.0 if lora is None else lora.scale, name, derivative_follows, asked, weight_trains)
+    requested = (implementation,) if as_stored else ()
+    static = Static(transposed, 1.0 if lora is None else lora.scale, name, derivative_follows, requested, weight_trains)
     if derivative_follows and packed is not None and name != _AHEAD:
         array, x = decoded(weight, x)
         weight = jax.lax.stop_gradient(array)

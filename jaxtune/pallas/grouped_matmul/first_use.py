@@ -44,34 +44,34 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
 
         values = jnp.asarray(draw.standard_normal(_SHAPE), jnp.bfloat16)
         stored: Any = values if weight is None else weight.random_like(_SHAPE, draw)
-        got, cases = [], []
+        results, cases = [], []
         for contract in (2, 1):
             x, u = rows(_SHAPE[contract]), rows(_RANK)
             sides = (_SHAPE[0], _SHAPE[3 - contract], _RANK)
             side = jnp.asarray(
                 draw.standard_normal(sides if contract == 2 else (sides[0], *sides[:0:-1])), jnp.bfloat16
             )
-            got.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side)))
+            results.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side)))
             cases.append((x, stored, contract, (u, side), None))
             if gathering:
                 x = x[:_TOKENS]
-                got.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side), tokens))
+                results.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side), tokens))
                 cases.append((x, stored, contract, (u, side), tokens))
                 for columns in (64, 128) if contract == 2 else ():  # as thin products have, in other tiles
                     narrow = values[:, :columns]
-                    got.append(jax.jit(product, static_argnums=3)(x, narrow, groups, 2, None, tokens))
+                    results.append(jax.jit(product, static_argnums=3)(x, narrow, groups, 2, None, tokens))
                     cases.append((x, narrow, 2, None, tokens))
 
         def exact(case, contract):
-            x, weight, extra, of = case
+            x, weight, extra, row_tokens = case
             wide = (weight if isinstance(weight, jax.Array) else weight.decode(jnp.float32)).astype(jnp.float32)
-            thin = None if extra is None else tuple(part.astype(jnp.float32) for part in extra)
-            return reference.product(reference.rows_of(x, of).astype(jnp.float32), wide, groups, contract, thin)
+            thin = None if extra is None else tuple(operand.astype(jnp.float32) for operand in extra)
+            return reference.product(reference.rows_of(x, row_tokens).astype(jnp.float32), wide, groups, contract, thin)
 
         contracts = [contract for _, _, contract, _, _ in cases]
-        arrays = [(x, weight, extra, of) for x, weight, _, extra, of in cases]
+        arrays = [(x, weight, extra, row_tokens) for x, weight, _, extra, row_tokens in cases]
         want = dispatch.exactly(lambda arrays: [exact(*case) for case in zip(arrays, contracts, strict=True)])(arrays)
-        return got, want
+        return results, want
 
     call = ("arrays" if weight is None else weight.kind) + (", gathering" if gathering else "")
     return dispatch.first_use("grouped_matmul", name, call, compare)

@@ -135,12 +135,12 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
     return fp8_product.by_kernel(codes, scale, u, add, (side,), scales, x.dtype, blocks, name, tiles)
 
 
-def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
+def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> str | None:
     """The reason why this GPU must not run an FP8 kernel, or None. whole: whether 128 divides the summed axis;
     otherwise the kernel's steps are shorter, in another layout.
     """
-    filled = fp8_mosaic.filled_rank(rank) if rank else 0
-    sizes, shape, count = (200, 0, 1, 128), (4, 512, 768) if whole else (4, 576, 960), 150
+    padded_rank = fp8_mosaic.filled_rank(rank) if rank else 0
+    sizes, shape, count = (200, 0, 1, 128), (4, 512, 768) if whole_steps else (4, 576, 960), 150
 
     def compare():
         draw = np.random.default_rng(0)
@@ -149,21 +149,23 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
         occupied = np.pad(occupied, (0, groups.rows - occupied.size))
         tokens = jnp.asarray(np.where(occupied, draw.integers(0, count, groups.rows), count), jnp.int32)
         weight = FP8.encode(draw.standard_normal(shape).astype(np.float32), TILE if blocks else ROW)
-        got, want = [], []
+        results, want = [], []
         for contract in (2, 1):
             x = jnp.asarray(draw.standard_normal((count, shape[contract])), dtype)
             extra = exact = None
-            if filled:
-                u = jnp.asarray(draw.standard_normal((groups.rows, filled)) * occupied[:, None], dtype)
-                side = draw.standard_normal((shape[0], shape[3 - contract], filled))
+            if padded_rank:
+                u = jnp.asarray(draw.standard_normal((groups.rows, padded_rank)) * occupied[:, None], dtype)
+                side = draw.standard_normal((shape[0], shape[3 - contract], padded_rank))
                 extra = (u, jnp.asarray(side if contract == 2 else side.swapaxes(1, 2), dtype))
-                exact = tuple(part.astype(jnp.float32) for part in extra)
-            for rows, their in ((x, tokens), (reference.rows_of(x, tokens), None)):
+                exact = tuple(operand.astype(jnp.float32) for operand in extra)
+            for rows, row_tokens in ((x, tokens), (reference.rows_of(x, tokens), None)):
                 run = jax.jit(_by_kernel, static_argnums=(3, 6))
-                got.append(run(rows, weight, groups, contract, extra, their, name))
+                results.append(run(rows, weight, groups, contract, extra, row_tokens, name))
                 wide = rows.astype(jnp.float32)
-                want.append(_exact(wide, weight, groups, contract, exact, their))
-        return got, want
+                want.append(_exact(wide, weight, groups, contract, exact, row_tokens))
+        return results, want
 
-    call = f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {filled} columns of an adapter, K of {shape[1:]}"
+    call = (
+        f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {padded_rank} columns of an adapter, K of {shape[1:]}"
+    )
     return dispatch.first_use("fp8_matmul of experts", name, call, compare)

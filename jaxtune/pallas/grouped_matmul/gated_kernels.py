@@ -7,12 +7,12 @@ from jaxtune.pallas.gated.kernels import clipped, row_gradients, share_of
 
 
 @triton.jit
-def _loaded(gate_up, number, there, start, SIZE: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _loaded(gate_up, number, inside, start, SIZE: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """COLUMNS columns of gate and of up in float32, of the rows `number` [BLOCK, 1] of gate_up [., 2 SIZE]; zeros where
-    `there` is false or a column is past the end.
+    `inside` is false or a column is past the end.
     """
     columns = start + tl.arange(0, COLUMNS)[None, :]
-    real = there & (columns < SIZE)
+    real = inside & (columns < SIZE)
     if INTERLEAVED:
         # A pair is read as one number, so that nothing moves between threads.
         DTYPE: tl.constexpr = gate_up.dtype.element_ty
@@ -20,9 +20,9 @@ def _loaded(gate_up, number, there, start, SIZE: tl.constexpr, COLUMNS: tl.const
         x = (pairs & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
         y = (pairs >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     else:
-        places = number * (2 * SIZE) + columns
-        x = tl.load(gate_up + places, mask=real, other=0.0)
-        y = tl.load(gate_up + SIZE + places, mask=real, other=0.0)
+        offsets = number * (2 * SIZE) + columns
+        x = tl.load(gate_up + offsets, mask=real, other=0.0)
+        y = tl.load(gate_up + SIZE + offsets, mask=real, other=0.0)
     return x.to(tl.float32), y.to(tl.float32)
 
 
@@ -65,8 +65,8 @@ def gated_rows_thin_kernel(
     size = tl.load(tile_sizes + tile) - first % TILE_ROWS
     expert = tl.minimum(tl.load(tile_expert + tile), EXPERTS - 1).to(tl.int64)
     number, ranks = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)
-    there = number < size
-    weight = tl.load(weights + first + number, mask=there, other=0.0)
+    inside = number < size
+    weight = tl.load(weights + first + number, mask=inside, other=0.0)
     gate_up += first.to(tl.int64) * (2 * SIZE)
     gated += first.to(tl.int64) * SIZE
     inner += first.to(tl.int64) * INNER
@@ -74,7 +74,7 @@ def gated_rows_thin_kernel(
     sums = tl.zeros([BLOCK, WIDTH], tl.float32)
     for start in range(0, SIZE, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)[None, :]
-        x, y = _loaded(gate_up, number, there, start, SIZE, COLUMNS, INTERLEAVED)
+        x, y = _loaded(gate_up, number, inside, start, SIZE, COLUMNS, INTERLEAVED)
         x, y = clipped(x, y, CLIPPED, LIMIT)
         real_sides = (ranks < RANK)[:, None] & (columns < SIZE)
         side = tl.load(a + (ranks[:, None] * SIZE + columns), mask=real_sides, other=0.0)
@@ -85,8 +85,8 @@ def gated_rows_thin_kernel(
         sums = tl.dot(product, tl.trans(side), sums)
     thin = sums.to(DTYPE)
     tl.store(inner + (number * INNER + ranks[None, :]), thin)
-    for more in range(WIDTH, INNER, WIDTH):
-        tl.store(inner + (number * INNER + more + ranks[None, :]), tl.zeros([BLOCK, WIDTH], DTYPE))
+    for column in range(WIDTH, INNER, WIDTH):
+        tl.store(inner + (number * INNER + column + ranks[None, :]), tl.zeros([BLOCK, WIDTH], DTYPE))
 
 
 @triton.jit
@@ -139,11 +139,11 @@ def gated_rows_thin_backward_kernel(
     sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     for step in range((size + TILE_ROWS - 1) // TILE_ROWS * (TILE_ROWS // BLOCK)):
         row = first + step * BLOCK
-        there = line < size - step * BLOCK
-        x, y = _loaded(gate_up + row.to(tl.int64) * (2 * SIZE), line, there, start, SIZE, COLUMNS, INTERLEAVED)
-        dout = tl.load(dgated + row.to(tl.int64) * SIZE + (line * SIZE + columns), mask=there & within_size, other=0.0)
-        weight = tl.load(weights + row + line, mask=there, other=0.0)
-        thin = tl.load(dinner + row.to(tl.int64) * INNER + (line * INNER + ranks), mask=there & real_ranks, other=0.0)
+        inside = line < size - step * BLOCK
+        x, y = _loaded(gate_up + row.to(tl.int64) * (2 * SIZE), line, inside, start, SIZE, COLUMNS, INTERLEAVED)
+        dout = tl.load(dgated + row.to(tl.int64) * SIZE + (line * SIZE + columns), mask=inside & within_size, other=0.0)
+        weight = tl.load(weights + row + line, mask=inside, other=0.0)
+        thin = tl.load(dinner + row.to(tl.int64) * INNER + (line * INNER + ranks), mask=inside & real_ranks, other=0.0)
         dout = dout.to(tl.float32)
         product, dx, dy = row_gradients(x, y, dout, weight, CLIPPED, LIMIT, ACTIVATION, ALPHA, 1)
         sums = tl.dot(tl.trans((product * weight).to(DTYPE)), thin, sums)
@@ -158,5 +158,5 @@ def gated_rows_thin_backward_kernel(
         else:
             tl.store(result + (line * (2 * SIZE) + columns), dx, mask=within_size)
             tl.store(result + SIZE + (line * (2 * SIZE) + columns), dy, mask=within_size)
-    places = chunk.to(tl.int64) * (RANK * SIZE) + (ranks * SIZE + tl.trans(columns))
-    tl.store(da + places, sums, mask=tl.trans(within_size) & real_ranks)
+    offsets = chunk.to(tl.int64) * (RANK * SIZE) + (ranks * SIZE + tl.trans(columns))
+    tl.store(da + offsets, sums, mask=tl.trans(within_size) & real_ranks)

@@ -69,7 +69,7 @@ def _first_use(dtype, gate: RowGate, rank: int) -> str | None:
         gate_up, dgated, dinner = (rows(key, size) for key, size in zip(keys, (832, 416, rank)))
         weights = jnp.abs(rows(keys[3], 1, jnp.float32))[:, 0]
         a = jax.random.normal(keys[4], (groups.num_experts, rank, 416)).astype(dtype)
-        got = jax.jit(_both, static_argnums=6)(gate_up, weights, a, dgated, mosaic.filled(dinner, 1), groups, gate)
+        results = jax.jit(_both, static_argnums=6)(gate_up, weights, a, dgated, mosaic.filled(dinner, 1), groups, gate)
 
         def exact(gate_up, weights, a, dgated, dinner):
             inner = gated_rows(gate_up, weights, gate)
@@ -78,7 +78,7 @@ def _first_use(dtype, gate: RowGate, rank: int) -> str | None:
             return inner, mosaic.filled(reference.thin(inner, a, groups, 2), 1), dgate_up, dweights, da
 
         wide = (array.astype(jnp.float32) for array in (gate_up, weights, a, dgated, dinner))
-        return got, dispatch.exactly(exact)(*wide)
+        return results, dispatch.exactly(exact)(*wide)
 
     return dispatch.first_use("gated_rows_thin", "triton", f"{dtype}, {gate}, rank {rank}", compare)
 
@@ -88,9 +88,9 @@ def _both(gate_up, weights, a, dgated, dinner, groups: Groups, gate: RowGate):
     write.
     """
     inner = gated_rows_thin(gate_up, weights, a, groups, gate)
-    dgate_up, *others = gated_rows_thin_backward(gate_up, weights, dgated, dinner, a.shape[1], groups, gate)
+    dgate_up, *gradients = gated_rows_thin_backward(gate_up, weights, dgated, dinner, a.shape[1], groups, gate)
     inside = (jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]).reshape(-1, 1)
-    return *inner, jnp.where(inside, dgate_up, 0), *others
+    return *inner, jnp.where(inside, dgate_up, 0), *gradients
 
 
 def _called(kernel, arrays, out_types, grid, tile: Tile, gate: RowGate, aliases: dict[int, int], **sizes: int):
@@ -205,9 +205,11 @@ def _chunks(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
     ends = ends_of(count)
     number = jnp.arange(-(-groups.tiles // _CHUNK) + groups.num_experts, dtype=jnp.int32)
     expert = (number[:, None] >= ends).sum(1, dtype=jnp.int32)
-    known = jnp.minimum(expert, groups.num_experts - 1)
-    within = (number - (ends - count)[known]) * chunk_rows
-    rows = jnp.where(expert < groups.num_experts, jnp.clip(groups.sizes[known] - within, 0, chunk_rows), 0)
-    first = jnp.where(rows > 0, groups.starts()[known] + within, 0)
+    real_expert = jnp.minimum(expert, groups.num_experts - 1)
+    first_in_expert = (number - (ends - count)[real_expert]) * chunk_rows
+    rows = jnp.where(
+        expert < groups.num_experts, jnp.clip(groups.sizes[real_expert] - first_in_expert, 0, chunk_rows), 0
+    )
+    first = jnp.where(rows > 0, groups.starts()[real_expert] + first_in_expert, 0)
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends.astype(jnp.int32)])
     return bounds, first.astype(jnp.int32), rows.astype(jnp.int32)

@@ -85,30 +85,30 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
     """
     rows, columns = target.shape
     if interpreted:
-        found = x_ref[:, pl.ds(first_column, columns)][jnp.minimum(tokens, x_ref.shape[0] - 1)]
-        target[...] = jnp.where((tokens < x_ref.shape[0])[:, None], found, jnp.zeros_like(found))
+        gathered = x_ref[:, pl.ds(first_column, columns)][jnp.minimum(tokens, x_ref.shape[0] - 1)]
+        target[...] = jnp.where((tokens < x_ref.shape[0])[:, None], gathered, jnp.zeros_like(gathered))
         return
-    parts = columns // _COLUMNS
+    column_tiles = columns // _COLUMNS
 
     @mosaic_types.inline_mgpu(arg_types=(_layout(rows), SCALAR, plgpu.RefType(), plgpu.RefType(transforms)))
     def copy(_, tokens, first_column, x_ref, target):
         count, width = ir.MemRefType(x_ref.type).shape
         first, piece = ir_shift_right(ir_thread(), 3), arith.andi(ir_thread(), ir_const(7))
-        within = arith.andi(first, ir_const(7))  # within its tile of 8 rows, whose parts are contiguous
-        swizzled = arith.xori(piece, within)
+        row_in_tile = arith.andi(first, ir_const(7))  # tiles of 8 rows are contiguous
+        swizzled = arith.xori(piece, row_in_tile)
         address = arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(target)))
-        tile = ir_mul(ir_shift_right(first, 3), parts * _TILE)
-        address = ir_add(address, tile, ir_mul(within, 128), ir_mul(swizzled, _PIECE))
+        tile = ir_mul(ir_shift_right(first, 3), column_tiles * _TILE)
+        address = ir_add(address, tile, ir_mul(row_in_tile, 128), ir_mul(swizzled, _PIECE))
         start = ir_add(ir_shift_right(ir_scalar(first_column), 3), piece)  # counted in pieces of 8 numbers
         eight = ir.VectorType.get((8,), ir.MemRefType(x_ref.type).element_type)
         for number in range(rows // _EVERY):
             token = ir_item(tokens.registers.flat[0], number)
-            there = arith.cmpi(arith.CmpIPredicate.ult, token, ir_const(count))
-            size = arith.select(there, ir_const(_PIECE), ir_const(0))
-            place = ir_add(ir_mul(arith.select(there, token, ir_const(0)), width // 8), start)
-            for part in range(parts):
-                source = ir_address(x_ref, ir_add(place, ir_const(part * _COLUMNS // 8)), eight)
-                goal = ir_add(address, ir_const((number * (_EVERY // 8) * parts + part) * _TILE))
+            exists = arith.cmpi(arith.CmpIPredicate.ult, token, ir_const(count))
+            size = arith.select(exists, ir_const(_PIECE), ir_const(0))
+            piece_index = ir_add(ir_mul(arith.select(exists, token, ir_const(0)), width // 8), start)
+            for column_tile in range(column_tiles):
+                source = ir_address(x_ref, ir_add(piece_index, ir_const(column_tile * _COLUMNS // 8)), eight)
+                goal = ir_add(address, ir_const((number * (_EVERY // 8) * column_tiles + column_tile) * _TILE))
                 utils.inline_ptx(
                     "cp.async.cg.shared.global [$0], [$1], 16, $2;", goal, source, size, has_side_effects=True
                 )
@@ -141,8 +141,8 @@ def begin(barriers_ref, interpreted: bool):
         (words,) = ir.MemRefType(barriers_ref.type).shape
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, ir_thread(), ir_const(0))):
             for slot in range(words // 2):
-                at = _barrier(barriers_ref, ir_const(slot))
-                utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 128;", at, has_side_effects=True)
+                barrier = _barrier(barriers_ref, ir_const(slot))
+                utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 128;", barrier, has_side_effects=True)
             utils.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
         utils.warpgroup_barrier()
 
@@ -158,8 +158,8 @@ def tell(barriers_ref, slot, interpreted: bool):
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, plgpu.RefType()))
     def tell(_, slot, barriers_ref):
-        at = _barrier(barriers_ref, ir_scalar(slot))
-        utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", at, has_side_effects=True)
+        barrier = _barrier(barriers_ref, ir_scalar(slot))
+        utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier, has_side_effects=True)
 
     tell(slot, barriers_ref)
 

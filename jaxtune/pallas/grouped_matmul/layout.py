@@ -90,5 +90,7 @@ def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Gr
     tile_expert = (index[:, None] >= ends).sum(1, dtype=jnp.int32)  # the number of experts that end before this tile
     lasts = (ends - of_group) * tile_rows + sizes  # the row after each expert's last
     lasts = jnp.append(lasts, 0)  # for the empty tiles
-    left = lasts.at[tile_expert].get(mode="promise_in_bounds", wrap_negative_indices=False) - index * tile_rows
-    return Groups(tile_expert, ends[-1], jnp.clip(left, 0, tile_rows), sizes, tile_rows)
+    remaining_rows = (
+        lasts.at[tile_expert].get(mode="promise_in_bounds", wrap_negative_indices=False) - index * tile_rows
+    )
+    return Groups(tile_expert, ends[-1], jnp.clip(remaining_rows, 0, tile_rows), sizes, tile_rows)

@@ -128,7 +128,7 @@ def _kernel(
     expert_ref,
     sizes_ref,
     count_ref,
-    *rest,
+    *refs,
     blocks: Blocks,
     contract: int,
     programs: int,
@@ -141,21 +141,21 @@ def _kernel(
     and [E, N, R] (`contract` 2), or [E, K, N] and [E, R, N] (`contract` 1).
 
       x_ref: the sorted rows, or the tokens [T, K] if `gathered`.
-      rest: the token of each row if `gathered`; u and L if `with_extra`; W, or the `packed` arrays of a decoder; out;
+      refs: the token of each row if `gathered`; u and L if `with_extra`; W, or the `packed` arrays of a decoder; out;
       with a decoder the buffer for W; scratch memory.
     """
     if gathered:
-        tokens_ref, *rest = rest
+        tokens_ref, *refs = refs
     if with_extra:
-        u_ref, l_ref, *rest = rest
+        u_ref, l_ref, *refs = refs
     if decoder is None:
-        w_ref, out_ref, *rest = rest
+        w_ref, out_ref, *refs = refs
     else:
-        out_ref, w_ref, *scratch = rest[packed:]
-        packed_refs, rest = rest[:packed], scratch
-        ready = decoder.semaphores() if gpu_kernel.interpreter() is None else rest.pop()
-    x_smem, w_smem, out_smem, full, free, *rest = rest
-    rows_there = rest.pop() if gathered else None
+        out_ref, w_ref, *scratch = refs[packed:]
+        packed_refs, refs = refs[:packed], scratch
+        ready = decoder.semaphores() if gpu_kernel.interpreter() is None else refs.pop()
+    x_smem, w_smem, out_smem, full, free, *refs = refs
+    rows_there = refs.pop() if gathered else None
     written_out = gpu_kernel.interpreter() is not None
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
@@ -186,8 +186,8 @@ def _kernel(
         """Tiles without rows take no step, and are stored as zeros."""
         return jnp.where(row_tile < count, all_steps, 0)
 
-    def slot_of(at):
-        return lax.rem(at, jnp.int32(stages))
+    def slot_of(cursor):
+        return lax.rem(cursor, jnp.int32(stages))
 
     def tokens_of(index):
         return gather.numbers(tokens_ref, tile_of(index) * TILE_ROWS, TILE_ROWS, written_out)
@@ -200,10 +200,10 @@ def _kernel(
             plgpu.barrier_wait(ready)  # type: ignore[arg-type]
 
         def item(index, state):
-            at, expert, *tokens = state
+            cursor, expert, *tokens = state
             row_tile, column_tile = item_place(index)
             following = (expert_ref[tile_of(index + 1)], *(tokens_of(index + 1) for _ in tokens))
-            rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), columns_of(column_tile)
+            rows, column_slice = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), columns_of(column_tile)
 
             if decoder is not None and gpu_kernel.interpreter() is None:
                 wait = functools.partial(decoder.wait, ready, expert, programs)
@@ -218,90 +218,90 @@ def _kernel(
                     plgpu.copy_gmem_to_smem(x.at[rows, along], x_smem.at[slot], full.at[slot])
                 if gathered:
                     gather.tell(rows_there, slot, written_out)
-                side = w.at[expert, here, along] if contract == 2 else w.at[expert, along, here]
+                side = w.at[expert, column_slice, along] if contract == 2 else w.at[expert, along, column_slice]
                 plgpu.copy_gmem_to_smem(side, w_smem.at[slot], full.at[slot])
 
-            def step(number, at):
-                slot = slot_of(at)
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            def step(number, cursor):
+                slot = slot_of(cursor)
+                pl.when(cursor >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 if with_extra:
                     pl.when(number < main_steps)(lambda: copy(slot, x_ref, w_ref, number))
                     pl.when(number >= main_steps)(lambda: copy(slot, u_ref, l_ref, number - main_steps))
                 else:
                     copy(slot, x_ref, w_ref, number)
-                return at + 1
+                return cursor + 1
 
-            return lax.fori_loop(0, steps(row_tile), step, at), *following
+            return lax.fori_loop(0, steps(row_tile), step, cursor), *following
 
         first = jnp.int32(0)
         start = (first, expert_ref[tile_of(first)], *([tokens_of(first)] if gathered else []))
         total, *_ = lax.fori_loop(0, mine, item, start)
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
-        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+        lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
 
     def compute():
         plgpu.set_max_registers(registers.compute, action="increase")
 
-        def release(at):
-            plgpu.barrier_arrive(free.at[slot_of(at)])
+        def release(cursor):
+            plgpu.barrier_arrive(free.at[slot_of(cursor)])
 
-        def await_filled(at):
-            plgpu.barrier_wait(full.at[slot_of(at)])
+        def await_filled(cursor):
+            plgpu.barrier_wait(full.at[slot_of(cursor)])
             if gathered:
-                round_ = lax.div(at, jnp.int32(stages))
-                gather.wait(rows_there, slot_of(at), lax.rem(round_, jnp.int32(2)), written_out)
+                round_ = lax.div(cursor, jnp.int32(stages))
+                gather.wait(rows_there, slot_of(cursor), lax.rem(round_, jnp.int32(2)), written_out)
 
-        def let_start(now):
+        def let_start(condition):
             """The second warpgroup waits once, if there is an item, for the first to be `lead` steps into it."""
-            (started,) = rest
-            pl.when(now & (wg == 0))(lambda: plgpu.barrier_arrive(started))
+            (started_barrier,) = refs
+            pl.when(condition & (wg == 0))(lambda: plgpu.barrier_arrive(started_barrier))
 
         if lead:
-            pl.when((mine > 0) & (wg == 1))(lambda: plgpu.barrier_wait(rest[0]))
+            pl.when((mine > 0) & (wg == 1))(lambda: plgpu.barrier_wait(refs[0]))
 
         def item(index, state):
-            at, size = state
+            cursor, size = state
             row_tile, column_tile = item_place(index)
             following = sizes_ref[tile_of(index + 1)]
-            own = steps(row_tile)
-            multiplied = jnp.where(size > wg * _OWN, own, 0)  # none if this warpgroup's rows are empty
+            tile_steps = steps(row_tile)
+            multiplied = jnp.where(size > wg * _OWN, tile_steps, 0)  # none if this warpgroup's rows are empty
 
             def accumulate(acc):
-                def step(number, at):
-                    slot = slot_of(at)
-                    await_filled(at)
+                def step(number, cursor):
+                    slot = slot_of(cursor)
+                    await_filled(cursor)
                     side = w_smem.at[slot]
                     plgpu.wgmma(
                         acc, x_smem.at[slot, pl.ds(wg * _OWN, _OWN)], side.transpose((1, 0)) if contract == 2 else side
                     )
                     plgpu.wgmma_wait(1)  # the previous product is done
-                    pl.when(number > 0)(lambda: release(at - 1))
+                    pl.when(number > 0)(lambda: release(cursor - 1))
                     if lead:
                         let_start((index == 0) & (number == lead - 1))
-                    return at + 1
+                    return cursor + 1
 
                 if lead:
-                    let_start((index == 0) & (own == 0))
-                lax.fori_loop(0, multiplied, step, at)
+                    let_start((index == 0) & (tile_steps == 0))
+                lax.fori_loop(0, multiplied, step, cursor)
                 plgpu.wgmma_wait(0)
                 return acc[...]
 
-            def pass_on(_, at):
-                await_filled(at)
-                release(at)
-                return at + 1
+            def pass_on(_, cursor):
+                await_filled(cursor)
+                release(cursor)
+                return cursor + 1
 
             total = pl.run_scoped(accumulate, plgpu.ACC((_OWN, columns), jnp.float32))
-            pl.when(multiplied > 0)(lambda: release(at + own - 1))
-            lax.fori_loop(multiplied, own, pass_on, at)
-            at = at + own
+            pl.when(multiplied > 0)(lambda: release(cursor + tile_steps - 1))
+            lax.fori_loop(multiplied, tile_steps, pass_on, cursor)
+            cursor = cursor + tile_steps
             rows = pl.ds(row_tile * TILE_ROWS + wg * _OWN, _OWN)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's copy has been read
             out_smem.at[wg][...] = total.astype(out_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[rows, columns_of(column_tile)])
-            return at, following
+            return cursor, following
 
         lax.fori_loop(0, mine, item, (jnp.int32(0), sizes_ref[tile_of(jnp.int32(0))]))
         plgpu.wait_smem_to_gmem(0)

@@ -43,8 +43,8 @@ def refusal(weight: Stored) -> str | None:
     """
     if not Chunks.decodes(weight):
         return f"a weight in {type(weight).__name__}"
-    whole = weight.size // weight.shape[0]
-    return f"{whole} numbers an expert, no multiple of {SMALLEST}" if whole % SMALLEST else None
+    expert_size = weight.size // weight.shape[0]
+    return f"{expert_size} numbers an expert, no multiple of {SMALLEST}" if expert_size % SMALLEST else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Decoder:
             queued.append(load(number + _AHEAD))
             values = self.chunks.values(operands, chunk, loaded, interpreted=False, beside_products=True)
             lanes.store_chunk(values, weight_ref, chunk, self.chunks.out_layout)
-            expert, following = (lax.div(at, jnp.int32(self.share)) for at in (chunk, chunk + programs))
+            expert, following = (lax.div(index, jnp.int32(self.share)) for index in (chunk, chunk + programs))
 
             # A signal costs more than decoding a chunk, so there is one for all of this program's chunks of an expert.
             @pl.when(following != expert)
@@ -108,7 +108,10 @@ class Decoder:
     def written_out(self, operands, weight_ref):
         """Decodes the whole weight at once, for the interpreter, which has no semaphores."""
         chunks = [jnp.int32(chunk) for chunk in range(self.chunks.count)]
-        values = [self.chunks.values(operands, at, self.chunks.load(operands, at), interpreted=True) for at in chunks]
+        values = [
+            self.chunks.values(operands, number, self.chunks.load(operands, number), interpreted=True)
+            for number in chunks
+        ]
         weight_ref[...] = jnp.concatenate(values).reshape(weight_ref.shape)
 
     def wait(self, ready, expert, programs: int):

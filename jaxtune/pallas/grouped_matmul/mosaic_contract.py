@@ -36,109 +36,114 @@ _NARROW = 192  # tiles with fewer columns than this are used only for sides that
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 
-def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
+def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool):
     """out float32[E, r, n]: thin^T wide over the rows of the tiles from bounds_ref[e] to before bounds_ref[e + 1],
     empty rows included. Warpgroup 0 multiplies, warpgroup 1 loads.
 
       thin_ref: [rows, R], 16 bits, R a multiple of 64. r is R, or for an R of 64 perhaps less.
       wide_ref: [rows, n], or the tokens [T, n] if `gathered`.
-      rest: the token of each row if `gathered`; out; shared memory and barriers.
+      refs: the token of each row if `gathered`; out; shared memory and barriers.
     """
     if gathered:
-        tokens_ref, *rest = rest
-    out_ref, thin_smem, wide_smem, out_smem, full, free, *rest = rest
+        tokens_ref, *refs = refs
+    out_ref, thin_smem, wide_smem, out_smem, full, free, *refs = refs
     stages, _, columns = wide_smem.shape
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
-    blocks, parts = wide_ref.shape[1] // columns, thin_ref.shape[1] // _STEP
-    kept = out_ref.shape[1] // parts  # rows of an item's result without those that come from the thin side's padding
-    items = out_ref.shape[0] * blocks * parts
+    blocks, thin_blocks = wide_ref.shape[1] // columns, thin_ref.shape[1] // _STEP
+    item_rows = (
+        out_ref.shape[1] // thin_blocks
+    )  # rows of an item's result without those that come from the thin side's padding
+    items = out_ref.shape[0] * blocks * thin_blocks
     mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
 
     def place(index):
         """(expert, which section of the thin side, which block of the wide side's columns)"""
         item = program + index * programs
-        expert, rest = lax.div(item, jnp.int32(blocks * parts)), lax.rem(item, jnp.int32(blocks * parts))
-        return expert, lax.div(rest, jnp.int32(blocks)), lax.rem(rest, jnp.int32(blocks))
+        expert, remainder = (
+            lax.div(item, jnp.int32(blocks * thin_blocks)),
+            lax.rem(item, jnp.int32(blocks * thin_blocks)),
+        )
+        return expert, lax.div(remainder, jnp.int32(blocks)), lax.rem(remainder, jnp.int32(blocks))
 
     def steps(expert):
         return (bounds_ref[expert + 1] - bounds_ref[expert]) * (TILE_ROWS // _STEP)
 
-    def slot_of(at):
-        return lax.rem(at, jnp.int32(stages))
+    def slot_of(cursor):
+        return lax.rem(cursor, jnp.int32(stages))
 
     written_out = gpu_kernel.interpreter() is not None
 
     def bring():
         if gathered:
-            gather.begin(rest[0], written_out)
+            gather.begin(refs[0], written_out)
 
-        def item(index, at):
-            expert, part, block = place(index)
+        def item(index, cursor):
+            expert, thin_block, block = place(index)
             first, count = bounds_ref[expert] * TILE_ROWS, steps(expert)
 
             def tokens_of(number):
-                at = jnp.minimum(first + jnp.minimum(number, count - 1) * _STEP, tokens_ref.shape[0] - _STEP)
-                return gather.numbers(tokens_ref, jnp.maximum(at, 0), _STEP, written_out)
+                row = jnp.minimum(first + jnp.minimum(number, count - 1) * _STEP, tokens_ref.shape[0] - _STEP)
+                return gather.numbers(tokens_ref, jnp.maximum(row, 0), _STEP, written_out)
 
             def step(number, state):
-                at, *tokens = state
+                cursor, *tokens = state
                 following = [tokens_of(number + 1) for _ in tokens]
-                slot = slot_of(at)
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                slot = slot_of(cursor)
+                pl.when(cursor >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 rows = pl.ds(first + number * _STEP, _STEP)
-                thin = thin_ref.at[rows, pl.ds(part * _STEP, _STEP)]
+                thin = thin_ref.at[rows, pl.ds(thin_block * _STEP, _STEP)]
                 plgpu.copy_gmem_to_smem(thin, thin_smem.at[slot], full.at[slot])
                 if gathered:
                     target = wide_smem.at[slot]
                     gather.bring(wide_ref, tokens[0], target, block * columns, _TRANSFORMS, written_out)
                     plgpu.barrier_arrive(full.at[slot])
-                    gather.tell(rest[0], slot, written_out)
+                    gather.tell(refs[0], slot, written_out)
                 else:
                     wide = wide_ref.at[rows, pl.ds(block * columns, columns)]
                     plgpu.copy_gmem_to_smem(wide, wide_smem.at[slot], full.at[slot])
-                return at + 1, *following
+                return cursor + 1, *following
 
-            start = (at, tokens_of(jnp.int32(0))) if gathered else (at,)
+            start = (cursor, tokens_of(jnp.int32(0))) if gathered else (cursor,)
             return lax.fori_loop(0, count, step, start)[0]
 
         total = lax.fori_loop(0, mine, item, jnp.int32(0))
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
-        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+        lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
 
     def compute():
-        def release(at):
-            plgpu.barrier_arrive(free.at[slot_of(at)])
+        def release(cursor):
+            plgpu.barrier_arrive(free.at[slot_of(cursor)])
 
-        def item(index, at):
-            expert, part, block = place(index)
-            own = steps(expert)
+        def item(index, cursor):
+            expert, thin_block, block = place(index)
+            item_steps = steps(expert)
 
             def accumulate(acc):
-                def step(number, at):
-                    slot = slot_of(at)
+                def step(number, cursor):
+                    slot = slot_of(cursor)
                     plgpu.barrier_wait(full.at[slot])
                     if gathered:
-                        round_ = lax.div(at, jnp.int32(stages))
-                        gather.wait(rest[0], slot, lax.rem(round_, jnp.int32(2)), written_out)
+                        round_ = lax.div(cursor, jnp.int32(stages))
+                        gather.wait(refs[0], slot, lax.rem(round_, jnp.int32(2)), written_out)
                     plgpu.wgmma(acc, thin_smem.at[slot].transpose((1, 0)), wide_smem.at[slot])
                     plgpu.wgmma_wait(1)  # the previous product is done
-                    pl.when(number > 0)(lambda: release(at - 1))
-                    return at + 1
+                    pl.when(number > 0)(lambda: release(cursor - 1))
+                    return cursor + 1
 
-                lax.fori_loop(0, own, step, at)
+                lax.fori_loop(0, item_steps, step, cursor)
                 plgpu.wgmma_wait(0)
                 return acc[...]
 
             total = pl.run_scoped(accumulate, plgpu.ACC((_STEP, columns), jnp.float32))
-            at = at + own
-            pl.when(own > 0)(lambda: release(at - 1))
+            cursor = cursor + item_steps
+            pl.when(item_steps > 0)(lambda: release(cursor - 1))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's copy has been read
             out_smem[...] = total
             plgpu.commit_smem()
-            target = out_ref.at[expert, pl.ds(part * kept, kept), pl.ds(block * columns, columns)]
-            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, kept)], target)
-            return at
+            target = out_ref.at[expert, pl.ds(thin_block * item_rows, item_rows), pl.ds(block * columns, columns)]
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, item_rows)], target)
+            return cursor
 
         lax.fori_loop(0, mine, item, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
@@ -163,8 +168,8 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)
     stages = _STAGES[columns]
-    parts = -(-rank // _STEP)
-    kept = _STEP if parts > 1 else -(-rank // 8) * 8  # a tile of the result has 8 rows
+    thin_blocks = -(-rank // _STEP)
+    block_rows = _STEP if thin_blocks > 1 else -(-rank // 8) * 8  # a tile of the result has 8 rows
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
     programs = _PROGRAMS * persistent.cores() if gpu_kernel.interpreter() is None else 2
@@ -172,7 +177,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
         functools.partial(_kernel, programs=programs, gathered=tokens is not None),
         "grouped_contraction",
         gpu_kernel.interpreter(),
-        out_type=jax.ShapeDtypeStruct((experts, kept * parts, size), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((experts, block_rows * thin_blocks, size), jnp.float32),
         grid=(programs,),
         grid_names=("program",),
         num_threads=2,
@@ -185,7 +190,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             *([] if tokens is None else [gather.barriers(stages)]),
         ],
-    )(thin[:, : parts * _STEP], wide, bounds, *([] if tokens is None else [tokens]))
+    )(thin[:, : thin_blocks * _STEP], wide, bounds, *([] if tokens is None else [tokens]))
     return out[:, :rank]
 
 
@@ -214,17 +219,24 @@ def _weight_kernel(
     columns = right_smem.shape[2]
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     experts, left_size, right_size = out_ref.shape
-    own = warpgroups * _STEP  # columns of the left side of an item
-    parts, blocks = pl.cdiv(left_size, own), pl.cdiv(right_size, columns)
-    items = experts * parts * blocks
+    item_columns = warpgroups * _STEP  # columns of the left side of an item
+    left_blocks, blocks = pl.cdiv(left_size, item_columns), pl.cdiv(right_size, columns)
+    items = experts * left_blocks * blocks
     mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
 
     def place(index):
         """(expert, first column of the left side, first column of the right side)"""
         item = program + index * programs
-        expert, rest = lax.div(item, jnp.int32(parts * blocks)), lax.rem(item, jnp.int32(parts * blocks))
-        part, block = lax.div(rest, jnp.int32(blocks)), lax.rem(rest, jnp.int32(blocks))
-        return expert, jnp.minimum(part * own, left_size - own), jnp.minimum(block * columns, right_size - columns)
+        expert, remainder = (
+            lax.div(item, jnp.int32(left_blocks * blocks)),
+            lax.rem(item, jnp.int32(left_blocks * blocks)),
+        )
+        left_block, block = lax.div(remainder, jnp.int32(blocks)), lax.rem(remainder, jnp.int32(blocks))
+        return (
+            expert,
+            jnp.minimum(left_block * item_columns, left_size - item_columns),
+            jnp.minimum(block * columns, right_size - columns),
+        )
 
     def rows_of(index):
         """(first row, steps) of an item's expert, to read them an item early, as that takes as long as two steps; any
@@ -233,70 +245,70 @@ def _weight_kernel(
         expert = jnp.clip(place(jnp.minimum(index, mine - 1))[0], 0, experts - 1)
         return starts_ref[expert], lax.div(sizes_ref[expert] + (_STEP - 1), jnp.int32(_STEP))
 
-    def slot_of(at):
-        return lax.rem(at, jnp.int32(stages))
+    def slot_of(cursor):
+        return lax.rem(cursor, jnp.int32(stages))
 
     def bring():
         if warpgroups > 1:
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
         def item(index, state):
-            at, first, count = state
+            cursor, first, count = state
             _, left_column, right_column = place(index)
             following = rows_of(index + 1)
 
-            def step(number, at):
-                slot = slot_of(at)
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            def step(number, cursor):
+                slot = slot_of(cursor)
+                pl.when(cursor >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 rows = pl.ds(pl.multiple_of(first, _STEP) + number * _STEP, _STEP)
-                for part in range(warpgroups):
-                    left = left_ref.at[rows, pl.ds(left_column + part * _STEP, _STEP)]
-                    plgpu.copy_gmem_to_smem(left, left_smem.at[slot, part], full.at[slot])
+                for warpgroup in range(warpgroups):
+                    left = left_ref.at[rows, pl.ds(left_column + warpgroup * _STEP, _STEP)]
+                    plgpu.copy_gmem_to_smem(left, left_smem.at[slot, warpgroup], full.at[slot])
                 right = right_ref.at[rows, pl.ds(right_column, columns)]
                 plgpu.copy_gmem_to_smem(right, right_smem.at[slot], full.at[slot])
-                return at + 1
+                return cursor + 1
 
-            return lax.fori_loop(0, count, step, at), *following
+            return lax.fori_loop(0, count, step, cursor), *following
 
         total, *_ = lax.fori_loop(0, mine, item, (jnp.int32(0), *rows_of(jnp.int32(0))))
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
-        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+        lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
 
     def compute():
         if warpgroups > 1:
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
-        def release(at):
-            plgpu.barrier_arrive(free.at[slot_of(at)])
+        def release(cursor):
+            plgpu.barrier_arrive(free.at[slot_of(cursor)])
 
         def item(index, state):
-            at, count = state
+            cursor, count = state
             expert, left_column, right_column = place(index)
             _, following = rows_of(index + 1)
 
             def accumulate(acc):
-                def step(number, at):
-                    slot = slot_of(at)
+                def step(number, cursor):
+                    slot = slot_of(cursor)
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.wgmma(acc, left_smem.at[slot, wg].transpose((1, 0)), right_smem.at[slot])
                     plgpu.wgmma_wait(1)  # the previous product is done
-                    pl.when(number > 0)(lambda: release(at - 1))
-                    return at + 1
+                    pl.when(number > 0)(lambda: release(cursor - 1))
+                    return cursor + 1
 
-                lax.fori_loop(0, count, step, at)
+                lax.fori_loop(0, count, step, cursor)
                 plgpu.wgmma_wait(0)
                 return acc[...]
 
             total = pl.run_scoped(accumulate, plgpu.ACC((_STEP, columns), jnp.float32))
-            at = at + count
-            pl.when(count > 0)(lambda: release(at - 1))
+            cursor = cursor + count
+            pl.when(count > 0)(lambda: release(cursor - 1))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's copy has been read
             out_smem.at[wg][...] = total.astype(out_ref.dtype)
             plgpu.commit_smem()
             target = out_ref.at[expert, pl.ds(left_column + wg * _STEP, _STEP), pl.ds(right_column, columns)]
             plgpu.copy_smem_to_gmem(out_smem.at[wg], target)
-            return at, following
+            return cursor, following
 
         lax.fori_loop(0, mine, item, (jnp.int32(0), rows_of(jnp.int32(0))[1]))
         plgpu.wait_smem_to_gmem(0)
@@ -351,31 +363,31 @@ def refusal(dtype) -> str | None:
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
         keys = jax.random.split(jax.random.key(0), 3)
-        got, cases = [], []
+        results, cases = [], []
         for size in (256, 192, 320):  # in blocks of 128, 192 and 64 columns
             for rank, key in ((16, keys[0]), (72, keys[1])):
                 wide = jax.random.normal(keys[2], (groups.rows, size)).astype(dtype)
                 thin = jax.random.normal(key, (groups.rows, -(-rank // _STEP) * _STEP)).astype(dtype)
                 tokens = jnp.arange(groups.rows)[::-1].at[128].set(groups.rows)
-                for of in (None, tokens):
-                    got.append(jax.jit(contract_rows, static_argnums=3)(thin, wide, groups, rank, of))
-                    cases.append((thin[:, :rank], wide, of))
+                for row_tokens in (None, tokens):
+                    results.append(jax.jit(contract_rows, static_argnums=3)(thin, wide, groups, rank, row_tokens))
+                    cases.append((thin[:, :rank], wide, row_tokens))
 
-        def exact(thin, wide, of):
-            rows = reference.rows_of(wide, of).astype(jnp.float32)
+        def exact(thin, wide, row_tokens):
+            rows = reference.rows_of(wide, row_tokens).astype(jnp.float32)
             return reference.contract_rows(thin.astype(jnp.float32), rows, groups, jnp.float32)
 
         want = dispatch.exactly(lambda cases: [exact(*case) for case in cases])(cases)
-        return got, want
+        return results, want
 
     return dispatch.first_use("grouped_matmul", "mosaic_contract", jnp.dtype(dtype).name, compare)
 
 
 def weight_refusal(dtype, weight_dtype) -> str | None:
     """As `refusal`, for weight_gradient with rows of `dtype` and a result in `weight_dtype`."""
-    given, wanted = jnp.dtype(dtype), jnp.dtype(weight_dtype)
-    if wanted not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"gradients in {wanted.name}"
+    rows_dtype, result_dtype = jnp.dtype(dtype), jnp.dtype(weight_dtype)
+    if result_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"gradients in {result_dtype.name}"
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
@@ -383,17 +395,19 @@ def weight_refusal(dtype, weight_dtype) -> str | None:
         inside = (row >= groups.starts()) & (row < groups.starts() + groups.sizes)
         occupied = inside.any(1, keepdims=True)
         keys = jax.random.split(jax.random.key(0))
-        got, cases = [], []
+        results, cases = [], []
         # One and two warpgroups that multiply; items of 256, 192, 128 and 64 columns; sizes that they do not divide.
         for left_size, right_size in ((64, 64), (128, 320), (192, 448), (320, 128)):
-            left = jax.random.normal(keys[0], (groups.rows, left_size)).astype(given)
-            right = jnp.where(occupied, jax.random.normal(keys[1], (groups.rows, right_size)), 0).astype(given)
-            got.append(jax.jit(weight_gradient, static_argnums=3)(left, right, groups, wanted))
+            left = jax.random.normal(keys[0], (groups.rows, left_size)).astype(rows_dtype)
+            right = jnp.where(occupied, jax.random.normal(keys[1], (groups.rows, right_size)), 0).astype(rows_dtype)
+            results.append(jax.jit(weight_gradient, static_argnums=3)(left, right, groups, result_dtype))
             cases.append((left.astype(jnp.float32), right.astype(jnp.float32)))
 
         def exact(cases):
             return [reference.contract_rows(left, right, groups, jnp.float32) for left, right in cases]
 
-        return got, dispatch.exactly(exact)(cases)
+        return results, dispatch.exactly(exact)(cases)
 
-    return dispatch.first_use("grouped_matmul", "mosaic_weight_gradient", f"{given.name} to {wanted.name}", compare)
+    return dispatch.first_use(
+        "grouped_matmul", "mosaic_weight_gradient", f"{rows_dtype.name} to {result_dtype.name}", compare
+    )

@@ -28,14 +28,14 @@ def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
     + 1]. A program, one warpgroup, sums `run` of the n columns for one expert.
     """
     expert = lax.axis_index("expert")
-    here = pl.ds(lax.axis_index("run") * run, run)
+    run_slice = pl.ds(lax.axis_index("run") * run, run)
     layout = plgpu.Layout.WG_STRIDED((run,), 4)
 
     def add(tile, total):
-        return total + plgpu.load(values_ref.at[tile, here], layout=layout, optimized=False)
+        return total + plgpu.load(values_ref.at[tile, run_slice], layout=layout, optimized=False)
 
     zeros = plgpu.layout_cast(jnp.zeros((run,), jnp.float32), layout)
-    out_ref[expert, here] = lax.fori_loop(bounds_ref[expert], bounds_ref[expert + 1], add, zeros)
+    out_ref[expert, run_slice] = lax.fori_loop(bounds_ref[expert], bounds_ref[expert + 1], add, zeros)
 
 
 def _sums(values: jax.Array, bounds: jax.Array, run: int) -> jax.Array:
@@ -61,8 +61,8 @@ def refusal() -> str | None:
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
         values = jax.random.normal(jax.random.key(0), (groups.tiles, 3 * _RUNS[0]))
-        got = [jax.jit(_sums, static_argnums=2)(values, _bounds(groups), run) for run in _RUNS]
-        return got, [reference.per_expert(values, groups)] * len(_RUNS)
+        results = [jax.jit(_sums, static_argnums=2)(values, _bounds(groups), run) for run in _RUNS]
+        return results, [reference.per_expert(values, groups)] * len(_RUNS)
 
     return dispatch.first_use("grouped_matmul", "mosaic_sums", "float32", compare)
 
@@ -86,8 +86,8 @@ def of_runs(values: jax.Array, bounds: jax.Array) -> jax.Array:
     """
     run = _run_of(values)
     if run is None:
-        part = jnp.arange(len(values), dtype=jnp.int32)
-        member = (part >= bounds[:-1, None]) & (part < bounds[1:, None])
+        index = jnp.arange(len(values), dtype=jnp.int32)
+        member = (index >= bounds[:-1, None]) & (index < bounds[1:, None])
         return jnp.tensordot(member.astype(jnp.float32), values, 1, precision=jax.lax.Precision.HIGHEST)
     sums = _sums(values.reshape(len(values), -1), bounds, run)
     return sums.reshape(-1, *values.shape[1:])

@@ -71,7 +71,7 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
     added: in the forward scale x A^T and B, for x's gradient scale dy B and A.
     """
 
-    def one(tile):
+    def tile_product(tile):
         rows, expert = tile
         return jax.lax.dot_general(
             rows,
@@ -81,7 +81,7 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
             preferred_element_type=x.dtype,
         )
 
-    out = jax.lax.map(one, (tiled(x, groups), groups.tile_expert)).reshape(groups.rows, -1)
+    out = jax.lax.map(tile_product, (tiled(x, groups), groups.tile_expert)).reshape(groups.rows, -1)
     if extra is None:
         return out
     u, side = extra
@@ -97,17 +97,17 @@ def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums
     """
     left, right = tiled(left, groups), tiled(right, groups)
 
-    def one(a, b):
+    def tile_gradient(a, b):
         return jax.lax.dot_general(
             a, b, (((0,), (0,)), ((), ())), precision=_precision(a.dtype), preferred_element_type=jnp.float32
         )
 
     if min(left.shape[2], right.shape[2]) <= _THIN:
-        return sums(jax.vmap(one)(left, right), groups).astype(dtype)
+        return sums(jax.vmap(tile_gradient)(left, right), groups).astype(dtype)
 
     def add(total, tile):
         a, b, expert = tile
-        return total.at[expert].add(one(a, b), mode="drop"), None
+        return total.at[expert].add(tile_gradient(a, b), mode="drop"), None
 
     start = jnp.zeros((groups.num_experts, left.shape[2], right.shape[2]), jnp.float32)
     return jax.lax.scan(add, start, (left, right, groups.tile_expert))[0].astype(dtype)

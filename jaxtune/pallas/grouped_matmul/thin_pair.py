@@ -50,14 +50,14 @@ def _first_use(dtype, b_dtype, rank: int) -> str | None:
 
         dout, inner = rows(keys[0], 1352), mosaic.filled(rows(keys[1], rank), 1)
         b = jax.random.normal(keys[2], (groups.num_experts, 1352, rank)).astype(b_dtype)
-        got = jax.jit(thin_pair)(dout, b, inner, groups)
+        results = jax.jit(thin_pair)(dout, b, inner, groups)
 
         def exact(dout, b, inner):
             dinner = mosaic.filled(reference.thin(dout, b, groups, 1), 1)
             return dinner, reference.contract_rows(dout, inner[:, :rank], groups, jnp.float32)
 
         wide = (array.astype(jnp.float32) for array in (dout, b.astype(dtype), inner))
-        return got, dispatch.exactly(exact)(*wide)
+        return results, dispatch.exactly(exact)(*wide)
 
     return dispatch.first_use("grouped_matmul", "thin_pair", f"{dtype}, {b_dtype}, rank {rank}", compare)
 

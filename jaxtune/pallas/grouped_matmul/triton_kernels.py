@@ -22,13 +22,13 @@ def _side(
     """
     weight += expert.to(tl.int64) * (INNER * OUTER)
     if FAST:
-        places = columns[None, :] * INNER + along[:, None]
+        offsets = columns[None, :] * INNER + along[:, None]
     else:
-        places = along[:, None] * OUTER + columns[None, :]
+        offsets = along[:, None] * OUTER + columns[None, :]
     if INNER % STEP == 0 and OUTER % COLUMNS == 0:
-        return tl.load(weight + places)
+        return tl.load(weight + offsets)
     else:
-        return tl.load(weight + places, mask=(along < INNER)[:, None] & (columns < OUTER)[None, :], other=0.0)
+        return tl.load(weight + offsets, mask=(along < INNER)[:, None] & (columns < OUTER)[None, :], other=0.0)
 
 
 @triton.jit
@@ -36,11 +36,11 @@ def _rows(x, rows, along, INNER: tl.constexpr, STEP: tl.constexpr):
     """A block [ROWS, STEP] of x [., INNER], zeros from column INNER on. along: int32[STEP], a run that begins at a
     multiple of STEP.
     """
-    places = rows.to(tl.int64)[:, None] * INNER + along[None, :]
+    offsets = rows.to(tl.int64)[:, None] * INNER + along[None, :]
     if INNER % STEP == 0:
-        return tl.load(x + places)
+        return tl.load(x + offsets)
     else:
-        return tl.load(x + places, mask=(along < INNER)[None, :], other=0.0)
+        return tl.load(x + offsets, mask=(along < INNER)[None, :], other=0.0)
 
 
 @triton.jit
@@ -75,9 +75,9 @@ def product_kernel(
     item = tl.program_id(0)
     band = item // (BAND * COLUMN_TILES)
     height = tl.minimum(ROW_TILES - band * BAND, BAND)
-    within = item - band * (BAND * COLUMN_TILES)
-    column_tile = within // height
-    row_tile = band * BAND + within - column_tile * height
+    index_in_band = item - band * (BAND * COLUMN_TILES)
+    column_tile = index_in_band // height
+    row_tile = band * BAND + index_in_band - column_tile * height
     group_tile = row_tile // GROUP_TILES
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -95,11 +95,11 @@ def product_kernel(
             right = _side(side, expert, columns, along, RANK, OUTER, FAST, RANK_STEP, COLUMNS)
             total = tl.dot(left, right, total)
     values = total.to(out.dtype.element_ty)
-    places = rows.to(tl.int64)[:, None] * OUTER + columns[None, :]
+    offsets = rows.to(tl.int64)[:, None] * OUTER + columns[None, :]
     if OUTER % COLUMNS == 0:
-        tl.store(out + places, values)
+        tl.store(out + offsets, values)
     else:
-        tl.store(out + places, values, mask=(columns < OUTER)[None, :])
+        tl.store(out + offsets, values, mask=(columns < OUTER)[None, :])
 
 
 @triton.jit
@@ -134,22 +134,24 @@ def thin_pair_kernel(
     """
     DTYPE: tl.constexpr = dout.dtype.element_ty
     expert = tl.load(order + tl.program_id(1) // RANGES).to(tl.int64)
-    part = tl.program_id(1) % RANGES
+    range_index = tl.program_id(1) % RANGES
     start, size = tl.load(starts + expert).to(tl.int64), tl.load(sizes + expert)
     steps = (size + BLOCK - 1) // BLOCK
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, WIDTH)[None, :]
-    within, real_ranks = columns < OUT, ranks < RANK
-    sides, real = columns[:, None] * RANK + ranks, within[:, None] & real_ranks
+    real_columns, real_ranks = columns < OUT, ranks < RANK
+    sides, real = columns[:, None] * RANK + ranks, real_columns[:, None] & real_ranks
     side = tl.load(b + expert * OUT * RANK + sides, mask=real, other=0.0).to(DTYPE)
     sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     number = tl.arange(0, BLOCK)[:, None]
-    for step in range(steps * part // RANGES, steps * (part + 1) // RANGES):
+    for step in range(steps * range_index // RANGES, steps * (range_index + 1) // RANGES):
         first = start + step * BLOCK
-        there = number < size - step * BLOCK
-        tile = tl.load(dout + first * OUT + number * OUT + columns[None, :], mask=there & within[None, :], other=0.0)
-        thin = tl.load(inner + first * INNER + number * INNER + ranks, mask=there & real_ranks, other=0.0)
+        real_rows = number < size - step * BLOCK
+        tile = tl.load(
+            dout + first * OUT + number * OUT + columns[None, :], mask=real_rows & real_columns[None, :], other=0.0
+        )
+        thin = tl.load(inner + first * INNER + number * INNER + ranks, mask=real_rows & real_ranks, other=0.0)
         sums = tl.dot(tl.trans(tile), thin, sums)
         target = dinner + (tl.program_id(0).to(tl.int64) * ROWS + first) * RANK
-        tl.store(target + number * RANK + ranks, tl.dot(tile, side), mask=there & real_ranks)
-    tl.store(db + (part.to(tl.int64) * EXPERTS + expert) * OUT * RANK + sides, sums, mask=real)
+        tl.store(target + number * RANK + ranks, tl.dot(tile, side), mask=real_rows & real_ranks)
+    tl.store(db + (range_index.to(tl.int64) * EXPERTS + expert) * OUT * RANK + sides, sums, mask=real)

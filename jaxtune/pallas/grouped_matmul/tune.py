@@ -46,12 +46,12 @@ def tune(
     for (experts, pairs, in_size, out_size, transposed), ahead in itertools.product(SHAPES, (False, True)):
         sizes = jnp.full(experts, pairs // experts, jnp.int32)
         groups = groups_of(sizes, pairs)
-        for size, other, contract in (
+        for size, result_size, contract in (
             (in_size, out_size, 1 if transposed else 2),
             (out_size, in_size, 2 if transposed else 1),
         ):
             x = jax.random.normal(jax.random.key(0), (groups.rows, size), dtype)
-            pair = (size, other) if contract == 1 else (other, size)
+            pair = (size, result_size) if contract == 1 else (result_size, size)
             weight = jax.random.normal(jax.random.key(1), (experts, *pair), dtype)
             weight = NF4.encode(weight) if ahead else weight
 
@@ -60,10 +60,10 @@ def tune(
                 run = jax.jit(lambda x, weight: mosaic.product(x, weight, groups, contract)).lower(x, weight).compile()
                 return lambda: run(x, weight)
 
-            bucket = mosaic.bucket(size, other, contract, ahead)
+            bucket = mosaic.bucket(size, result_size, contract, ahead)
             if bucket in entries:
                 continue
-            candidates = [dataclasses.asdict(blocks) for blocks in mosaic.candidates(other, ahead)]
+            candidates = [dataclasses.asdict(blocks) for blocks in mosaic.candidates(result_size, ahead)]
             entries[bucket] = tuning.measure(
                 "grouped_matmul", bucket, dtype, candidates, prepare, wrong=tuning.as_the_first(), say=say, path=path
             )

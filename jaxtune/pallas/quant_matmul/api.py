@@ -72,9 +72,9 @@ def quant_matmul(
     check.array("x", x, "... in", FLOATS)
     check.sequence("weights", weights, "arrays or quantised weights")
     count = len(weights)
-    for name, given in (("loras", loras), ("biases", biases)):
-        if given is not None:
-            check.sequence(name, given, "one for each weight, or None in its place", count)
+    for name, sequence in (("loras", loras), ("biases", biases)):
+        if sequence is not None:
+            check.sequence(name, sequence, "one for each weight, or None in its place", count)
     loras = tuple(loras) if loras is not None else (None,) * count
     biases = tuple(biases) if biases is not None else (None,) * count
     for i, (weight, lora, bias) in enumerate(zip(weights, loras, biases, strict=True)):
@@ -104,10 +104,10 @@ def chosen(
 ) -> tuple[ModuleType, tuple[str | None, ...]]:
     """How a call's products are computed: (kernels, as_stored) of reference.Static."""
     as_stored = (implementation,) if fp8 and any(product_of(weight) is not None for weight in weights) else ()
-    others = [weight for weight in weights if not as_stored or product_of(weight) is None]
-    if as_stored and not others:
+    decoded_weights = [weight for weight in weights if not as_stored or product_of(weight) is None]
+    if as_stored and not decoded_weights:
         return reference, as_stored
-    name = dispatch.choose("quant_matmul", implementations(others, dtype, implementation), implementation)
+    name = dispatch.choose("quant_matmul", implementations(decoded_weights, dtype, implementation), implementation)
     return IMPLEMENTATIONS[name], as_stored
 
 

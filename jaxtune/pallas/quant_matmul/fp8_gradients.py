@@ -57,15 +57,15 @@ def _first_use(dtype, width: int, several: bool) -> str | None:
             return rounded_pair(douts, inner, bs, tile()._replace(programs=0))
 
         def exact(douts, inner, bs):
-            douts, inner, bs = jax.tree.map(lambda each: each.astype(jnp.float32), (douts, inner, bs))
-            parts = jnp.split(inner, len(bs), axis=1)
-            thins, dbs = zip(*map(reference.thin_pair, douts, bs, parts), strict=True)
+            douts, inner, bs = jax.tree.map(lambda array: array.astype(jnp.float32), (douts, inner, bs))
+            inners = jnp.split(inner, len(bs), axis=1)
+            thins, dbs = zip(*map(reference.thin_pair, douts, bs, inners), strict=True)
             return jnp.concatenate(thins, axis=1), *dbs
 
         (codes, scales), products, dbs = jax.jit(by_kernel)(douts, inner, bs)
         want, want_scales = jax.jit(lambda *arrays: fp8_rounding.rounded(arrays, None, blocks=True))(*douts)
-        got = codes.astype(jnp.float32), scales, products, *dbs
-        return got, (want.astype(jnp.float32), want_scales.T, *dispatch.exactly(exact)(douts, inner, bs))
+        results = codes.astype(jnp.float32), scales, products, *dbs
+        return results, (want.astype(jnp.float32), want_scales.T, *dispatch.exactly(exact)(douts, inner, bs))
 
     kind = f"{dtype}, {width} columns, {'several outputs' if several else 'an output'}"
     return dispatch.first_use("gradients_to_fp8", "triton", kind, compare)
@@ -92,9 +92,11 @@ def rounded_pair(
     ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // sum(counts)))
     steps = -(-tiles // ranges)
     ranges = -(-tiles // steps)
-    places, firsts, thins = (tuple(sum(of[:index]) for index in range(len(of))) for of in (widths, counts, ranks))
+    first_columns, firsts, thins = (
+        tuple(sum(sizes[:index]) for index in range(len(sizes))) for sizes in (widths, counts, ranks)
+    )
     sides = jnp.concatenate([jnp.pad(b.astype(dtype), ((0, 0), (0, rank - b.shape[1]))) for b in bs])
-    codes, scales, parts, dbs = compat.triton_call(
+    codes, scales, block_products, dbs = compat.triton_call(
         kernels.rounded_pair_kernel,
         (*douts, *[douts[0]] * (_ARRAYS - len(douts)), inner, sides),
         [
@@ -108,7 +110,7 @@ def rounded_pair(
         stages=shape.stages,
         ROWS=tokens,
         WIDTHS=widths,
-        PLACES=places,
+        PLACES=first_columns,
         FIRST=firsts,
         TOTAL=total,
         RANKS=ranks,
@@ -120,7 +122,10 @@ def rounded_pair(
         COLUMNS=shape.columns,
         STEPS=steps,
     )
-    products = [parts[at : at + count].sum(0)[:, :r] for at, count, r in zip(firsts, counts, ranks, strict=True)]
+    products = [
+        block_products[start : start + count].sum(0)[:, :r]
+        for start, count, r in zip(firsts, counts, ranks, strict=True)
+    ]
     added = dbs.sum(0)
-    dbs = [added[at : at + width, :r] for at, width, r in zip(places, widths, ranks, strict=True)]
+    dbs = [added[start : start + width, :r] for start, width, r in zip(first_columns, widths, ranks, strict=True)]
     return (codes, scales.T), jnp.concatenate(products, axis=1).astype(dtype), dbs

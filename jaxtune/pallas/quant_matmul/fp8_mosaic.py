@@ -51,8 +51,8 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
     """
     columns = next(size for size in _COLUMNS if out_size % size == 0 and not (in_blocks and size % STEP))
     step = STEP if in_size % STEP == 0 else _HALF_STEP
-    left = _SHARED_BYTES - 2 * _WARPGROUPS * _OWN * _STORED * 2 - 2 * rank * (ROWS + columns)
-    return Blocks(columns, min(left // (step * (ROWS + columns)), 6 * STEP // step), step=step)
+    free_bytes = _SHARED_BYTES - 2 * _WARPGROUPS * _OWN * _STORED * 2 - 2 * rank * (ROWS + columns)
+    return Blocks(columns, min(free_bytes // (step * (ROWS + columns)), 6 * STEP // step), step=step)
 
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
@@ -81,21 +81,21 @@ def filled_rank(rank: int) -> int | None:
     return next((size for size in RANKS if rank <= size), None)
 
 
-def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: bool, rank: int, grouped: bool):
+def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: bool, rank: int, grouped: bool):
     """out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T with `in_blocks`, else scaled(x w[e]^T + u
     l[e]^T); e is the expert of a tile of 128 rows, or 0.
 
-      rest: `sides` arrays of w, [E, N, K_i]; the scales of x and w; if `grouped`, each tile's expert and number of rows
+      refs: `sides` arrays of w, [E, N, K_i]; the scales of x and w; if `grouped`, each tile's expert and number of rows
       that are not empty; if `rank`, u and l [E, N, R]; the output; shared memory and barriers.
     """
-    w_refs, (x_scale_ref, w_scale_ref, *rest) = rest[:sides], rest[sides:]
+    w_refs, (x_scale_ref, w_scale_ref, *refs) = refs[:sides], refs[sides:]
     if grouped:
-        expert_ref, sizes_ref, *rest = rest
+        expert_ref, sizes_ref, *refs = refs
     if rank:
-        u_ref, l_ref, *rest = rest
-        out_ref, x_smem, w_smem, out_smem, full, free, u_smem, l_smem, extra_full, extra_free = rest
+        u_ref, l_ref, *refs = refs
+        out_ref, x_smem, w_smem, out_smem, full, free, u_smem, l_smem, extra_full, extra_free = refs
     else:
-        out_ref, x_smem, w_smem, out_smem, full, free = rest
+        out_ref, x_smem, w_smem, out_smem, full, free = refs
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
     (all_rows, width), (experts, out_size, _) = x_ref.shape, w_refs[0].shape
@@ -126,99 +126,99 @@ def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: 
     def expert_of(tile):
         return tile[0] if grouped else 0
 
-    def slot_of(at):
-        return lax.rem(at, jnp.int32(stages))
+    def slot_of(cursor):
+        return lax.rem(cursor, jnp.int32(stages))
 
     def bring():
         plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
         def item(index, state):
-            at, *tile = state
+            cursor, *tile = state
             following, expert = tile_of(index + 1), expert_of(tile)
             row, column = corner(index)
-            rows, here = pl.ds(row, ROWS), pl.ds(column, columns)
+            rows, column_slice = pl.ds(row, ROWS), pl.ds(column, columns)
 
-            def step(w_ref, before, number, at):
+            def step(w_ref, before, number, cursor):
                 """Loads step `number` of an array of w, after `before` steps of others."""
-                slot, along = slot_of(at), pl.ds(number * blocks.step, blocks.step)
+                slot, along = slot_of(cursor), pl.ds(number * blocks.step, blocks.step)
                 of_x = pl.ds((number + before) * blocks.step, blocks.step) if before else along
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                pl.when(cursor >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 plgpu.copy_gmem_to_smem(x_ref.at[rows, of_x], x_smem.at[slot], full.at[slot])
-                plgpu.copy_gmem_to_smem(w_ref.at[expert, here, along], w_smem.at[slot], full.at[slot])
-                return at + 1
+                plgpu.copy_gmem_to_smem(w_ref.at[expert, column_slice, along], w_smem.at[slot], full.at[slot])
+                return cursor + 1
 
             if rank:  # for empty tiles too, whose rows of u are zeros
                 pl.when(index > 0)(lambda: plgpu.barrier_wait(extra_free))
                 plgpu.copy_gmem_to_smem(u_ref.at[rows], u_smem.at[0], extra_full)
-                plgpu.copy_gmem_to_smem(l_ref.at[expert, here], l_smem.at[0], extra_full)
+                plgpu.copy_gmem_to_smem(l_ref.at[expert, column_slice], l_smem.at[0], extra_full)
             before = 0
             for w_ref in w_refs:
                 count = w_ref.shape[2] // blocks.step if sides > 1 else steps_of(tile)
-                at = lax.fori_loop(0, count, functools.partial(step, w_ref, before), at)
+                cursor = lax.fori_loop(0, count, functools.partial(step, w_ref, before), cursor)
                 before += w_ref.shape[2] // blocks.step
-            return at, *following
+            return cursor, *following
 
         total, *_ = lax.fori_loop(0, mine, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
-        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+        lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
         if rank:
             pl.when(mine > 0)(lambda: plgpu.barrier_wait(extra_free))
 
-    own = pl.ds(wg * _OWN, _OWN)
+    own_rows = pl.ds(wg * _OWN, _OWN)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     def of_rows(scales, count: int):
         return lax.broadcast_in_dim(scales, (_OWN, count), [0])
 
-    def adapter(acc, at, first: int = 0, count: int = columns):
+    def adapter(acc, cursor, first: int = 0, count: int = columns):
         # Zero, which the compiler must not know: it would compute the operands' addresses once and keep, or spill,
         # them.
-        zero = lax.shift_right_logical(at, jnp.int32(30))
-        plgpu.wgmma(acc, u_smem.at[zero, own], l_smem.at[zero, pl.ds(first, count)].transpose((1, 0)))
+        zero = lax.shift_right_logical(cursor, jnp.int32(30))
+        plgpu.wgmma(acc, u_smem.at[zero, own_rows], l_smem.at[zero, pl.ds(first, count)].transpose((1, 0)))
 
-    def pass_on(first, steps, at):
+    def pass_on(first, steps, cursor):
         """Frees the slots of a tile's steps without multiplying, for a warpgroup whose rows are all empty."""
 
-        def one(number, _):
-            plgpu.barrier_wait(full.at[slot_of(at + number)])
-            plgpu.barrier_arrive(free.at[slot_of(at + number)])
+        def free_slot(number, _):
+            plgpu.barrier_wait(full.at[slot_of(cursor + number)])
+            plgpu.barrier_arrive(free.at[slot_of(cursor + number)])
 
         if grouped:
-            lax.fori_loop(first, steps, one, None)
+            lax.fori_loop(first, steps, free_slot, None)
 
-    def by_rows(row, column, at, tile, steps, multiplied):
+    def by_rows(row, column, cursor, tile, steps, multiplied):
         """Yields (first column, float32[64, 64]) of this warpgroup's rows."""
 
         def accumulate(acc):
-            def step(number, at):
-                slot = slot_of(at)
+            def step(number, cursor):
+                slot = slot_of(cursor)
                 plgpu.barrier_wait(full.at[slot])
-                plgpu.wgmma(acc, x_smem.at[slot, own], w_smem.at[slot].transpose((1, 0)))
+                plgpu.wgmma(acc, x_smem.at[slot, own_rows], w_smem.at[slot].transpose((1, 0)))
                 plgpu.wgmma_wait(1)  # the previous product is done
-                pl.when(number > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(at - 1)]))
-                return at + 1
+                pl.when(number > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(cursor - 1)]))
+                return cursor + 1
 
             if rank:
                 plgpu.barrier_wait(extra_full)
-                adapter(acc, at)
+                adapter(acc, cursor)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(extra_free)
-            lax.fori_loop(0, multiplied, step, at)
+            lax.fori_loop(0, multiplied, step, cursor)
             plgpu.wgmma_wait(0)
             return acc[...]
 
         total = pl.run_scoped(accumulate, plgpu.ACC((_OWN, columns), jnp.float32))
-        pl.when(multiplied > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(at + steps - 1)]))
-        pass_on(multiplied, steps, at)
+        pl.when(multiplied > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(cursor + steps - 1)]))
+        pass_on(multiplied, steps, cursor)
         x_scale = plgpu.load(x_scale_ref.at[pl.ds(row + wg * _OWN, _OWN)], layout=by_row, optimized=False)
         for first in range(0, columns, _STORED):
-            part = lax.slice(total, (0, first), (_OWN, first + _STORED))
+            stripe = lax.slice(total, (0, first), (_OWN, first + _STORED))
             weight_scales = w_scale_ref.at[expert_of(tile), pl.ds(column + first, _STORED)]
             w_scale = plgpu.load(weight_scales, layout=by_column, optimized=False)
-            yield first, part * of_rows(x_scale, _STORED) * lax.broadcast_in_dim(w_scale, part.shape, [1])
+            yield first, stripe * of_rows(x_scale, _STORED) * lax.broadcast_in_dim(w_scale, stripe.shape, [1])
 
-    def by_blocks(row, column, at, tile, steps, multiplied):
+    def by_blocks(row, column, cursor, tile, steps, multiplied):
         halves = columns // STEP
         block = lax.div(column, jnp.int32(STEP))
 
@@ -237,50 +237,50 @@ def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: 
             return pl.run_scoped(run, plgpu.ACC((_OWN, STEP), jnp.float32))
 
         def step(number, state):
-            at, (x_scale, w_scales), sums = state
+            cursor, (x_scale, w_scales), sums = state
             following = scales(number + 1)
-            slot = slot_of(at)
+            slot = slot_of(cursor)
             plgpu.barrier_wait(full.at[slot])
 
             def multiply(acc, half):
                 side = w_smem.at[slot, pl.ds(half * STEP, STEP)]
-                plgpu.wgmma(acc, x_smem.at[slot, own], side.transpose((1, 0)))
+                plgpu.wgmma(acc, x_smem.at[slot, own_rows], side.transpose((1, 0)))
 
             added = []
             for half in range(halves):
-                part = product(functools.partial(multiply, half=half))
-                added.append(sums[half] + part * of_rows(x_scale * w_scales[half], STEP))
+                partial_sum = product(functools.partial(multiply, half=half))
+                added.append(sums[half] + partial_sum * of_rows(x_scale * w_scales[half], STEP))
             plgpu.barrier_arrive(free.at[slot])
-            return at + 1, following, added
+            return cursor + 1, following, added
 
         zeros = [plgpu.layout_cast(jnp.zeros((_OWN, STEP), jnp.float32), plgpu.Layout.WGMMA) for _ in range(halves)]
-        _, _, sums = lax.fori_loop(0, multiplied, step, (at, scales(jnp.int32(0)), zeros))
-        pass_on(multiplied, steps, at)
+        _, _, sums = lax.fori_loop(0, multiplied, step, (cursor, scales(jnp.int32(0)), zeros))
+        pass_on(multiplied, steps, cursor)
         if rank:
             plgpu.barrier_wait(extra_full)
             for half in range(halves):
-                sums[half] += product(functools.partial(adapter, at=at, first=half * STEP, count=STEP))
+                sums[half] += product(functools.partial(adapter, cursor=cursor, first=half * STEP, count=STEP))
             plgpu.barrier_arrive(extra_free)
         for first in range(0, columns, _STORED):
-            half, within = divmod(first, STEP)
-            yield first, lax.slice(sums[half], (0, within), (_OWN, within + _STORED))
+            half, offset = divmod(first, STEP)
+            yield first, lax.slice(sums[half], (0, offset), (_OWN, offset + _STORED))
 
     def compute():
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
         def item(index, state):
-            at, *tile = state
+            cursor, *tile = state
             following, steps = tile_of(index + 1), steps_of(tile)
             row, column = corner(index)
             rows = pl.ds(row + wg * _OWN, _OWN)
-            parts = (by_blocks if in_blocks else by_rows)(row, column, at, tile, steps, steps_of(tile, wg * _OWN))
-            for number, (first, part) in enumerate(parts):
+            stripes = (by_blocks if in_blocks else by_rows)(row, column, cursor, tile, steps, steps_of(tile, wg * _OWN))
+            for number, (first, stripe) in enumerate(stripes):
                 stored = out_smem.at[wg, number % 2]
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last has been read
-                stored[...] = part.astype(out_ref.dtype)
+                stored[...] = stripe.astype(out_ref.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(stored, out_ref.at[rows, pl.ds(column + first, _STORED)])
-            return at + steps, *following
+            return cursor + steps, *following
 
         lax.fori_loop(0, mine, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
         plgpu.wait_smem_to_gmem(0)
@@ -312,10 +312,10 @@ def product(
     rank = extra[0].shape[1] if extra is not None else 0
     blocks = blocks_for(width, columns, rank, in_blocks)
     programs = persistent.cores()
-    kept = []
+    adapter_scratch = []
     if extra is not None:
         kind = extra[0].dtype
-        kept = [
+        adapter_scratch = [
             _smem((1, ROWS, rank), kind, 2 * rank),
             _smem((1, blocks.columns, rank), kind, 2 * rank),
             plgpu.Barrier(num_arrivals=2),
@@ -344,6 +344,6 @@ def product(
             _smem((_WARPGROUPS, 2, _OWN, _STORED), dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
-            *kept,
+            *adapter_scratch,
         ],
     )(x, *sides, x_scale, w_scale, *(tiles or ()), *(extra or ()))

@@ -47,7 +47,7 @@ def normed_to_fp8_kernel(
       WIDTH: a power of two of at least 16 and RANK, or 0.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    there = rows < ROWS
+    real_rows = rows < ROWS
     numbers = tl.arange(0, COLUMNS)[None, :]
     columns = tl.broadcast_to(numbers, [BLOCK, COLUMNS])  # factors are loaded in the layout of the rows
     ranks = tl.arange(0, max(WIDTH, 1))
@@ -55,14 +55,14 @@ def normed_to_fp8_kernel(
     squares = tl.zeros([BLOCK, COLUMNS // 8], tl.float32)
     most = tl.zeros([BLOCK, COLUMNS // 8], tl.float32)
     sums = tl.zeros([BLOCK, max(WIDTH, 1)], tl.float32)
-    kept = ()  # the scales of blocks, of which each of these threads has some
+    block_scales = ()  # the scales of blocks, of which each of these threads has some
     if BLOCKS:
         for _index in tl.static_range((SIZE // 128 + 15) // 16):
-            kept = kept + (tl.zeros([BLOCK, 16], tl.float32),)
+            block_scales = block_scales + (tl.zeros([BLOCK, 16], tl.float32),)
     for start in range(0, SIZE, COLUMNS):
-        places = rows * SIZE + (start + numbers)
+        offsets = rows * SIZE + (start + numbers)
         factor = tl.load(factors + start + columns)
-        number = tl.load(x + places, mask=there, other=0.0)
+        number = tl.load(x + offsets, mask=real_rows, other=0.0)
         if WIDTH > 0:
             side = tl.load(a + ranks[:, None] * SIZE + (start + numbers), mask=(ranks < RANK)[:, None], other=0.0)
             sums = tl.dot(number, tl.trans(side), sums)
@@ -72,36 +72,38 @@ def normed_to_fp8_kernel(
         largest = tl.reduce(_by_eight(tl.abs(wide), BLOCK, COLUMNS), 2, larger)
         if BLOCKS:
             scale = scale_of(tl.reduce(largest, 1, larger, keep_dims=True))
-            filled = ()
-            for index in tl.static_range(len(kept)):
-                filled = filled + (tl.where(lanes == start // 128 - 16 * index, scale, kept[index]),)
-            kept = filled
+            updated_scales = ()
+            for index in tl.static_range(len(block_scales)):
+                updated_scales = updated_scales + (
+                    tl.where(lanes == start // 128 - 16 * index, scale, block_scales[index]),
+                )
+            block_scales = updated_scales
             # As many codes a thread as it has numbers of x, which it would read in halves of sectors otherwise.
-            target = codes + tl.max_contiguous(places, [1, 8])
-            tl.store(target, (wide * inverse_of(scale)).to(codes.dtype.element_ty), mask=there)
+            target = codes + tl.max_contiguous(offsets, [1, 8])
+            tl.store(target, (wide * inverse_of(scale)).to(codes.dtype.element_ty), mask=real_rows)
         else:
             most = larger(most, largest)
         if WIDTH > 0:
             sums = computed(sums)
     inverse = tl.rsqrt(tl.sum(squares, 1) * (1.0 / SIZE) + EPS)[:, None]
-    tl.store(inverses + rows, inverse, mask=there)
+    tl.store(inverses + rows, inverse, mask=real_rows)
     if WIDTH > 0:
-        found = (sums * inverse).to(inner.dtype.element_ty)
-        tl.store(inner + rows * RANK + ranks[None, :], found, mask=there & (ranks < RANK)[None, :])
+        product = (sums * inverse).to(inner.dtype.element_ty)
+        tl.store(inner + rows * RANK + ranks[None, :], product, mask=real_rows & (ranks < RANK)[None, :])
     if BLOCKS:
-        for index in tl.static_range(len(kept)):
+        for index in tl.static_range(len(block_scales)):
             block = 16 * index + lanes
-            mask = there & (block < SIZE // 128)
-            tl.store(scales + block * ROWS + rows, _at_least(kept[index] * inverse), mask=mask)
+            mask = real_rows & (block < SIZE // 128)
+            tl.store(scales + block * ROWS + rows, _at_least(block_scales[index] * inverse), mask=mask)
     else:
         scale = scale_of(tl.reduce(most, 1, larger, keep_dims=True))
-        tl.store(scales + rows, _at_least(scale * inverse), mask=there)
-        by = inverse_of(scale)
-        following = tl.load(x + rows * SIZE + (SIZE - COLUMNS + numbers), mask=there, other=0.0)
+        tl.store(scales + rows, _at_least(scale * inverse), mask=real_rows)
+        inverse_scale = inverse_of(scale)
+        following = tl.load(x + rows * SIZE + (SIZE - COLUMNS + numbers), mask=real_rows, other=0.0)
         for back in range(0, SIZE, COLUMNS):
             start = SIZE - COLUMNS - back
-            number, places = following, rows * SIZE + (start + numbers)
-            following = tl.load(x + places - COLUMNS, mask=there & (numbers < start), other=0.0)
+            number, offsets = following, rows * SIZE + (start + numbers)
+            following = tl.load(x + offsets - COLUMNS, mask=real_rows & (numbers < start), other=0.0)
             wide = number.to(tl.float32) * tl.load(factors + start + columns).to(tl.float32)
-            target = codes + tl.max_contiguous(places, [1, 8])
-            tl.store(target, (wide * by).to(codes.dtype.element_ty), mask=there)
+            target = codes + tl.max_contiguous(offsets, [1, 8])
+            tl.store(target, (wide * inverse_scale).to(codes.dtype.element_ty), mask=real_rows)

@@ -38,8 +38,8 @@ def by_blocks(codes, scale, side, side_scale, dtype):
     of_columns = jnp.repeat(side_scale, BLOCK, axis=0)[:columns]
 
     def add(number, total):
-        x, w = (jax.lax.dynamic_slice_in_dim(each, number * BLOCK, BLOCK, axis=1) for each in (codes, side))
-        ours, side_scales = (jax.lax.dynamic_index_in_dim(each, number, 1, False) for each in (scale, of_columns))
+        x, w = (jax.lax.dynamic_slice_in_dim(array, number * BLOCK, BLOCK, axis=1) for array in (codes, side))
+        ours, side_scales = (jax.lax.dynamic_index_in_dim(array, number, 1, False) for array in (scale, of_columns))
         return total + _dot(x, w, jnp.float32) * ours[:, None] * side_scales
 
     total = jnp.zeros((codes.shape[0], columns), jnp.float32)

@@ -98,8 +98,8 @@ def by_rounding_kernel(
     def refusal():
         return fp8_rounding.refusal(widths, dtype, blocks) or _first_rounding(dtype, blocks)
 
-    wanted = "reference" if implementation == "reference" or rows < _LEAST_ROWS else None
-    return dispatch.choose("to_fp8", {"triton": refusal, "reference": lambda: None}, wanted) == "triton"
+    requested = "reference" if implementation == "reference" or rows < _LEAST_ROWS else None
+    return dispatch.choose("to_fp8", {"triton": refusal, "reference": lambda: None}, requested) == "triton"
 
 
 def _rounded_by_kernel(arrays, factors, blocks: bool) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +144,7 @@ def gated_gradients(
       adapters: of gate and up (low-rank input [n, r], B float[k, r]); None if the gradients themselves are needed.
     """
     inners, bs = zip(*adapters, strict=True) if adapters is not None else ((), ())
-    rank, op = max(part.shape[1] for part in (dinner, *inners)), "gated_gradients_to_fp8"
+    rank, op = max(array.shape[1] for array in (dinner, *inners)), "gated_gradients_to_fp8"
     blocks = blocks and adapters is not None
     if _rounds_gated(op, _first_gradients, gate, rank, activation, blocks, implementation):
         coded, products, da, dbs = thin.rounded_gradients(gate, up, dgated, dinner, inners, bs, activation)
@@ -249,8 +249,8 @@ def backward(
         coded = side_by_side(douts, None, blocks, implementation) if coded is None else coded
         scales = jnp.concatenate([weight.scales for weight in weights]).astype(jnp.float32).T
     else:
-        each = [jnp.broadcast_to(w.scales.astype(jnp.float32).reshape(-1), w.shape[:1]) for w in weights]
-        coded, scales = side_by_side(douts, jnp.concatenate(each), blocks, implementation), None
+        row_scales = [jnp.broadcast_to(w.scales.astype(jnp.float32).reshape(-1), w.shape[:1]) for w in weights]
+        coded, scales = side_by_side(douts, jnp.concatenate(row_scales), blocks, implementation), None
     return multiply(coded, _sides(weights, blocks), scales, more, dtype, blocks, implementation)
 
 
@@ -314,12 +314,12 @@ def _with_wide_adapter(codes, scale, u, add, sides, side_scale, dtype, blocks, n
     """`by_kernel` for an adapter of any rank: the kernel takes the first 64 columns of u and add, and XLA the others.
     Several adapters that share x have as many in the backward.
     """
-    most, rest = fp8_mosaic.RANKS[-1], None
+    most, excess = fp8_mosaic.RANKS[-1], None
     if u is not None and u.shape[1] > most:
-        rest = u[:, most:], add[:, most:]
+        excess = u[:, most:], add[:, most:]
         u, add = u[:, :most], add[:, :most]
     out = by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name)
-    return out if rest is None else out + _thin(*rest)
+    return out if excess is None else out + _thin(*excess)
 
 
 def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
@@ -347,38 +347,40 @@ def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str,
         side_scale = jnp.where(side_scale == 0, _NO_SCALE, side_scale)
     extra = None
     if u is not None:
-        wanted = fp8_mosaic.filled_rank(add.shape[-1])
-        u = u[:, :wanted]
+        padded_rank = fp8_mosaic.filled_rank(add.shape[-1])
+        u = u[:, :padded_rank]
         if not blocks:  # the adapter's product is scaled with the rest at the end
             u, add = u.astype(jnp.float32) / scale[:, None], add.astype(jnp.float32) / side_scale[..., None]
 
         def filled(array):
-            return jnp.pad(array.astype(jnp.bfloat16), [(0, 0)] * (array.ndim - 1) + [(0, wanted - array.shape[-1])])
+            return jnp.pad(
+                array.astype(jnp.bfloat16), [(0, 0)] * (array.ndim - 1) + [(0, padded_rank - array.shape[-1])]
+            )
 
         extra = filled(u), filled(add)
     side = sides if name == "mosaic" else sides[0]
     return _KERNELS[name](codes, side, scale, side_scale, extra, tiles, dtype=dtype, in_blocks=blocks)
 
 
-def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
+def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> str | None:
     """Compares kernel `name` with an exact product; the last tile's rows overlap those before. whole: whether 128
     divides the summed axis; otherwise the kernel has another swizzle.
     """
-    filled, width = fp8_mosaic.filled_rank(rank) if rank else 0, 1024 if whole else 960
+    padded_rank, width = fp8_mosaic.filled_rank(rank) if rank else 0, 1024 if whole_steps else 960
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
         x, weight = (jax.random.normal(key, shape) for key, shape in zip(keys, ((296, width), (512, width))))
         u = add = None
-        if filled:
-            u, add = (jax.random.normal(key, (n, filled), dtype) * 8 for key, n in zip(keys[2:], (296, 512)))
+        if padded_rank:
+            u, add = (jax.random.normal(key, (n, padded_rank), dtype) * 8 for key, n in zip(keys[2:], (296, 512)))
         stored, (codes, scale) = FP8.encode(weight, TILE if blocks else ROW), rounded(x, blocks)
         side_scale = stored.scales if blocks else stored.scales[:, 0]
         run = jax.jit(by_kernel, static_argnums=(6, 7, 8))
         cases = [[stored.codes]]
-        if whole and name == "mosaic":
+        if whole_steps and name == "mosaic":
             cases.append([stored.codes[:, :256], stored.codes[:, 256:]])
-        got = [run(codes, scale, u, add, sides, side_scale, dtype, blocks, name) for sides in cases]
+        results = [run(codes, scale, u, add, sides, side_scale, dtype, blocks, name) for sides in cases]
 
         def exact(codes, scale, stored, u, add):
             wide = codes.astype(jnp.float32) * (jnp.repeat(scale, BLOCK, axis=1) if blocks else scale)
@@ -388,9 +390,9 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
                     want += u.astype(jnp.float32) @ add.astype(jnp.float32).T
             return want
 
-        return got, [dispatch.exactly(exact)(codes, scale, stored, u, add)] * len(got)
+        return results, [dispatch.exactly(exact)(codes, scale, stored, u, add)] * len(results)
 
-    call = f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {filled} columns of an adapter, K of {width}"
+    call = f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {padded_rank} columns of an adapter, K of {width}"
     return dispatch.first_use("fp8_matmul", name, call, compare)
 
 
@@ -400,18 +402,18 @@ def _first_rounding(dtype, blocks: bool) -> str | None:
     """
 
     def compare():
-        got, wanted = [], []
-        for total, parts in ((1544, 1), (6144, 3), *(() if blocks else ((11264, 1), (20480, 2), (40960, 2)))):
+        results, expected = [], []
+        for total, splits in ((1544, 1), (6144, 3), *(() if blocks else ((11264, 1), (20480, 2), (40960, 2)))):
             x = jax.random.normal(jax.random.key(0), (333, total), dtype)
             factors = None if blocks else jax.random.uniform(jax.random.key(1), (total,), jnp.float32, 0.5, 2.0)
-            arrays = tuple(jnp.split(x, parts, axis=1))
+            arrays = tuple(jnp.split(x, splits, axis=1))
             codes, scales = jax.jit(_rounded_by_kernel, static_argnums=2)(arrays, factors, blocks)
             want, of_rows = rounded(x if factors is None else x.astype(jnp.float32) * factors, blocks)
-            for result, (all_codes, all_scales) in ((got, (codes, scales)), (wanted, (want, of_rows))):
+            for result, (all_codes, all_scales) in ((results, (codes, scales)), (expected, (want, of_rows))):
                 if blocks:
                     all_scales = jnp.repeat(all_scales, BLOCK, axis=1)[:, :total]
                 result.append(all_codes[:, :total].astype(jnp.float32) * all_scales)
-        return got, wanted
+        return results, expected
 
     kind = f"{jnp.dtype(dtype)}, {'blocks' if blocks else 'rows'}"
     return dispatch.first_use("to_fp8", "triton", kind, compare)
@@ -436,7 +438,7 @@ def _first_gated(dtype, width: int, activation: str) -> str | None:
         a = jax.random.normal(keys[2], (width, 1352)).astype(dtype)
 
         def exact(gate, up, a):
-            gate, up, a = (each.astype(jnp.float32) for each in (gate, up, a))
+            gate, up, a = (array.astype(jnp.float32) for array in (gate, up, a))
             x, inner = reference.gated_thin(gate, up, a, activation)
             return x.astype(dtype), inner
 
@@ -444,8 +446,8 @@ def _first_gated(dtype, width: int, activation: str) -> str | None:
             return thin_triton.gated_thin(gate, up, a, activation, "e4m3")
 
         codes, scales, inner = jax.jit(by_kernel)(gate, up, a)
-        x, wanted = dispatch.exactly(exact)(gate, up, a)
-        return (_decoded(codes, scales), inner), (_decoded(*_rounded_alone(x)), wanted)
+        x, expected = dispatch.exactly(exact)(gate, up, a)
+        return (_decoded(codes, scales), inner), (_decoded(*_rounded_alone(x)), expected)
 
     return dispatch.first_use("gated_to_fp8", "triton", f"{dtype}, {width} columns, {activation}", compare)
 
@@ -462,7 +464,7 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
         bs = [jax.random.normal(key, (1352, width)).astype(dtype) for key in keys[6:]]
 
         def exact(gradients, inners, bs):
-            gradients, inners, bs = jax.tree.map(lambda each: each.astype(jnp.float32), (gradients, inners, bs))
+            gradients, inners, bs = jax.tree.map(lambda array: array.astype(jnp.float32), (gradients, inners, bs))
             thins = [reference.thin_product(*pair, (1, 0), jnp.float32) for pair in zip(gradients, bs, strict=True)]
             dbs = [reference.thin_product(*pair, (0, 0), jnp.float32) for pair in zip(gradients, inners, strict=True)]
             return jnp.concatenate(thins, axis=1), dbs
@@ -471,11 +473,11 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
         *gradients, da = jax.jit(apart)(gate, up, dgated, dinner)
         shape = thin_triton.rounded_tile()._replace(programs=0)  # one program for all rows, which reads tiles ahead
         run = functools.partial(thin_triton.rounded_gradients, activation=activation, shape=shape)
-        coded, *found = jax.jit(run)(gate, up, dgated, dinner, inners, bs)
+        coded, *kernel_products = jax.jit(run)(gate, up, dgated, dinner, inners, bs)
         products, dbs = dispatch.exactly(exact)(gradients, inners, bs)
-        wide = jnp.concatenate([whole_blocks(each, 1) for each in gradients], axis=1)
+        wide = jnp.concatenate([whole_blocks(array, 1) for array in gradients], axis=1)
         want = products, da, *dbs, _decoded(*_rounded_alone(wide))
-        return [*jax.tree.leaves(found), _decoded(*coded)], want
+        return [*jax.tree.leaves(kernel_products), _decoded(*coded)], want
 
     kind = f"{dtype}, {width} columns, {activation}"
     return dispatch.first_use("gated_gradients_to_fp8", "triton", kind, compare)
@@ -499,10 +501,10 @@ def _first_normed(width: int, blocks: bool) -> str | None:
             wide = normed(x.astype(jnp.float32), weight, 1e-6, 0.0, True)
             return wide, inverse_rms(x, 1e-6), None if a is None else _thin(wide, a)
 
-        got = jax.jit(fp8_normed.normed, static_argnums=(3, 4))(x, weight, a, 1e-6, blocks)
+        results = jax.jit(fp8_normed.normed, static_argnums=(3, 4))(x, weight, a, 1e-6, blocks)
         wide, of_rows, inner = dispatch.exactly(exact)(x, weight, a)
         # Not in one program: XLA leaves out a conversion to e4m3 that is followed by one back to float32.
-        return decoded(*got), decoded(*rounded(wide, blocks), of_rows, inner)
+        return decoded(*results), decoded(*rounded(wide, blocks), of_rows, inner)
 
     call = f"{width} columns, {'blocks' if blocks else 'rows'}"
     return dispatch.first_use("normed_to_fp8", "triton", call, compare)

@@ -84,16 +84,16 @@ def rounded(
     widths = tuple(array.shape[1] for array in arrays)
     rows = len(arrays[0]) if tokens is None else len(tokens)
     nothing = arrays[0]  # what a kernel gets instead of an array that it does not read
-    given = [*arrays, *[nothing] * (_ARRAYS - len(arrays))]
+    kernel_arrays = [*arrays, *[nothing] * (_ARRAYS - len(arrays))]
     constants = dict(ROWS=rows, SOURCES=len(arrays[0]), WIDTHS=widths, GATHERED=int(tokens is not None))
     tokens = nothing if tokens is None else tokens
     if blocks:
-        return _by_blocks([*given, tokens], rows, widths, constants)
+        return _by_blocks([*kernel_arrays, tokens], rows, widths, constants)
     grouped = experts is not None and factors is not None
     constants |= dict(SCALED=int(factors is not None), GROUPED=int(grouped))
     constants |= dict(EXPERTS=factors.shape[0] if factors is not None and grouped else 1, TILE_ROWS=_TILE_ROWS)
-    others = [nothing if factors is None else factors, experts if grouped else nothing, tokens]
-    return _by_rows([*given, *others], rows, widths, constants)
+    optional_arrays = [nothing if factors is None else factors, experts if grouped else nothing, tokens]
+    return _by_rows([*kernel_arrays, *optional_arrays], rows, widths, constants)
 
 
 def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) -> tuple:
@@ -124,19 +124,19 @@ def _by_blocks(arrays: list, rows: int, widths: tuple[int, ...], constants: dict
     from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
 
     shape = tile(sum(widths), False, True)
-    filled = [-(-width // BLOCK) for width in widths]  # in blocks
+    block_counts = [-(-width // BLOCK) for width in widths]  # in blocks
     codes, scales = compat.triton_call(
         kernels.to_fp8_blocks_kernel,
         arrays,
         [
-            jax.ShapeDtypeStruct((rows, sum(filled) * BLOCK), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((sum(filled), rows), jnp.float32),
+            jax.ShapeDtypeStruct((rows, sum(block_counts) * BLOCK), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((sum(block_counts), rows), jnp.float32),
         ],
-        (sum(-(-rows * count // (shape.rows * shape.steps)) for count in filled),),
+        (sum(-(-rows * count // (shape.rows * shape.steps)) for count in block_counts),),
         warps=shape.warps,
         stages=1,
-        PLACES=tuple(BLOCK * sum(filled[:index]) for index in range(len(widths))),
-        TOTAL=sum(filled) * BLOCK,
+        PLACES=tuple(BLOCK * sum(block_counts[:index]) for index in range(len(widths))),
+        TOTAL=sum(block_counts) * BLOCK,
         BLOCK=shape.rows,
         STEPS=shape.steps,
         **constants,

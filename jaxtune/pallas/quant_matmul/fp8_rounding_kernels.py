@@ -32,21 +32,21 @@ def _code(number, scale, codes):
 
 
 @triton.jit
-def _mask(there, numbers, ROOM: tl.constexpr, WIDTH: tl.constexpr):
+def _mask(exists, numbers, ROOM: tl.constexpr, WIDTH: tl.constexpr):
     """Which numbers of a piece of WIDTH columns exist, if the array has ROOM more columns."""
     if ROOM < WIDTH:
-        there = there & (numbers < ROOM)
-    return there
+        exists = exists & (numbers < ROOM)
+    return exists
 
 
 @triton.jit
-def _read(arrays, sources, there, WIDTHS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+def _read(arrays, sources, exists, WIDTHS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
     numbers = tl.arange(0, WIDTH)[None, :]
     pieces = ()
     for index in tl.static_range(len(PIECES)):
-        places = arrays[PIECES[index][0]] + sources * WIDTHS[PIECES[index][0]] + (PIECES[index][1] + numbers)
-        mask = _mask(there, numbers, PIECES[index][3], WIDTH)
-        pieces = pieces + (tl.load(places, mask=mask, other=0.0),)
+        offsets = arrays[PIECES[index][0]] + sources * WIDTHS[PIECES[index][0]] + (PIECES[index][1] + numbers)
+        mask = _mask(exists, numbers, PIECES[index][3], WIDTH)
+        pieces = pieces + (tl.load(offsets, mask=mask, other=0.0),)
     return pieces
 
 
@@ -93,21 +93,21 @@ def to_fp8_rows_kernel(
     if GROUPED:
         expert = tl.minimum(tl.load(experts + start // TILE_ROWS), EXPERTS - 1)
     rows = start + tl.arange(0, BLOCK)[:, None]
-    sources, there = _sources(rows, tokens, ROWS, SOURCES, GATHERED)
-    following = _read(arrays, sources, there, WIDTHS, PIECES, WIDTH)
+    sources, exists = _sources(rows, tokens, ROWS, SOURCES, GATHERED)
+    following = _read(arrays, sources, exists, WIDTHS, PIECES, WIDTH)
     for step in range(STEPS):
         pieces = following
         if STEPS > 1:
-            sources, there = _sources(rows + BLOCK, tokens, ROWS, SOURCES, GATHERED)
-            following = _read(arrays, sources, there & (step + 1 < STEPS), WIDTHS, PIECES, WIDTH)
+            sources, exists = _sources(rows + BLOCK, tokens, ROWS, SOURCES, GATHERED)
+            following = _read(arrays, sources, exists & (step + 1 < STEPS), WIDTHS, PIECES, WIDTH)
         wide = ()
         largest = tl.zeros([BLOCK, WIDTH], tl.float32)
         for index in tl.static_range(len(PIECES)):
             number = tl.cast(pieces[index], tl.float32)
             if SCALED:
-                places = factors + expert * TOTAL + (PIECES[index][2] + columns)
+                offsets = factors + expert * TOTAL + (PIECES[index][2] + columns)
                 mask = _mask(columns >= 0, columns, PIECES[index][3], WIDTH)
-                number *= tl.load(places, mask=mask, other=0.0, eviction_policy="evict_last")
+                number *= tl.load(offsets, mask=mask, other=0.0, eviction_policy="evict_last")
             wide = wide + (number,)
             largest = tl.maximum(largest, tl.abs(number), propagate_nan=tl.PropagateNan.ALL)
         scale = _scale_of(largest)
@@ -142,11 +142,11 @@ def _round_blocks(
     for step in tl.static_range(STEPS):
         block = first + step * BLOCK + tl.arange(0, BLOCK)[:, None]
         column = block % tl.cdiv(SIZE, 128) * 128
-        sources, there = _sources(block // tl.cdiv(SIZE, 128), tokens, ROWS, SOURCES, GATHERED)
+        sources, exists = _sources(block // tl.cdiv(SIZE, 128), tokens, ROWS, SOURCES, GATHERED)
         if SIZE % 128:
-            there = there & (column + numbers < SIZE)
-        places = array + sources * SIZE + column + numbers
-        pieces = pieces + (tl.load(places, mask=there, other=0.0),)
+            exists = exists & (column + numbers < SIZE)
+        offsets = array + sources * SIZE + column + numbers
+        pieces = pieces + (tl.load(offsets, mask=exists, other=0.0),)
     for step in tl.static_range(STEPS):
         block = first + step * BLOCK + tl.arange(0, BLOCK)[:, None]
         column, row = block % tl.cdiv(SIZE, 128) * 128, block // tl.cdiv(SIZE, 128)

@@ -21,13 +21,13 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
     item = tl.program_id(0)
     band = item // (BAND * COLUMN_TILES)
     height = tl.minimum(ROW_TILES - band * BAND, BAND)
-    within = item - band * (BAND * COLUMN_TILES)
-    column_tile = within // height
-    row_tile = band * BAND + within - column_tile * height
+    index_in_band = item - band * (BAND * COLUMN_TILES)
+    column_tile = index_in_band // height
+    row_tile = band * BAND + index_in_band - column_tile * height
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    there = rows < TOKENS
-    here = rows.to(tl.int64)
+    real_rows = rows < TOKENS
+    wide_rows = rows.to(tl.int64)
     steps = INNER // STEP
     if GROUPED:
         steps = tl.where(tl.load(tile_sizes + row_tile) > 0, steps, 0)
@@ -38,20 +38,22 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     along = tl.arange(0, STEP)
     for step in range(steps):
-        left = tl.load(x + here[:, None] * INNER + (step * STEP + along)[None, :], mask=there[:, None], other=0.0)
+        left = tl.load(
+            x + wide_rows[:, None] * INNER + (step * STEP + along)[None, :], mask=real_rows[:, None], other=0.0
+        )
         right = tl.load(w + columns[None, :] * INNER + (step * STEP + along)[:, None])
         if BLOCK:
-            ours = tl.load(x_scale + step * TOKENS + rows, mask=there, other=0.0)
+            ours = tl.load(x_scale + step * TOKENS + rows, mask=real_rows, other=0.0)
             weight_scale = tl.load(w_scale + (column_tile * COLUMNS // BLOCK) * (INNER // BLOCK) + step)
             total += tl.dot(left, right) * (ours * weight_scale)[:, None]
         else:
             total = tl.dot(left, right, total)
     if RANK:  # after the loop, because during it there are no registers for its operands
         rank = tl.arange(0, RANK)
-        thin = tl.load(u + here[:, None] * RANK + rank[None, :], mask=there[:, None], other=0.0)
+        thin = tl.load(u + wide_rows[:, None] * RANK + rank[None, :], mask=real_rows[:, None], other=0.0)
         total = tl.dot(thin, tl.load(side + columns[None, :] * RANK + rank[:, None]), total)
     if not BLOCK:
-        of_rows = tl.load(x_scale + rows, mask=there, other=0.0)
+        of_rows = tl.load(x_scale + rows, mask=real_rows, other=0.0)
         total *= of_rows[:, None] * tl.load(w_scale + columns)[None, :]
-    places = here[:, None] * OUTER + columns[None, :]
-    tl.store(out + places, total.to(out.dtype.element_ty), mask=there[:, None])
+    offsets = wide_rows[:, None] * OUTER + columns[None, :]
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=real_rows[:, None])

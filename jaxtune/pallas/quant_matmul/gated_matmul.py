@@ -57,46 +57,44 @@ def gated_matmul(
     check.choice("activation", activation, tuple(ACTIVATIONS))
     check.is_a("fp8", fp8, bool, "True or False")
     static = reference.Static((0,), (lora.scale,), *chosen([weight], gate.dtype, fp8, None))
-    flat = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
+    flat = (array.reshape(-1, array.shape[-1]) for array in (gate, up))
     run = functools.partial(_gated, activation, static, *flat, weight, (lora.a, lora.b), bias)
     out: jax.Array = low_rank.of_function(run)
     return out.reshape(*gate.shape[:-1], out.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated(activation: str, static: reference.Static, gate, up, weight, lora, bias, given):
-    """([tokens, out], the adapter's low-rank input [tokens, r]). given: that input from an earlier run; None: it is
-    computed.
-    """
+def _gated(activation: str, static: reference.Static, gate, up, weight, lora, bias, earlier_inner):
+    """([tokens, out], the adapter's low-rank input [tokens, r]), whose earlier value is earlier_inner, if not None."""
     product = product_of(weight) if static.as_stored else None
     if product is None:
-        if given is None:
+        if earlier_inner is None:
             x, inner = gated_thin(gate, up, lora[0], activation)
         else:
-            x, inner = ACTIVATIONS[activation](gate) * up, given
+            x, inner = ACTIVATIONS[activation](gate) * up, earlier_inner
         [out] = reference.outputs(x, (weight,), (lora,), (bias,), inner, static)
         return out, inner
     kind, [implementation] = product.kind(weight), static.as_stored
-    if given is None:
+    if earlier_inner is None:
         coded, inner = product.gated_operand(gate, up, lora[0], activation, kind, implementation)
     else:
-        coded, inner = product.operand(ACTIVATIONS[activation](gate) * up, kind, implementation), given
-    more = reference.scaled(inner, static.scales[0]), lora[1]
-    out = product.forward(coded, weight, more, gate.dtype, implementation)
+        coded, inner = product.operand(ACTIVATIONS[activation](gate) * up, kind, implementation), earlier_inner
+    adapter = reference.scaled(inner, static.scales[0]), lora[1]
+    out = product.forward(coded, weight, adapter, gate.dtype, implementation)
     return (out if bias is None else out + bias.astype(out.dtype)), inner
 
 
-def _gated_fwd(activation: str, static: reference.Static, gate, up, weight, lora, bias, given):
+def _gated_fwd(activation: str, static: reference.Static, gate, up, weight, lora, bias, earlier_inner):
     """Computes the low-rank input apart from the output: the stack's backward runs this rule and needs no output."""
-    if given is None:
-        given = thin_of_gated(gate, up, lora[0], activation)
-    results: tuple[jax.Array, jax.Array] = _gated(activation, static, gate, up, weight, lora, bias, given)
-    return results, (gate, up, weight, lora, bias, given)
+    if earlier_inner is None:
+        earlier_inner = thin_of_gated(gate, up, lora[0], activation)
+    results: tuple[jax.Array, jax.Array] = _gated(activation, static, gate, up, weight, lora, bias, earlier_inner)
+    return results, (gate, up, weight, lora, bias, earlier_inner)
 
 
 def _gated_bwd(activation: str, static: reference.Static, residuals, gradients):
-    found, _ = _second_half_backward(activation, static, residuals, gradients[0], None)
-    return *found, None
+    argument_gradients, _ = _second_half_backward(activation, static, residuals, gradients[0], None)
+    return *argument_gradients, None
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)
@@ -110,27 +108,27 @@ def _second_half_backward(activation: str, static: reference.Static, residuals, 
     a = lora[0]
     coded, dinner, [db] = reference.adapter_gradients((dout,), (weight,), (lora,), inner, static)
     dgated = reference.input_gradient((dout,), (weight,), (dinner, a.astype(gate.dtype)), gate.dtype, static, coded)
-    given, rounded = (gate, up, dgated, dinner, activation), None
+    activation_arguments, rounded = (gate, up, dgated, dinner, activation), None
     if first is None:
-        dgate, dup, da = gated_thin_backward(*given)
+        dgate, dup, da = gated_thin_backward(*activation_arguments)
     else:
-        (dgate, dup), da, rounded = _rounded_gradients(given, *first)
+        (dgate, dup), da, rounded = _rounded_gradients(activation_arguments, *first)
     dweight = reference.weight_gradient(dout, ACTIVATIONS[activation](gate) * up, weight)
     return (dgate, dup, dweight, (da.astype(a.dtype), db), reference.bias_gradient(dout, bias)), rounded
 
 
-def _rounded_gradients(given: tuple, static: reference.Static, weights, loras, biases, inner):
+def _rounded_gradients(activation_arguments: tuple, static: reference.Static, weights, loras, biases, inner):
     """((gradients of gate and up, or Nones), of the A of down in float32, None or the Rounded of the first two)."""
     product = product_of(weights[0])
     assert product is not None
     adapters = None
     if not any(bias is not None for bias in biases):  # a bias needs its output's gradient itself
-        parts = reference.adapter_inputs(loras, inner, static)
-        adapters = [(part, b) for part, (_, b) in zip(parts, loras, strict=True)]
-    gradients, da, found = product.gated_gradients(*given, adapters, product.kind(weights[0]))
-    if found is None:
+        thin_inputs = reference.adapter_inputs(loras, inner, static)
+        adapters = [(thin_input, b) for thin_input, (_, b) in zip(thin_inputs, loras, strict=True)]
+    gradients, da, kernel_results = product.gated_gradients(*activation_arguments, adapters, product.kind(weights[0]))
+    if kernel_results is None:
         return gradients, da, None
-    coded, products, dbs = found
+    coded, products, dbs = kernel_results
     dbs = [db.astype(b.dtype) for db, (_, b) in zip(dbs, loras, strict=True)]
     return gradients, da, reference.Rounded(coded, reference.scaled_parts(products, loras, static), dbs)
 
@@ -163,22 +161,22 @@ def gated_mlp(
     check.array("gate", gate, "... I", x.dtype)
     check.array("up", up, " ".join(map(str, gate.shape)), x.dtype)
     check.choice("activation", activation, tuple(ACTIVATIONS))
-    for name, given, what in (("weights", weights, "quantised weights"), ("loras", loras, "adapters")):
-        check.sequence(name, given, what, 3)
+    for name, sequence, description in (("weights", weights, "quantised weights"), ("loras", loras, "adapters")):
+        check.sequence(name, sequence, description, 3)
     if any(lora.row_scale is not None for lora in loras) or not joins(*weights[:2]):
-        what = "weights of gate and up must be in FP8 with scales of 128 x 128, and loras without row_scale"
-        raise ValueError(f"gated_mlp: {what}: use quant_matmul and gated_matmul")
+        description = "weights of gate and up must be in FP8 with scales of 128 x 128, and loras without row_scale"
+        raise ValueError(f"gated_mlp: {description}: use quant_matmul and gated_matmul")
     first, second = (
-        reference.Static(owners, tuple(lora.scale for lora in own), *chosen(of, x.dtype, True, None))
-        for owners, own, of in (((0, 1), loras[:2], weights[:2]), ((0,), loras[2:], weights[2:]))
+        reference.Static(owners, tuple(lora.scale for lora in group_loras), *chosen(group_weights, x.dtype, True, None))
+        for owners, group_loras, group_weights in (((0, 1), loras[:2], weights[:2]), ((0,), loras[2:], weights[2:]))
     )
     pairs = tuple((lora.a, lora.b) for lora in loras)
     source = low_rank.factors_of(x)
     source = None if source is None else source.flat()
-    x, *inputs = (each.reshape(-1, each.shape[-1]) for each in (x, gate, up))
+    x, *inputs = (array.reshape(-1, array.shape[-1]) for array in (x, gate, up))
     inner, source = reference.low_rank_input(x, source, pairs[:2])
-    others = tuple(weights), pairs, tuple(biases), inner
-    run = functools.partial(_mlp, activation, first, second, x, source, *inputs, *others)
+    parameters = tuple(weights), pairs, tuple(biases), inner
+    run = functools.partial(_mlp, activation, first, second, x, source, *inputs, *parameters)
     out: jax.Array = low_rank.of_function(run)
     return out.reshape(*gate.shape[:-1], out.shape[-1])
 
@@ -190,28 +188,30 @@ def joins(gate: jax.Array | Stored, up: jax.Array | Stored) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _mlp(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, given):
-    """`_gated` of gate and up. first, second: how the products of gate and up, and of down, are computed. inner, given:
-    low-rank inputs of gate and up; of down from an earlier run, or None.
+def _mlp(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, earlier_inner):
+    """`_gated` of gate and up. first, second: how the products of gate and up, and of down, are computed. inner:
+    low-rank inputs of gate and up; earlier_inner: of down, or None.
     """
-    return _gated(activation, second, gate, up, weights[2], loras[2], biases[2], given)
+    return _gated(activation, second, gate, up, weights[2], loras[2], biases[2], earlier_inner)
 
 
-def _mlp_fwd(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, given):
-    results, of_second = _gated_fwd(activation, second, gate, up, weights[2], loras[2], biases[2], given)
+def _mlp_fwd(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, earlier_inner):
+    results, of_second = _gated_fwd(activation, second, gate, up, weights[2], loras[2], biases[2], earlier_inner)
     return results, ((x, source, weights[:2], loras[:2], biases[:2], inner), of_second)
 
 
 def _mlp_bwd(activation: str, first, second, residuals, gradients):
-    (x, source, *others), of_second = residuals
+    (x, source, *product_residuals), of_second = residuals
     (dgate, dup, _, dlora, dbias), rounded = _second_half_backward(
-        activation, second, of_second, gradients[0], (first, *others)
+        activation, second, of_second, gradients[0], (first, *product_residuals)
     )
     # As between the segments of a layer: what follows is not computed earlier, and the adapter's gradients not later.
-    (x, source, *others), dgate, dup, rounded, dlora = optimization_barrier(
-        ((x, source, *others), dgate, dup, rounded, dlora)
+    (x, source, *product_residuals), dgate, dup, rounded, dlora = optimization_barrier(
+        ((x, source, *product_residuals), dgate, dup, rounded, dlora)
     )
-    dx, _, _, dloras, dbiases, _ = reference.products_backward(first, (x, source, *others), (dgate, dup), rounded)
+    dx, _, _, dloras, dbiases, _ = reference.products_backward(
+        first, (x, source, *product_residuals), (dgate, dup), rounded
+    )
     return dx, None, None, None, None, (*dloras, dlora), (*dbiases, dbias), None, None
 
 

@@ -77,23 +77,23 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
     least estimated time; of these up to three within 25 % of the best, and always the one without a cluster.
     """
 
-    def work(way: tuple[int, int]) -> float:
+    def work(division: tuple[int, int]) -> float:
         """The time of the busiest multiprocessor, in rows of the weight. Each round of programs after the first adds 15
         %, because memory is idle when it begins.
         """
-        splits, groups = way
+        splits, groups = division
         rounds = -(-(-(-rows // (16 * groups)) * splits) // programs)
         return rounds * 16 * groups / splits * (1 + 0.15 * (rounds - 1))
 
     best = [min(((splits, g) for g in range(8, 0, -1) if 16 * g <= rows), key=work) for splits in (1, 2, 4, 3)]
-    ways = [way for way in sorted(best, key=work) if work(way) <= 1.25 * min(map(work, best))][:3]
-    if best[0] not in ways:
-        ways = [*ways[:2], best[0]]  # the last one is without a cluster
-    found = []
-    for (warpgroups, lines), (splits, groups) in itertools.product(((4, 1), (2, 1), (2, 2)), ways):
+    divisions = [division for division in sorted(best, key=work) if work(division) <= 1.25 * min(map(work, best))][:3]
+    if best[0] not in divisions:
+        divisions = [*divisions[:2], best[0]]  # the last one is without a cluster
+    candidates = []
+    for (warpgroups, lines), (splits, groups) in itertools.product(((4, 1), (2, 1), (2, 2)), divisions):
         fitting = (Tile(groups, warpgroups, stages, splits, lines) for stages in (8, 7, 6, 5, 4, 3, 2))
-        found += [next((tile for tile in fitting if refusal(tile, rows, columns, tokens) is None), None)]
-    return [tile for tile in found if tile is not None]
+        candidates += [next((tile for tile in fitting if refusal(tile, rows, columns, tokens) is None), None)]
+    return [tile for tile in candidates if tile is not None]
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):
@@ -123,7 +123,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     refs: map, nested absmax and offset of a uint8 absmax; the output, [1, tokens, rows], or [splits, tokens, rows] if
     interpreted; shared memory and barriers.
     """
-    *nested_refs, out_ref, table_smem, aliased, scales_smem, full, done = refs
+    *nested_refs, out_ref, table_smem, aliased, scales_smem, full, finished = refs
     (codes_smem, x_smem), (partial_smem,) = aliased
     wg, split = lax.axis_index("wg"), lax.axis_index("split") if tile.splits > 1 else jnp.int32(0)
     tokens, lines = x_ref.shape[:2]
@@ -164,8 +164,8 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
         values = absmax_ref[pl.ds(first_row, rows)][:, block]
         if not nested_refs:
             return values, None
-        place = (first_row + jnp.arange(rows)[:, None]) * absmax_ref.shape[1] + block
-        return values, nested_refs[1][...][place // NESTED_BLOCK]
+        position = (first_row + jnp.arange(rows)[:, None]) * absmax_ref.shape[1] + block
+        return values, nested_refs[1][...][position // NESTED_BLOCK]
 
     def keep_scales(share):
         scales = scales_smem.at[wg]
@@ -182,9 +182,9 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
         block = (lax.rem(step, jnp.int32(steps_of_span)) * tile.lines + line) * 4
         if not interpreted:
             return line_lanes.line_product(acc, codes, x, scales, line, block, table_smem, _TRANSFORMS, dtype)
-        own = scales[pl.ds(block, 4), pl.ds(0, rows)].T
+        own_scales = scales[pl.ds(block, 4), pl.ds(0, rows)].T
         codes = codes[...].reshape(rows, tile.lines, LINE // 2)[:, line]
-        return acc + _written_out_sums(codes, x[...][:, line], own, pairs_ref[...], widths)
+        return acc + _written_out_sums(codes, x[...][:, line], own_scales, pairs_ref[...], widths)
 
     share = load_absmax(0)
     offset = nested_refs[2][0] if nested_refs else None
@@ -194,8 +194,8 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
         line_lanes.fill_columns(pairs_ref, table_smem, 0, warpgroups)
         if nested_refs:
             line_lanes.fill_columns(nested_refs[0], table_smem, 32, warpgroups)
-    plgpu.barrier_arrive(done)
-    plgpu.barrier_wait(done)
+    plgpu.barrier_arrive(finished)
+    plgpu.barrier_wait(finished)
 
     def one_span(span, state):
         acc, share = state
@@ -216,15 +216,15 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     size = 512 * tile.groups * widths
     acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), plgpu.Layout.WG_STRIDED((size,), 4))
     acc, _ = lax.fori_loop(0, lax.div(steps + (steps_of_span - 1), jnp.int32(steps_of_span)), one_span, (acc, share))
-    plgpu.barrier_arrive(done)  # the sums reuse the memory of the lines
-    plgpu.barrier_wait(done)
+    plgpu.barrier_arrive(finished)  # the sums reuse the memory of the lines
+    plgpu.barrier_wait(finished)
     if interpreted:
         partial = _written_out_partial(acc, tokens, tile.groups, widths)
         partial_smem[pl.ds(wg * _WARPS, _WARPS), :, pl.ds(0, rows)] = partial
     else:
         line_lanes.keep_line_sums(acc, partial_smem, wg * _WARPS)
-    plgpu.barrier_arrive(done)
-    plgpu.barrier_wait(done)
+    plgpu.barrier_arrive(finished)
+    plgpu.barrier_wait(finished)
     if not interpreted:
         line_lanes.store_line_sums(partial_smem, table_smem, out_ref, split, first_row, warpgroups, tile.splits)
     else:
@@ -250,18 +250,18 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
         plgpu.SMEM((*ring, tokens, tile.lines, LINE), x.dtype),
     )
     partial = (plgpu.SMEM((tile.warpgroups * _WARPS, tokens, tile.rows + 4), jnp.float32),)
-    # The interpreter has no clusters whose programs read each other's memory, so XLA adds the parts.
-    parts = tile.splits if interpret is not None else 1
+    # The interpreter has no clusters whose programs read each other's memory, so XLA adds the splits.
+    summed_splits = tile.splits if interpret is not None else 1
     programs = -(-rows // tile.rows)
-    if parts == tile.splits:
-        axes = dict(grid=(programs, parts), grid_names=("tile", "split"))
+    if summed_splits == tile.splits:
+        axes = dict(grid=(programs, summed_splits), grid_names=("tile", "split"))
     else:
         axes = dict(grid=(programs,), grid_names=("tile",), cluster=(tile.splits,), cluster_names=("split",))
     sums = kernel(
         functools.partial(_kernel, tile=tile, dtype=x.dtype),
         "small_matmul",
         interpret,
-        out_type=jax.ShapeDtypeStruct((parts, tokens, rows), x.dtype if parts == 1 else jnp.float32),
+        out_type=jax.ShapeDtypeStruct((summed_splits, tokens, rows), x.dtype if summed_splits == 1 else jnp.float32),
         **axes,
         num_threads=tile.warpgroups,
         thread_name="wg",
@@ -282,4 +282,4 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
         jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)),
         *nested,
     )
-    return sums[0] if parts == 1 else sums.sum(0).astype(x.dtype)
+    return sums[0] if summed_splits == 1 else sums.sum(0).astype(x.dtype)

@@ -108,10 +108,10 @@ def of_function[Result](run: Callable[[Made], tuple[Result, Made]]) -> Result:
     """
     results: list[Result] = []
 
-    def make(given: Made) -> Made:
-        result, made = run(given)
+    def make(earlier: Made) -> Made:
+        result, inner = run(earlier)
         results.append(result)
-        return made
+        return inner
 
     one(make)
     return results[0]

@@ -115,8 +115,8 @@ def _dequantize_kernel(*refs, chunks: Chunks, interpreted: bool):
     chunk].
     """
     *operands, out_ref = refs
-    at = lax.axis_index("chunk")
-    out_ref.at[at][...] = chunks.values(operands, at, chunks.load(operands, at), interpreted)
+    chunk = lax.axis_index("chunk")
+    out_ref.at[chunk][...] = chunks.values(operands, chunk, chunks.load(operands, chunk), interpreted)
 
 
 def dequantize(weight: Stored, dtype) -> jax.Array:
@@ -168,8 +168,8 @@ class _Plan:
         """The register layout of a chunk's codes, uint8[16 rows, chunk / 2]: each warp has `parts` times 64 bytes of
         every row, each lane 16 neighbouring bytes of every (8 / parts)-th row.
         """
-        rows, own = 8 // self.parts, 64 * self.parts
-        tiling = Tiling(((rows, 4 * own), (rows, own), (16,)))
+        rows, own_bytes = 8 // self.parts, 64 * self.parts
+        tiling = Tiling(((rows, 4 * own_bytes), (rows, own_bytes), (16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
@@ -184,25 +184,27 @@ def _plan(rows: int, columns: int, tokens: int) -> _Plan:
     return _Plan(1, 8, 2, 3 * 132) if tokens <= 8 else _Plan(1, 16, 2, 2 * 132)
 
 
-def _written_out_product(acc, codes, pairs, scales, x, parts):
-    """lanes.small_product in jnp, for the interpreter. acc: float32[64 parts, n]; codes: uint8[16, 256 parts]; x:
+def _written_out_product(acc, codes, pairs, scales, x, runs):
+    """lanes.small_product in jnp, for the interpreter. acc: float32[64 runs, n]; codes: uint8[16, 256 runs]; x:
     [tokens, columns].
     """
-    each = 8 // parts
-    tokens = acc.shape[1] // parts
-    values = pairs[codes.astype(jnp.int32)].astype(jnp.float32).reshape(parts, 2, each, 4, parts, 2, BLOCK)
-    x = jnp.pad(x.astype(jnp.float32), ((0, tokens - x.shape[0]), (0, 0))).reshape(-1, each, 4, parts, 2, BLOCK)
+    rows_per_group = 8 // runs
+    tokens = acc.shape[1] // runs
+    values = pairs[codes.astype(jnp.int32)].astype(jnp.float32).reshape(runs, 2, rows_per_group, 4, runs, 2, BLOCK)
+    x = jnp.pad(x.astype(jnp.float32), ((0, tokens - x.shape[0]), (0, 0))).reshape(
+        -1, rows_per_group, 4, runs, 2, BLOCK
+    )
     scales = scales.reshape(*values.shape[:-1])[..., None, None]
     blocks = jnp.einsum("siawhbk,etwhbk->siawhbet", values, x) * scales
-    part = jnp.einsum("siawhbet,hg->swiahegt", blocks, jnp.eye(parts))
-    return acc + part.reshape(acc.shape)
+    partial = jnp.einsum("siawhbet,hg->swiahegt", blocks, jnp.eye(runs))
+    return acc + partial.reshape(acc.shape)
 
 
-def _written_out_sums(partial, tokens, parts):
+def _written_out_sums(partial, tokens, runs):
     """lanes.store_sums in jnp, for the interpreter: float32[tokens, 16]."""
-    each = 8 // parts
-    sums = partial.reshape(partial.shape[0], parts, 4, 2, each, parts, -1, parts, each)
-    total = jnp.einsum("pswiahegt,hg->etsia", sums, jnp.eye(parts))
+    rows_per_group = 8 // runs
+    sums = partial.reshape(partial.shape[0], runs, 4, 2, rows_per_group, runs, -1, runs, rows_per_group)
+    total = jnp.einsum("pswiahegt,hg->etsia", sums, jnp.eye(runs))
     return total.reshape(-1, _ROWS)[:tokens]
 
 
@@ -214,7 +216,7 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
       pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
       refs: map, nested absmax and offset of a uint8 absmax; the output [tokens, rows]; shared memory and barriers.
     """
-    *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, done = refs
+    *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, finished = refs
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     programs = lax.axis_size("program")
     columns = x_ref.shape[1]
@@ -234,8 +236,8 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         values = absmax_ref[pl.ds(row_of(number), _ROWS)]
         if not nested_refs:
             return (values,)
-        place = (jnp.arange(_ROWS)[:, None] + row_of(number)) * blocks + jnp.arange(blocks)
-        return values, nested_refs[1][...][place // NESTED_BLOCK]
+        position = (jnp.arange(_ROWS)[:, None] + row_of(number)) * blocks + jnp.arange(blocks)
+        return values, nested_refs[1][...][position // NESTED_BLOCK]
 
     def keep_scales(share, scales):
         if not interpreted:
@@ -265,9 +267,9 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
     def multiply(step, scales, acc, codes):
         chunk = chunk_of(step)
         if interpreted:
-            own = scales[:, pl.ds(chunk * (chunk_size // BLOCK), chunk_size // BLOCK)]
+            own_scales = scales[:, pl.ds(chunk * (chunk_size // BLOCK), chunk_size // BLOCK)]
             x = x_ref[:, pl.ds(chunk * chunk_size, chunk_size)]
-            return _written_out_product(acc, codes, pairs_ref[...], own, x, plan.parts)
+            return _written_out_product(acc, codes, pairs_ref[...], own_scales, x, plan.parts)
         x = lanes.x_fragments(chunk, x_ref, plan.width, plan.parts)
         return lanes.small_product(acc, codes, x, chunk, pairs_smem, scales, (plgpu.Layout.WGMMA, plan.codes), dtype)
 
@@ -289,11 +291,11 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         acc = plgpu.layout_cast(jnp.zeros(partial_smem.shape[1:], jnp.float32), plgpu.Layout.WGMMA)
         acc, next_codes = lax.fori_loop(0, steps, one_step, (acc, next_codes))
         partial_smem.at[wg][...] = acc
-        plgpu.barrier_arrive(done)
+        plgpu.barrier_arrive(finished)
 
         @pl.when(wg == 0)
         def _():
-            plgpu.barrier_wait(done)
+            plgpu.barrier_wait(finished)
             if interpreted:
                 total = _written_out_sums(partial_smem[...], x_ref.shape[0], plan.parts)
                 out_ref[:, pl.ds(row_of(number), _ROWS)] = total.astype(dtype)
@@ -327,8 +329,8 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
     """line_matmul's tile if it was measured to be the fastest kernel for such products and can run; else None."""
-    found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
-    if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
+    measured = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
+    if not measured or line_refusal(tile := line_matmul.Tile(**measured), weight, dtype, tokens) is not None:
         return None
     return tile
 
@@ -355,8 +357,8 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
 def row_refusal(weight: FourBit, dtype) -> str | None:
     """The reason why row_matmul cannot multiply one token, or None."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
-    cut = row_matmul.plan(rows, columns)
-    if cut is None:
+    sizes = row_matmul.plan(rows, columns)
+    if sizes is None:
         return f"weight {weight.shape}; wants columns in multiples of 1,024, up to 28,672, and an even number of rows"
     reason = refusal(weight, dtype)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -365,13 +367,13 @@ def row_refusal(weight: FourBit, dtype) -> str | None:
     def compare():
         keys = jax.random.split(jax.random.key(0), 2)
         # Each of two programs has more chunks than stages, and the first has one more than the second.
-        small = (2 * cut.pairs * (2 * cut.stages + 3), columns)
+        small = (2 * sizes.pairs * (2 * sizes.stages + 3), columns)
         stored = NF4.encode(jax.random.normal(keys[0], small), weight.nested_absmax is not None)
         x = jax.random.normal(keys[1], (1, columns)).astype(dtype)
         return [_row_matmul(x, stored, 2, None)], [exact_product(x, stored)]
 
     quantised = "quantised" if weight.nested_absmax is not None else "float32"
-    call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {cut.slices} slices, {cut.pairs} pairs"
+    call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {sizes.slices} slices, {sizes.pairs} pairs"
     return dispatch.first_use("quant_matmul", "mosaic, by rows", call, compare)
 
 

@@ -58,8 +58,8 @@ class Chunks:
     @staticmethod
     def decodes(weight: Stored) -> bool:
         """Whether the weight is NF4 or FP4, MXFP4 that is not `swapped`, or NVFP4 with one tensor scale."""
-        one = isinstance(weight, FourBit | MXFP4) or (isinstance(weight, NVFP4) and weight.tensor_scale.size == 1)
-        return one and not weight.swapped
+        supported = isinstance(weight, FourBit | MXFP4) or (isinstance(weight, NVFP4) and weight.tensor_scale.size == 1)
+        return supported and not weight.swapped
 
     @staticmethod
     def of(weight: Stored, dtype, whole: int) -> Chunks:
@@ -134,14 +134,14 @@ class Chunks:
         elif self.scales == "powers":
             scales = scale_lanes.powers_of_two(scales, scales_layout)
         elif self.scales == "bytes":
-            values_ref, whole = nested_refs[0], nested_refs[1][0]
+            values_ref, tensor_scale = nested_refs[0], nested_refs[1][0]
             if interpreted:
-                found = values_ref[...][scales]
-                scales = found / whole if self.divides else found * whole
+                e4m3 = values_ref[...][scales]
+                scales = e4m3 / tensor_scale if self.divides else e4m3 * tensor_scale
             elif self.divides:
-                scales = scale_lanes.divided_scales(scales, whole, values_ref, scales_layout)
+                scales = scale_lanes.divided_scales(scales, tensor_scale, values_ref, scales_layout)
             else:
-                scales = scale_lanes.table_scales(scales, whole, jnp.float32(0.0), values_ref, scales_layout)
+                scales = scale_lanes.table_scales(scales, tensor_scale, jnp.float32(0.0), values_ref, scales_layout)
         elif nested_refs:
             map_ref, nested_ref, offset_ref = nested_refs
             nested, offset = nested_ref[lax.div(at * scales.shape[0], jnp.int32(NESTED_BLOCK))], offset_ref[0]

@@ -68,8 +68,8 @@ def normed_matmul(
     rounding = NormRounding(eps, offset, float32)
     if not (fp8 and _by_kernel(x, weights, loras)):
         return _plain(x, norm_weight, weights, loras, biases, rounding, fp8)
-    rows, given = x.reshape(-1, x.shape[-1]), (tuple(weights), tuple(loras), tuple(biases))
-    run = functools.partial(_normed, rounding, rows, norm_weight, *given)
+    rows, operands = x.reshape(-1, x.shape[-1]), (tuple(weights), tuple(loras), tuple(biases))
+    run = functools.partial(_normed, rounding, rows, norm_weight, *operands)
     # Without adapters there is no low-rank input, so that none is kept.
     outs = low_rank.of_function(run) if any(loras) else run(None)[0]
     return tuple(out.reshape(*x.shape[:-1], out.shape[-1]) for out in outs)
@@ -97,44 +97,44 @@ def _plain(x, norm_weight, weights, loras, biases, rounding: NormRounding, fp8: 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, given):
-    """By the kernel: (outputs [tokens, out_i], OfNormed or None). given: an earlier run's OfNormed; None: it is
+def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, earlier):
+    """By the kernel: (outputs [tokens, out_i], OfNormed or None). earlier: an earlier run's OfNormed; None: it is
     computed.
     """
     product = product_of(weights[0])
     assert product is not None
     kind = product.kind(weights[0])
     adapters = [lora for lora in loras if lora is not None]
-    wanted = adapters and given is None
-    a = jnp.concatenate([lora.a.astype(jnp.float32) for lora in adapters]) if wanted else None
-    coded, made = product.normed_operand(x, norm_weight, rounding, a, kind)
+    needs_product = adapters and earlier is None
+    a = jnp.concatenate([lora.a.astype(jnp.float32) for lora in adapters]) if needs_product else None
+    coded, of_normed = product.normed_operand(x, norm_weight, rounding, a, kind)
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
     static = reference.Static(owners, tuple(lora.scale for lora in adapters), reference, (None,))
-    pairs, made = tuple((lora.a, lora.b) for lora in adapters), made if given is None else given
-    inner = None if made is None else made.inner
-    return reference.outputs(x, weights, pairs, biases, inner, static, {(product, kind): coded}), made
+    pairs, of_normed = tuple((lora.a, lora.b) for lora in adapters), of_normed if earlier is None else earlier
+    inner = None if of_normed is None else of_normed.inner
+    return reference.outputs(x, weights, pairs, biases, inner, static, {(product, kind): coded}), of_normed
 
 
-def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, given):
+def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, earlier):
     """Runs the two operations whose derivatives these are. Arrays say here whether they get a gradient: the norm's
     weight does if it is trained.
     """
     trained = norm_weight.perturbed
-    values = (x, norm_weight, weights, loras, biases, given)
-    x, norm_weight, weights, loras, biases, given = jax.tree.map(lambda leaf: leaf.value, values)
+    values = (x, norm_weight, weights, loras, biases, earlier)
+    x, norm_weight, weights, loras, biases, earlier = jax.tree.map(lambda leaf: leaf.value, values)
 
     def plain(x, norm_weight, loras, biases):
         norm_weight = norm_weight if trained else jax.lax.stop_gradient(norm_weight)
-        with low_rank.kept(None if given is None else (given,)) as made:
+        with low_rank.kept(None if earlier is None else (earlier,)) as recorded:
             outs = _plain(x, norm_weight, weights, loras, biases, rounding, True)
-        return outs, tuple(made)
+        return outs, tuple(recorded)
 
-    outs, pullback, made = jax.vjp(plain, x, norm_weight, loras, biases, has_aux=True)
-    if made and given is None:
-        [inner] = made
+    outs, pullback, recorded = jax.vjp(plain, x, norm_weight, loras, biases, has_aux=True)
+    if recorded and earlier is None:
+        [inner] = recorded
         assert isinstance(inner, jax.Array)
-        given = low_rank.OfNormed(inner, inverse_rms(x, rounding.eps))
-    return (outs, given), (pullback, None if not trained else ())
+        earlier = low_rank.OfNormed(inner, inverse_rms(x, rounding.eps))
+    return (outs, earlier), (pullback, None if not trained else ())
 
 
 def _normed_bwd(rounding: NormRounding, residuals, gradients):

@@ -99,26 +99,26 @@ def decoded(weight, x, kernels: ModuleType):
     return weight, x
 
 
-def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
+def _times(x, weight, contract, kernels: ModuleType, adapter=None, bias=None):
     """x times one weight, plus an adapter's product and a bias, in x's dtype: [tokens, out] for contract (1, 1), the
     forward, and [tokens, in] for (1, 0), the backward.
 
-      more: None, or two thin operands: in the forward (u [tokens, r], b [out, r]); in the backward those of all
+      adapter: None, or two thin operands: in the forward (u [tokens, r], b [out, r]); in the backward those of all
       adapters, (u [tokens, sum of ranks], a [sum of ranks, in]).
     """
     call = (weight, x.dtype, x.shape[0])
     if isinstance(weight, Stored) and contract == (1, 1) and kernels.small_refusal(*call) is None:
         out = kernels.small_matmul(x, weight)
     else:
-        if more is not None:
+        if adapter is not None:
             # Otherwise XLA may make one GEMM of several small weights that share x, and add its parts to the thin
             # products: the output is then rounded before the adapter's part is added, and most of that part is lost.
             weight, x = optimization_barrier((weight, x))
         weight, x = decoded(weight, x, kernels)
         out = _product(x, weight, contract)
-    if more is not None:
+    if adapter is not None:
         # The order matters: XLA makes the right operand the c of the left GEMM.
-        u, side = more
+        u, side = adapter
         out = out + _product(u, side, contract)
     return out if bias is None else out + bias.astype(out.dtype)
 
@@ -130,10 +130,10 @@ def scaled(part, scale):
 
 def _parts(joined, loras):
     """Splits [n, sum of ranks] into one [n, r] for each adapter."""
-    at = 0
+    start = 0
     for a, _ in loras:
-        yield joined[:, at : at + a.shape[0]]
-        at += a.shape[0]
+        yield joined[:, start : start + a.shape[0]]
+        start += a.shape[0]
 
 
 def _join(loras, dtype):
@@ -148,12 +148,12 @@ def low_rank_input(x, source, loras):
     if not loras:
         return None, source
     x, loras = jax.lax.stop_gradient((source if isinstance(source, jax.Array) else x, loras))
-    made = low_rank.one(lambda given: _product(x, _join(loras, x.dtype), (1, 1)) if given is None else given)
-    if not isinstance(made, low_rank.OfNormed):
-        return made, source
+    recorded = low_rank.one(lambda earlier: _product(x, _join(loras, x.dtype), (1, 1)) if earlier is None else earlier)
+    if not isinstance(recorded, low_rank.OfNormed):
+        return recorded, source
     if isinstance(source, low_rank.Factors):  # nothing reads its own factors of rows then, and XLA removes them
-        source = source._replace(of_rows=made.of_rows)
-    return made.inner, source
+        source = source._replace(of_rows=recorded.of_rows)
+    return recorded.inner, source
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -172,22 +172,22 @@ def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None
     """`_products` without a derivative of its own. coded: {(product_of(weight), its kind): x in the form of such
     products}; if all weights have it, only x's dtype matters.
     """
-    more: list = [None] * len(weights)
+    adapters: list = [None] * len(weights)
     if loras:
-        for owner, part, (_, b) in zip(static.owners, adapter_inputs(loras, inner, static), loras, strict=True):
-            more[owner] = (part, b)
+        for owner, thin_input, (_, b) in zip(static.owners, adapter_inputs(loras, inner, static), loras, strict=True):
+            adapters[owner] = (thin_input, b)
     coded = dict(coded or {})
-    found = []
-    for weight, added, bias in zip(weights, more, biases, strict=True):
+    results = []
+    for weight, added, bias in zip(weights, adapters, biases, strict=True):
         stored, kind = _kind(weight, static)
         if stored is not None:
             if (stored, kind) not in coded:
                 coded[stored, kind] = stored.operand(x, kind, static.as_stored[0])
             out = stored.forward(coded[stored, kind], weight, added, x.dtype, static.as_stored[0])
-            found.append(out if bias is None else out + bias.astype(out.dtype))
+            results.append(out if bias is None else out + bias.astype(out.dtype))
         else:
-            found.append(_times(x, weight, (1, 1), static.kernels, added, bias))
-    return tuple(found)
+            results.append(_times(x, weight, (1, 1), static.kernels, added, bias))
+    return tuple(results)
 
 
 def _products_fwd(x, source, weights, loras, biases, inner, static: Static):
@@ -203,7 +203,7 @@ def products_backward(static: Static, residuals, doutputs, rounded: Rounded | No
       of one kind, and there is no bias.
     """
     x, source, weights, loras, biases, inner = residuals
-    dsource = more = coded = None
+    dsource = adapter_product = coded = None
     dloras = ()
     if loras:
         if rounded is None:
@@ -214,11 +214,11 @@ def products_backward(static: Static, residuals, doutputs, rounded: Rounded | No
             da = source.contracted(dinner, loras[0][0].dtype)
         else:
             da = _product(dinner, x if source is None else source, (0, 0), loras[0][0].dtype)
-        dloras = tuple((part.T, db) for part, db in zip(_parts(da.T, loras), dbs, strict=True))
-        more = (dinner, _join(loras, x.dtype))
+        dloras = tuple((da_columns.T, db) for da_columns, db in zip(_parts(da.T, loras), dbs, strict=True))
+        adapter_product = (dinner, _join(loras, x.dtype))
         if source is not None and not factors:
-            dsource, more = _product(*more, (1, 0)), None
-    dx = input_gradient(doutputs, weights, more, x.dtype, static, coded)
+            dsource, adapter_product = _product(*adapter_product, (1, 0)), None
+    dx = input_gradient(doutputs, weights, adapter_product, x.dtype, static, coded)
     dweights = tuple(weight_gradient(dout, x, weight) for dout, weight in zip(doutputs, weights, strict=True))
     dbiases = tuple(bias_gradient(dout, bias) for dout, bias in zip(doutputs, biases, strict=True))
     return dx, dsource, dweights, dloras, dbiases, None
@@ -229,17 +229,18 @@ def adapter_gradients(doutputs, weights, loras, inner, static: Static) -> Rounde
     also round the outputs' gradients, which it then reads once.
     """
     kinds = {_kind(weight, static) for weight in weights}
-    [(product, kind), *others] = kinds
-    if product is not None and not others and len(loras) == len(weights):
+    [(product, kind), *other_kinds] = kinds
+    if product is not None and not other_kinds and len(loras) == len(weights):
         thin = scaled_parts(inner, loras, static)
-        found = product.rounded_gradients(doutputs, thin, [b for _, b in loras], kind, static.as_stored[0])
-        if found is not None:
-            coded, products, dbs = found
+        kernel_results = product.rounded_gradients(doutputs, thin, [b for _, b in loras], kind, static.as_stored[0])
+        if kernel_results is not None:
+            coded, products, dbs = kernel_results
             dbs = [db.astype(b.dtype) for db, (_, b) in zip(dbs, loras, strict=True)]
             return Rounded(coded, scaled_parts(products, loras, static), dbs)
-    parts = adapter_inputs(loras, inner, static)
+    thin_inputs = adapter_inputs(loras, inner, static)
     pairs = [
-        thin_pair(doutputs[owner], b, part) for owner, part, (_, b) in zip(static.owners, parts, loras, strict=True)
+        thin_pair(doutputs[owner], b, thin_input)
+        for owner, thin_input, (_, b) in zip(static.owners, thin_inputs, loras, strict=True)
     ]
     thins, dbs = zip(*pairs, strict=True)
     return Rounded(None, jnp.concatenate([*map(scaled, thins, static.scales)], axis=1), list(dbs))
@@ -253,7 +254,7 @@ def _kind(weight, static: Static) -> tuple:
 
 def adapter_inputs(loras, inner, static: Static) -> list[jax.Array]:
     """Each adapter's low-rank input times its scale, [tokens, r]."""
-    return [scaled(part, scale) for scale, part in zip(static.scales, _parts(inner, loras), strict=True)]
+    return [scaled(columns, scale) for scale, columns in zip(static.scales, _parts(inner, loras), strict=True)]
 
 
 def scaled_parts(joined, loras, static: Static) -> jax.Array:
@@ -270,21 +271,22 @@ def input_gradient(doutputs, weights, more, dtype, static: Static, coded=None) -
       more: None, or (the gradient of inner, all A's [sum of ranks, in]).
       coded: None, or the gradients of undecoded weights of one kind, side by side and rounded, in place of `doutputs`.
     """
-    parts: dict[tuple, list] = {}  # {(module of products with weights as stored, or None; kind): weights and gradients}
+    # {(module of products with weights as stored, or None; kind): (gradient, weight) of each}
+    groups: dict[tuple, list] = {}
     for pair in zip(doutputs, weights, strict=True):
-        parts.setdefault(_kind(pair[1], static), []).append(pair)
+        groups.setdefault(_kind(pair[1], static), []).append(pair)
     dx = None
-    for (stored, _), pairs in parts.items():
+    for (stored, _), pairs in groups.items():
         if stored is None:
             for dout, weight in pairs:
-                part = _times(dout, weight, (1, 0), static.kernels, more)
-                dx = part if dx is None else part + dx  # the order matters: XLA makes the right operand the left's c
+                term = _times(dout, weight, (1, 0), static.kernels, more)
+                dx = term if dx is None else term + dx  # the order matters: XLA makes the right operand the left's c
                 more = None
         else:
             added = None if more is None else (more[0], more[1].T)
             douts, of_kind = zip(*pairs, strict=True)
-            part = stored.backward(douts, of_kind, added, dtype, static.as_stored[0], coded)
-            dx = part if dx is None else part + dx
+            term = stored.backward(douts, of_kind, added, dtype, static.as_stored[0], coded)
+            dx = term if dx is None else term + dx
             more = None
     assert dx is not None
     return dx

@@ -55,9 +55,9 @@ def _block(wg, slices: int):
     lane 16 i + j decodes block j of row i.
     """
     warp, lane = _warp(wg), _lane()
-    pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
+    pair, slice_index = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
     row = ir_add(ir_mul(pair, 2), ir_shift_right(lane, 4))
-    return ir_add(ir_mul(row, slices * 16), ir_mul(part, 16), arith.andi(lane, ir_const(15)))
+    return ir_add(ir_mul(row, slices * 16), ir_mul(slice_index, 16), arith.andi(lane, ir_const(15)))
 
 
 def own_x(x_ref, wg, slices: int):
@@ -69,8 +69,8 @@ def own_x(x_ref, wg, slices: int):
         arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.uint32, _X)
     )
     def load(_, wg, x_ref):
-        part = arith.remui(_warp(wg), ir_const(slices))
-        first = ir_add(ir_mul(part, SLICE), ir_mul(_lane(), 16))
+        slice_index = arith.remui(_warp(wg), ir_const(slices))
+        first = ir_add(ir_mul(slice_index, SLICE), ir_mul(_lane(), 16))
         four = ir.VectorType.get((4,), ir_i32())
         pointers = [
             ir_address(x_ref, ir_add(first, ir_const(_HALF * half + 8 * eight)), ir.IntegerType.get_signless(16))
@@ -95,8 +95,8 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
     def load(_, chunk, wg, nested_ref):
         blocks = pairs * 2 * slices * 16
         # Warps without work have numbers past those of the chunk.
-        own = arith.minui(_block(wg, slices), ir_const(blocks - 1))
-        number = arith.divui(ir_add(ir_mul(ir_scalar(chunk), blocks), own), ir_const(nested_block))
+        block = arith.minui(_block(wg, slices), ir_const(blocks - 1))
+        number = arith.divui(ir_add(ir_mul(ir_scalar(chunk), blocks), block), ir_const(nested_block))
         registers = np.empty((1,), object)
         registers[0] = ir_vector([ir_load(nested_ref, number, ir.F32Type.get())])
         return mgpu.FragmentedArray(_registers=registers, _layout=_ONE.to_mgpu(), _is_signed=None)
@@ -119,17 +119,17 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)
     values = [] if nested is None else [nested, offset]
     types = [] if nested is None else [_ONE, SCALAR]
-    given = (codes, absmax, table, *maps, partial)
+    smem_refs = (codes, absmax, table, *maps, partial)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
 
-    @mosaic_types.inline_mgpu(arg_types=(_X, SCALAR, SCALAR, SCALAR, *types, *(plgpu.RefType() for _ in given)))
-    def run(_, x, place, slot, wg, *rest):
-        values, (codes, absmax, table, *maps, partial) = rest[: len(types)], rest[len(types) :]
+    @mosaic_types.inline_mgpu(arg_types=(_X, SCALAR, SCALAR, SCALAR, *types, *(plgpu.RefType() for _ in smem_refs)))
+    def run(_, x, position, slot, wg, *arrays):
+        values, (codes, absmax, table, *maps, partial) = arrays[: len(types)], arrays[len(types) :]
         f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
         row_bytes = slices * SLICE // 2
         warp, lane, slot = _warp(wg), _lane(), ir_scalar(slot)
         quad = ir_shift_right(lane, 2)
-        pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
+        pair, slice_index = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
         own_column = ir_mul(lane, 4)
 
         def entries(word, number):
@@ -142,7 +142,7 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
 
         with utils.when(arith.cmpi(arith.CmpIPredicate.ult, warp, ir_const(pairs * slices))):
             first = ir_add(ir_mul(slot, pairs * 2 * row_bytes), ir_mul(pair, 2 * row_bytes))
-            first = ir_add(first, ir_mul(part, SLICE // 2), ir_mul(lane, 8))
+            first = ir_add(first, ir_mul(slice_index, SLICE // 2), ir_mul(lane, 8))
             two = ir.VectorType.get((2,), ir_i32())
             words = [
                 [
@@ -151,13 +151,13 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
                 ]
                 for half in range(2)
             ]
-            own = ir_add(ir_mul(slot, pairs * 2 * slices * 16), _block(wg, slices))
+            own_block = ir_add(ir_mul(slot, pairs * 2 * slices * 16), _block(wg, slices))
             if values:
                 nested, offset = ir_item(values[0].registers.flat[0], 0), ir_scalar(values[1])
-                code = arith.extui(ir_i32(), ir_load(absmax, own, byte))
+                code = arith.extui(ir_i32(), ir_load(absmax, own_block, byte))
                 scale = arith.addf(ir_product(ir_load(maps[0], code, f32), nested), offset)
             else:
-                scale = ir_load(absmax, own, f32)
+                scale = ir_load(absmax, own_block, f32)
             rights = [word for register in x.registers.flat for word in ir_words(register, 4)]
             zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
             products = []
@@ -186,16 +186,18 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
             for row in range(2):
                 terms = []
                 for half in range(2):
-                    here = arith.select(odd, products[half][2 * row + 1], products[half][2 * row])
-                    terms.append(ir_product(here, from_lane(scale, ir_add(ir_const(16 * row + 8 * half), quad))))
+                    diagonal_product = arith.select(odd, products[half][2 * row + 1], products[half][2 * row])
+                    terms.append(
+                        ir_product(diagonal_product, from_lane(scale, ir_add(ir_const(16 * row + 8 * half), quad)))
+                    )
                 totals.append(arith.addf(*terms))
             diagonal = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, ir_const(3)), ir_shift_right(quad, 1))
             with utils.when(diagonal):
                 (_, warps, _, _) = ir.MemRefType(partial.type).shape
-                target = ir_add(ir_mul(ir_add(ir_mul(ir_scalar(place), warps), warp), 16), ir_mul(quad, 2))
+                target = ir_add(ir_mul(ir_add(ir_mul(ir_scalar(position), warps), warp), 16), ir_mul(quad, 2))
                 llvm.store(ir_vector(totals), ir_address(partial, target, f32))
 
-    run(x, place, slot, wg, *values, *given)
+    run(x, place, slot, wg, *values, *smem_refs)
 
 
 def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: int, *, pairs: int, slices: int, dtype):
@@ -206,30 +208,30 @@ def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))
     def store(_, partial_smem, out_ref, count, program, programs, wg):
         f32 = ir.F32Type.get()
-        places, warps, _, _ = ir.MemRefType(partial_smem.type).shape
+        capacity, warps, _, _ = ir.MemRefType(partial_smem.type).shape
         two = ir.VectorType.get((2,), f32)
         thread = ir_add(ir_mul(ir_scalar(wg), 128), ir_thread())
         quad = arith.andi(thread, ir_const(7))
-        for start in range(0, places * pairs * 8, 128 * warpgroups):
+        for start in range(0, capacity * pairs * 8, 128 * warpgroups):
             number = ir_shift_right(ir_add(thread, ir_const(start)), 3)
-            place, pair = arith.divui(number, ir_const(pairs)), arith.remui(number, ir_const(pairs))
+            chunk_index, pair = arith.divui(number, ir_const(pairs)), arith.remui(number, ir_const(pairs))
             # All lanes add, because they exchange values; those past the end repeat the last pair.
-            inside = arith.minui(place, ir_const(places - 1))
+            inside = arith.minui(chunk_index, ir_const(capacity - 1))
             first = ir_add(ir_mul(ir_add(ir_mul(inside, warps), ir_mul(pair, slices)), 16), ir_mul(quad, 2))
             sums = None
-            for part in range(slices):
-                term = ir_load(partial_smem, ir_add(first, ir_const(16 * part)), f32, two)
+            for slice_index in range(slices):
+                term = ir_load(partial_smem, ir_add(first, ir_const(16 * slice_index)), f32, two)
                 term = [ir_item(term, row) for row in range(2)]
                 sums = term if sums is None else [arith.addf(a, b) for a, b in zip(sums, term, strict=True)]
             assert sums is not None
             for distance in (1, 2, 4):
                 sums = [arith.addf(value, utils.shfl_bfly(value, distance)) for value in sums]
             writes = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.ult, place, ir_scalar(count)),
+                arith.cmpi(arith.CmpIPredicate.ult, chunk_index, ir_scalar(count)),
                 arith.cmpi(arith.CmpIPredicate.eq, quad, ir_const(0)),
             )
             with utils.when(writes):
-                chunk = ir_add(ir_scalar(program), arith.muli(place, ir_scalar(programs)))
+                chunk = ir_add(ir_scalar(program), arith.muli(chunk_index, ir_scalar(programs)))
                 target = ir_address(out_ref, ir_add(ir_mul(chunk, pairs), pair), ir_i32())
                 first, second = sums
                 llvm.store(ir_narrow(first, second, dtype), target)

@@ -70,15 +70,15 @@ def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
         return None
     most = max(1, _WARPS // slices)
     pairs = next(pairs for pairs in (16, 8, 4, 2, 1) if pairs <= most and rows % (2 * pairs) == 0)
-    places = -(-rows // (2 * pairs * programs))
+    chunks_per_program = -(-rows // (2 * pairs * programs))
     # With four chunks, two in flight: 5.4 us, with more 5.9 (4,096 x 4,096). With more chunks, four in flight: 11.2 us,
     # with two 12.2.
-    stages = max(2, min(4, places // 2, _RING_BYTES // (pairs * columns)))
-    found = Plan(slices, pairs, stages, places)
+    stages = max(2, min(4, chunks_per_program // 2, _RING_BYTES // (pairs * columns)))
+    sizes = Plan(slices, pairs, stages, chunks_per_program)
     table, barriers = 256 * 64 * 4 + 1024, 1024
-    ring = stages * (found.chunk + found.blocks * 4)
-    partial = found.places * found.warpgroups * 4 * 64
-    return found if table + barriers + ring + partial <= _SMEM_BYTES else None
+    ring = stages * (sizes.chunk + sizes.blocks * 4)
+    partial = sizes.places * sizes.warpgroups * 4 * 64
+    return sizes if table + barriers + ring + partial <= _SMEM_BYTES else None
 
 
 def _written_out(codes, absmax, x, pairs_table, plan: Plan):
@@ -101,12 +101,14 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
       pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
       refs: map, nested absmax and offset of a uint8 absmax; the output [rows]; shared memory and barriers.
     """
-    *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, done = refs
+    *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, finished = (
+        refs
+    )
     map_ref, nested_ref, offset_ref = nested_refs or (None, None, None)
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     programs = lax.axis_size("program")
-    own = wg - 1  # the number among the multiplying warpgroups
-    cut = dict(pairs=plan.pairs, slices=plan.slices)
+    own_warpgroup = wg - 1  # the number among the multiplying warpgroups
+    division = dict(pairs=plan.pairs, slices=plan.slices)
     chunks = out_ref.shape[0] // (2 * plan.pairs)
     mine = lax.div(chunks - program + (programs - 1), jnp.int32(programs))
 
@@ -148,7 +150,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
         if nested_ref is None or interpreted:
             return ()
         chunk = chunk_of(jnp.minimum(index, mine - 1))
-        return (row_lanes.own_nested(nested_ref, chunk, own, nested_block=NESTED_BLOCK, **cut),)
+        return (row_lanes.own_nested(nested_ref, chunk, own_warpgroup, nested_block=NESTED_BLOCK, **division),)
 
     def written_out(index):
         chunk = chunk_of(index)
@@ -159,37 +161,47 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
         codes = codes_ref[pl.ds(chunk * plan.chunk, plan.chunk)]
         sums = _written_out(codes, absmax, x_ref[...], pairs_ref[...], plan)
         sums = jnp.pad(sums, ((0, 4 * plan.warpgroups - sums.shape[0]), (0, 0), (0, 0)))
-        partial_smem[index, pl.ds(4 * own, 4)] = lax.dynamic_slice_in_dim(sums, 4 * own, 4)
+        partial_smem[index, pl.ds(4 * own_warpgroup, 4)] = lax.dynamic_slice_in_dim(sums, 4 * own_warpgroup, 4)
 
     def compute():
         if not interpreted:
-            x = row_lanes.own_x(x_ref, own, plan.slices)
+            x = row_lanes.own_x(x_ref, own_warpgroup, plan.slices)
         offset = None if offset_ref is None else offset_ref[0]
         first = nested_of(jnp.int32(0))
         fill()
 
-        def one(index, nested):
+        def chunk_product(index, nested):
             if interpreted:
                 written_out(index)
                 return nested
             slot = slot_of(index)
             next_nested = nested_of(index + 1)
             lanes.wait_for_chunk(full_smem, slot, lax.rem(lax.div(index, jnp.int32(plan.stages)), jnp.int32(2)))
-            given = (codes_smem, absmax_smem, table_smem, map_smem if nested else None, partial_smem)
-            row_lanes.multiply(x, nested[0] if nested else None, offset, index, slot, own, given, dtype=dtype, **cut)
+            smem_refs = (codes_smem, absmax_smem, table_smem, map_smem if nested else None, partial_smem)
+            row_lanes.multiply(
+                x, nested[0] if nested else None, offset, index, slot, own_warpgroup, smem_refs, dtype=dtype, **division
+            )
             plgpu.barrier_arrive(empty.at[slot])
             return next_nested
 
-        lax.fori_loop(0, mine, one, first)
-        plgpu.barrier_arrive(done)
-        plgpu.barrier_wait(done)
+        lax.fori_loop(0, mine, chunk_product, first)
+        plgpu.barrier_arrive(finished)
+        plgpu.barrier_wait(finished)
         if not interpreted:
             row_lanes.store_sums(
-                partial_smem, out_ref, mine, program, jnp.int32(programs), own, plan.warpgroups, dtype=dtype, **cut
+                partial_smem,
+                out_ref,
+                mine,
+                program,
+                jnp.int32(programs),
+                own_warpgroup,
+                plan.warpgroups,
+                dtype=dtype,
+                **division,
             )
             return
 
-        @pl.when(own == 0)
+        @pl.when(own_warpgroup == 0)
         def _():
             def store(index, _):
                 sums = partial_smem[index, pl.ds(0, plan.pairs * plan.slices)]
@@ -209,26 +221,26 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, inter
       absmax: uint8 (double quantisation) or float32[out x in / 64], in any shape.
       nested, pairs, kernel, interpret: as of line_matmul.matmul.
     """
-    cut = plan(rows, x.shape[1], programs)
-    assert cut is not None, (rows, x.shape)
+    sizes = plan(rows, x.shape[1], programs)
+    assert sizes is not None, (rows, x.shape)
     out = kernel(
-        functools.partial(_kernel, plan=cut, dtype=x.dtype),
+        functools.partial(_kernel, plan=sizes, dtype=x.dtype),
         "small_matmul",
         interpret,
         out_type=jax.ShapeDtypeStruct((rows,), x.dtype),
-        grid=(min(rows // (2 * cut.pairs), programs),),
+        grid=(min(rows // (2 * sizes.pairs), programs),),
         grid_names=("program",),
-        num_threads=cut.warpgroups + 1,
+        num_threads=sizes.warpgroups + 1,
         thread_name="wg",
         scratch_types=[
             plgpu.SMEM((256, 64), jnp.uint32),
             plgpu.SMEM((256,), jnp.float32),
-            plgpu.SMEM((cut.stages, cut.chunk), jnp.uint8),
-            plgpu.SMEM((cut.stages, cut.blocks), absmax.dtype),
-            plgpu.SMEM((cut.places, 4 * cut.warpgroups, 8, 2), jnp.float32),
-            plgpu.SMEM((2 * cut.stages,), jnp.int32),
-            plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=cut.stages),
-            plgpu.Barrier(num_arrivals=cut.warpgroups),
+            plgpu.SMEM((sizes.stages, sizes.chunk), jnp.uint8),
+            plgpu.SMEM((sizes.stages, sizes.blocks), absmax.dtype),
+            plgpu.SMEM((sizes.places, 4 * sizes.warpgroups, 8, 2), jnp.float32),
+            plgpu.SMEM((2 * sizes.stages,), jnp.int32),
+            plgpu.Barrier(num_arrivals=sizes.warpgroups, num_barriers=sizes.stages),
+            plgpu.Barrier(num_arrivals=sizes.warpgroups),
         ],
         # The kernel itself contains all waits: for copies, for their readers, and for sums.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),

@@ -50,10 +50,10 @@ def divided_scales(codes, divisor, map_ref, layout):
 
         def quotient(code):
             dividend = _entry(map_ref, code)
-            found = ir_product(dividend, reciprocal)
+            ratio = ir_product(dividend, reciprocal)
             for _ in range(2):  # after the first time it is at most one unit in the last place off
-                found = _ptx("fma.rn.f32", _ptx("fma.rn.f32", found, negative, dividend), reciprocal, found)
-            return found
+                ratio = _ptx("fma.rn.f32", _ptx("fma.rn.f32", ratio, negative, dividend), reciprocal, ratio)
+            return ratio
 
         return _each(codes, quotient)
 
@@ -76,8 +76,8 @@ def powers_of_two(codes, layout):
 
 def _ptx(instruction: str, *operands):
     """The float32 result of a PTX instruction, such as "rcp.rn.f32"."""
-    places = ", ".join(f"${index}" for index in range(len(operands) + 1))
-    return utils.inline_ptx(f"{instruction} {places};", *operands, result_types=ir.F32Type.get())
+    placeholders = ", ".join(f"${index}" for index in range(len(operands) + 1))
+    return utils.inline_ptx(f"{instruction} {placeholders};", *operands, result_types=ir.F32Type.get())
 
 
 def _entry(map_ref, code):
@@ -86,7 +86,7 @@ def _entry(map_ref, code):
 
 def _each(codes, scale: Callable):
     """Maps every code, an MLIR int32, to an MLIR float32, in the same layout."""
-    found = np.empty_like(codes.registers)
-    for place, register in np.ndenumerate(codes.registers):
-        found[place] = ir_vector([scale(arith.extui(ir_i32(), ir_item(register, 0)))])
-    return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
+    registers = np.empty_like(codes.registers)
+    for index, register in np.ndenumerate(codes.registers):
+        registers[index] = ir_vector([scale(arith.extui(ir_i32(), ir_item(register, 0)))])
+    return mgpu.FragmentedArray(_registers=registers, _layout=codes.layout, _is_signed=None)

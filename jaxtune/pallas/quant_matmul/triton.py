@@ -131,7 +131,7 @@ def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     # Programs enough for all multiprocessors, each with a sum over 16 blocks or more.
     splits = next(n for n in (8, 4, 2, 1) if n == 1 or (blocks % n == 0 and blocks // n >= 16 and programs * n <= 512))
     halves = jnp.moveaxis(x.reshape(tokens, inner // 2, 2), 2, 0)
-    (parts,) = compat.triton_call(
+    (split_sums,) = compat.triton_call(
         triton_few_kernels.few_kernel,
         (halves, *arrays),
         (jax.ShapeDtypeStruct((splits, tokens, outer), x.dtype if splits == 1 else jnp.float32),),
@@ -147,7 +147,7 @@ def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
         SPLITS=splits,
         STAGES=_FEW_STAGES,
     )
-    return parts[0] if splits == 1 else parts.sum(0).astype(x.dtype)
+    return split_sums[0] if splits == 1 else split_sums.sum(0).astype(x.dtype)
 
 
 def dequantize(weight: FourBit, dtype=None) -> jax.Array:

@@ -18,7 +18,7 @@ def decoding_ptx(table) -> str:
     looked up separately, each in two tables, of which bit 3 of the code selects one.
     """
     bits = [struct.unpack("<I", struct.pack("<f", float(entry)))[0] for entry in table]
-    rounded = [(each + 0x7FFF + (each >> 16 & 1)) >> 16 for each in bits]
+    rounded = [(entry_bits + 0x7FFF + (entry_bits >> 16 & 1)) >> 16 for entry_bits in bits]
     lines = [
         "{ .reg .b32 index, upper, mask, below, above, low, high;",
         "and.b32 index, $4, 0x77777777;",
@@ -30,7 +30,7 @@ def decoding_ptx(table) -> str:
             lines += ["shr.b32 index, index, 16;", "shr.b32 upper, upper, 16;"]
         lines.append("prmt.b32 mask, 0x0000FF00, 0, upper;")
         for name, shift in (("low", 0), ("high", 8)):
-            plane = bytes(each >> shift & 255 for each in rounded)
+            plane = bytes(entry_bits >> shift & 255 for entry_bits in rounded)
             words = [f"{word:#x}" for word in struct.unpack("<4I", plane)]
             lines.append(f"prmt.b32 below, {words[0]}, {words[1]}, index;")
             lines.append(f"prmt.b32 above, {words[2]}, {words[3]}, index;")
@@ -72,17 +72,17 @@ def few_kernel(
     tokens = tl.arange(0, TOKENS)
     split = tl.program_id(1)
     per_row: tl.constexpr = INNER // 64
-    own: tl.constexpr = per_row // SPLITS
+    own_blocks: tl.constexpr = per_row // SPLITS
     DTYPE: tl.constexpr = x.dtype.element_ty
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     starts = codes + rows.to(tl.int64)[:, None] * (INNER // 2)
     real = (tokens < COUNT)[None, :]
-    for block in tl.range(split * own, (split + 1) * own, num_stages=STAGES):
+    for block in tl.range(split * own_blocks, (split + 1) * own_blocks, num_stages=STAGES):
         columns = block * 32 + tl.arange(0, 32)
         packed = tl.load(starts + columns[None, :])
-        places = x + tokens[None, :] * (INNER // 2) + columns[:, None]
-        even = tl.load(places, mask=real, other=0.0)
-        odd = tl.load(places + COUNT * (INNER // 2), mask=real, other=0.0)
+        offsets = x + tokens[None, :] * (INNER // 2) + columns[:, None]
+        even = tl.load(offsets, mask=real, other=0.0)
+        odd = tl.load(offsets + COUNT * (INNER // 2), mask=real, other=0.0)
         numbers = rows.to(tl.int64) * per_row + block
         stored = tl.load(absmax + numbers)
         scales = _decoded(stored, nested_absmax, nested_map, offset, numbers, OUTER * per_row, NESTED)[:, None]
@@ -95,5 +95,5 @@ def few_kernel(
             )
         total = tl.dot((high.to(tl.float32) * scales).to(DTYPE), even, total)
         total = tl.dot((low.to(tl.float32) * scales).to(DTYPE), odd, total)
-    places = (split * COUNT + tokens[None, :]) * OUTER + rows[:, None]
-    tl.store(out + places, total.to(out.dtype.element_ty), mask=real)
+    offsets = (split * COUNT + tokens[None, :]) * OUTER + rows[:, None]
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=real)

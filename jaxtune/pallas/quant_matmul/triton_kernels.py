@@ -50,25 +50,25 @@ def dequantise_kernel(
     fewer. Grid: (ceil(SIZE / (64 BLOCKS)),).
     """
     first = tl.program_id(0).to(tl.int64) * BLOCKS
-    left = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
+    remaining = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
     WHOLE: tl.constexpr = SIZE % (BLOCKS * 64) == 0  # without masks, loads and stores are wide
     blocks = first + tl.arange(0, BLOCKS)
     count: tl.constexpr = (SIZE + 63) // 64
     stored = tl.load(absmax + blocks, mask=blocks < count, other=0)
     scales = _decoded(stored, nested_absmax, nested_map, offset, blocks, count, NESTED)
-    places = tl.arange(0, BLOCKS * 32)
+    offsets = tl.arange(0, BLOCKS * 32)
     if WHOLE:
-        packed = tl.load(codes + first * 32 + places)
+        packed = tl.load(codes + first * 32 + offsets)
     else:
-        packed = tl.load(codes + first * 32 + places, mask=2 * places < left, other=0)
+        packed = tl.load(codes + first * 32 + offsets, mask=2 * offsets < remaining, other=0)
     high, low = _looked_up(packed, table)
     values = tl.reshape(tl.join(high, low), (BLOCKS, 64)) * scales[:, None]
     values = values.to(out.dtype.element_ty)
-    places = tl.arange(0, BLOCKS)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    offsets = tl.arange(0, BLOCKS)[:, None] * 64 + tl.arange(0, 64)[None, :]
     if WHOLE:
-        tl.store(out + first * 64 + places, values)
+        tl.store(out + first * 64 + offsets, values)
     else:
-        tl.store(out + first * 64 + places, values, mask=places < left)
+        tl.store(out + first * 64 + offsets, values, mask=offsets < remaining)
 
 
 @triton.jit
@@ -87,9 +87,9 @@ def _tile(codes, absmax, rows, first, INNER: tl.constexpr, OUTER: tl.constexpr, 
     per_row: tl.constexpr = INNER // 64
     blocks = first + tl.arange(0, BLOCKS)
     mask = (rows < OUTER)[:, None] & (blocks < per_row)[None, :]
-    places = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+    offsets = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
     starts = codes + rows.to(tl.int64)[:, None, None] * (INNER // 2)
-    packed = tl.load(starts + places[None, :, :], mask=mask[:, :, None], other=0)
+    packed = tl.load(starts + offsets[None, :, :], mask=mask[:, :, None], other=0)
     return packed, tl.load(absmax + rows.to(tl.int64)[:, None] * per_row + blocks[None, :], mask=mask, other=0)
 
 
@@ -128,10 +128,10 @@ def vector_kernel(
         high, low = _looked_up(tl.reshape(packed, (ROWS * BLOCKS * 32,)), table)
         high = tl.reshape(high, (ROWS, BLOCKS, 32)) * scales
         low = tl.reshape(low, (ROWS, BLOCKS, 32)) * scales
-        places = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+        offsets = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
         sums = ()
         for token in tl.static_range(COUNT):
-            pair = tl.load(words + token * (INNER // 2) + places, mask=(blocks < per_row)[:, None], other=0)
+            pair = tl.load(words + token * (INNER // 2) + offsets, mask=(blocks < per_row)[:, None], other=0)
             even, odd = _pair(pair, x.dtype.element_ty)
             sums = sums + (totals[token] + high * even.to(tl.float32)[None] + low * odd.to(tl.float32)[None],)
         totals = sums
@@ -177,5 +177,5 @@ def matrix_kernel(
         high, low = _looked_up(tl.reshape(packed, (ROWS * BLOCKS * 32,)), table)
         left = (tl.reshape(tl.join(high, low), (ROWS, BLOCKS, 64)) * scales).to(DTYPE)
         total = tl.dot(tl.reshape(left, (ROWS, BLOCKS * 64)), right, total)
-    places = tokens[None, :] * OUTER + rows[:, None]
-    tl.store(out + places, total.to(DTYPE), mask=(rows < OUTER)[:, None] & (tokens < COUNT)[None, :])
+    offsets = tokens[None, :] * OUTER + rows[:, None]
+    tl.store(out + offsets, total.to(DTYPE), mask=(rows < OUTER)[:, None] & (tokens < COUNT)[None, :])

@@ -80,11 +80,11 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
     check.array("logits", logits, "T E", FLOATS)
     check.array("choice", choice, "T k", jnp.int32)
     logits = logits.astype(jnp.float32)
-    there = choice < logits.shape[1]
+    has_expert = choice < logits.shape[1]
     weights = reference.chosen(logits if renormalize else jax.nn.softmax(logits, axis=-1), choice)
     if renormalize:  # masked with a finite number, because a token may have no expert at all
-        weights = jax.nn.softmax(jnp.where(there, weights, jnp.finfo(jnp.float32).min), axis=-1)
-    return jnp.where(there, weights, 0.0)
+        weights = jax.nn.softmax(jnp.where(has_expert, weights, jnp.finfo(jnp.float32).min), axis=-1)
+    return jnp.where(has_expert, weights, 0.0)
 
 
 @meshes.on_any_mesh
@@ -226,25 +226,25 @@ def as_rows(x, routing, static):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _of_tokens(x, weight, lora, bias, routing, given, static):
-    """(out [rows, out], the adapter's low-rank input [rows, r] or None). `given`: that input from an earlier run."""
-    return _of_tokens_fwd(x, weight, lora, bias, routing, given, static)[0]
+def _of_tokens(x, weight, lora, bias, routing, earlier_inner, static):
+    """(out [rows, out], the adapter's low-rank input [rows, r] or None). earlier_inner: that input, or None."""
+    return _of_tokens_fwd(x, weight, lora, bias, routing, earlier_inner, static)[0]
 
 
-def _of_tokens_fwd(x, weight, lora, bias, routing, given, static):
+def _of_tokens_fwd(x, weight, lora, bias, routing, earlier_inner, static):
     """Residuals have x [T, in] in place of the sorted rows, which are more than k times as large."""
     rows, tokens = as_rows(x, routing, static)
-    out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens, bias, given)
-    kept = x, *residuals
-    return (out, grouped.low_rank_of(kept)), (kept, bias, routing)
+    out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens, bias, earlier_inner)
+    product_residuals = x, *residuals
+    return (out, grouped.low_rank_of(product_residuals)), (product_residuals, bias, routing)
 
 
 def _of_tokens_bwd(static, residuals, gradients):
     (residuals, bias, routing), (dout, _) = residuals, gradients
     # XLA removes this if the bias is frozen.
     dbias = None if bias is None else grouped.bias_gradient(dout, bias, routing.groups)
-    drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
-    return reference.summed(drows, routing.slots), *others, dbias, None, None
+    drows, *parameter_gradients = grouped.backward(static, residuals, dout, _row_tokens(routing))
+    return reference.summed(drows, routing.slots), *parameter_gradients, dbias, None, None
 
 
 _of_tokens.defvjp(_of_tokens_fwd, _of_tokens_bwd)
@@ -282,17 +282,19 @@ def matmul_of_tokens(
     x, weight, sides, static = grouped.prepared(
         x, weight, routing.groups, lora, transposed, derivative_follows, fp8, weight_trains, implementation
     )
-    return low_rank.of_function(lambda given: _of_tokens(x, weight, sides, bias, routing, given, static))
+    return low_rank.of_function(
+        lambda earlier_inner: _of_tokens(x, weight, sides, bias, routing, earlier_inner, static)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _to_tokens(rows, weight, lora, routing, given, static):
-    """(out [T, out], the adapter's low-rank input [rows, r] or None). `given`: that input from an earlier run."""
-    return _to_tokens_fwd(rows, weight, lora, routing, given, static)[0]
+def _to_tokens(rows, weight, lora, routing, earlier_inner, static):
+    """(out [T, out], the adapter's low-rank input [rows, r] or None). earlier_inner: that input, or None."""
+    return _to_tokens_fwd(rows, weight, lora, routing, earlier_inner, static)[0]
 
 
-def _to_tokens_fwd(rows, weight, lora, routing, given, static):
-    out, residuals = grouped.forward(rows, weight, lora, routing.groups, static, inner=given)
+def _to_tokens_fwd(rows, weight, lora, routing, earlier_inner, static):
+    out, residuals = grouped.forward(rows, weight, lora, routing.groups, static, inner=earlier_inner)
     return (reference.summed(out, routing.slots), grouped.low_rank_of(residuals)), (residuals, routing)
 
 
@@ -332,7 +334,7 @@ def matmul_to_tokens(
     rows, weight, sides, static = grouped.prepared(
         rows, weight, routing.groups, lora, transposed, False, fp8, weight_trains, implementation
     )
-    return low_rank.of_function(lambda given: _to_tokens(rows, weight, sides, routing, given, static))
+    return low_rank.of_function(lambda earlier_inner: _to_tokens(rows, weight, sides, routing, earlier_inner, static))
 
 
 @meshes.on_any_mesh

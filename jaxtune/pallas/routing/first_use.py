@@ -26,17 +26,17 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
         x = jnp.asarray(draw.standard_normal((_TOKENS, _HIDDEN)), jnp.bfloat16)
         # Pairs are in rows of any order with empty rows between them; some pairs have no expert.
         pairs, rows = _TOKENS * _K, 1024
-        places = draw.permutation(rows)[:pairs].astype(np.int32)
-        places[draw.permutation(pairs)[:40]] = rows
+        row_of_pair = draw.permutation(rows)[:pairs].astype(np.int32)
+        row_of_pair[draw.permutation(pairs)[:40]] = rows
         source = np.full(rows, pairs, np.int32)
-        source[places[places < rows]] = np.flatnonzero(places < rows)
-        slots = places.reshape(_TOKENS, _K)
+        source[row_of_pair[row_of_pair < rows]] = np.flatnonzero(row_of_pair < rows)
+        slots = row_of_pair.reshape(_TOKENS, _K)
 
         def run(module, x, slots, source):
             return [module.spread(x, slots, source)]
 
-        got = jax.jit(lambda *arrays: run(kernels, *arrays))(x, slots, source)
-        return got, run(reference, x.astype(jnp.float32), jnp.asarray(slots), jnp.asarray(source))
+        results = jax.jit(lambda *arrays: run(kernels, *arrays))(x, slots, source)
+        return results, run(reference, x.astype(jnp.float32), jnp.asarray(slots), jnp.asarray(source))
 
     return dispatch.first_use("routing", name, "rows", compare)
 
@@ -48,15 +48,15 @@ def sort_refusal(name: str, passes: reference.Passes) -> str | None:
 
     def compare():
         expert = jnp.asarray(np.random.default_rng(0).integers(0, 97, 900), jnp.int32)  # 96: no expert
-        own = reference.Passes(reference.BLOCK, reference.histogram, reference.slots)
+        reference_passes = reference.Passes(reference.BLOCK, reference.histogram, reference.slots)
 
         def run(passes):
             slots, source, groups = jax.jit(lambda e: reference.sort_pairs(e, 96, 8, passes))(expert)
             return slots, source, groups.tile_expert, groups.sizes
 
-        want = run(own)
+        want = run(reference_passes)
         # first_use's bound is relative, so results are 1 where equal and 2 where not.
-        return [1.0 + (got != exact) for got, exact in zip(run(passes), want, strict=True)], [
+        return [1.0 + (result != exact) for result, exact in zip(run(passes), want, strict=True)], [
             jnp.ones(exact.shape) for exact in want
         ]
 

@@ -47,8 +47,8 @@ def gated_to_tokens(
       transposed, fp8, implementation: as of matmul_to_tokens.
     """
     check_routing("gated_to_tokens", routing)
-    given = "gate_up", gate_up, "rows both", weight, routing.groups, lora, transposed, routing
-    check = grouped.checked("gated_to_tokens", *given)
+    arguments = "gate_up", gate_up, "rows both", weight, routing.groups, lora, transposed, routing
+    check = grouped.checked("gated_to_tokens", *arguments)
     in_size = weight.shape[1 if transposed else 2]
     if gate_up.shape[1] != 2 * in_size:
         raise ValueError(f"gated_to_tokens: gate_up has {gate_up.shape[1]} columns, and weight needs {2 * in_size}")
@@ -70,14 +70,14 @@ def _by_kernels(gate_up, lora, gate: RowGate, static: grouped.Static) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated(gate: RowGate, static: grouped.Static, gate_up, row_weights, weight, lora, routing: Routing, given):
+def _gated(gate: RowGate, static: grouped.Static, gate_up, row_weights, weight, lora, routing: Routing, earlier_inner):
     """([T, out], the adapters' low-rank input [rows, r]).
 
     row_weights: float32[rows].
     lora: (a [E, r, in], b [E, out, r]).
-    given: the low-rank input from an earlier run; None: it is computed.
+    earlier_inner: the low-rank input from an earlier run; None: it is computed.
     """
-    inner = given
+    inner = earlier_inner
     if inner is None and _by_kernels(gate_up, lora, gate, static):
         rows, inner = gated_thin.gated_rows_thin(gate_up, row_weights, lora[0], routing.groups, gate)
     else:
@@ -86,12 +86,14 @@ def _gated(gate: RowGate, static: grouped.Static, gate_up, row_weights, weight, 
     return reference.summed(out, routing.slots), grouped.low_rank_of(residuals)
 
 
-def _gated_fwd(gate, static, gate_up, row_weights, weight, lora, routing, given):
+def _gated_fwd(gate, static, gate_up, row_weights, weight, lora, routing, earlier_inner):
     """Computes the low-rank input apart from the output: the stack's backward runs this rule and needs no output."""
-    if given is None and _by_kernels(gate_up, lora, gate, static):
-        parts = gate_up, row_weights, lora[0], routing.groups, gate
-        _, given = gated_thin.gated_rows_thin(*parts, thin_alone=True)
-    results: tuple[jax.Array, jax.Array] = _gated(gate, static, gate_up, row_weights, weight, lora, routing, given)
+    if earlier_inner is None and _by_kernels(gate_up, lora, gate, static):
+        operands = gate_up, row_weights, lora[0], routing.groups, gate
+        _, earlier_inner = gated_thin.gated_rows_thin(*operands, thin_alone=True)
+    results: tuple[jax.Array, jax.Array] = _gated(
+        gate, static, gate_up, row_weights, weight, lora, routing, earlier_inner
+    )
     return results, (gate_up, row_weights, weight, lora, routing, results[1])
 
 
@@ -105,8 +107,10 @@ def _gated_bwd(gate, static, residuals, gradients):
     dinner, db = grouped.adapter_gradients(static, b, inner, groups, dout, tokens)
     drows = grouped.rows_gradient(static, weight, lora, dinner, groups, dout, tokens)
     if _by_kernels(gate_up, lora, gate, static):
-        found = gated_thin.gated_rows_thin_backward(gate_up, row_weights, drows, dinner, a.shape[1], groups, gate)
-        dgate_up, dweights, da = found
+        kernel_results = gated_thin.gated_rows_thin_backward(
+            gate_up, row_weights, drows, dinner, a.shape[1], groups, gate
+        )
+        dgate_up, dweights, da = kernel_results
     else:
         rows, dgate_up, dweights = gated_rows_backward(gate_up, row_weights, drows, gate)
         da = grouped.contracted(dinner, rows, groups, a.shape[1], static.implementation, None)

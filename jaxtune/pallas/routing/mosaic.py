@@ -76,10 +76,10 @@ def _spread_kernel(
     def targets(number):
         return tuple(slots_ref[first_token(number) * k + pair] for pair in range(_ROWS * k))  # all on their way at once
 
-    def store(row, to, where):
+    def store(row, row_index, where):
         @pl.when(where)  # the interpreter knows no predicate of a copy
         def _():
-            plgpu.copy_smem_to_gmem(row, out_ref.at[to], commit_group=False)
+            plgpu.copy_smem_to_gmem(row, out_ref.at[row_index], commit_group=False)
 
     def step(number, targets_now):
         slot = lax.rem(number, jnp.int32(_STAGES))
@@ -122,19 +122,19 @@ def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
     short = -tokens % _ROWS
     x = jnp.pad(x, ((0, short), (0, 0)))
     padded = jnp.pad(slots, ((0, short), (0, 0)), constant_values=rows).reshape(-1)
-    parts = hidden // _WIDTH
+    chunks_per_row = hidden // _WIDTH
     programs = _programs((tokens + short) // _ROWS, _PROGRAMS)
     out = _kernel(
         functools.partial(_spread_kernel, programs=programs, k=k, pairs=slots.size),
         "permute",
-        out_type=jax.ShapeDtypeStruct((rows, parts, _WIDTH), x.dtype),
+        out_type=jax.ShapeDtypeStruct((rows, chunks_per_row, _WIDTH), x.dtype),
         grid=(programs,),
         grid_names=("program",),
         scratch_types=[
-            plgpu.SMEM((_STAGES, _ROWS, parts, _WIDTH), x.dtype),
-            plgpu.SMEM((parts, _WIDTH), x.dtype),
+            plgpu.SMEM((_STAGES, _ROWS, chunks_per_row, _WIDTH), x.dtype),
+            plgpu.SMEM((chunks_per_row, _WIDTH), x.dtype),
             plgpu.Barrier(num_arrivals=1, num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=1),
         ],
-    )(x.reshape(-1, parts, _WIDTH), jnp.zeros((parts, _WIDTH), x.dtype), padded, source)
+    )(x.reshape(-1, chunks_per_row, _WIDTH), jnp.zeros((chunks_per_row, _WIDTH), x.dtype), padded, source)
     return out.reshape(rows, hidden)

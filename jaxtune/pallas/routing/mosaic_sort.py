@@ -75,19 +75,19 @@ def _slot_kernel(expert_ref, firsts_ref, out_ref):
     it; any number for a pair without an expert. firsts_ref: int32[blocks, experts padded to 64].
     """
     block = lax.axis_index("block")
-    here = pl.ds(block * BLOCK, BLOCK)
-    pairs = plgpu.load(expert_ref.at[here], layout=_ROWS, optimized=False)
-    parts = []
+    block_slice = pl.ds(block * BLOCK, BLOCK)
+    pairs = plgpu.load(expert_ref.at[block_slice], layout=_ROWS, optimized=False)
+    terms = []
     for first in range(0, BLOCK, _EXPERTS):
-        others = plgpu.load(expert_ref.at[pl.ds(block * BLOCK + first, _EXPERTS)], layout=_COLUMNS, optimized=False)
+        compared = plgpu.load(expert_ref.at[pl.ds(block * BLOCK + first, _EXPERTS)], layout=_COLUMNS, optimized=False)
         before = _number(BLOCK, _EXPERTS, 0) > _number(BLOCK, _EXPERTS, 1) + first
-        same = _down(pairs, _EXPERTS) == _across(others, BLOCK)
-        parts.append(jnp.where(same & before, 1, 0).sum(1))
+        same_expert = _down(pairs, _EXPERTS) == _across(compared, BLOCK)
+        terms.append(jnp.where(same_expert & before, 1, 0).sum(1))
     for first in range(0, firsts_ref.shape[1], _EXPERTS):
         rows = plgpu.load(firsts_ref.at[block, pl.ds(first, _EXPERTS)], layout=_COLUMNS, optimized=False)
-        own = _down(pairs, _EXPERTS) == _number(BLOCK, _EXPERTS, 1) + first
-        parts.append(jnp.where(own, _across(rows, BLOCK), 0).sum(1))
-    out_ref[here] = functools.reduce(operator.add, parts)
+        matches = _down(pairs, _EXPERTS) == _number(BLOCK, _EXPERTS, 1) + first
+        terms.append(jnp.where(matches, _across(rows, BLOCK), 0).sum(1))
+    out_ref[block_slice] = functools.reduce(operator.add, terms)
 
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
@@ -106,5 +106,5 @@ def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
     firsts: int32[n, E], the row of the first pair of each block and expert.
     """
     firsts = jnp.pad(firsts, ((0, 0), (0, -firsts.shape[1] % _EXPERTS)))
-    place = _kernel(_slot_kernel, "expert_slots", len(blocks), (blocks.size,))
-    return place(blocks.reshape(-1), firsts).reshape(blocks.shape)
+    run = _kernel(_slot_kernel, "expert_slots", len(blocks), (blocks.size,))
+    return run(blocks.reshape(-1), firsts).reshape(blocks.shape)

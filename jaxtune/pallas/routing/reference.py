@@ -124,8 +124,8 @@ def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
 def _gathered(x, index):
     # The same as jnp's mode "fill" with a quarter of the instructions, because no index is negative. A layer of experts
     # has eight of these, and XLA compiles each separately.
-    there = index < x.shape[0]
-    return jnp.where(jnp.expand_dims(there, range(index.ndim, index.ndim + x.ndim - 1)), _row(x, index), 0)
+    in_range = index < x.shape[0]
+    return jnp.where(jnp.expand_dims(in_range, range(index.ndim, index.ndim + x.ndim - 1)), _row(x, index), 0)
 
 
 def _row(x, index):
@@ -141,7 +141,7 @@ def summed(rows: jax.Array, slots: jax.Array) -> jax.Array:
     Empty rows must be zero: a pair without an expert has a slot past the end, which reads the last row, which is then
     empty, and so adds zero without a comparison. slots: int32[T, k].
     """
-    first, *others = (_row(rows, column).astype(jnp.float32) for column in slots.T)
-    for other in others:
-        first = first + other
+    first, *later_rows = (_row(rows, column).astype(jnp.float32) for column in slots.T)
+    for row in later_rows:
+        first = first + row
     return first.astype(rows.dtype)
