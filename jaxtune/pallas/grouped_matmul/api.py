@@ -79,9 +79,8 @@ class Static:
 
 
 def fills_adapters(dtype, in_size: int, out_size: int) -> bool:
-    """Whether each product of rows in `dtype` with weights [out_size, in_size] casts and pads the adapters. A caller
-    that multiplies often by the same adapters, such as a sampler, can do both once by `filled_adapter`, with the same
-    results.
+    """Whether each product of rows in `dtype` with weights [out_size, in_size] casts and pads the adapters, which a
+    caller such as a sampler can do once by `filled_adapter`, with the same results.
     """
     return mosaic.refusal(jnp.dtype(dtype), in_size, out_size, TILE_ROWS) is None
 

@@ -64,9 +64,8 @@ def product(
 
 
 def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """(factors float32[E, K] of the rows, or None; scales of the sums, or None). Scales of rows or whole matrices are
-    scales [E, n] for contract = 2, factors for 1; those of 128 x 128 numbers are always scales, [E, ceil(n / 128),
-    ceil(K / 128)].
+    """(factors float32[E, K] of the rows, or None; scales of the sums, or None). Scales of 128 x 128 numbers are always
+    scales, [E, ceil(n / 128), ceil(K / 128)]; others are scales [E, n] for contract = 2, factors for 1.
     """
     scales = weight.scales.astype(jnp.float32)
     if fp8_product.in_blocks(weight):

@@ -120,12 +120,11 @@ def gated_rows_thin_backward_kernel(
     dgate_up may be gate_up's memory: each program reads a block before it writes it, and no other program reads it.
     Empty rows of a chunk get zeros; rows of tiles without an expert are not written.
 
-      gate_up, weights, WIDTH: as for gated_rows_thin_kernel.
-      dgated: [ROWS, SIZE].
+      gate_up, WIDTH: as for gated_rows_thin_kernel.
       dinner: [ROWS, INNER], of which RANK columns are used.
       chunk_first, chunk_rows: int32[chunks], the first row, and how many from there on are not empty.
-      dweights: float32[blocks of columns, ROWS], what each block adds to the gradient of the weights.
-      da: float32[chunks, RANK, SIZE], what each chunk adds to dinner^T gated.
+      dweights: float32[blocks of columns, ROWS], a share of the weights' gradient from each block.
+      da: float32[chunks, RANK, SIZE].
     """
     DTYPE: tl.constexpr = dgated.dtype.element_ty
     chunk = tl.program_id(1)

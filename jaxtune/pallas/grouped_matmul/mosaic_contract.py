@@ -40,8 +40,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
     """out float32[E, r, n]: thin^T wide over the rows of the tiles from bounds_ref[e] to before bounds_ref[e + 1],
     empty rows included. Warpgroup 0 multiplies, warpgroup 1 loads.
 
-      thin_ref: [rows, R], 16 bits, R a multiple of 64. r is R, or for an R of 64 perhaps less.
-      wide_ref: [rows, n], or the tokens [T, n] if `gathered`.
+      thin_ref: [rows, R], R a multiple of 64. r is R, or for an R of 64 perhaps less.
       refs: the token of each row if `gathered`; out; shared memory and barriers.
     """
     if gathered:
@@ -50,9 +49,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
     stages, _, columns = wide_smem.shape
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     blocks, thin_blocks = wide_ref.shape[1] // columns, thin_ref.shape[1] // _STEP
-    item_rows = (
-        out_ref.shape[1] // thin_blocks
-    )  # rows of an item's result without those that come from the thin side's padding
+    item_rows = out_ref.shape[1] // thin_blocks  # without rows that come from the thin side's padding
     items = out_ref.shape[0] * blocks * thin_blocks
     mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
 
@@ -161,9 +158,8 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
     rows; zeros for an expert without rows. Only if `refusal` is None.
 
       thin: [rows, R], R a multiple of 64, at least `rank`.
-      wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`; both bfloat16 or both float16. Empty rows must be
-      zero in one and finite in the other.
-      tokens: int32[rows]; T for zeros.
+      wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`, T for zeros; both bfloat16 or both float16. Empty
+      rows must be zero in one and finite in the other.
     """
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)
@@ -327,10 +323,9 @@ def _weight_columns(size: int, dtype) -> int:
 
 def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> jax.Array:
     """The gradient of experts' weights: [E, p, q], left^T right summed over each expert's rows in float32 and rounded
-    once to `dtype`; zeros for an expert without rows. Only if `weight_refusal` is None.
+    once to `dtype`; otherwise as contract_rows. Only if `weight_refusal` is None.
 
-      left, right: [rows, p] and [rows, q], both bfloat16 or both float16, p and q multiples of 64. Rows without a token
-      must be zero in one and finite in the other.
+      left, right: [rows, p] and [rows, q], p and q multiples of 64.
     """
     columns = _weight_columns(right.shape[1], dtype)
     stages = _WEIGHT_STAGES[jnp.dtype(dtype).itemsize][columns]

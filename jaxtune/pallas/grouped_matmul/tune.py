@@ -35,7 +35,7 @@ def tune(
     of each product. A candidate that fails, or differs from the first one's result, is skipped. Hopper only.
 
       say: gets a line of text before and after each candidate.
-      path: the file that stores the result; None: the user's cache.
+      path: of the stored result; None: the user's cache.
     Returns:
       {mosaic.bucket: the entry of tuning.measure}.
     Raises:

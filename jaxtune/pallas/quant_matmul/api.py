@@ -53,8 +53,8 @@ def quant_matmul(
     """For each weight x W^T + scale (x A^T) B^T + bias, [..., out_i] in x's dtype.
 
     Pass weights that share x in one call: the backward then sums their gradients of x without extra passes over memory.
-    Differentiable in x, arrays, adapters and biases. TypeError or ValueError for an argument that does not fit, or an
-    implementation that refuses.
+    Differentiable in x, weights that are arrays, adapters and biases. TypeError or ValueError for an argument that does
+    not fit, or an implementation that refuses.
 
       x: [..., in] bfloat16, float16 or float32, to which weights are cast.
       weights: each [out_i, in]. Quantised ones are decoded for each product, or, for few tokens, in the kernel; no

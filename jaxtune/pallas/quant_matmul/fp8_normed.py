@@ -36,7 +36,7 @@ def tile(width: int, blocks: bool) -> Tile:
 
 
 def refusal(x, rank: int) -> str | None:
-    """x: [rows, size], an array or a shape."""
+    """The reason why the kernel cannot compute a call, or None. x: [rows, size], an array or a shape."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

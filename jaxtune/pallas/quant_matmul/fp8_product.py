@@ -311,8 +311,8 @@ def multiply(
 
 
 def _with_wide_adapter(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str):
-    """`by_kernel` for an adapter of any rank: the kernel takes the first 64 columns of u and add, and XLA the others.
-    Several adapters that share x have as many in the backward.
+    """`by_kernel` for an adapter of any rank, such as the sum of several in the backward: the kernel takes the first 64
+    columns of u and add, and XLA adds the product of the others.
     """
     most, excess = fp8_mosaic.RANKS[-1], None
     if u is not None and u.shape[1] > most:

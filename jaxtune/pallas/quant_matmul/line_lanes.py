@@ -346,9 +346,8 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
         nvvm.cluster_wait(aligned=True)
         share = -(-elements // splits)
         for_places(ir_mul(ir_scalar(split), share), share, elements, put_all)
-        nvvm.cluster_arrive_relaxed(
-            aligned=True
-        )  # no program ends while its sums are still read; stores need not be waited for
+        # No program ends while its sums are still read; stores need not be waited for.
+        nvvm.cluster_arrive_relaxed(aligned=True)
         nvvm.cluster_wait(aligned=True)
 
     store(partial_smem, totals_smem, out_ref, split, first_row)

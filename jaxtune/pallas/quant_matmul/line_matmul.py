@@ -129,9 +129,8 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     tokens, lines = x_ref.shape[:2]
     rows, warpgroups, stages = tile.rows, tile.warpgroups, tile.stages
     widths, steps_of_span = -(-tokens // 8), _SPAN // tile.lines
-    first_row = jnp.minimum(
-        lax.axis_index("tile") * rows, codes_ref.shape[0] - rows
-    )  # the last program's rows may overlap with the one before
+    # The last program's rows may overlap with the one before.
+    first_row = jnp.minimum(lax.axis_index("tile") * rows, codes_ref.shape[0] - rows)
     first = lax.div(split * (lines // tile.lines), jnp.int32(tile.splits))
     steps = lax.div((split + 1) * (lines // tile.lines), jnp.int32(tile.splits)) - first  # of this program
     steps = lax.div(steps - wg + (warpgroups - 1), jnp.int32(warpgroups))  # of this warpgroup

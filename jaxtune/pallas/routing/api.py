@@ -205,7 +205,7 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
     """Sums each token's rows: [rows, H] -> [T, H] in the rows' dtype, in float32 in the order of the token's choices.
     Empty rows must be zero; a token without an expert gets zeros. Models use matmul_to_tokens, which includes the sum.
 
-      implementation: of the copy of gradients to rows in the backward.
+      implementation: of the backward's copy of gradients to rows, which checks it.
     """
     check_routing("unpermute", routing).array("rows", rows, "rows H", FLOATS)
     return _unpermute(rows, routing, implementation)
@@ -323,8 +323,8 @@ def matmul_to_tokens(
 
     It computes unpermute(grouped_matmul(rows, ...), routing), but the gradient of the result stays [T, out] until the
     backward gathers its rows. Products are rounded to the rows' dtype, summed in float32 in the order of the token's
-    choices, and rounded again; a token without an expert gets zeros. A quantised weight is decoded again for the rows'
-    gradient. Differentiable in rows, a weight that is an array, and the adapter; gradients of empty rows are zero.
+    choices, and rounded again; a token without an expert gets zeros. Differentiable in rows, a weight that is an array,
+    and the adapter; gradients of empty rows are zero.
 
       rows: bfloat16, float16 or float32; empty rows are zero.
       weight and the others: as of grouped_matmul.

@@ -1,8 +1,7 @@
 """Sums over tokens from which the losses of a router of a mixture of experts are computed.
 
 Sums over layers and devices, which have different rows, can be added; the losses, quotients and products of sums,
-cannot. Training adds the sums of one micro-batch, not of several: a step's loss is the mean of its micro-batches'
-losses, weighted by their numbers of targets.
+cannot. A step's loss is the mean of its micro-batches' losses, weighted by their numbers of targets.
 """
 
 from __future__ import annotations
