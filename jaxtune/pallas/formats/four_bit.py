@@ -165,8 +165,8 @@ def _blocks(values: jax.Array, block: int, scales: jax.Array) -> jax.Array:
 
 
 def _padded(values: jax.Array, block: int) -> jax.Array:
-    short = -values.size % block
-    return jnp.pad(values, (0, short)) if short else values
+    padding = -values.size % block
+    return jnp.pad(values, (0, padding)) if padding else values
 
 
 @jax.tree_util.register_dataclass

@@ -177,8 +177,8 @@ def _encode(array: jax.Array, block: Block) -> FP8:
     wide = jnp.where(jnp.abs(wide) < LEAST_SCALE, jnp.copysign(jnp.zeros_like(wide), wide), wide)
     rows, columns = (length if size is None else size for length, size in zip(wide.shape[-2:], block, strict=True))
     out, in_ = scale_shape(wide.shape, block)
-    short = [(0, 0)] * (wide.ndim - 2) + [(0, out * rows - wide.shape[-2]), (0, in_ * columns - wide.shape[-1])]
-    magnitudes = jnp.abs(jnp.pad(wide, short) if any(map(any, short)) else wide)
+    padding = [(0, 0)] * (wide.ndim - 2) + [(0, out * rows - wide.shape[-2]), (0, in_ * columns - wide.shape[-1])]
+    magnitudes = jnp.abs(jnp.pad(wide, padding) if any(map(any, padding)) else wide)
     largest = magnitudes.reshape(*wide.shape[:-2], out, rows, in_, columns).max((-3, -1))
     scales = scale_of(largest, divide(largest, jnp.full_like(largest, LARGEST)))
     stored = FP8(jnp.zeros(array.shape, jnp.float8_e4m3fn), scales, block, array.dtype.name)
@@ -359,8 +359,8 @@ def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: B
       scales: float32, in the file's shape.
       codes: float8_e4m3fn[out, in].
     """
-    most = min(float(jnp.finfo(dtype_name).max), float(np.finfo(np.float32).max)) / LARGEST
-    wrong = np.isfinite(scales) & ~((scales >= LEAST_SCALE) & (scales <= most))
+    largest_scale = min(float(jnp.finfo(dtype_name).max), float(np.finfo(np.float32).max)) / LARGEST
+    wrong = np.isfinite(scales) & ~((scales >= LEAST_SCALE) & (scales <= largest_scale))
     zeros = wrong & (scales == 0)
     if zeros.any():
         sizes: Any = codes.view(np.uint8) & 0x7F  # without their signs
@@ -371,7 +371,7 @@ def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: B
         values = ", ".join(f"{value:.4g}" for value in np.unique(scales[wrong])[:4])
         raise ValueError(
             f"{entry.file}: {entry.name}: {wrong.sum()} of {wrong.size} scales cannot be right ({values}): in "
-            f"{dtype_name} a scale must be from {LEAST_SCALE:.4g} to {most:.4g}, or 0 of numbers that are "
+            f"{dtype_name} a scale must be from {LEAST_SCALE:.4g} to {largest_scale:.4g}, or 0 of numbers that are "
             f"all 0; fetch the file again{', or load in bfloat16' if dtype_name == 'float16' else ''}"
         )
 

@@ -141,8 +141,8 @@ class NVFP4(Stored):
         """As Stored.with_input_scale; `scale` is `global_scale`'s, not inverted, because encoded weights have `divides`
         True.
         """
-        of_inputs = jnp.full((*self.shape[:-2], 1, 1), scale, jnp.float32)
-        return dataclasses.replace(self, input_scale=of_inputs)
+        input_scale = jnp.full((*self.shape[:-2], 1, 1), scale, jnp.float32)
+        return dataclasses.replace(self, input_scale=input_scale)
 
     def largest(self) -> jax.Array:
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
@@ -154,8 +154,12 @@ class NVFP4(Stored):
         axes = super().divided(axis, parts)
         if axes is None:
             return None
-        of_tensor = axis if self.tensor_scale.shape[axis] == self.shape[axis] else None
-        return (axis, axis, *(of_tensor for scale in (self.tensor_scale, self.input_scale) if scale is not None))
+        tensor_scale_axis = axis if self.tensor_scale.shape[axis] == self.shape[axis] else None
+        return (
+            axis,
+            axis,
+            *(tensor_scale_axis for scale in (self.tensor_scale, self.input_scale) if scale is not None),
+        )
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
@@ -258,12 +262,12 @@ class _Files(Layout):
         codes = tensors[self.codes]
         rows, pairs = codes.shape if len(codes.shape) == 2 else (0, 0)
         where = f"{codes.file}: {name}"
-        scales, of_tensor, _ = self.others
-        expected: dict[str, tuple[str, tuple]] = {scales: ("F8_E4M3", ((rows, 2 * pairs // BLOCK),))}
+        scales_key, tensor_scale_key, _ = self.others
+        expected: dict[str, tuple[str, tuple]] = {scales_key: ("F8_E4M3", ((rows, 2 * pairs // BLOCK),))}
         expected |= dict.fromkeys(self.others[1:], ("F32", ((), (1,))))
         for key, (dtype, shapes) in expected.items():
             header = tensors.get(key)
-            if header is None and key not in (scales, of_tensor):
+            if header is None and key not in (scales_key, tensor_scale_key):
                 continue
             if header is None or header.dtype != dtype or header.shape not in shapes or not rows or 2 * pairs % BLOCK:
                 flaw = "is missing" if header is None else f"is {header.dtype}{list(header.shape)}"
@@ -277,9 +281,9 @@ class _Files(Layout):
         """As Layout.read. ValueError unless the scales of the tensor and of activations, if any, are positive and
         finite.
         """
-        scales, of_tensor, of_inputs = self.others
-        leaves: list = [arrays[self.codes], arrays[scales]]
-        for key in (of_tensor, of_inputs):
+        scales_key, tensor_scale_key, input_scale_key = self.others
+        leaves: list = [arrays[self.codes], arrays[scales_key]]
+        for key in (tensor_scale_key, input_scale_key):
             value = arrays[key].reshape(1, 1) if key in arrays else None
             if value is not None and not (np.isfinite(value) & (value > 0)).all():
                 raise ValueError(
@@ -296,15 +300,15 @@ class _Files(Layout):
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
         assert isinstance(weight, NVFP4)
-        scales, of_tensor, of_inputs = self.others
+        scales_key, tensor_scale_key, input_scale_key = self.others
         shape, float32 = self.scalar, np.dtype(np.float32)
         entries = {
             self.codes: file_tensor(weight.codes, lambda w: w.codes),
-            scales: file_tensor(weight.scales, lambda w: w.scales),
-            of_tensor: FileTensor(shape, float32, lambda w: w.tensor_scale.reshape(shape)),
+            scales_key: file_tensor(weight.scales, lambda w: w.scales),
+            tensor_scale_key: FileTensor(shape, float32, lambda w: w.tensor_scale.reshape(shape)),
         }
         if weight.input_scale is not None:
-            entries[of_inputs] = FileTensor(shape, float32, lambda w: w.input_scale.reshape(shape))
+            entries[input_scale_key] = FileTensor(shape, float32, lambda w: w.input_scale.reshape(shape))
         return entries
 
 

@@ -115,12 +115,12 @@ class Stored:
         """The rows from `start` to before `start + rows` of expert `index`, as a tensor [rows, columns]: the inverse of
         `joined`. The rows must begin with a whole block.
         """
-        high = self.cut(1) or rows  # how many rows share an entry of an array that has fewer rows
+        rows_per_block = self.cut(1) or rows  # how many rows share an entry of an array that has fewer rows
 
         def rows_of(array: jax.Array) -> jax.Array:
             if array.shape[1] == 1:
                 return array[index]
-            rows_per_entry = 1 if array.shape[1] == self.shape[1] else high
+            rows_per_entry = 1 if array.shape[1] == self.shape[1] else rows_per_block
             return array[index, start // rows_per_entry : start // rows_per_entry - (-rows // rows_per_entry)]
 
         return jax.tree.map(rows_of, self)

@@ -415,8 +415,8 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
 @jax.custom_vjp
 def _biased(rows, bias, groups):
     """Sums in float32; the bias's gradient is summed over an expert's rows in a fixed order."""
-    added = reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
-    return (reference.tiled(rows, groups).astype(jnp.float32) + added).reshape(rows.shape).astype(rows.dtype)
+    tile_biases = reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
+    return (reference.tiled(rows, groups).astype(jnp.float32) + tile_biases).reshape(rows.shape).astype(rows.dtype)
 
 
 def _bias_fwd(rows, bias, groups):

@@ -70,8 +70,10 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
 
         contracts = [contract for _, _, contract, _, _ in cases]
         arrays = [(x, weight, extra, row_tokens) for x, weight, _, extra, row_tokens in cases]
-        want = dispatch.exactly(lambda arrays: [exact(*case) for case in zip(arrays, contracts, strict=True)])(arrays)
-        return results, want
+        expected = dispatch.exactly(lambda arrays: [exact(*case) for case in zip(arrays, contracts, strict=True)])(
+            arrays
+        )
+        return results, expected
 
     call = ("arrays" if weight is None else weight.kind) + (", gathering" if gathering else "")
     return dispatch.first_use("grouped_matmul", name, call, compare)

@@ -148,7 +148,7 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> 
         occupied = np.pad(occupied, (0, groups.rows - occupied.size))
         tokens = jnp.asarray(np.where(occupied, draw.integers(0, count, groups.rows), count), jnp.int32)
         weight = FP8.encode(draw.standard_normal(shape).astype(np.float32), TILE if blocks else ROW)
-        results, want = [], []
+        results, expected = [], []
         for contract in (2, 1):
             x = jnp.asarray(draw.standard_normal((count, shape[contract])), dtype)
             extra = exact = None
@@ -161,8 +161,8 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> 
                 run = jax.jit(_by_kernel, static_argnums=(3, 6))
                 results.append(run(rows, weight, groups, contract, extra, row_tokens, name))
                 wide = rows.astype(jnp.float32)
-                want.append(_exact(wide, weight, groups, contract, exact, row_tokens))
-        return results, want
+                expected.append(_exact(wide, weight, groups, contract, exact, row_tokens))
+        return results, expected
 
     call = (
         f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {padded_rank} columns of an adapter, K of {shape[1:]}"

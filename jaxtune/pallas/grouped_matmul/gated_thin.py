@@ -73,8 +73,8 @@ def _first_use(dtype, gate: RowGate, rank: int) -> str | None:
 
         def exact(gate_up, weights, a, dgated, dinner):
             inner = gated_rows(gate_up, weights, gate)
-            again, dgate_up, dweights = gated_rows_backward(gate_up, weights, dgated, gate)
-            da = reference.contract_rows(dinner, again, groups, jnp.float32)
+            inner_again, dgate_up, dweights = gated_rows_backward(gate_up, weights, dgated, gate)
+            da = reference.contract_rows(dinner, inner_again, groups, jnp.float32)
             return inner, mosaic.filled(reference.thin(inner, a, groups, 2), 1), dgate_up, dweights, da
 
         wide = (array.astype(jnp.float32) for array in (gate_up, weights, a, dgated, dinner))

@@ -108,9 +108,11 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
             piece_index = ir_add(ir_mul(arith.select(exists, token, ir_const(0)), width // 8), start)
             for column_tile in range(column_tiles):
                 source = ir_address(x_ref, ir_add(piece_index, ir_const(column_tile * _COLUMNS // 8)), eight)
-                goal = ir_add(address, ir_const((number * (_EVERY // 8) * column_tiles + column_tile) * _TILE))
+                target_address = ir_add(
+                    address, ir_const((number * (_EVERY // 8) * column_tiles + column_tile) * _TILE)
+                )
                 utils.inline_ptx(
-                    "cp.async.cg.shared.global [$0], [$1], 16, $2;", goal, source, size, has_side_effects=True
+                    "cp.async.cg.shared.global [$0], [$1], 16, $2;", target_address, source, size, has_side_effects=True
                 )
 
     copy(tokens, first_column, x_ref, target)

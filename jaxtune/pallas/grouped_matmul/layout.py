@@ -84,11 +84,11 @@ def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Gr
     # The largest possible sum of ceil(size / tile_rows).
     tiles = min((max_rows + experts * (tile_rows - 1)) // tile_rows, max_rows)
     sizes = sizes.astype(jnp.int32)
-    of_group = _tiles(sizes, tile_rows)
-    ends = ends_of(of_group)
+    tiles_of_expert = _tiles(sizes, tile_rows)
+    ends = ends_of(tiles_of_expert)
     index = jnp.arange(tiles, dtype=jnp.int32)
     tile_expert = (index[:, None] >= ends).sum(1, dtype=jnp.int32)  # the number of experts that end before this tile
-    lasts = (ends - of_group) * tile_rows + sizes  # the row after each expert's last
+    lasts = (ends - tiles_of_expert) * tile_rows + sizes  # the row after each expert's last
     lasts = jnp.append(lasts, 0)  # for the empty tiles
     remaining_rows = (
         lasts.at[tile_expert].get(mode="promise_in_bounds", wrap_negative_indices=False) - index * tile_rows

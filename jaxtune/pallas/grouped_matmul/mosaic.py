@@ -119,8 +119,8 @@ def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -
         return Blocks(**measured)
     if ahead and -out_size % _MOST_COLUMNS_BESIDE <= out_size // 16:
         return Blocks(_MOST_COLUMNS_BESIDE, 4, 8)
-    most = _MOST_COLUMNS_BESIDE if ahead else out_size
-    return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0 and blocks.columns <= most)
+    most_columns = _MOST_COLUMNS_BESIDE if ahead else out_size
+    return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0 and blocks.columns <= most_columns)
 
 
 def _kernel(
@@ -156,13 +156,13 @@ def _kernel(
         ready = decoder.semaphores() if gpu_kernel.interpreter() is None else refs.pop()
     x_smem, w_smem, out_smem, full, free, *refs = refs
     rows_there = refs.pop() if gathered else None
-    written_out = gpu_kernel.interpreter() is not None
+    interpreted = gpu_kernel.interpreter() is not None
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
     registers = _Registers.of(gathered, decoder is not None)
     row_tiles, column_tiles = expert_ref.shape[0], -(-out_ref.shape[1] // columns)
     items = row_tiles * column_tiles
-    mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
+    item_count = lax.div(items - program + (programs - 1), jnp.int32(programs))
     main_steps = x_ref.shape[1] // _STEP
     all_steps = main_steps + (u_ref.shape[1] // _STEP if with_extra else 0)
     count = count_ref[0]
@@ -176,7 +176,7 @@ def _kernel(
         """An item's tile of rows, to read of it an item early, as that takes as long as two steps; any item's if there
         is none.
         """
-        return jnp.clip(item_place(jnp.minimum(index, mine - 1))[0], 0, row_tiles - 1)
+        return jnp.clip(item_place(jnp.minimum(index, item_count - 1))[0], 0, row_tiles - 1)
 
     def columns_of(column_tile):
         """The last tile overlaps the one before if tiles do not divide the columns: both store the same there."""
@@ -190,12 +190,12 @@ def _kernel(
         return lax.rem(cursor, jnp.int32(stages))
 
     def tokens_of(index):
-        return gather.numbers(tokens_ref, tile_of(index) * TILE_ROWS, TILE_ROWS, written_out)
+        return gather.numbers(tokens_ref, tile_of(index) * TILE_ROWS, TILE_ROWS, interpreted)
 
     def bring():
         plgpu.set_max_registers(registers.memory, action="decrease")
         if gathered:
-            gather.begin(rows_there, written_out)
+            gather.begin(rows_there, interpreted)
         if decoder is not None and gpu_kernel.interpreter() is not None:
             plgpu.barrier_wait(ready)  # type: ignore[arg-type]
 
@@ -212,12 +212,12 @@ def _kernel(
             def copy(slot, x, w, step):
                 along = pl.ds(step * _STEP, _STEP)
                 if gathered and x is x_ref:
-                    gather.bring(x, tokens[0], x_smem.at[slot], step * _STEP, _TRANSFORMS, written_out)
+                    gather.bring(x, tokens[0], x_smem.at[slot], step * _STEP, _TRANSFORMS, interpreted)
                     plgpu.barrier_arrive(full.at[slot])
                 else:
                     plgpu.copy_gmem_to_smem(x.at[rows, along], x_smem.at[slot], full.at[slot])
                 if gathered:
-                    gather.tell(rows_there, slot, written_out)
+                    gather.tell(rows_there, slot, interpreted)
                 side = w.at[expert, column_slice, along] if contract == 2 else w.at[expert, along, column_slice]
                 plgpu.copy_gmem_to_smem(side, w_smem.at[slot], full.at[slot])
 
@@ -235,7 +235,7 @@ def _kernel(
 
         first = jnp.int32(0)
         start = (first, expert_ref[tile_of(first)], *([tokens_of(first)] if gathered else []))
-        total, *_ = lax.fori_loop(0, mine, item, start)
+        total, *_ = lax.fori_loop(0, item_count, item, start)
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
@@ -250,7 +250,7 @@ def _kernel(
             plgpu.barrier_wait(full.at[slot_of(cursor)])
             if gathered:
                 round_ = lax.div(cursor, jnp.int32(stages))
-                gather.wait(rows_there, slot_of(cursor), lax.rem(round_, jnp.int32(2)), written_out)
+                gather.wait(rows_there, slot_of(cursor), lax.rem(round_, jnp.int32(2)), interpreted)
 
         def let_start(condition):
             """The second warpgroup waits once, if there is an item, for the first to be `lead` steps into it."""
@@ -258,7 +258,7 @@ def _kernel(
             pl.when(condition & (wg == 0))(lambda: plgpu.barrier_arrive(started_barrier))
 
         if lead:
-            pl.when((mine > 0) & (wg == 1))(lambda: plgpu.barrier_wait(refs[0]))
+            pl.when((item_count > 0) & (wg == 1))(lambda: plgpu.barrier_wait(refs[0]))
 
         def item(index, state):
             cursor, size = state
@@ -303,7 +303,7 @@ def _kernel(
             plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[rows, columns_of(column_tile)])
             return cursor, following
 
-        lax.fori_loop(0, mine, item, (jnp.int32(0), sizes_ref[tile_of(jnp.int32(0))]))
+        lax.fori_loop(0, item_count, item, (jnp.int32(0), sizes_ref[tile_of(jnp.int32(0))]))
         plgpu.wait_smem_to_gmem(0)
 
     def decode():

@@ -70,8 +70,8 @@ class Decoder:
         return self.chunks.count // self.experts
 
     def semaphores(self):
-        """One semaphore in global memory for each expert, which counts the programs that have decoded their chunks of
-        its weight, without those that have none. Only in a compiled kernel.
+        """One semaphore in global memory for each expert: how many programs have decoded their chunks of its weight,
+        without those that have none. Only in a compiled kernel.
         """
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.experts,)))
 
@@ -102,8 +102,8 @@ class Decoder:
 
             return tuple(queued)
 
-        mine = lax.div(self.chunks.count - program + (programs - 1), jnp.int32(programs))
-        lax.fori_loop(0, mine, step, tuple(load(jnp.int32(number)) for number in range(_AHEAD)))
+        chunk_count = lax.div(self.chunks.count - program + (programs - 1), jnp.int32(programs))
+        lax.fori_loop(0, chunk_count, step, tuple(load(jnp.int32(number)) for number in range(_AHEAD)))
 
     def written_out(self, operands, weight_ref):
         """Decodes the whole weight at once, for the interpreter, which has no semaphores."""

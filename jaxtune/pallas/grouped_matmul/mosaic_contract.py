@@ -51,7 +51,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
     blocks, thin_blocks = wide_ref.shape[1] // columns, thin_ref.shape[1] // _STEP
     item_rows = out_ref.shape[1] // thin_blocks  # without rows that come from the thin side's padding
     items = out_ref.shape[0] * blocks * thin_blocks
-    mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
+    item_count = lax.div(items - program + (programs - 1), jnp.int32(programs))
 
     def place(index):
         """(expert, which section of the thin side, which block of the wide side's columns)"""
@@ -68,11 +68,11 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
     def slot_of(cursor):
         return lax.rem(cursor, jnp.int32(stages))
 
-    written_out = gpu_kernel.interpreter() is not None
+    interpreted = gpu_kernel.interpreter() is not None
 
     def bring():
         if gathered:
-            gather.begin(refs[0], written_out)
+            gather.begin(refs[0], interpreted)
 
         def item(index, cursor):
             expert, thin_block, block = place(index)
@@ -80,7 +80,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
 
             def tokens_of(number):
                 row = jnp.minimum(first + jnp.minimum(number, count - 1) * _STEP, tokens_ref.shape[0] - _STEP)
-                return gather.numbers(tokens_ref, jnp.maximum(row, 0), _STEP, written_out)
+                return gather.numbers(tokens_ref, jnp.maximum(row, 0), _STEP, interpreted)
 
             def step(number, state):
                 cursor, *tokens = state
@@ -92,9 +92,9 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
                 plgpu.copy_gmem_to_smem(thin, thin_smem.at[slot], full.at[slot])
                 if gathered:
                     target = wide_smem.at[slot]
-                    gather.bring(wide_ref, tokens[0], target, block * columns, _TRANSFORMS, written_out)
+                    gather.bring(wide_ref, tokens[0], target, block * columns, _TRANSFORMS, interpreted)
                     plgpu.barrier_arrive(full.at[slot])
-                    gather.tell(refs[0], slot, written_out)
+                    gather.tell(refs[0], slot, interpreted)
                 else:
                     wide = wide_ref.at[rows, pl.ds(block * columns, columns)]
                     plgpu.copy_gmem_to_smem(wide, wide_smem.at[slot], full.at[slot])
@@ -103,7 +103,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
             start = (cursor, tokens_of(jnp.int32(0))) if gathered else (cursor,)
             return lax.fori_loop(0, count, step, start)[0]
 
-        total = lax.fori_loop(0, mine, item, jnp.int32(0))
+        total = lax.fori_loop(0, item_count, item, jnp.int32(0))
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
@@ -122,7 +122,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
                     plgpu.barrier_wait(full.at[slot])
                     if gathered:
                         round_ = lax.div(cursor, jnp.int32(stages))
-                        gather.wait(refs[0], slot, lax.rem(round_, jnp.int32(2)), written_out)
+                        gather.wait(refs[0], slot, lax.rem(round_, jnp.int32(2)), interpreted)
                     plgpu.wgmma(acc, thin_smem.at[slot].transpose((1, 0)), wide_smem.at[slot])
                     plgpu.wgmma_wait(1)  # the previous product is done
                     pl.when(number > 0)(lambda: release(cursor - 1))
@@ -142,7 +142,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
             plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, item_rows)], target)
             return cursor
 
-        lax.fori_loop(0, mine, item, jnp.int32(0))
+        lax.fori_loop(0, item_count, item, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(wg == 0, compute, bring)
@@ -218,7 +218,7 @@ def _weight_kernel(
     item_columns = warpgroups * _STEP  # columns of the left side of an item
     left_blocks, blocks = pl.cdiv(left_size, item_columns), pl.cdiv(right_size, columns)
     items = experts * left_blocks * blocks
-    mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
+    item_count = lax.div(items - program + (programs - 1), jnp.int32(programs))
 
     def place(index):
         """(expert, first column of the left side, first column of the right side)"""
@@ -238,7 +238,7 @@ def _weight_kernel(
         """(first row, steps) of an item's expert, to read them an item early, as that takes as long as two steps; any
         expert's if there is no item.
         """
-        expert = jnp.clip(place(jnp.minimum(index, mine - 1))[0], 0, experts - 1)
+        expert = jnp.clip(place(jnp.minimum(index, item_count - 1))[0], 0, experts - 1)
         return starts_ref[expert], lax.div(sizes_ref[expert] + (_STEP - 1), jnp.int32(_STEP))
 
     def slot_of(cursor):
@@ -266,7 +266,7 @@ def _weight_kernel(
 
             return lax.fori_loop(0, count, step, cursor), *following
 
-        total, *_ = lax.fori_loop(0, mine, item, (jnp.int32(0), *rows_of(jnp.int32(0))))
+        total, *_ = lax.fori_loop(0, item_count, item, (jnp.int32(0), *rows_of(jnp.int32(0))))
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
@@ -306,7 +306,7 @@ def _weight_kernel(
             plgpu.copy_smem_to_gmem(out_smem.at[wg], target)
             return cursor, following
 
-        lax.fori_loop(0, mine, item, (jnp.int32(0), rows_of(jnp.int32(0))[1]))
+        lax.fori_loop(0, item_count, item, (jnp.int32(0), rows_of(jnp.int32(0))[1]))
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(wg < warpgroups, compute, bring)
@@ -372,8 +372,8 @@ def refusal(dtype) -> str | None:
             rows = reference.rows_of(wide, row_tokens).astype(jnp.float32)
             return reference.contract_rows(thin.astype(jnp.float32), rows, groups, jnp.float32)
 
-        want = dispatch.exactly(lambda cases: [exact(*case) for case in cases])(cases)
-        return results, want
+        expected = dispatch.exactly(lambda cases: [exact(*case) for case in cases])(cases)
+        return results, expected
 
     return dispatch.first_use("grouped_matmul", "mosaic_contract", jnp.dtype(dtype).name, compare)
 

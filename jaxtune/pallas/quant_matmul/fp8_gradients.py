@@ -27,8 +27,8 @@ def tile() -> Tile:
 
 
 def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
-    """The reason why the kernel cannot round outputs of these widths, with adapters of these ranks, or differs from
-    plain JAX on this GPU; None if it can.
+    """The reason why the kernel cannot round such outputs and multiply them for such adapters, or differs from plain
+    JAX on this GPU; None if it can.
     """
     reason = fp8_rounding.refusal(widths, dtype, True)
     if reason is not None:
@@ -63,9 +63,15 @@ def _first_use(dtype, width: int, several: bool) -> str | None:
             return jnp.concatenate(thins, axis=1), *dbs
 
         (codes, scales), products, dbs = jax.jit(by_kernel)(douts, inner, bs)
-        want, want_scales = jax.jit(lambda *arrays: fp8_rounding.rounded(arrays, None, blocks=True))(*douts)
+        expected_codes, expected_scales = jax.jit(lambda *arrays: fp8_rounding.rounded(arrays, None, blocks=True))(
+            *douts
+        )
         results = codes.astype(jnp.float32), scales, products, *dbs
-        return results, (want.astype(jnp.float32), want_scales.T, *dispatch.exactly(exact)(douts, inner, bs))
+        return results, (
+            expected_codes.astype(jnp.float32),
+            expected_scales.T,
+            *dispatch.exactly(exact)(douts, inner, bs),
+        )
 
     kind = f"{dtype}, {width} columns, {'several outputs' if several else 'an output'}"
     return dispatch.first_use("gradients_to_fp8", "triton", kind, compare)
@@ -126,6 +132,6 @@ def rounded_pair(
         block_products[start : start + count].sum(0)[:, :r]
         for start, count, r in zip(firsts, counts, ranks, strict=True)
     ]
-    added = dbs.sum(0)
-    dbs = [added[start : start + width, :r] for start, width, r in zip(first_columns, widths, ranks, strict=True)]
+    total_dbs = dbs.sum(0)
+    dbs = [total_dbs[start : start + width, :r] for start, width, r in zip(first_columns, widths, ranks, strict=True)]
     return (codes, scales.T), jnp.concatenate(products, axis=1).astype(dtype), dbs

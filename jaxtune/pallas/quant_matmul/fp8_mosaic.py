@@ -100,7 +100,7 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
     (all_rows, width), (experts, out_size, _) = x_ref.shape, w_refs[0].shape
     row_tiles, column_tiles, all_steps = -(-all_rows // ROWS), out_size // columns, width // blocks.step
-    mine = lax.div(row_tiles * column_tiles - program + (programs - 1), jnp.int32(programs))
+    tile_count = lax.div(row_tiles * column_tiles - program + (programs - 1), jnp.int32(programs))
 
     def corner(index):
         """(first row, first column) of a tile; the last tile's rows overlap the ones before, and both store the same
@@ -115,7 +115,7 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
         """
         if not grouped:
             return ()
-        item = program + jnp.minimum(index, mine - 1) * programs
+        item = program + jnp.minimum(index, tile_count - 1) * programs
         row = jnp.clip(persistent.place(item, row_tiles, column_tiles, blocks.band)[0], 0, row_tiles - 1)
         return jnp.minimum(expert_ref[row], experts - 1), sizes_ref[row]
 
@@ -141,9 +141,9 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
             def step(w_ref, before, number, cursor):
                 """Loads step `number` of an array of w, after `before` steps of others."""
                 slot, along = slot_of(cursor), pl.ds(number * blocks.step, blocks.step)
-                of_x = pl.ds((number + before) * blocks.step, blocks.step) if before else along
+                x_columns = pl.ds((number + before) * blocks.step, blocks.step) if before else along
                 pl.when(cursor >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                plgpu.copy_gmem_to_smem(x_ref.at[rows, of_x], x_smem.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(x_ref.at[rows, x_columns], x_smem.at[slot], full.at[slot])
                 plgpu.copy_gmem_to_smem(w_ref.at[expert, column_slice, along], w_smem.at[slot], full.at[slot])
                 return cursor + 1
 
@@ -158,12 +158,12 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
                 before += w_ref.shape[2] // blocks.step
             return cursor, *following
 
-        total, *_ = lax.fori_loop(0, mine, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
+        total, *_ = lax.fori_loop(0, tile_count, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
         if rank:
-            pl.when(mine > 0)(lambda: plgpu.barrier_wait(extra_free))
+            pl.when(tile_count > 0)(lambda: plgpu.barrier_wait(extra_free))
 
     own_rows = pl.ds(wg * _OWN, _OWN)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -224,9 +224,9 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
 
         def scales(number):
             number = jnp.minimum(number, all_steps - 1)
-            ours = x_scale_ref.at[number, pl.ds(row + wg * _OWN, _OWN)]
+            row_scales = x_scale_ref.at[number, pl.ds(row + wg * _OWN, _OWN)]
             weight_scales = [w_scale_ref[expert_of(tile), block + half, number] for half in range(halves)]
-            return plgpu.load(ours, layout=by_row, optimized=False), weight_scales
+            return plgpu.load(row_scales, layout=by_row, optimized=False), weight_scales
 
         def product(multiply):
             def run(acc):
@@ -246,12 +246,12 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
                 side = w_smem.at[slot, pl.ds(half * STEP, STEP)]
                 plgpu.wgmma(acc, x_smem.at[slot, own_rows], side.transpose((1, 0)))
 
-            added = []
+            next_sums = []
             for half in range(halves):
                 partial_sum = product(functools.partial(multiply, half=half))
-                added.append(sums[half] + partial_sum * of_rows(x_scale * w_scales[half], STEP))
+                next_sums.append(sums[half] + partial_sum * of_rows(x_scale * w_scales[half], STEP))
             plgpu.barrier_arrive(free.at[slot])
-            return cursor + 1, following, added
+            return cursor + 1, following, next_sums
 
         zeros = [plgpu.layout_cast(jnp.zeros((_OWN, STEP), jnp.float32), plgpu.Layout.WGMMA) for _ in range(halves)]
         _, _, sums = lax.fori_loop(0, multiplied, step, (cursor, scales(jnp.int32(0)), zeros))
@@ -282,14 +282,14 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
                 plgpu.copy_smem_to_gmem(stored, out_ref.at[rows, pl.ds(column + first, _STORED)])
             return cursor + steps, *following
 
-        lax.fori_loop(0, mine, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
+        lax.fori_loop(0, tile_count, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(wg < _WARPGROUPS, compute, bring)
 
 
 def _smem(shape, dtype, row_bytes: int = 128):
-    """Shared memory swizzled as TMA copies it and tensor cores read it; row_bytes, of the swizzle: 32, 64 or 128."""
+    """Shared memory swizzled as TMA copies it and tensor cores read it, in rows of 32, 64 or 128 bytes."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 

@@ -53,7 +53,7 @@ def normed_to_fp8_kernel(
     ranks = tl.arange(0, max(WIDTH, 1))
     lanes = tl.arange(0, 16)[None, :]  # of the threads that have a row
     squares = tl.zeros([BLOCK, COLUMNS // 8], tl.float32)
-    most = tl.zeros([BLOCK, COLUMNS // 8], tl.float32)
+    magnitudes = tl.zeros([BLOCK, COLUMNS // 8], tl.float32)
     sums = tl.zeros([BLOCK, max(WIDTH, 1)], tl.float32)
     block_scales = ()  # the scales of blocks, of which each of these threads has some
     if BLOCKS:
@@ -82,7 +82,7 @@ def normed_to_fp8_kernel(
             target = codes + tl.max_contiguous(offsets, [1, 8])
             tl.store(target, (wide * inverse_of(scale)).to(codes.dtype.element_ty), mask=real_rows)
         else:
-            most = larger(most, largest)
+            magnitudes = larger(magnitudes, largest)
         if WIDTH > 0:
             sums = computed(sums)
     inverse = tl.rsqrt(tl.sum(squares, 1) * (1.0 / SIZE) + EPS)[:, None]
@@ -96,7 +96,7 @@ def normed_to_fp8_kernel(
             mask = real_rows & (block < SIZE // 128)
             tl.store(scales + block * ROWS + rows, _at_least(block_scales[index] * inverse), mask=mask)
     else:
-        scale = scale_of(tl.reduce(most, 1, larger, keep_dims=True))
+        scale = scale_of(tl.reduce(magnitudes, 1, larger, keep_dims=True))
         tl.store(scales + rows, _at_least(scale * inverse), mask=real_rows)
         inverse_scale = inverse_of(scale)
         following = tl.load(x + rows * SIZE + (SIZE - COLUMNS + numbers), mask=real_rows, other=0.0)

@@ -12,8 +12,8 @@ def whole_blocks(array: jax.Array, axis: int) -> jax.Array:
     """Pads `axis` with zeros to a multiple of 128, so that each block of 128 numbers belongs to only one of several
     arrays.
     """
-    short = -array.shape[axis] % BLOCK
-    return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
+    padding = -array.shape[axis] % BLOCK
+    return jnp.pad(array, [(0, padding if a == axis else 0) for a in range(array.ndim)]) if padding else array
 
 
 def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
@@ -35,12 +35,14 @@ def by_blocks(codes, scale, side, side_scale, dtype):
     """
     codes, side = whole_blocks(codes, 1), whole_blocks(side, 1)
     columns = side.shape[0]
-    of_columns = jnp.repeat(side_scale, BLOCK, axis=0)[:columns]
+    column_scales = jnp.repeat(side_scale, BLOCK, axis=0)[:columns]
 
     def add(number, total):
         x, w = (jax.lax.dynamic_slice_in_dim(array, number * BLOCK, BLOCK, axis=1) for array in (codes, side))
-        ours, side_scales = (jax.lax.dynamic_index_in_dim(array, number, 1, False) for array in (scale, of_columns))
-        return total + _dot(x, w, jnp.float32) * ours[:, None] * side_scales
+        row_scales, side_scales = (
+            jax.lax.dynamic_index_in_dim(array, number, 1, False) for array in (scale, column_scales)
+        )
+        return total + _dot(x, w, jnp.float32) * row_scales[:, None] * side_scales
 
     total = jnp.zeros((codes.shape[0], columns), jnp.float32)
     return jax.lax.fori_loop(0, scale.shape[1], add, total).astype(dtype)

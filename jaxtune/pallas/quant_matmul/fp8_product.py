@@ -210,8 +210,8 @@ def normed_operand(
         factors = weight.astype(x.dtype)
     with jax.named_scope("to_fp8"):
         run = meshes.on_each_device(fp8_normed.normed, rows=1)
-        codes, scales, of_rows, inner = run(x, factors, a, rounding.eps, blocks)
-    return (codes, scales), None if inner is None else low_rank.OfNormed(inner, of_rows)
+        codes, scales, inverse_rms_of_rows, inner = run(x, factors, a, rounding.eps, blocks)
+    return (codes, scales), None if inner is None else low_rank.OfNormed(inner, inverse_rms_of_rows)
 
 
 def normed_refusal(x, rank: int, blocks: bool) -> str | None:
@@ -314,10 +314,10 @@ def _with_wide_adapter(codes, scale, u, add, sides, side_scale, dtype, blocks, n
     """`by_kernel` for an adapter of any rank, such as the sum of several in the backward: the kernel takes the first 64
     columns of u and add, and XLA adds the product of the others.
     """
-    most, excess = fp8_mosaic.RANKS[-1], None
-    if u is not None and u.shape[1] > most:
-        excess = u[:, most:], add[:, most:]
-        u, add = u[:, :most], add[:, :most]
+    kernel_columns, excess = fp8_mosaic.RANKS[-1], None
+    if u is not None and u.shape[1] > kernel_columns:
+        excess = u[:, kernel_columns:], add[:, kernel_columns:]
+        u, add = u[:, :kernel_columns], add[:, :kernel_columns]
     out = by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name)
     return out if excess is None else out + _thin(*excess)
 
@@ -385,10 +385,10 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> 
         def exact(codes, scale, stored, u, add):
             wide = codes.astype(jnp.float32) * (jnp.repeat(scale, BLOCK, axis=1) if blocks else scale)
             with jax.default_matmul_precision("highest"):
-                want = wide @ stored.decode(jnp.float32).T
+                product = wide @ stored.decode(jnp.float32).T
                 if u is not None and add is not None:
-                    want += u.astype(jnp.float32) @ add.astype(jnp.float32).T
-            return want
+                    product += u.astype(jnp.float32) @ add.astype(jnp.float32).T
+            return product
 
         return results, [dispatch.exactly(exact)(codes, scale, stored, u, add)] * len(results)
 
@@ -408,8 +408,11 @@ def _first_rounding(dtype, blocks: bool) -> str | None:
             factors = None if blocks else jax.random.uniform(jax.random.key(1), (total,), jnp.float32, 0.5, 2.0)
             arrays = tuple(jnp.split(x, splits, axis=1))
             codes, scales = jax.jit(_rounded_by_kernel, static_argnums=2)(arrays, factors, blocks)
-            want, of_rows = rounded(x if factors is None else x.astype(jnp.float32) * factors, blocks)
-            for result, (all_codes, all_scales) in ((results, (codes, scales)), (expected, (want, of_rows))):
+            expected_codes, expected_scales = rounded(x if factors is None else x.astype(jnp.float32) * factors, blocks)
+            for result, (all_codes, all_scales) in (
+                (results, (codes, scales)),
+                (expected, (expected_codes, expected_scales)),
+            ):
                 if blocks:
                     all_scales = jnp.repeat(all_scales, BLOCK, axis=1)[:, :total]
                 result.append(all_codes[:, :total].astype(jnp.float32) * all_scales)
@@ -469,15 +472,15 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
             dbs = [reference.thin_product(*pair, (0, 0), jnp.float32) for pair in zip(gradients, inners, strict=True)]
             return jnp.concatenate(thins, axis=1), dbs
 
-        apart = functools.partial(thin_triton.gated_thin_backward, activation=activation)
-        *gradients, da = jax.jit(apart)(gate, up, dgated, dinner)
+        unrounded_gradients = functools.partial(thin_triton.gated_thin_backward, activation=activation)
+        *gradients, da = jax.jit(unrounded_gradients)(gate, up, dgated, dinner)
         shape = thin_triton.rounded_tile()._replace(programs=0)  # one program for all rows, which reads tiles ahead
         run = functools.partial(thin_triton.rounded_gradients, activation=activation, shape=shape)
         coded, *kernel_products = jax.jit(run)(gate, up, dgated, dinner, inners, bs)
         products, dbs = dispatch.exactly(exact)(gradients, inners, bs)
         wide = jnp.concatenate([whole_blocks(array, 1) for array in gradients], axis=1)
-        want = products, da, *dbs, _decoded(*_rounded_alone(wide))
-        return [*jax.tree.leaves(kernel_products), _decoded(*coded)], want
+        expected = products, da, *dbs, _decoded(*_rounded_alone(wide))
+        return [*jax.tree.leaves(kernel_products), _decoded(*coded)], expected
 
     kind = f"{dtype}, {width} columns, {activation}"
     return dispatch.first_use("gated_gradients_to_fp8", "triton", kind, compare)
@@ -492,10 +495,10 @@ def _first_normed(width: int, blocks: bool) -> str | None:
         weight = jax.random.uniform(keys[1], (2304,), jnp.float32, 0.5, 1.5)
         a = jax.random.normal(keys[2], (width, 2304)) if width else None
 
-        def decoded(codes, scales, of_rows, inner):
+        def decoded(codes, scales, row_factors, inner):
             """The numbers that codes and scales stand for, and what is not rounded."""
             wide = codes.astype(jnp.float32) * (jnp.repeat(scales, BLOCK, axis=1) if blocks else scales)
-            return (wide, of_rows) if inner is None else (wide, of_rows, inner)
+            return (wide, row_factors) if inner is None else (wide, row_factors, inner)
 
         def exact(x, weight, a):
             wide = normed(x.astype(jnp.float32), weight, 1e-6, 0.0, True)

@@ -83,16 +83,16 @@ def rounded(
     """
     widths = tuple(array.shape[1] for array in arrays)
     rows = len(arrays[0]) if tokens is None else len(tokens)
-    nothing = arrays[0]  # what a kernel gets instead of an array that it does not read
-    kernel_arrays = [*arrays, *[nothing] * (_ARRAYS - len(arrays))]
+    unused = arrays[0]  # what a kernel gets instead of an array that it does not read
+    kernel_arrays = [*arrays, *[unused] * (_ARRAYS - len(arrays))]
     constants = dict(ROWS=rows, SOURCES=len(arrays[0]), WIDTHS=widths, GATHERED=int(tokens is not None))
-    tokens = nothing if tokens is None else tokens
+    tokens = unused if tokens is None else tokens
     if blocks:
         return _by_blocks([*kernel_arrays, tokens], rows, widths, constants)
     grouped = experts is not None and factors is not None
     constants |= dict(SCALED=int(factors is not None), GROUPED=int(grouped))
     constants |= dict(EXPERTS=factors.shape[0] if factors is not None and grouped else 1, TILE_ROWS=_TILE_ROWS)
-    optional_arrays = [nothing if factors is None else factors, experts if grouped else nothing, tokens]
+    optional_arrays = [unused if factors is None else factors, experts if grouped else unused, tokens]
     return _by_rows([*kernel_arrays, *optional_arrays], rows, widths, constants)
 
 

@@ -43,8 +43,8 @@ def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks:
 
     (tokens, inner), outer = x.shape, w.shape[-2]
     # A block's sum is in registers beside the total; with 128 columns both spill on Ada.
-    most = 64 if in_blocks and dispatch.compute_capability() == (8, 9) else _COLUMNS[0]
-    columns = next(size for size in _COLUMNS if size <= most and outer % size == 0)
+    widest = 64 if in_blocks and dispatch.compute_capability() == (8, 9) else _COLUMNS[0]
+    columns = next(size for size in _COLUMNS if size <= widest and outer % size == 0)
     none = jnp.zeros((1,), jnp.int32)
     u, side = (x, w) if extra is None else extra
     (out,) = compat.triton_call(

@@ -43,9 +43,9 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
         )
         right = tl.load(w + columns[None, :] * INNER + (step * STEP + along)[:, None])
         if BLOCK:
-            ours = tl.load(x_scale + step * TOKENS + rows, mask=real_rows, other=0.0)
+            row_scales_of_step = tl.load(x_scale + step * TOKENS + rows, mask=real_rows, other=0.0)
             weight_scale = tl.load(w_scale + (column_tile * COLUMNS // BLOCK) * (INNER // BLOCK) + step)
-            total += tl.dot(left, right) * (ours * weight_scale)[:, None]
+            total += tl.dot(left, right) * (row_scales_of_step * weight_scale)[:, None]
         else:
             total = tl.dot(left, right, total)
     if RANK:  # after the loop, because during it there are no registers for its operands
@@ -53,7 +53,7 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
         thin = tl.load(u + wide_rows[:, None] * RANK + rank[None, :], mask=real_rows[:, None], other=0.0)
         total = tl.dot(thin, tl.load(side + columns[None, :] * RANK + rank[:, None]), total)
     if not BLOCK:
-        of_rows = tl.load(x_scale + rows, mask=real_rows, other=0.0)
-        total *= of_rows[:, None] * tl.load(w_scale + columns)[None, :]
+        row_scales = tl.load(x_scale + rows, mask=real_rows, other=0.0)
+        total *= row_scales[:, None] * tl.load(w_scale + columns)[None, :]
     offsets = wide_rows[:, None] * OUTER + columns[None, :]
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=real_rows[:, None])

@@ -196,14 +196,14 @@ def _mlp(activation: str, first, second, x, source, gate, up, weights, loras, bi
 
 
 def _mlp_fwd(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, earlier_inner):
-    results, of_second = _gated_fwd(activation, second, gate, up, weights[2], loras[2], biases[2], earlier_inner)
-    return results, ((x, source, weights[:2], loras[:2], biases[:2], inner), of_second)
+    results, second_residuals = _gated_fwd(activation, second, gate, up, weights[2], loras[2], biases[2], earlier_inner)
+    return results, ((x, source, weights[:2], loras[:2], biases[:2], inner), second_residuals)
 
 
 def _mlp_bwd(activation: str, first, second, residuals, gradients):
-    (x, source, *product_residuals), of_second = residuals
+    (x, source, *product_residuals), second_residuals = residuals
     (dgate, dup, _, dlora, dbias), rounded = _second_half_backward(
-        activation, second, of_second, gradients[0], (first, *product_residuals)
+        activation, second, second_residuals, gradients[0], (first, *product_residuals)
     )
     # As between the segments of a layer: what follows is not computed earlier, and the adapter's gradients not later.
     (x, source, *product_residuals), dgate, dup, rounded, dlora = optimization_barrier(

@@ -178,15 +178,15 @@ def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None
             adapters[owner] = (thin_input, b)
     coded = dict(coded or {})
     results = []
-    for weight, added, bias in zip(weights, adapters, biases, strict=True):
+    for weight, adapter, bias in zip(weights, adapters, biases, strict=True):
         stored, kind = _kind(weight, static)
         if stored is not None:
             if (stored, kind) not in coded:
                 coded[stored, kind] = stored.operand(x, kind, static.as_stored[0])
-            out = stored.forward(coded[stored, kind], weight, added, x.dtype, static.as_stored[0])
+            out = stored.forward(coded[stored, kind], weight, adapter, x.dtype, static.as_stored[0])
             results.append(out if bias is None else out + bias.astype(out.dtype))
         else:
-            results.append(_times(x, weight, (1, 1), static.kernels, added, bias))
+            results.append(_times(x, weight, (1, 1), static.kernels, adapter, bias))
     return tuple(results)
 
 
@@ -283,9 +283,9 @@ def input_gradient(doutputs, weights, more, dtype, static: Static, coded=None) -
                 dx = term if dx is None else term + dx  # the order matters: XLA makes the right operand the left's c
                 more = None
         else:
-            added = None if more is None else (more[0], more[1].T)
-            douts, of_kind = zip(*pairs, strict=True)
-            term = stored.backward(douts, of_kind, added, dtype, static.as_stored[0], coded)
+            adapter = None if more is None else (more[0], more[1].T)
+            douts, kind_weights = zip(*pairs, strict=True)
+            term = stored.backward(douts, kind_weights, adapter, dtype, static.as_stored[0], coded)
             dx = term if dx is None else term + dx
             more = None
     assert dx is not None
@@ -328,10 +328,10 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     scales = tuple(loras[index].scale for index in owners)
     # A row scale is applied between the product and its bias.
     row_scales = [None if lora is None else lora.row_scale for lora in loras]
-    added = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
+    product_biases = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
     static = Static(owners, scales, kernels, as_stored)
     inner, source = low_rank_input(flat, source, pairs)
-    products: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, inner, static)
+    products: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, product_biases, inner, static)
     finished = []
     for out, row_scale, bias in zip(products, row_scales, biases, strict=True):
         out = out.reshape(*x.shape[:-1], out.shape[-1])

@@ -68,8 +68,8 @@ def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
     slices = columns // SLICE
     if columns % SLICE or not 0 < slices <= _MOST_WARPS or rows % 2:
         return None
-    most = max(1, _WARPS // slices)
-    pairs = next(pairs for pairs in (16, 8, 4, 2, 1) if pairs <= most and rows % (2 * pairs) == 0)
+    most_pairs = max(1, _WARPS // slices)
+    pairs = next(pairs for pairs in (16, 8, 4, 2, 1) if pairs <= most_pairs and rows % (2 * pairs) == 0)
     chunks_per_program = -(-rows // (2 * pairs * programs))
     # With four chunks, two in flight: 5.4 us, with more 5.9 (4,096 x 4,096). With more chunks, four in flight: 11.2 us,
     # with two 12.2.
@@ -110,7 +110,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
     own_warpgroup = wg - 1  # the number among the multiplying warpgroups
     division = dict(pairs=plan.pairs, slices=plan.slices)
     chunks = out_ref.shape[0] // (2 * plan.pairs)
-    mine = lax.div(chunks - program + (programs - 1), jnp.int32(programs))
+    chunk_count = lax.div(chunks - program + (programs - 1), jnp.int32(programs))
 
     def chunk_of(index):
         return program + index * programs
@@ -138,18 +138,18 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
         lanes.begin_barriers(full_smem)
         copy(jnp.int32(0))
         fill()
-        lax.fori_loop(1, jnp.minimum(mine, plan.stages), lambda index, _: copy(index), None)
+        lax.fori_loop(1, jnp.minimum(chunk_count, plan.stages), lambda index, _: copy(index), None)
 
         def again(index, _):
             plgpu.barrier_wait(empty.at[slot_of(index)])
-            pl.when(index + plan.stages < mine)(lambda: copy(index + plan.stages))
+            pl.when(index + plan.stages < chunk_count)(lambda: copy(index + plan.stages))
 
-        lax.fori_loop(0, mine, again, None)
+        lax.fori_loop(0, chunk_count, again, None)
 
     def nested_of(index):
         if nested_ref is None or interpreted:
             return ()
-        chunk = chunk_of(jnp.minimum(index, mine - 1))
+        chunk = chunk_of(jnp.minimum(index, chunk_count - 1))
         return (row_lanes.own_nested(nested_ref, chunk, own_warpgroup, nested_block=NESTED_BLOCK, **division),)
 
     def written_out(index):
@@ -184,14 +184,14 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
             plgpu.barrier_arrive(empty.at[slot])
             return next_nested
 
-        lax.fori_loop(0, mine, chunk_product, first)
+        lax.fori_loop(0, chunk_count, chunk_product, first)
         plgpu.barrier_arrive(finished)
         plgpu.barrier_wait(finished)
         if not interpreted:
             row_lanes.store_sums(
                 partial_smem,
                 out_ref,
-                mine,
+                chunk_count,
                 program,
                 jnp.int32(programs),
                 own_warpgroup,
@@ -208,7 +208,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
                 sums = sums.reshape(plan.pairs, plan.slices * 8, 2).sum(1).reshape(-1).astype(dtype)
                 out_ref[pl.ds(chunk_of(index) * 2 * plan.pairs, 2 * plan.pairs)] = sums
 
-            lax.fori_loop(0, mine, store, None)
+            lax.fori_loop(0, chunk_count, store, None)
 
     lax.cond(wg == 0, bring, compute)
 

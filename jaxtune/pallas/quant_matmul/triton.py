@@ -2,7 +2,7 @@
 Ampere. For 17 to 64 tokens and a large weight in NF4 there is a kernel for Hopper. All decode double-quantised scales
 in the kernel.
 
-A refusal is the reason, in words, why a kernel cannot compute a call, or differs from plain JAX on a small case at its
+A refusal is the reason why a kernel cannot compute a call, or differs from plain JAX on a small case at its
 first use on this GPU; None if it can.
 """
 

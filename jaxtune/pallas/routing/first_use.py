@@ -54,10 +54,10 @@ def sort_refusal(name: str, passes: reference.Passes) -> str | None:
             slots, source, groups = jax.jit(lambda e: reference.sort_pairs(e, 96, 8, passes))(expert)
             return slots, source, groups.tile_expert, groups.sizes
 
-        want = run(reference_passes)
+        expected = run(reference_passes)
         # first_use's bound is relative, so results are 1 where equal and 2 where not.
-        return [1.0 + (result != exact) for result, exact in zip(run(passes), want, strict=True)], [
-            jnp.ones(exact.shape) for exact in want
+        return [1.0 + (result != exact) for result, exact in zip(run(passes), expected, strict=True)], [
+            jnp.ones(exact.shape) for exact in expected
         ]
 
     return dispatch.first_use("routing sort", name, "pairs", compare)

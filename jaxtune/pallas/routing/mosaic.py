@@ -61,15 +61,15 @@ def _spread_kernel(
     """
     program = lax.axis_index("program")
     rows, chunks = out_ref.shape[0], x_ref.shape[0] // _ROWS
-    mine = lax.div(chunks - program + (programs - 1), jnp.int32(programs))
+    run_count = lax.div(chunks - program + (programs - 1), jnp.int32(programs))
 
     def first_token(number):
-        return (program + jnp.minimum(number, mine - 1) * programs) * _ROWS
+        return (program + jnp.minimum(number, run_count - 1) * programs) * _ROWS
 
     def fetch(number):
         slot = lax.rem(number, jnp.int32(_STAGES))
 
-        @pl.when(number < mine)
+        @pl.when(number < run_count)
         def _():
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(first_token(number), _ROWS)], rows_smem.at[slot], full.at[slot])
 
@@ -102,7 +102,7 @@ def _spread_kernel(
     plgpu.copy_gmem_to_smem(zeros_ref, zero_smem, zero_full)
     for number in range(_STAGES - 1):
         fetch(jnp.int32(number))
-    lax.fori_loop(0, mine, step, targets(jnp.int32(0)))
+    lax.fori_loop(0, run_count, step, targets(jnp.int32(0)))
     plgpu.barrier_wait(zero_full)
     looks = lax.div(jnp.int32(-(-rows // _EMPTY)) - program + (programs - 1), jnp.int32(programs))
     lax.fori_loop(0, looks, clear, None)
@@ -119,11 +119,11 @@ def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
     """
     tokens, hidden = x.shape
     rows, k = source.shape[0], slots.shape[1]
-    short = -tokens % _ROWS
-    x = jnp.pad(x, ((0, short), (0, 0)))
-    padded = jnp.pad(slots, ((0, short), (0, 0)), constant_values=rows).reshape(-1)
+    padding = -tokens % _ROWS
+    x = jnp.pad(x, ((0, padding), (0, 0)))
+    padded = jnp.pad(slots, ((0, padding), (0, 0)), constant_values=rows).reshape(-1)
     chunks_per_row = hidden // _WIDTH
-    programs = _programs((tokens + short) // _ROWS, _PROGRAMS)
+    programs = _programs((tokens + padding) // _ROWS, _PROGRAMS)
     out = _kernel(
         functools.partial(_spread_kernel, programs=programs, k=k, pairs=slots.size),
         "permute",

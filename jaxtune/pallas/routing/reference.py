@@ -84,9 +84,9 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
       each row, or the number of pairs for an empty row; the Groups of the rows)
     """
     pairs = expert.shape[0]
-    short = -pairs % passes.block
+    padding = -pairs % passes.block
     expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
-    blocks = jnp.pad(expert, (0, short), constant_values=num_experts).reshape(-1, passes.block)
+    blocks = jnp.pad(expert, (0, padding), constant_values=num_experts).reshape(-1, passes.block)
     counts = passes.histogram(blocks, num_experts)
     ends = jnp.cumsum(counts, axis=0)
     groups = groups_of(ends[-1], pairs, tile_rows)
