@@ -1,8 +1,4 @@
-"""The bodies of the backward kernels of attention for Hopper GPUs and head dims up to 128 (query_kernel up to 256):
-query_kernel computes dq, key_kernel dk and dv. mosaic.py calls them, and mosaic_parts.py describes how a kernel's
-programs and warpgroups share the work. masked_keys masks a block's weights, and bring_queries loads the blocks of
-queries. wide_key_kernel (heads of 256) uses both too; the kernels of dk and dv for heads of 512 use masked_keys
-only."""
+"""Backward kernels of attention on Hopper for head dims up to 128 (dq: up to 256)."""
 
 from __future__ import annotations
 
@@ -33,22 +29,14 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 
 def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, scale, soft_cap):
-    """Computes for dq, from one block of keys, (the masked softmax weights times the slope of the soft cap, the
-    gradients of the weights), both float32 of `shape` in registers; query_kernel calls it in each step. The tensor
-    cores start on two products, scores and dweights; the weights are computed from the scores while dweights is still
-    being multiplied.
+    """(masked softmax weights times the soft cap's slope, gradients of the weights) of a block of keys, float32 of
+    `shape`.
+    The weights are computed while the second product still runs.
 
-    Args:
-      scores: (queries, transposed keys) in shared memory, whose product is the raw scores.
-      dweights: (output gradients, transposed values) in shared memory, whose product is the gradients of the weights.
-      shape: (queries, keys), of the results.
-      stat: each query's log-sum-exp in units of log2, broadcast to `shape`.
-      seen: a function that returns weights with 0 where a query does not see a key.
-      between: a function without arguments, called after the start of the first product and before the second, which
-        waits until the values have arrived in shared memory.
-      issued: a function without arguments, called after both products are started, which passes the tensor cores on if
-        the warpgroups take turns.
-      scale, soft_cap: the factor on scores, and their soft cap or None.
+      scores, dweights: (left, right) in shared memory, whose products are the raw scores and the gradients.
+      stat: log-sum-exps in log2, broadcast to `shape`.
+      seen: puts 0 where a query does not see a key.
+      between: called between the starts of the products; it waits for the values. issued: called after both starts.
     """
 
     def compute(score_acc, dweight_acc):
@@ -92,27 +80,9 @@ def query_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the backward's kernel for the gradient of query: writes dq of the tiles of queries that are dealt to
-    a program, one on each multiprocessor, for head dims of 64, 128 and 256. Two of its warpgroups compute, each
-    `blocks.own` queries of one head at a time; a third loads the blocks of keys and values ahead of them.
-
-    Args:
-      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
-        refs.
-      stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
-      lower_ref: int32[B, T], the first key that each query sees.
-      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, number of
-        blocks.
-      dq_ref: the result, as q_ref.
-      q_smem to v_smem: shared memory for an item's queries, dout, numbers (stat and delta) and bounds, and slots of
-        keys and values.
-      own_full to turn_barrier: barriers: an item's operands have arrived; a block of keys, of values has arrived; the
-        slot of either is free again; the one at which the warpgroups take turns.
-      blocks: how the work is divided.
-      pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: neighbouring
-        queries of one head.
-      scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
+    """Writes dq of tiles of queries for head dims of 64, 128 and 256; each computing warpgroup has `blocks.own` queries
+    of a
+    head. Common arguments: mosaic_parts.py.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
@@ -202,15 +172,11 @@ def query_kernel(
 
 
 def masked_keys(weights, *, base, upper, queries, lean):
-    """Returns `weights`, float32[keys, queries] in registers, with 0 where a query does not see a key. All kernels
-    of dk and dv call it (those for heads of 512 in _KeySide.masked), only for blocks that a bound crosses.
+    """`weights` float32[keys, queries] with 0 where a query does not see a key.
 
-    Args:
-      weights: the softmax weights of a block.
-      base: the index in the row of the first key.
-      upper: int32[keys], the query after the last that sees each key.
-      queries: the index in the row of the first query.
-      lean: how the mask is computed: True: by one unsigned comparison (`within`); False: by two comparisons.
+    base, queries: index in the row of the first key, and of the first query.
+    upper: int32[keys], the query after the last that sees each key.
+    lean: one unsigned comparison in place of two.
     """
     shape = weights.shape
     if lean:
@@ -223,21 +189,13 @@ def masked_keys(weights, *, base, upper, queries, lean):
 
 
 def bring_queries(items, group, width, operands, slots, full, free):
-    """Copies the blocks of queries and dout that a kernel of dk and dv (key_kernel, wide_key_kernel) visits into shared
-    memory, for all items of a program: the work of its loading warpgroup. For each tile of keys it goes through the
-    `group` query heads that share the key head, and for each through the blocks that see the tile, as far ahead as
-    there are free slots. It ends when all blocks were used.
+    """The loading warpgroup's work for dk and dv: copies the blocks of queries and dout of all items, head by head, as
+    far
+    ahead as slots allow, and waits until all were read.
 
-    Args:
-      items: deals the work to the program, an Items.
-      group: number of query heads that share a key head.
-      width: queries of a block (Blocks.step).
-      operands: (query, dout, stat, delta) in global memory; stat and delta are two numbers of each query, the
-        log-sum-exp in log2, and the sum of out * dout times scale.
-      slots: shared memory, (slots of query, slots of dout, numbers: a vector of stat for each slot, then one of delta).
-      full: (query's, dout's) barriers, one for each slot, which complete when a block has arrived; stat comes with the
-        block of query, and delta with that of dout.
-      free: (query's, dout's) barriers, one for each slot, at which readers arrive when the slot is free again.
+      group: query heads of a key head; width: queries of a block.
+      operands: (query, dout, stat, delta); slots: (query's, dout's, numbers: stat of each slot, then delta).
+      full, free: (query's, dout's) barriers; stat comes with query, delta with dout.
     """
     q_ref, do_ref, stat_ref, delta_ref = operands
     q_smem, do_smem, numbers_smem = slots
@@ -298,27 +256,11 @@ def key_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the backward's kernel for the gradients of key and value, for head dims up to 128: writes dk and dv
-    of the tiles of keys that are dealt to a program, one on each multiprocessor. Two of its warpgroups compute, each
-    `blocks.own` keys of one head at a time; a third loads the blocks of queries and dout ahead of them. It visits the
-    query blocks that see the tile, for every query head of the key head in turn, so that gradients are sums in one
-    fixed order without atomics.
-
-    Args:
-      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
-        refs.
-      stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
-      upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
-        blocks.
-      dk_ref, dv_ref: the results, as k_ref and v_ref.
-      k_smem to numbers_smem: shared memory for an item's keys, values and bounds, and slots of queries, dout and
-        numbers (stat and delta).
-      own_full to turn_barrier: barriers: an item's operands have arrived; a block of queries, of dout has arrived; the
-        slot of either is free again; the one at which the warpgroups take turns.
-      blocks: how the work is divided.
-      scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
+    """Writes dk and dv of tiles of keys for head dims up to 128; each computing warpgroup has `blocks.own` keys of a
+    head. It
+    visits the query blocks that see a tile, for every query head in turn: sums in one fixed order without atomics.
+    Common
+    arguments: mosaic_parts.py.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

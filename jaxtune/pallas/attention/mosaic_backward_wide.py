@@ -1,10 +1,9 @@
-"""The body of the dk/dv kernel for the head dim 256 (wide_key_kernel), whose two gradients do not fit one warpgroup's
-registers.
+"""dk and dv for head dim 256, whose two gradients do not fit one warpgroup's registers: the dk of 64 keys takes 128
+registers of every thread, and so does dv.
 
-At D=256 the dk of 64 keys takes 128 registers of every thread of a warpgroup, and dv the same. So both warpgroups have
-the same 64 keys: the first computes the weights and dv, the second dweights and dk, two products a step each. The
-second needs the first one's weights (times the slope of the soft cap), which go through shared memory, in fp32 and two
-slots. The first is up to two steps ahead, and its exponentials overlap with the other's products.
+Both warpgroups have the same 64 keys: the first computes weights and dv, the second dweights and dk, two products a
+step each. The weights (times the soft cap's slope) go to the second through shared memory, in fp32 and two slots. The
+first is up to two steps ahead, and its exponentials overlap with the other's products.
 """
 
 from __future__ import annotations
@@ -60,32 +59,14 @@ def wide_key_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the backward's kernel for the gradients of key and value, for head dims of 256: writes dk and dv of
-    the tiles of keys that are dealt to a program. Both computing warpgroups have the same keys: the first computes the
-    weights and dv, the second dk, because both gradients would not fit one's registers; a third warpgroup loads the
-    blocks of queries and dout ahead of them. It visits the query blocks that see the tile, for every query head of the
-    key head in turn.
+    """Writes dk and dv of tiles of keys for heads of 256, visiting the query blocks that see a tile for every query
+    head in
+    turn. Common arguments: mosaic_parts.py.
 
-    Args:
-      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
-        refs.
-      stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
-      upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
-        blocks.
-      dk_ref, dv_ref: the results, as k_ref and v_ref.
-      k_smem, v_smem: shared memory for an item's keys, and later its dv; and for its values, and later its dk.
-      upper_smem: shared memory for the item's part of upper_ref.
-      weights_smem: float32[2, keys, queries], the softmax weights, times the slope of the soft cap, that the first
-        warpgroup passes to the second.
-      q_smem, do_smem, numbers_smem: slots of queries, dout and numbers (stat and delta).
-      key_full, value_full: barriers that complete when an item's keys and bounds, and its values, have arrived.
-      q_full to do_free: barriers of the slots: a block of queries, of dout has arrived; the slot of either is free
-        again.
-      weights_full, weights_free: barriers of weights_smem: weights are in a slot; they have been read.
-      blocks: how the work is divided.
-      scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
+      k_smem, v_smem: an item's keys, later its dv; its values, later its dk.
+      weights_smem: float32[2, keys, queries], what the first warpgroup passes to the second, with weights_full and
+        weights_free.
+      key_full: keys and bounds have arrived; value_full: values have.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]
@@ -101,7 +82,6 @@ def wide_key_kernel(
         bring_queries(items, group, width, operands, slots, (q_full, do_full), (q_free, do_free))
 
     def place(item):
-        """(row, keys, key head) of an item."""
         kv_head, row, start = item[:3]
         return row, pl.ds(pl.multiple_of(start, own), own), kv_head
 

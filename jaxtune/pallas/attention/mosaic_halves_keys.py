@@ -1,8 +1,7 @@
-"""The bodies of the kernels of attention on Hopper GPUs that compute dk (half_key_kernel) and dv (half_value_kernel),
-the gradients of keys and values, for a head dim of 512. A float32 accumulator of 64 rows and 512 columns does not fit
-the registers of one warpgroup. So both warpgroups of a program have the same 64 keys, and each computes the gradient of
-one half, 256 of the 512 columns. mosaic_halves.py has the forward and dq kernels, and the functions that all of them
-share."""
+"""dk and dv of attention on Hopper for heads of 512, a kernel each. A float32 accumulator of 64 rows and 512 columns
+does
+not fit one warpgroup's registers, so both warpgroups have the same 64 keys, and each makes 256 columns.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +38,11 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 
 def _bring_queries(items, group, width, copies):
-    """Starts the copies of all blocks of queries and dout that a dk or dv kernel visits, for all items of a program:
-    the work of its loading warpgroup. For each tile of keys it goes through the query heads that share the key head,
-    and for each through the blocks that see the tile. Returns the number of all blocks, int32[].
+    """Starts the copies of all blocks of queries and dout that the program visits, head by head, and returns their
+    number. The
+    caller drains the slots.
 
-    Args:
-      items: deals the work to the program, an Items.
-      group: number of query heads that share a key head.
-      width: queries of a block.
-      copies: a function that starts the copies of one block, given how many blocks came before it, its row, its slice
-        of tokens and its query head. It waits for free slots; the caller drains them at the end.
+      copies: starts one block's copies: (blocks before it, row, slice of tokens, query head).
     """
 
     def work(turn, done, item, following):
@@ -66,16 +60,9 @@ def _bring_queries(items, group, width, copies):
 
 
 class _KeySide:
-    """What the kernels of dk and dv for heads of 512 share; every warpgroup of a program makes one: `items` deals the
-    work to programs (an Items; an item is a tile of keys that both warpgroups have), `group` is the number of query
-    heads that share a key head, `place` says which keys an item has, and `masked` masks the weights of a block of
-    queries.
-
-    Args:
-      q_ref, k_ref: query and key in global memory; only their numbers of heads are used.
-      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
-        blocks.
-      blocks: how the kernel divides its work.
+    """Work of dk and dv for heads of 512, whose items, [key head, row, first key, first block of queries, number of
+    blocks],
+    both warpgroups have. Every warpgroup makes its own.
     """
 
     def __init__(self, q_ref, k_ref, table_ref, blocks):
@@ -84,20 +71,16 @@ class _KeySide:
         self.items = Items(table_ref, k_ref.shape[2])
 
     def place(self, item):
-        """Returns where an item's keys are: (row, slice of tokens, key head), an index into key without its last axis.
-        item: [key head, the columns of its line of the table], as Items.at returns it."""
+        """(row, slice of tokens, key head) of an item's keys."""
         return item[1], pl.ds(pl.multiple_of(item[2], self.blocks.own), self.blocks.own), item[0]
 
     def masked(self, weights, item, i, upper, first_upper):
-        """Returns `weights`, float32[keys of the item, queries of a block], with 0 where a query does not see a key;
-        unchanged, without the cost of a mask, if no bound crosses the block.
+        """`weights` float32[keys, queries] with 0 where a query does not see a key; no mask is computed if no bound
+        crosses.
 
-        Args:
-          weights: the softmax weights, in registers.
-          item: [key head, the columns of its line of the table], as Items.at returns it.
-          i: int32[], the number of the step within the item, which determines the query head and the block.
-          upper: int32[keys] in registers, the query after the last that sees each key.
-          first_upper: int32[], that number for the item's first key, the smallest.
+          upper: int32[keys] in registers, the query after the last that sees each key; first_upper: the first key's,
+          the
+            smallest.
         """
         base, width = item[2], self.blocks.step
         queries = (item[3] + lax.rem(i, item[4])) * width
@@ -134,27 +117,12 @@ def half_key_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the kernel for dk of heads of 512: writes dk of the tiles of keys that are dealt to a program. Both
-    warpgroups have the same keys, and each computes one half of the columns of dk, and all of the scores for it; a
-    third warpgroup loads the blocks of queries and dout ahead of them. It visits the query blocks that see the tile,
-    for every query head of the key head in turn.
+    """Writes dk for heads of 512: each warpgroup makes half of its columns, and all scores for it. It visits the query
+    blocks
+    that see a tile for every query head in turn. Common arguments: mosaic_parts.py.
 
-    Args:
-      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, 512], in global memory as all
-        refs.
-      stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
-      upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
-        blocks.
-      dk_ref: the result, as k_ref.
-      k_smem to numbers_smem: shared memory for both halves of an item's keys and values, its bounds, slots for halves
-        of queries, for pieces of dout, and for the vectors of stat and delta, which come with each half of the queries.
-      own_full to do_free: barriers: the item's operands have arrived; a half of queries, a piece of dout has arrived;
-        the slot of a half, of a piece is free again.
-      meet: a barrier at which both warpgroups arrive when they no longer read an item's keys and values.
-      blocks: how the work is divided.
-      scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
+      q_smem, do_smem, numbers_smem: halves of queries, pieces of dout, stat and delta with each half of the queries.
+      meet: both warpgroups arrive when they no longer read an item's keys and values.
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)
@@ -265,26 +233,11 @@ def half_value_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the kernel for dv of heads of 512: writes dv of the tiles of keys that are dealt to a program. Both
-    warpgroups have the same keys, and each computes one half of the columns of dv, and all of the scores for it; a
-    third warpgroup loads the blocks of queries and dout ahead of them. It visits the query blocks that see the tile,
-    for every query head of the key head in turn.
+    """Writes dv for heads of 512, as half_key_kernel does dk.
 
-    Args:
-      q_ref, k_ref, do_ref: query, key and dout, [B, T, heads or kv_heads, 512], in global memory as all refs.
-      stat_ref: float32[B, heads, T], the log-sum-exp in log2.
-      upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
-        blocks.
-      dv_ref: the result, as k_ref.
-      k_smem to numbers_smem: shared memory for both halves of an item's keys, its bounds, slots for pieces of queries,
-        for halves of dout, and for a vector of stat that comes with each half of dout.
-      own_full to do_free: barriers: the item's operands have arrived; a piece of queries, a half of dout has arrived;
-        the slot of a piece, of a half is free again. Each half of dout is read and freed by one warpgroup.
-      meet: a barrier at which both warpgroups arrive when they no longer read an item's keys.
-      blocks: how the work is divided.
-      scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
+    q_smem, do_smem, numbers_smem: pieces of queries, halves of dout, stat with each half of dout. One warpgroup reads
+      and frees each half.
+    meet: both warpgroups arrive when they no longer read an item's keys.
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)

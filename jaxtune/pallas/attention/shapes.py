@@ -1,6 +1,4 @@
-"""Shapes of attention in real models for its benchmark (CASES, each of 32,768 tokens; a Case is one), and rows filled
-with documents of realistic lengths (`log_normal_segments`). `jaxtune tune` makes a Case too, to say for which calls it
-measures kernels."""
+"""Attention's shapes in real models (CASES, 32,768 tokens each), and rows of documents of realistic lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The shapes and options of one call of attention that the benchmark or `jaxtune tune` (tune.py) makes."""
+    """Shapes and options of one call of attention."""
 
     name: str  # its name in reports
     rows: int  # rows of the batch
@@ -29,10 +27,12 @@ class Case:
     sinks: bool = False  # whether heads have sinks
 
     def segments(self) -> np.ndarray | None:
-        """int32[rows, length] segment ids, counted from 1 in each row, without padding, for packed_layout; None if
-        `documents` is None, so that packed_layout guarantees one document a row. Log-normal lengths have a mean of 512
-        tokens and a sigma of 0.8, and are the same at every call. A number of documents must divide the length;
-        otherwise rows are shorter."""
+        """int32[rows, length] segment ids from 1 in each row, without padding; None if each row is one document.
+
+        Log-normal lengths have a mean of 512 tokens and a sigma of 0.8, the same at every call. A number of documents
+        must
+        divide the length, or rows come out shorter.
+        """
         if self.documents is None:
             return None
         if isinstance(self.documents, int):
@@ -42,10 +42,11 @@ class Case:
 
 
 def log_normal_segments(rows: int, length: int, mean: float, sigma: float, seed: int = SEED) -> np.ndarray:
-    """int32[rows, length]: segment ids of rows filled with documents of log-normal lengths, as in instruction data,
-    without padding, for `Case.segments` and benchmarks. Ids count from 1 in each row, a document has at least one
-    token, and the last document of a row is cut at the row's end. mean: the mean length in tokens; sigma: the standard
-    deviation of a length's logarithm. seed: of the random numbers; the same seed gives the same rows."""
+    """int32[rows, length] segment ids of rows full of documents of log-normal lengths, as in instruction data.
+
+    Ids count from 1 in each row; the row's end cuts its last document. mean: tokens. sigma: standard deviation of a
+    length's logarithm. The same seed gives the same rows.
+    """
     rng = np.random.default_rng(seed)
     segments = np.zeros((rows, length), np.int32)
     for row in range(rows):

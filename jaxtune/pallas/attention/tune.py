@@ -1,6 +1,6 @@
-"""Measures which block sizes are fastest for the Hopper kernels of attention on this machine's GPU, for given shapes,
-and stores them (pallas/tuning.py): `tune`, for the command `jaxtune tune`; `candidates` lists the sizes that it tries.
-From then on attention of such shapes uses those in the user's cache."""
+"""Measures which block sizes of the Hopper kernels are fastest on this GPU for a case, and stores them
+(pallas/tuning.py).
+"""
 
 from __future__ import annotations
 
@@ -21,13 +21,9 @@ KERNELS = ("forward", "dquery", "dkey", "dvalue")
 
 
 def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
-    """Returns the blocks to try for a kernel and a head dim, a list of dictionaries (the fields of Blocks that are not
-    the defaults), those of mosaic.HEURISTIC first; for heads of 512 there are only those. Some exceed the shared
-    memory; the tuner skips them.
+    """Fields of the Blocks to try, mosaic.HEURISTIC's first. Some exceed shared memory; the tuner skips them.
 
-    Args:
-      kernel: one of KERNELS: "forward", "dquery", "dkey" or "dvalue".
-      dim: a head dim of the kernels (mosaic.kernel_dim) for which this kernel exists.
+    dim: head dim of the kernels (mosaic.kernel_dim) for which `kernel` exists.
     """
     first = mosaic.HEURISTIC[kernel][dim]
     if dim == mosaic.HALVED:  # nothing else fits shared memory, and these kernels take no turns
@@ -52,23 +48,16 @@ def tune(
     say: Callable[[str], None] = lambda text: None,
     path: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Times the blocks of the kernels on one case and stores the fastest for calls like it (tuning.py). It needs a
-    Hopper GPU, for which `jaxtune tune` checks first.
+    """Times the kernels' blocks on one case and stores the fastest for calls like it. Hopper only.
 
-    Args:
-      case: shapes, documents, window, soft cap; whether it has sinks is not used.
-      kernels: some of "forward", "dquery", "dkey" (which also makes dv, except for head dims above 256) and "dvalue";
-        those that the head dim does not have are left out.
-      dtype: of the operands, bfloat16 or float16.
-      say: gets text for the user, in two pieces for each candidate: its blocks before it runs, so that one that hangs
-        is known, then its time or the problem, and a line break.
-      path: the JSON file to which results are added; None: the user's cache.
-    Returns:
-      {kernel: the entry that tuning.measure returned: the fastest blocks, their time, and what was tried}.
-    Raises:
-      RuntimeError: the heuristic's blocks differ from the reference on a small case on this GPU (first_use.refusal), or
-        no candidate runs.
-      OSError: the given file `path` cannot be written. If the user's cache cannot be written, this is only logged.
+      kernels: "dkey" also makes dv, except for head dims above 256; kernels that the head dim lacks are left out.
+      dtype: bfloat16 or float16.
+      say: gets two pieces of text for each candidate: its blocks before it runs, so that one that hangs is known, then
+      its
+        time or the problem.
+      path: the JSON file for results; None: the user's cache.
+    Returns {kernel: entry of tuning.measure: fastest blocks, their time, what was tried}. Raises RuntimeError if no
+    candidate runs, or the heuristic's blocks differ from the reference; OSError if `path` cannot be written.
     """
     dim = mosaic.kernel_dim(case.dim)
     kernels = [kernel for kernel in kernels if dim in mosaic.HEURISTIC[kernel]]
@@ -112,18 +101,12 @@ def tune(
 
 
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
-    """For `tune`: times one kernel with each of its candidate blocks, and returns the entry that tuning.measure made,
-    and stored for the class of calls of `case` (mosaic.bucket): the fastest blocks, their time, and what was tried. A
-    candidate whose result differs from that of the first one, the heuristic's, by more than 2 % is not chosen.
+    """Times one kernel with its candidates and stores the entry for the case's class of calls (mosaic.bucket). A
+    candidate
+    whose result differs from the heuristic's by more than 2 % is not chosen.
 
-    Args:
-      kernel: one of KERNELS.
-      case: only its head dim, its window, and whether each row is one document are used, which name the class.
-      dtype: of the operands.
-      prepare: a function without arguments that compiles the kernel with the blocks under test (threads call it within
-        tuning.forced) and returns a function that runs it once.
-      say: gets text for the user, two pieces that make a line for each candidate.
-      path: the file that stores the entry; None: the user's cache.
+      prepare: compiles the kernel with the blocks under test (in a thread, within tuning.forced) and returns a function
+        that runs it once.
     """
     dim = mosaic.kernel_dim(case.dim)
     return tuning.measure(
