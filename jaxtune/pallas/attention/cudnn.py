@@ -1,6 +1,5 @@
 """Attention by cuDNN, where it is exact. cuDNN has no segment ids: its packed ("THD") path takes starts and lengths of
-at
-most n documents a row. On an H200 with cuDNN 9.19 it is exact up to 32 documents a row; its dq is wrong at 64. So it
+at most n documents a row. On an H200 with cuDNN 9.19 it is exact up to 32 documents a row; its dq is wrong at 64. So it
 serves whole rows and, from compute capability 9.0 on, rows with a guarantee of at most 32 documents.
 
 The call is private to JAX (jaxtune.system.private_jax).
@@ -50,8 +49,7 @@ def _slots(layout: PackedLayout) -> int:
 
 def _documents(layout: PackedLayout):
     """The rows' documents as cuDNN's THD path takes them: (lengths int32[B, M], first tokens int32[B, M + 1]), -1 where
-    unused
-    and in the last column.
+    unused and in the last column.
     """
     rows, length = layout.doc_start.shape
     count = _slots(layout)
@@ -83,8 +81,7 @@ def _call_arguments(layout, query, scale, window):
     """(arrays, keywords) of JAX's cuDNN call, after query, key and value.
 
     The arrays are a bias, lengths for queries and for keys, first tokens for both, and two page tables; an empty one
-    means
-    that the feature is off.
+    means that the feature is off.
     """
     unused = jnp.zeros(0, query.dtype)
     if layout.max_documents == 1:

@@ -19,8 +19,7 @@ from jaxtune.pallas.meshes import on_any_mesh
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
     """The document bounds of every token of a batch, and the model's rotary tables, which the model adds. A pytree
-    whose
-    guarantees are static: another guarantee is another program.
+    whose guarantees are static: another guarantee is another program.
     """
 
     doc_start: jax.Array  # int32[B, T], index in the row of the first token of this token's document
@@ -47,12 +46,10 @@ def packed_layout(
     shape: tuple[int, int], segment_ids: jax.Array | None = None, max_documents: int | None = None
 ) -> PackedLayout:
     """The layout of a batch of `shape` = (rows, length), without rotary tables. It works within jit and never waits for
-    the
-    device.
+    the device.
 
       segment_ids: int[B, T], equal for neighbouring tokens of a document, 0 at padding. None: one document a row
-      without
-        padding, which the layout then guarantees (full, max_documents = 1), whatever max_documents says.
+        without padding, which the layout then guarantees (full, max_documents = 1), whatever max_documents says.
       max_documents: the caller's guarantee, not verified, that no row has more; 1 also means that each row's document
         starts at index 0.
     """

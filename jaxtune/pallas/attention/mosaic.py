@@ -1,11 +1,10 @@
 """Packed attention as Pallas Mosaic GPU kernels for Hopper (wgmma, TMA, warp specialisation): 16-bit operands, head
-dims
-up to 512.
+dims up to 512.
 
-A tile of queries [a, b] needs keys from the lower bound of a (start of its document or window) to b; a tile of keys
-[a, b] is needed by queries from a to the upper bound of b. Bounds never fall along a row, so a tile's first and last
-token bound it. Only blocks between the bounds are loaded, only those that a bound crosses are masked. XLA writes the
-tiles into a table, the most expensive first, and the kernels work through it.
+A tile of queries [a, b] needs keys from the lower bound of a (start of its document or window) to b; a tile of keys [a,
+b] is needed by queries from a to the upper bound of b. Bounds never fall along a row, so a tile's first and last token
+bound it. Only blocks between the bounds are loaded, only those that a bound crosses are masked. XLA writes the tiles
+into a table, the most expensive first, and the kernels work through it.
 
 dq has one kernel, dk and dv another (one each for heads of 512). A tile of keys visits all query heads of its key head,
 or a share of them, whose sums XLA adds. Every sum has a fixed order: bitwise deterministic without atomics.
@@ -69,8 +68,8 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
     """Name of the class of calls for which the tuner stores blocks, such as "head_dim=128, whole rows".
 
     Windows up to 1,024 keys are named by the next power of two ("head_dim=128, window up to 256"), whatever the
-    documents:
-    visits are short anyway. Longer ones have no effect. dim: that of the kernels. whole: every row is one document.
+    documents: visits are short anyway. Longer ones have no effect. dim: that of the kernels. whole: every row is one
+    document.
     """
     if window is not None and window <= _SHORT_WINDOW:
         return f"head_dim={dim}, window up to {max(128, 1 << (window - 1).bit_length())}"
@@ -91,7 +90,7 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
 
 
 def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict[str, Any]]:
-    """{operation of tuning.py: fields of its Blocks that are not the defaults}, for the kernels of the call's head dim."""
+    """{operation of tuning.py: fields of its Blocks that are not defaults}, for the kernels of the call's head dim."""
     query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
     return {
         f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict()
@@ -178,8 +177,7 @@ def _whole_blocks(tokens, blocks: Blocks):
 
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
     """Work of the forward and dq, a tile of queries a line. At least one block even for padding, because the kernels
-    take a
-    tile's first step without a condition.
+    take a tile's first step without a condition.
 
       lower: int32[B, T] of `_prepare`.
       pairs: a tile has blocks.own queries, which both warpgroups take; otherwise 2 blocks.own.
@@ -211,8 +209,7 @@ def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
 
 def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int) -> list:
     """Barriers of the kernels whose warpgroups can take turns, in the order of their parameters: `buffers` for an
-    item's own
-    operands (complete after `own_copies` copies), those of the pipeline, and the one of Turns.
+    item's own operands (complete after `own_copies` copies), those of the pipeline, and the one of Turns.
     """
     return [
         plgpu.Barrier(num_arrivals=own_copies, num_barriers=buffers),
@@ -243,8 +240,7 @@ def _ring_barriers(blocks: Blocks, copies: tuple[int, int], readers: tuple[int, 
 
 def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | None = None, **static):
     """A kernel as a function of its arrays: one program a multiprocessor, or two in Pallas' interpreter. Exponentials
-    are the
-    GPU's approximate instructions.
+    are the GPU's approximate instructions.
 
       scratch: shared memory and barriers, which the body takes after the arrays.
       static: further keyword arguments of the body.
@@ -270,16 +266,14 @@ def _numbers(count, size, dtype):
 
 def _pairs(query, key) -> bool:
     """Whether each warpgroup takes one of two query heads that share keys, not half of a tile of one head: tiles are
-    then
-    narrower and see fewer masked keys.
+    then narrower and see fewer masked keys.
     """
     return (query.shape[2] // key.shape[2]) % WARPGROUPS == 0
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """(out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], natural logarithm), both 0 at padding, the same
-    bits
-    at every call. Operands have 16 bits, D at most 512.
+    bits at every call. Operands have 16 bits, D at most 512.
 
       window: how many keys a query sees, itself included; None: all of its document before it.
     """
@@ -321,8 +315,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 def _halved_rings(blocks: Blocks, dtype, pieces_first: bool = True) -> list:
     """Slots [slots, blocks.step, columns] of both operands of a kernel for heads of 512: pieces of 128 columns of the
-    operand
-    that only makes scores (or gradients of weights), halves of 256 of the one multiplied into the result.
+    operand that only makes scores (or gradients of weights), halves of 256 of the one multiplied into the result.
     """
     columns = [mosaic_halves.PIECE, mosaic_halves.HALF]
     slots = zip((blocks.stages, blocks.value_stages), columns if pieces_first else columns[::-1], strict=True)
@@ -358,8 +351,7 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
     """dq, in query's shape. All arrays are padded.
 
     operands: (query, key, value, dout, stat, delta); stat and delta float32[B, heads, T], log-sum-exp in log2, and
-    the
-      sum of out * dout times scale.
+      the sum of out * dout times scale.
     """
     query, key = operands[:2]
     if query.shape[-1] == HALVED:
@@ -429,8 +421,7 @@ def _head_shares(query, key, blocks: Blocks, window: int | None) -> int:
     """Shares into which the query heads of a key head are divided for dk and dv, as if each had a key head of its own.
 
     1 if tiles of keys occupy more than half of the multiprocessors, or with a window shorter than the rows (measured:
-    no
-    gain). Otherwise the smallest divisor of the group that gives each multiprocessor a tile, else the group.
+    no gain). Otherwise the smallest divisor of the group that gives each multiprocessor a tile, else the group.
     """
     rows, length, heads, dim = query.shape
     group, size = heads // key.shape[2], blocks.own * (1 if dim > NARROW else WARPGROUPS)

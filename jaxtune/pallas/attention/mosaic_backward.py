@@ -30,8 +30,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, scale, soft_cap):
     """(masked softmax weights times the soft cap's slope, gradients of the weights) of a block of keys, float32 of
-    `shape`.
-    The weights are computed while the second product still runs.
+    `shape`. The weights are computed while the second product still runs.
 
       scores, dweights: (left, right) in shared memory, whose products are the raw scores and the gradients.
       stat: log-sum-exps in log2, broadcast to `shape`.
@@ -81,8 +80,7 @@ def query_kernel(
     interpreted,
 ):
     """Writes dq of tiles of queries for head dims of 64, 128 and 256; each computing warpgroup has `blocks.own` queries
-    of a
-    head. Common arguments: mosaic_parts.py.
+    of a head. Common arguments: mosaic_parts.py.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
@@ -190,8 +188,7 @@ def masked_keys(weights, *, base, upper, queries, lean):
 
 def bring_queries(items, group, width, operands, slots, full, free):
     """The loading warpgroup's work for dk and dv: copies the blocks of queries and dout of all items, head by head, as
-    far
-    ahead as slots allow, and waits until all were read.
+    far ahead as slots allow, and waits until all were read.
 
       group: query heads of a key head; width: queries of a block.
       operands: (query, dout, stat, delta); slots: (query's, dout's, numbers: stat of each slot, then delta).
@@ -257,10 +254,8 @@ def key_kernel(
     interpreted,
 ):
     """Writes dk and dv of tiles of keys for head dims up to 128; each computing warpgroup has `blocks.own` keys of a
-    head. It
-    visits the query blocks that see a tile, for every query head in turn: sums in one fixed order without atomics.
-    Common
-    arguments: mosaic_parts.py.
+    head. It visits the query blocks that see a tile, for every query head in turn: sums in one fixed order without
+    atomics. Common arguments: mosaic_parts.py.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

@@ -60,8 +60,7 @@ def wide_key_kernel(
     interpreted,
 ):
     """Writes dk and dv of tiles of keys for heads of 256, visiting the query blocks that see a tile for every query
-    head in
-    turn. Common arguments: mosaic_parts.py.
+    head in turn. Common arguments: mosaic_parts.py.
 
       k_smem, v_smem: an item's keys, later its dv; its values, later its dk.
       weights_smem: float32[2, keys, queries], what the first warpgroup passes to the second, with weights_full and

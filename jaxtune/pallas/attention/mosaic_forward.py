@@ -29,8 +29,7 @@ _UNSEEN = -1e20
 
 class Softmax:
     """Running softmax in powers of two, in one warpgroup's registers, over blocks of keys (as in FlashAttention). Its
-    state is
-    (maximum so far, sum of weights), float32[own] each.
+    state is (maximum so far, sum of weights), float32[own] each.
 
       lean: the maximum is of raw scores (of the tanh, with a cap), and the multiply-add that subtracts it applies the
         factor: fewer instructions. A factor that is not positive switches it off.
@@ -43,19 +42,16 @@ class Softmax:
 
     def start(self, own, layout):
         """The state of `own` queries before the first block: a large negative but finite maximum, so that no difference
-        is NaN,
-        and 0.
+        is NaN, and 0.
         """
         return filled((own,), _UNSEEN if self.lean else MASKED, layout), filled((own,), 0.0, layout)
 
     def step(self, scores, state, mask):
         """Takes one block of raw scores float32[own, step]. Returns (weights, factor float32[own] for the sums of
-        earlier blocks,
-        the new state).
+        earlier blocks, the new state).
 
         While a query has seen no key, masked keys may get weight 1 (not with `lean`); the factor is 0 once it sees one
-        and
-        removes their sums.
+        and removes their sums.
 
           mask: puts MASKED where a query does not see a key; it gets scores scaled and capped, or with `lean` unscaled.
         """
@@ -76,8 +72,7 @@ class Softmax:
 
     def end(self, state, sink=None):
         """(factor of the output, log-sum-exp in the natural logarithm), float32[own] each; meaningless for a query that
-        saw no
-        key.
+        saw no key.
 
           sink: float32[] in units of log2, one more term of the sum; None: none.
         """
@@ -120,13 +115,12 @@ def forward_kernel(
     interpreted,
 ):
     """Writes out and lse (natural logarithm), both 0 at padding, for head dims of 64, 128 and 256; each computing
-    warpgroup
-    has `blocks.own` queries of a head. Common arguments: mosaic_parts.py.
+    warpgroup has `blocks.own` queries of a head. Common arguments: mosaic_parts.py.
 
       sinks_ref: float[heads] or None.
       qo_smem: queries, and later results.
       own_full: with blocks.buffers = 1 the warpgroups share three buffers: one each, and one for the queries loaded
-      next.
+        next.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
@@ -145,8 +139,7 @@ def forward_kernel(
 
         def room(of, turn):
             """(buffer, its barrier) of the queries of warpgroup `of`. With three buffers, the one that a warpgroup's
-            results have left
-            is the other's next.
+            results have left is the other's next.
             """
             if single:
                 buffer = lax.rem(2 * turn + of, jnp.int32(3))

@@ -1,6 +1,5 @@
 """Forward and dq of attention on Hopper for heads of 512 (Gemma 4), whose results do not fit one warpgroup's registers:
-a
-float32 accumulator of 64 rows and 512 columns takes 256 registers of every thread, which has 240.
+a float32 accumulator of 64 rows and 512 columns takes 256 registers of every thread, which has 240.
 
 Every result is made in two halves of 256 columns, and each half computes all scores that it needs:
 
@@ -45,8 +44,7 @@ def columns_of(number, size: int):
 
 def bring_pieces(ref, place, number, ring, full, free, which=None):
     """Starts the copies of a block (a run of tokens, all 512 columns of a head) into slots, piece by piece, each once
-    its slot
-    is free.
+    its slot is free.
 
       place: (row, slice of tokens, head) in `ref` [B, T, heads, 512].
       number: int32[], blocks that this program loaded into `ring` before.
@@ -63,12 +61,10 @@ def bring_pieces(ref, place, number, ring, full, free, which=None):
 
 def bring_both(pieces, halves):
     """Starts the copies of a step's two blocks, one in four pieces and one in two halves; each argument has the first
-    six
-    arguments of `bring_pieces`.
+    six arguments of `bring_pieces`.
 
     The step uses all pieces, then both halves, which stay until its end. A copy waits for its slot, and so do all after
-    it:
-    so copies of halves start between those of pieces, where with two slots of each they delay none.
+    it: so copies of halves start between those of pieces, where with two slots of each they delay none.
     """
     for ring, which in ((pieces, (0, 1)), (halves, (0,)), (pieces, (2,)), (halves, (1,)), (pieces, (3,))):
         bring_pieces(*ring, which=which)
@@ -76,8 +72,7 @@ def bring_both(pieces, halves):
 
 def multiply(acc, own, first, ring, full, number, release=None):
     """Adds left block^T to acc on the tensor cores, over all 512 columns, piece by piece as they arrive. The last
-    products
-    still run on return: the caller waits for them, and releases the last piece's slot (`last_slot`).
+    products still run on return: the caller waits for them, and releases the last piece's slot (`last_slot`).
 
       acc: [left's rows, tokens of the block].
       own: [halves, rows, 256]; left is the two halves from index `first` on.
@@ -125,8 +120,7 @@ def two_products(shape, weight_operands, score_operands, number, zero):
 
 def slot_of(number, piece, ring):
     """Slot of `ring` that has piece `piece` of block `number`. `bring` computes the same by itself and must agree. An
-    int
-    where it is the same for every block, else int32[].
+    int where it is the same for every block, else int32[].
     """
     stages, pieces = ring.shape[0], 2 * HALF // ring.shape[-1]
     if isinstance(piece, int) and pieces % stages == 0:
@@ -141,8 +135,7 @@ def last_slot(number, ring):
 
 def unknown_zero(i):
     """0 as int32[] that the compiler does not know. In an index of shared memory it keeps the addresses of everything
-    there
-    out of registers during the loop over steps.
+    there out of registers during the loop over steps.
     """
     return lax.shift_right_logical(i, jnp.int32(30))
 
@@ -182,8 +175,7 @@ def half_forward_kernel(
     interpreted,
 ):
     """Writes out and lse (natural logarithm), both 0 at padding, for heads of 512. An item is one half, 256 columns, of
-    a
-    tile's output. Common arguments: mosaic_parts.py.
+    a tile's output. Common arguments: mosaic_parts.py.
 
       sinks_ref: float[heads] or None.
       q_smem: both halves of each warpgroup's queries, later results; k_smem, v_smem: pieces of keys, halves of values.
@@ -329,8 +321,7 @@ def half_query_kernel(
     interpreted,
 ):
     """Writes dq for heads of 512. Both warpgroups have the same queries; each makes half of dq's columns, and all
-    scores for
-    it. Common arguments: mosaic_parts.py.
+    scores for it. Common arguments: mosaic_parts.py.
 
       k_smem, v_smem: halves of keys, pieces of values.
       meet: both warpgroups arrive when they no longer read an item's queries and dout.

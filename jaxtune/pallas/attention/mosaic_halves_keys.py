@@ -1,6 +1,5 @@
 """dk and dv of attention on Hopper for heads of 512, a kernel each. A float32 accumulator of 64 rows and 512 columns
-does
-not fit one warpgroup's registers, so both warpgroups have the same 64 keys, and each makes 256 columns.
+does not fit one warpgroup's registers, so both warpgroups have the same 64 keys, and each makes 256 columns.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 def _bring_queries(items, group, width, copies):
     """Starts the copies of all blocks of queries and dout that the program visits, head by head, and returns their
-    number. The
-    caller drains the slots.
+    number. The caller drains the slots.
 
       copies: starts one block's copies: (blocks before it, row, slice of tokens, query head).
     """
@@ -61,8 +59,7 @@ def _bring_queries(items, group, width, copies):
 
 class _KeySide:
     """Work of dk and dv for heads of 512, whose items, [key head, row, first key, first block of queries, number of
-    blocks],
-    both warpgroups have. Every warpgroup makes its own.
+    blocks], both warpgroups have. Every warpgroup makes its own.
     """
 
     def __init__(self, q_ref, k_ref, table_ref, blocks):
@@ -79,8 +76,7 @@ class _KeySide:
         crosses.
 
           upper: int32[keys] in registers, the query after the last that sees each key; first_upper: the first key's,
-          the
-            smallest.
+            the smallest.
         """
         base, width = item[2], self.blocks.step
         queries = (item[3] + lax.rem(i, item[4])) * width
@@ -118,8 +114,7 @@ def half_key_kernel(
     interpreted,
 ):
     """Writes dk for heads of 512: each warpgroup makes half of its columns, and all scores for it. It visits the query
-    blocks
-    that see a tile for every query head in turn. Common arguments: mosaic_parts.py.
+    blocks that see a tile for every query head in turn. Common arguments: mosaic_parts.py.
 
       q_smem, do_smem, numbers_smem: halves of queries, pieces of dout, stat and delta with each half of the queries.
       meet: both warpgroups arrive when they no longer read an item's keys and values.

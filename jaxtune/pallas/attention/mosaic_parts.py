@@ -3,8 +3,8 @@
 A kernel runs one program on each multiprocessor, with two warpgroups that compute and one that loads blocks. A program
 works through items: tiles of queries of two heads (or two tiles of one head, if a key head has an odd number of query
 heads), or a tile of keys of one key head. In each step the computing warpgroups process one block of the other side:
-keys and values for a tile of queries, queries and their output gradients (dout) for a tile of keys. dk and dv for
-heads of 256, and all kernels for heads of 512, divide items otherwise (mosaic_backward_wide.py, mosaic_halves.py).
+keys and values for a tile of queries, queries and their output gradients (dout) for a tile of keys. dk and dv for heads
+of 256, and all kernels for heads of 512, divide items otherwise (mosaic_backward_wide.py, mosaic_halves.py).
 
 An item's own side is double-buffered for head dims up to 128, and the loading warpgroup runs ahead across items, so an
 item's start and end overlap with its neighbours' work: on packed rows an item often has only two to ten steps.
@@ -46,8 +46,7 @@ _REGISTERS = (240, 24)
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """How a kernel divides its work, and which variant runs: compile-time settings that decide speed, and of the result
-    only
-    the rounding.
+    only the rounding.
     """
 
     own: int  # tokens whose results a computing warpgroup accumulates: queries in the forward and dq, keys in dk and dv
@@ -120,8 +119,7 @@ def products(*pairs, shape, issued):
 
 def add_product(total, left, right, interpreted):
     """total + left right on the tensor cores, in place; left is in registers, right in shared memory. Pallas'
-    interpreter has
-    neither run_state nor such a wgmma.
+    interpreter has neither run_state nor such a wgmma.
     """
     if interpreted:
         return total + lax.dot(left, right[...], preferred_element_type=jnp.float32)
@@ -134,12 +132,10 @@ def add_product(total, left, right, interpreted):
 
 class Turns:
     """Keeps the two computing warpgroups half a step apart: one uses the tensor cores while the other computes its
-    softmax
-    (FlashAttention-3's ping-pong, arXiv 2407.08608).
+    softmax (FlashAttention-3's ping-pong, arXiv 2407.08608).
 
     Each calls `begin` before its first step, `swap` twice in every step and `end` after its last; both must make the
-    same
-    number of steps. wg: the calling warpgroup, 0 or 1. wanted: False turns all methods into no-ops.
+    same number of steps. wg: the calling warpgroup, 0 or 1. wanted: False turns all methods into no-ops.
     """
 
     def __init__(self, barrier, wg, wanted: bool):
@@ -175,8 +171,7 @@ def within(shape, axis, base, first, count):
 
 class Items:
     """Deals a kernel's work to its programs: a line of the work table is `heads` items. Every warpgroup makes its own
-    and goes
-    through the same items; `rounds`, int32[], is their number.
+    and goes through the same items; `rounds`, int32[], is their number.
 
     Lines fall in cost and are dealt back and forth, program 0 to n - 1, then n - 1 to 0, which balances the work.
 
@@ -198,8 +193,7 @@ class Items:
 
     def at(self, turn):
         """An item of this program: [head number, columns of its line...], int32[] each. Past the last it is some valid
-        item, so
-        that the next one can be read early without a condition.
+        item, so that the next one can be read early without a condition.
         """
         number = jnp.minimum(self._number(turn), self.table_ref.shape[0] * self.heads - 1)
         line = lax.div(number, jnp.int32(self.heads))
@@ -210,8 +204,7 @@ class Items:
         """Calls work(turn, done, item, following) for every item in order, and returns the steps of all, int32[].
 
         work: returns its number of steps. `turn` counts items, `done` the steps before this item (slots of the
-        pipeline
-          follow from it); `following` is the next item, read early.
+          pipeline follow from it); `following` is the next item, read early.
         """
 
         def one(turn, state):
@@ -224,8 +217,7 @@ class Items:
 
 def computing(wg, number: int | None = None):
     """Decorator: runs a function at once in the computing warpgroups (or in warpgroup `number`), with 240 registers a
-    thread.
-    It waits forever unless `bringing` frees them.
+    thread. It waits forever unless `bringing` frees them.
     """
 
     def decorate(body):
@@ -251,8 +243,7 @@ def bringing(wg):
 
 def bring(number, copies):
     """Starts the TMA copies of step `number` (int32[]; it counts steps of all items, or pieces, from 0) into slot
-    number %
-    slots, once that slot is free.
+    number % slots, once that slot is free.
 
       copies: (source in global memory, slots, barriers `full`, barriers `free`) for each copy.
     """
@@ -276,8 +267,7 @@ def drain(done, *rings):
 
 class QuerySide:
     """Work of the kernels whose items are tiles of queries (forward and dq). Every warpgroup makes its own. An `item`
-    is
-    [head number, row, first query, first block of keys, number of blocks], int32[] each.
+    is [head number, row, first query, first block of keys, number of blocks], int32[] each.
 
       q_ref, k_ref: only shapes are read.
       shared: both warpgroups take the same queries of one head (dq of heads of 512); `pairs` then has no effect.
@@ -296,8 +286,7 @@ class QuerySide:
 
     def place(self, item, wg=None):
         """(row of the batch, query head, first query): the `blocks.own` queries of an item that warpgroup `wg` computes
-        (None:
-        the calling one).
+        (None: the calling one).
         """
         own, wg = self.blocks.own, self.wg if wg is None else wg
         if self.shared:
@@ -322,8 +311,7 @@ class QuerySide:
 
     def masked(self, values, item, i, lower, last_lower, fill):
         """`values` float32[own, step] with `fill` where a query does not see a key; no mask is computed if no bound
-        crosses the
-        block.
+        crosses the block.
 
           lower: int32[own] in registers, the first key that each query sees; last_lower: the last query's, the largest.
         """
@@ -343,8 +331,7 @@ class QuerySide:
 
     def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):
         """The loading warpgroup's work for head dims up to 256: copies keys and values of all steps of all items, as
-        far ahead as
-        slots allow, and waits until all were read.
+        far ahead as slots allow, and waits until all were read.
         """
 
         def work(turn, done, item, following):

@@ -30,8 +30,7 @@ class Case:
         """int32[rows, length] segment ids from 1 in each row, without padding; None if each row is one document.
 
         Log-normal lengths have a mean of 512 tokens and a sigma of 0.8, the same at every call. A number of documents
-        must
-        divide the length, or rows come out shorter.
+        must divide the length, or rows come out shorter.
         """
         if self.documents is None:
             return None

@@ -22,8 +22,7 @@ from jaxtune.pallas.attention.layout import PackedLayout
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """How a kernel divides its work. In the forward and dq a program has a tile of `queries` and visits blocks of
-    `keys`; in
-    dk and dv it has a tile of `keys` and visits blocks of `queries`.
+    `keys`; in dk and dv it has a tile of `keys` and visits blocks of `queries`.
     """
 
     queries: int  # queries at a time
@@ -71,16 +70,14 @@ LEAST, MOST = 64, 512  # head dims
 
 def width(dim: int) -> int:
     """Columns of the kernels' blocks for a head dim from 64 to 512: the next power of two. Columns from the head dim on
-    are
-    zeros.
+    are zeros.
     """
     return 1 << (dim - 1).bit_length()
 
 
 def tiles(dim: int) -> Tiles:
     """Tiles for a head dim from 64 to 512 on the GPU compiled for. A GPU not in _SHARED_MEMORY_KB gets those for 99 KB,
-    which
-    fit everywhere.
+    which fit everywhere.
     """
     capability = dispatch.compute_capability()
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99][width(dim)]
@@ -88,8 +85,7 @@ def tiles(dim: int) -> Tiles:
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
     """Why these kernels cannot or should not compute a call, or None. Whole rows with a head dim above 256 are refused,
-    as XLA
-    makes their gradients faster.
+    as XLA makes their gradients faster.
     """
     reason = compat.triton_refusal()
     if reason is not None:
@@ -106,8 +102,7 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap):
     """Runs a kernel of triton_kernels.py and returns its outputs. ValueError unless scale is above 0: the forward takes
-    the
-    largest product before it multiplies by scale. (`refusal` does not get scale, so nothing else is tried then.)
+    the largest product before it multiplies by scale. (`refusal` does not get scale, so nothing else is tried then.)
 
       own: tokens of a program: tile.queries in the forward and dq, tile.keys in dk and dv.
       grid_heads: query heads in the forward and dq, key heads in dk and dv.
@@ -138,8 +133,7 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """(out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], natural logarithm), both 0 at padding.
-    ValueError
-    unless scale is above 0.
+    ValueError unless scale is above 0.
 
       query: bfloat16 or float16; finite at padding, as are key and value.
       window: how many keys a query sees, itself included; None: all of its document before it.
@@ -166,8 +160,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """(dquery, dkey, dvalue, dsinks or None) in the operands' shapes and dtypes, 0 at padding. ValueError unless scale
-    is
-    above 0.
+    is above 0.
 
       out, lse: saved results of a forward, by whatever implementation.
       dout: [B, T, heads, D], finite at padding.

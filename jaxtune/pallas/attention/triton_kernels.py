@@ -55,8 +55,7 @@ def _store(
     ROWS: tl.constexpr,
 ):
     """Stores the first DIM columns of values [ROWS, WIDTH] as one head's rows from `first` on, in array's dtype,
-    without rows
-    from LENGTH on.
+    without rows from LENGTH on.
     """
     rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + columns[None, :]
@@ -73,8 +72,7 @@ def _store(
 @triton.jit
 def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
     """The first key that each of `queries` (positions in the row, block or scalar) sees. Padding and positions past the
-    row
-    see nothing and get query + 1, so that the result never falls along the row.
+    row see nothing and get query + 1, so that the result never falls along the row.
     """
     lower = tl.load(starts + queries, mask=queries < LENGTH, other=0)
     end = tl.load(ends + queries, mask=queries < LENGTH, other=0)
@@ -179,8 +177,8 @@ def forward_kernel(
     KEYS: tl.constexpr,
 ):
     """Writes out [B, LENGTH, HEADS, DIM] and lse float32[B, HEADS, LENGTH] (natural logarithm, sink included) of a tile
-    of
-    QUERIES queries of one head; both are 0 at padding. sinks is float32[HEADS], -inf for none. Grid: (heads, tiles, B).
+    of QUERIES queries of one head; both are 0 at padding. sinks is float32[HEADS], -inf for none. Grid: (heads, tiles,
+    B).
     """
     head = tl.program_id(0)
     # Late tiles see most: they go first, so that no long one is left for the end.
@@ -277,8 +275,7 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
                  WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """Writes dquery of a tile of QUERIES queries of one head, and delta float32[B, HEADS, LENGTH], the sum of out *
-    dout over
-    a head. lse is the forward's. Grid: (heads, tiles, B).
+    dout over a head. lse is the forward's. Grid: (heads, tiles, B).
     """
     head = tl.program_id(0)
     base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
@@ -319,8 +316,7 @@ def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
             LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
             CAP: tl.constexpr, QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Adds to dk / SCALE and dv, [KEYS, WIDTH] each, what the queries begin .. end - 1 of one head contribute. Scores
-    have
-    keys in rows.
+    have keys in rows.
 
       k, v: loaded [KEYS, WIDTH]; query, dout, lse (natural logarithm) and delta point to the head's first token.
       columns, upper: [KEYS], the keys' positions, and the query after the last that sees each.
@@ -373,8 +369,7 @@ def key_kernel(
     KEYS: tl.constexpr,
 ):
     """Writes dkey and dvalue [B, LENGTH, KV_HEADS, DIM] of a tile of KEYS keys: walks the queries that see it, of every
-    query
-    head of its key head in turn. Grid: (kv_heads, tiles, B).
+    query head of its key head in turn. Grid: (kv_heads, tiles, B).
     """
     kv_head = tl.program_id(0)
     base = tl.program_id(1) * KEYS

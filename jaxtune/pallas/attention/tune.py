@@ -53,9 +53,9 @@ def tune(
       kernels: "dkey" also makes dv, except for head dims above 256; kernels that the head dim lacks are left out.
       dtype: bfloat16 or float16.
       say: gets two pieces of text for each candidate: its blocks before it runs, so that one that hangs is known, then
-      its
-        time or the problem.
+        its time or the problem.
       path: the JSON file for results; None: the user's cache.
+
     Returns {kernel: entry of tuning.measure: fastest blocks, their time, what was tried}. Raises RuntimeError if no
     candidate runs, or the heuristic's blocks differ from the reference; OSError if `path` cannot be written.
     """
@@ -102,8 +102,7 @@ def tune(
 
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
     """Times one kernel with its candidates and stores the entry for the case's class of calls (mosaic.bucket). A
-    candidate
-    whose result differs from the heuristic's by more than 2 % is not chosen.
+    candidate whose result differs from the heuristic's by more than 2 % is not chosen.
 
       prepare: compiles the kernel with the blocks under test (in a thread, within tuning.forced) and returns a function
         that runs it once.

@@ -1,6 +1,5 @@
-"""What prompts need that are prefilled in chunks: chunk_attention computes the attention of a chunk of new tokens over
-each other and over the cache of earlier tokens; chunk_written writes the chunk's keys or values into the cache, for
-the tokens after them.
+"""Prefill in chunks: attention of a chunk of new tokens over each other and over the cache of earlier tokens, and the
+write of the chunk into the cache.
 """
 
 from __future__ import annotations
@@ -29,28 +28,17 @@ def chunk_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of the next N tokens of each row over each other and over the row's cache, for prompts that are
-    prefilled in chunks. It reads the cache from before the new tokens; chunk_written makes the next one.
+    """Causal attention of the next N tokens of each row over each other and over the row's cache from before them: [B,
+    N, heads, D] in query's dtype. XLA computes it, 128 of the N tokens at a time over the whole capacity.
 
-    It is computed by XLA, 128 of the N tokens at a time over the whole capacity.
-
-    Args:
       query: [B, N, heads, D] bfloat16, float16 or float32, heads a multiple of kv_heads.
-      new_keys, new_values: [B, N, kv_heads, D] in query's dtype, of the new tokens, which are not in the cache yet.
-      keys, values: [B, kv_heads, capacity, D], the cache of the tokens before them, in query's dtype or float8_e4m3fn
-        (without scales). The token at position p is at index p % capacity. Entries that are not visible must be finite
-        too.
-      before: int32[B], tokens of each row before the new ones; 0: the cache has none. Of a row longer than the capacity
-        the cache has the last `capacity` tokens.
-      scale: factor on query . key.
-      window: a token sees itself and the window - 1 tokens before it; None: all tokens before it.
-      soft_cap: scores s become cap * tanh(s / cap); None: no cap.
-      sinks: float[heads], an extra logit for each head that has no value; None: none.
-    Returns:
-      [B, N, heads, D] in query's dtype.
-    Raises:
-      TypeError, ValueError: an array does not fit this description. sinks, the numbers and the ratio of heads are not
-        checked.
+      new_keys, new_values: [B, N, kv_heads, D] in query's dtype, not in the cache yet.
+      keys, values: [B, kv_heads, capacity, D] in query's dtype or float8_e4m3fn (no scales); invisible entries must be
+        finite, too.
+      before: int32[B], tokens before the new ones; of a longer row the cache has the last `capacity`.
+      scale, window, soft_cap, sinks: as in decode_attention; not checked, and neither is the ratio of heads.
+
+    Raises TypeError or ValueError for other arrays.
     """
     check = Arguments("chunk_attention")
     check.array("query", query, "B N heads D", FLOATS)
@@ -111,19 +99,14 @@ def chunk_attention(
 
 @on_any_mesh
 def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array) -> jax.Array:
-    """Writes the keys or values of the next N tokens of each row into the cache at the index `position % capacity`, and
-    returns it, for the tokens after them; chunk_attention of these N tokens needs the cache from before. The models'
-    attention calls this first, and then chunk_attention with the old cache. A cache shorter than its row (a ring, for a
-    sliding window) keeps the last `capacity` tokens.
+    """The cache with the next N tokens' keys or values at index `position % capacity`. chunk_attention of these tokens
+    needs the cache from before. It is not copied if the old one is donated or not read again. A ring keeps the last
+    `capacity` tokens.
 
-    Args:
-      cache: [B, kv_heads, capacity, D].
-      new: [B, N, kv_heads, D], the keys, or the values, in the cache's dtype.
-      before: int32[B], tokens of each row before the new ones, at least 0.
-    Returns:
-      the cache; it is not copied if the old one is donated or not read again.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description.
+      new: [B, N, kv_heads, D] in the cache's dtype.
+      before: int32[B], tokens before the new ones, at least 0.
+
+    Raises TypeError or ValueError for other arguments.
     """
     check = Arguments("chunk_written")
     check.array("cache", cache, "B kv_heads capacity D", str(cache.dtype))

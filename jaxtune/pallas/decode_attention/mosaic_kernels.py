@@ -1,6 +1,4 @@
-"""The bodies of the two Mosaic kernels of decode attention for Hopper, which mosaic.py describes and calls:
-split_kernel attends over each split of a row's keys (`product` computes its scores), and combine_kernel adds up the
-splits."""
+"""Bodies of the two Mosaic kernels of decode attention."""
 
 from __future__ import annotations
 
@@ -37,28 +35,18 @@ def split_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the kernel over splits: attention of the query heads of one KV head over one split of the keys at a
-    time.
+    """Attention of the query heads of one KV head over one split of the keys at a time.
 
-    A worker is a warpgroup. Of n workers it takes every n-th item; an item is one KV head of one line of the table. It
-    copies its next tiles, also those of later items, into its own slots of shared memory while it computes, and waits
-    for no other warpgroup. Splits without tiles get no results.
+    A worker is a warpgroup; of n workers it takes every n-th item, one KV head of one line of the table. It copies its
+    next tiles, also of later items, into its own slots while it computes, and waits for no other warpgroup. Splits
+    without tiles get no results.
 
-    Args:
-      q_ref: the queries, [B, kv_heads, heads, D], in global memory as all refs; heads are the query heads of a KV head,
-        padded.
-      k_ref, v_ref: the caches of keys and values, [B, kv_heads, capacity, D].
-      table_ref: int32[lines, 6], the work: row, split, first tile, tiles, index of the row's newest key, and how many
-        tokens its newest one may see (mosaic.work_of).
-      count_ref: int32[1], how many lines of the table have tiles.
-      out_ref: float32[B, kv_heads, splits, heads, D], the output over each split alone, normalised by the split's own
-        sum of weights.
-      lse_ref: float32[B, kv_heads, splits, heads], the log-sum-exp of each split's scores, in units of log2.
-      k_smem, v_smem: slots for tiles in shared memory, [workers * stages, step, D].
-      k_full, v_full: a barrier for each slot, which completes when its tile has arrived.
-      blocks: how the work is divided (mosaic.Blocks).
-      scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it, for which products, loads and stores have other forms.
+      q_ref: [B, kv_heads, padded heads, D]; all refs are in global memory.
+      k_ref, v_ref: the caches, [B, kv_heads, capacity, D].
+      table_ref: int32[lines, 6] of mosaic.work_of; count_ref: int32[1], lines that have tiles.
+      out_ref: float32[B, kv_heads, splits, heads, D], normalised by each split's own sum of weights.
+      lse_ref: float32[B, kv_heads, splits, heads], log-sum-exps in log2.
+      k_smem, v_smem: slots [workers * stages, step, D], each with a barrier of k_full, v_full.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     kv_heads, capacity, heads, dim = *k_ref.shape[1:3], *q_ref.shape[2:]
@@ -70,7 +58,7 @@ def split_kernel(
     layout = plgpu.Layout.WGMMA.reduce(1)
 
     def item_of(turn):
-        """[KV head, columns of the table...] of the worker's item; past the last one, of whatever item there is."""
+        """[KV head, columns of the table...]; past the last item, of some valid one."""
         number = jnp.minimum(worker + turn * workers, table_ref.shape[0] * kv_heads - 1)
         line = lax.div(number, jnp.int32(kv_heads))
         return [lax.rem(number, jnp.int32(kv_heads)), *(table_ref[line, column] for column in range(6))]
@@ -154,15 +142,10 @@ def split_kernel(
 
 
 def product(left, right, shape, interpreted):
-    """Multiplies left @ right on the tensor cores, by the calling warpgroup, and returns float32[m, n] in registers.
-    split_kernel computes scores so.
+    """left @ right on the tensor cores, float32[m, n] in registers.
 
-    Args:
-      left: [m, k] of 16 bits in registers, the queries; m is 64.
-      right: [k, n] of 16 bits in shared memory, the transposed view of a tile of keys.
-      shape: (m, n).
-      interpreted: True: Pallas' interpreter runs it, which does not support this wgmma, and jnp computes it; False on a
-        GPU.
+    left: [m = 64, k] of 16 bits in registers; right: [k, n] in shared memory.
+    interpreted: Pallas' interpreter does not support this wgmma.
     """
     if interpreted:
         return lax.dot(left, right[...], preferred_element_type=jnp.float32)
@@ -175,27 +158,21 @@ def product(left, right, shape, interpreted):
 
 
 def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, *, heads, dim):
-    """The body of the kernel that combines the results of a row's splits, in ascending order, and the heads' sinks, and
-    divides by the sum of all weights. A row without keys gets 0. A program has `heads` heads of one KV head of one row.
-    The outputs of its heads are concatenated and cut into lines of LINE numbers, each of which takes one register of
-    each thread; it reads AHEAD splits at a time.
+    """Combines a row's splits in ascending order, adds the sinks, and divides by the sum of weights; a row without keys
+    gets 0. A program has `heads` heads of one KV head of one row, concatenated and cut into lines of LINE numbers, each
+    of which takes one register of every thread.
 
-    Args:
-      part_ref: float32[B, kv_heads, splits, lines, LINE], the output over each split alone, the heads of a group
-        concatenated.
-      lse_ref: float32[B, kv_heads, splits, padded heads], the splits' log-sum-exps in units of log2.
-      order_ref: int32[B, splits], the numbers of a row's splits, those with tiles first.
-      count_ref: int32[B], the number of splits with tiles; the others are not read.
-      sinks_ref: float32[kv_heads, padded heads], in units of log2; MASKED: no sink.
-      out_ref: the result, [B, kv_heads, lines, LINE], with the heads of whole programs, some of which may be padding.
-      heads: the heads of a program: all heads of the group, or MOST_HEADS of a larger group.
-      dim: size of a head.
+      part_ref: float32[B, kv_heads, splits, lines, LINE], from split_kernel.
+      lse_ref: float32[B, kv_heads, splits, padded heads], in log2.
+      order_ref: int32[B, splits], a row's splits, those with tiles first; count_ref: int32[B], how many have.
+      sinks_ref: float32[kv_heads, padded heads], in log2; MASKED: none.
+      out_ref: [B, kv_heads, lines, LINE]; heads of whole programs, some perhaps padding.
     """
     row, head, part = (lax.axis_index(name) for name in ("row", "kv_head", "part"))
     count, lines, vector = count_ref[row], -(-heads * dim // LINE), plgpu.Layout.WG_STRIDED((LINE,), 1)
 
     def over_line(line, numbers):
-        """A vector that has, at each place of the line, the number of its head."""
+        """A vector with its head's number at each position of the line."""
         first, last = (min(place // dim, heads - 1) for place in (line * LINE, (line + 1) * LINE - 1))
         found = filled((LINE,), numbers[first], vector)
         for other in range(first + 1, last + 1):

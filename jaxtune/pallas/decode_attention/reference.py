@@ -1,9 +1,9 @@
-"""Attention of the one newest token of each row over the row's key/value cache, in plain jnp, which defines the result:
-kernels are compared with it, and it computes the calls that they refuse. It reads the whole capacity of the cache.
+"""Attention of each row's newest token over its key/value cache in plain jnp, which defines the result. It reads the
+whole capacity.
 
-score[k] = scale * query . key[k], or cap * tanh(score / cap) with a soft cap. The key at index i of a ring with
-`capacity` entries was written `age` tokens before the row's newest one, age = (length - 1 - i) % capacity, and is
-visible if age < min(length, window). A sink is an additional logit of its head that has no value (gpt-oss).
+score[k] = scale * query . key[k], or cap * tanh(score / cap) with a soft cap. The key at index i of a ring of
+`capacity` entries is `age` tokens older than the row's newest, age = (length - 1 - i) % capacity, and is visible if age
+< min(length, window). A sink is one more logit of its head without a value (gpt-oss).
 """
 
 from __future__ import annotations
@@ -15,21 +15,8 @@ _MASKED = -1e30  # finite, so that a row without keys does not compute inf - inf
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """The implementation of decode_attention in plain jnp, with which kernels are compared: returns the attention of
-    the newest token of each row over its cache, [B, heads, D] in query's dtype. An empty row gives 0. decode_attention
-    uses it for calls that all kernels refuse, such as those in float32 or without a GPU; an FP8 cache alone is a reason
-    only below compute capability 8.9.
-
-    Args:
-      query: [B, heads, D], of the newest tokens.
-      keys, values: the caches, [B, kv_heads, capacity, D], converted to query's dtype; the whole capacity is read, and
-        must be finite. The token at position p is at index p % capacity.
-      lengths: int32[B], tokens of each row with the newest one; of a row longer than the capacity the last `capacity`
-        tokens are there.
-      scale: factor on query . key.
-      window: how many tokens the newest one sees, itself included; None: all.
-      soft_cap: scores s become cap * tanh(s / cap); None: no cap.
-      sinks: float[heads], an extra logit per head that has no value; None: none.
+    """[B, heads, D] in query's dtype; an empty row gives 0. Arguments are those of decode_attention; the cache must be
+    finite.
     """
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]

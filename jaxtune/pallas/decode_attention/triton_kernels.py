@@ -1,9 +1,9 @@
-"""The bodies of the Triton kernels of decode attention, which triton.py describes and calls: decode_whole_kernel for
-short caches, and for longer ones decode_split_kernel and decode_combine_kernel; and insert_kernel, which copies rows of
-caches (insert.py).
+"""Bodies of the Triton kernels of decode attention, and of insert_kernel.
 
-Caches are [B, kv_heads, CAPACITY, DIM], contiguous. Scores are in units of log2. A CAP of 0 means no soft cap. GROUP
-and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM (at least 64).
+Caches are [B, KV_HEADS, CAPACITY, DIM], contiguous; token t of a row is at index t % CAPACITY, and `lengths` int32[B]
+are the rows' tokens, the newest included. Scores are in units of log2. SCALE is the factor on them, CAP the soft cap,
+WINDOW the sliding window (0: none). Tiles have STEP keys. GROUP and WIDTH are the next powers of two of the query heads
+of a KV head (at least 16) and of DIM (at least 64).
 """
 
 import triton
@@ -15,9 +15,9 @@ _MASKED = tl.constexpr(-1e30)
 
 @triton.jit
 def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads rows first to first + STEP - 1 of a matrix with DIM columns, such as the keys of one head, to whose first
-    row `array` points: [STEP, WIDTH], with zeros in the columns from DIM on. The kernels load the keys and values of a
-    tile so; there must be as many rows."""
+    """Rows first .. first + STEP - 1, which must exist, of a matrix with DIM columns: [STEP, WIDTH], zeros from
+    DIM on.
+    """
     columns = tl.arange(0, WIDTH)
     pointers = array + (first + tl.arange(0, STEP))[:, None] * DIM + columns[None, :]
     if WIDTH == DIM:
@@ -28,13 +28,12 @@ def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def _scores(q, k, first, newest, seen, SCALE: tl.constexpr, CAP: tl.constexpr, CAPACITY: tl.constexpr):
-    """The scores of the queries of a new token and a tile of keys, in units of log2. Returns (float32[GROUP, STEP],
-    _MASKED where the token does not see the key, bool[STEP], whether it sees each key).
+    """(float32[GROUP, STEP] in log2, _MASKED where invisible; bool[STEP], visible) of q [GROUP, WIDTH], k [STEP,
+    WIDTH].
 
-    q is [GROUP, WIDTH] and k [STEP, WIDTH], the keys from place `first` of the cache on; `newest` is the place of the
-    token's own key, and `seen` the number of keys that the token sees, its own and those before it, place CAPACITY - 1
-    being before place 0; it may be more than CAPACITY, and then all places are seen. SCALE is the factor on scores, and
-    CAP their soft cap (0: none)."""
+      first: index in the cache of k's first key; newest: of the token's own key.
+      seen: keys that the token sees, counted back around the ring; more than CAPACITY means all.
+    """
     scores = tl.dot(q, tl.trans(k)) * SCALE
     if CAP > 0.0:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
@@ -67,15 +66,13 @@ def decode_split_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes the attention of the query heads of one KV head of one row over one split of the keys, the first of two
-    kernels. A split without tiles to read writes nothing. Grid: (SPLITS, KV_HEADS, B).
+    """Attention of the query heads of one KV head of one row over one split. A split without tiles writes nothing.
+    Grid: (SPLITS, KV_HEADS, B).
 
-    It writes float32 parts [B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split, and lses [B,
-    KV_HEADS, SPLITS, heads of a group], the log-sum-exp of the split's scores in log2. query is [B, HEADS, DIM]; keys
-    and values are the caches [B, KV_HEADS, CAPACITY, DIM]; lengths int32[B] are the tokens of each row. firsts and
-    tiles, int32[B, SPLITS], are the number of the first tile of STEP keys that a split reads, and how many it reads
-    (splits.live_tiles). SCALE is the factor on scores, CAP their soft cap (0: none), WINDOW the sliding window (0:
-    none). GROUP and WIDTH are the query heads of a KV head and DIM, padded to powers of two (at least 16, and 64).
+      query: [B, HEADS, DIM].
+      firsts, tiles: int32[B, SPLITS] of splits.live_tiles.
+      parts: float32[B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split; lses: log-sum-exps in log2,
+        without DIM.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tiles + row * SPLITS + split)
@@ -128,16 +125,10 @@ def decode_whole_kernel(
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Computes the attention of the query heads of one KV head, for the newest token of one row, over all keys that it
-    sees, in the order of their places in the cache, and writes it to out [B, HEADS, DIM]; an empty row gets 0. It
-    serves caches that are too short to be divided into splits. Grid: (KV_HEADS, B).
+    """Attention of the query heads of one KV head of one row over all keys that it sees, in the order of the cache, to
+    out [B, HEADS, DIM]; an empty row gets 0. Grid: (KV_HEADS, B).
 
-    query is as out; keys and values are caches [B, KV_HEADS, CAPACITY, DIM], and lengths int32[B] the tokens of each
-    row, its new one included, which may be more than CAPACITY: a cache is a ring, in which token t is at place t modulo
-    CAPACITY. sinks: float32[HEADS], in units of log2; _MASKED: no sink. SCALE is the factor on scores, CAP the soft cap
-    (0: none) and WINDOW the sliding window (0: none). STEP keys are read at a time, and STAGES such tiles are on their
-    way; GROUP and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM (at least
-    64).
+      sinks: float32[HEADS] in log2; _MASKED: none. STAGES: tiles in flight.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -183,14 +174,12 @@ def decode_combine_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Combines the results of a row's SPLITS splits in order, parts (each split's output) and lses (its log-sum-exps in
-    log2) of decode_split_kernel, to out [B, HEADS, DIM], the second of two kernels. It adds the sinks, and gives 0 for
-    a row without keys. Grid: (KV_HEADS, B).
+    """Combines a row's splits in order, adds the sinks, and writes out [B, HEADS, DIM]; a row without keys gets 0.
+    Grid: (KV_HEADS, B).
 
-    parts is float32[B, KV_HEADS, SPLITS, heads of a group, DIM], and lses is the same without DIM. order int32[B,
-    SPLITS] has the numbers of a row's splits, those that read keys first, and counts int32[B] how many of them do
-    (splits.order_of). sinks: float32[HEADS], in units of log2; _MASKED: no sink. GROUP and WIDTH are the query heads of
-    a KV head and DIM, padded to powers of two (at least 16, and 64).
+      parts, lses: from decode_split_kernel.
+      order, counts: int32[B, SPLITS] and int32[B] of splits.order_of.
+      sinks: float32[HEADS] in log2; _MASKED: none.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -228,8 +217,10 @@ def insert_kernel(
     BLOCK: tl.constexpr,
 ):
     """Copies row rows[i] of staged [R, KV_HEADS, ROOM, DIM] into row slots[i] of cache [COUNT, KV_HEADS, CAPACITY,
-    DIM], if there is one. Each program copies BLOCK numbers of one head. Grid: (blocks of a head, KV_HEADS, rows that
-    are copied). old is the cache as an input, in the same memory; it is not read."""
+    DIM], if there is one; a program copies BLOCK numbers of a head. Grid: (blocks of a head, KV_HEADS, copied rows).
+
+      old: the cache as an input, in the same memory; not read.
+    """
     part, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + number)
     if slot >= 0 and slot < COUNT:
