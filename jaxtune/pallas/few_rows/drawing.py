@@ -1,7 +1,6 @@
-"""`chosen_token`: the token that each row gets by its logits, the most likely one or one that is drawn, and its
-log-probability, by two kernels (drawing_kernels.py) that read the logits once, where XLA makes some fifteen that read
-them three times. `block_sums` and `looked_up` are the steps of the definition, which draws of filtered logits take
-too."""
+"""The token that each row gets by its logits, drawn or most likely, and its log-probability, by two kernels that read
+the logits once, where XLA makes some fifteen that read them three times.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +18,11 @@ _CHUNK = 4096  # tokens that a program of the first kernel reads
 
 
 def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
-    """Sums exp(scores - top) over blocks of 256 consecutive tokens of the vocabulary: float32[B, blocks]. `looked_up`
-    finds the block of the drawn token by these sums. The sum over all blocks is the normaliser of the softmax, by which
-    log-probabilities are computed.
+    """Sums of exp(scores - top) over blocks of 256 tokens: float32[B, blocks]. Over all blocks it is the softmax's
+    normaliser.
 
-    Args:
       scores: float32[B, V].
-      top: float32[B], the largest score of each row, subtracted so that the exponential does not overflow.
+      top: float32[B], each row's largest score, so that the exponential does not overflow.
     """
     padding = -scores.shape[1] % _BLOCK
     weights = jnp.exp(scores - top[:, None])
@@ -33,15 +30,12 @@ def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def looked_up(scores: jax.Array, likeliest: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Draws a token for each row from the probabilities softmax(scores), by inverting their cumulative sum at a given
-    number: int32[B]. The number is first looked up in the cumulative sums of blocks of the vocabulary. Then it is
-    looked up within the block that was found. This takes one pass over the vocabulary.
+    """int32[B]: a token of each row, drawn from softmax(scores) by inverting the cumulative sum at `uniform`, first
+    over blocks, then within one: one pass over the vocabulary.
 
-    Args:
       scores: float32[B, V], -inf for tokens that must not be drawn.
-      likeliest: int32[B], the token with the largest score of each row; it is also taken where rounding would lead to a
-        token of probability 0.
-      uniform: float32[B], the number of each row, drawn uniformly from [0, 1).
+      likeliest: int32[B], tokens of the largest scores; taken where rounding would lead to one of probability 0.
+      uniform: float32[B] from [0, 1).
     """
     top = jnp.take_along_axis(scores, likeliest[:, None], axis=1)[:, 0]
     cumulative = jnp.cumsum(block_sums(scores, top), axis=1)
@@ -67,23 +61,17 @@ def chosen_token(
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Chooses a token of each row by its logits, and computes its log-probability.
+    """A token of each row and its log-probability: (tokens int32[N], log-probabilities, largest logits, logarithms of
+    the sum of exp((logit - largest) / logprob_temperature), float32[N] each; other tokens' log-probabilities follow
+    from the last two). With the kernels, a row's results have the same bits beside any other rows.
 
-    Args:
       logits: [N, V or more]; columns from vocab_size on are padding.
-      vocab_size: V, the tokens of the vocabulary.
-      temperature: float32[N], by which logits are divided before a token is drawn.
-      logprob_temperature: float32[N], by which they are divided before its log-probability is computed.
-      uniform: float32[N], the random number from 0 to 1 by which a row's token is drawn (`looked_up`); negative: the
-        row takes its most likely token, the first of several. None: all rows do.
-      implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
-    Returns:
-      (int32[N], the tokens; float32[N], their log-probabilities; float32[N], the largest logit of each row; float32[N],
-        the logarithm of the sum of exp((logit - largest) / logprob_temperature), by which other tokens'
-        log-probabilities are computed). With the kernels, a row's results have the same bits beside any other rows.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
-        call.
+      temperature, logprob_temperature: float32[N], divide logits before the draw, and before the log-probability.
+      uniform: float32[N] from 0 to 1, decides the draw; negative: the row takes its most likely token, the first of
+        several. None: all rows do.
+      implementation: "triton", "reference", or None: the first that supports the call.
+
+    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
     """
     check = Arguments("chosen_token")
     check.array("logits", logits, "N width", FLOATS)
@@ -117,7 +105,7 @@ def chosen_token(
 
 
 def reference_chosen_token(logits, vocab_size: int, temperature, logprob_temperature, uniform):
-    """The definition of chosen_token, in plain JAX, with the same arguments."""
+    """chosen_token in plain JAX, which defines it."""
     logits = logits[:, :vocab_size].astype(jnp.float32)
     token = likeliest = logits.argmax(-1).astype(jnp.int32)
     if uniform is not None:
@@ -129,7 +117,6 @@ def reference_chosen_token(logits, vocab_size: int, temperature, logprob_tempera
 
 
 def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, uniform) -> Sequence[jax.Array]:
-    """Runs the kernels of chosen_token, and returns what that returns; its arguments are the same."""
     from jaxtune.pallas.few_rows import drawing_kernels
 
     count, width = logits.shape

@@ -1,8 +1,8 @@
-"""The bodies of the two Triton kernels that choose a token by its logits (drawing.py): sums over chunks of the
-vocabulary, and what a row makes of these.
+"""Bodies of the two Triton kernels that choose a token by its logits: sums over chunks of the vocabulary, and what a
+row makes of them.
 
-A chunk is CHUNK tokens, in blocks of BLOCK. Exponentials are relative to the largest logit of a chunk, and the second
-kernel makes them relative to that of the row. A row's programs read nothing of other rows.
+A chunk is CHUNK tokens, in blocks of BLOCK. Exponentials are relative to the chunk's largest logit; the second kernel
+makes them relative to the row's. A row's programs read nothing of other rows.
 """
 
 import triton
@@ -29,13 +29,10 @@ def chunk_kernel(
 ):
     """Reads one chunk of a row's logits. Grid: (CHUNKS, rows).
 
-    Args:
-      logits: [rows, STRIDE], of which the first VOCAB of a row are the vocabulary's.
-      temperature, logprob_temperature: float32[rows].
-      tops: float32[rows, CHUNKS]: the chunk's largest logit. places: int32, the first token that has it.
-      sums: float32[rows, CHUNKS]: the sum of exp((logit - top) / logprob_temperature).
-      blocks: float32[rows, CHUNKS * CHUNK / BLOCK]: the same of each block, with temperature; not written if DRAWS is
-        0.
+    logits: [rows, STRIDE], the first VOCAB of a row being the vocabulary's.
+    tops, places: float32 and int32[rows, CHUNKS], the chunk's largest logit, and the first token that has it.
+    sums: float32[rows, CHUNKS], of exp((logit - top) / logprob_temperature).
+    blocks: float32[rows, CHUNKS * CHUNK / BLOCK], the same of each block with temperature; unwritten if DRAWS is 0.
     """
     chunk, row = tl.program_id(0), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -82,15 +79,11 @@ def token_kernel(
     BLOCK: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
-    """Chooses a row's token, int32[rows], from what chunk_kernel wrote, and computes its log-probability, the largest
-    logit, and the logarithm of the sum of all exp((logit - peak) / logprob_temperature), float32[rows] each. Grid:
-    (rows,).
+    """A row's token int32[rows], its log-probability, the largest logit, and the logarithm of the sum of exp((logit -
+    peak) / logprob_temperature), float32[rows] each. Grid: (rows,).
 
-    Args:
-      uniform: float32[rows], a random number from 0 to 1 by which the token is drawn; negative: the most likely one is
-        taken. Not read if DRAWS is 0.
-      CHUNKS_PADDED, BLOCKS_PADDED: CHUNKS, and BLOCKS, all blocks of a row, rounded up to powers of two.
-      The others are those of chunk_kernel.
+      uniform: float32[rows], decides the draw; negative: the most likely token. Not read if DRAWS is 0.
+      BLOCKS: all blocks of a row; CHUNKS_PADDED, BLOCKS_PADDED: as powers of two.
     """
     row = tl.program_id(0)
     line = row.to(tl.int64) * STRIDE

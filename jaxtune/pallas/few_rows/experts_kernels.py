@@ -1,5 +1,4 @@
-"""The body of the Triton kernel that multiplies few tokens by the matrices of their experts, which experts_triton.py
-calls."""
+"""Body of the Triton kernel that multiplies few tokens by the matrices of their experts."""
 
 import triton
 import triton.language as tl
@@ -32,38 +31,29 @@ def expert_kernel(
     A_RANK: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """The kernel of experts_gated and experts_down: the products of tokens with the matrices of the experts that they
-    chose. Grid: (SIZE / ROWS, EXPERTS + 1). A program of expert e multiplies ROWS rows of its matrix by the tokens that
-    chose e; it finds them itself, and returns without reading the matrix if there are none. The programs behind the
-    last expert's write zeros for the choices that are no expert.
+    """Products of tokens with the matrices of the experts that they chose. Grid: (SIZE / ROWS, EXPERTS + 1).
 
-    If ACTIVATION is 0, x has the rows [COUNT * CHOICES, INNER] of pairs of token and choice, weight is [EXPERTS, SIZE,
-    INNER], and out float32[CHOICES, COUNT, SIZE]. Otherwise x has the tokens [COUNT, INNER], weight is [EXPERTS, 2 *
-    SIZE, INNER] with the rows of gate before those of up, and out [COUNT * CHOICES, SIZE] is activation(gate) * up *
-    factor, where gate and up are rounded to x's dtype, and the rest is float32 until the result is rounded.
+    A program of expert e multiplies ROWS rows of its matrix by the tokens that chose e, which it finds itself; it
+    returns without reading the matrix if there are none. The programs behind the last expert write zeros for choices
+    that are no expert. A token's numbers are one column of the tensor cores' product, so their bits depend on no other
+    token.
 
-    If RANK is not 0, W + SCALE B A is multiplied in place of each expert's matrix W. Each program multiplies its tokens
-    by its expert's A too, and at the end adds this times its rows of B to its sum, in float32.
+    ACTIVATION 0: x has rows of pairs [COUNT * CHOICES, INNER], weight is [EXPERTS, SIZE, INNER], out float32[CHOICES,
+    COUNT, SIZE]. 1 (silu) or 2 (gelu_tanh): x has tokens [COUNT, INNER], weight is [EXPERTS, 2 * SIZE, INNER], gate
+    before up, and out [COUNT * CHOICES, SIZE] is activation(gate) * up * factor; gate and up are rounded to x's dtype,
+    the rest is float32 until the result is rounded.
 
-    A token's numbers are one column of the tensor cores' product, so their bits depend neither on the other tokens nor
-    on the column.
+    RANK not 0: W + SCALE B A in place of W: A times the tokens, times SCALE, rounded to x's dtype, times B, in float32.
 
-    Args:
-      choice: int32[COUNT, CHOICES], the experts of each token, all different; any other number than 0 to EXPERTS - 1 is
-        no expert.
-      factors: float32[COUNT, CHOICES], the router's weights; not read if ACTIVATION is 0.
-      a: [EXPERTS, A_RANK, INNER], in x's dtype; None if RANK is 0.
-      b: [EXPERTS, SIZE, A_RANK], in x's dtype, with an activation 2 * SIZE rows as weight has; None if RANK is 0.
-      INNER: the number of columns that are summed over, a multiple of DEPTH.
-      SIZE: the number of rows of a matrix (of gate, or of up), a multiple of ROWS.
-      DEPTH: the columns that are read in one step.
-      TOKENS, PLACES: COUNT and CHOICES, rounded up to powers of two, TOKENS to at least 16.
-      SLOTS: how many tokens are multiplied at once, at least 16. If more tokens chose the expert, its matrix is read
-        again for each further SLOTS of them.
-      ACTIVATION: 0: none; 1: silu; 2: the tanh approximation of gelu.
-      STAGES: how many steps are read ahead.
-      RANK: 0: there are no adapters; otherwise 64, the rows that a warp group multiplies; those from A_RANK on are 0.
-      SCALE: the factor on x A^T, before it is rounded to x's dtype.
+      choice: int32[COUNT, CHOICES], a token's experts, all different; other numbers than 0 to EXPERTS - 1 are no
+        expert.
+      factors: float32[COUNT, CHOICES]; not read if ACTIVATION is 0.
+      a, b: [EXPERTS, A_RANK, INNER] and [EXPERTS, SIZE or 2 * SIZE, A_RANK] in x's dtype, or None.
+      INNER: summed columns, a multiple of DEPTH, the columns of a step; SIZE: a multiple of ROWS.
+      TOKENS, PLACES: COUNT and CHOICES as powers of two, TOKENS at least 16.
+      SLOTS: tokens multiplied at once, at least 16; the matrix is read again for each further SLOTS.
+      STAGES: steps read ahead.
+      RANK: 0 or 64, the rows that a warp group multiplies; those from A_RANK on are 0.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     begin, expert = tl.program_id(0) * ROWS, tl.program_id(1)
