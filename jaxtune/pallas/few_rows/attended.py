@@ -1,9 +1,9 @@
-"""`attended` computes the attention of a decoding step, from the product of query, key and value to the input of the
-output projection. It norms and rotates the new token's heads, writes its key and value into the caches, and attends to
-the keys in them. `placed` and decode_attention do the same in two operations. For short caches one kernel does all of
-it, so that one kernel fewer starts and ends, and the queries are not written to memory. That kernel is
-attended_kernels.py, or attended_gluon.py where many rows decode. For all other calls `attended` runs the two
-operations."""
+"""A decoding step from the product of query, key and value to the input of the output projection: norms, rotation,
+caches, attention.
+
+For short caches one kernel does what `placed` and decode_attention do, so that one kernel fewer starts and ends, and no
+queries are written: attended_kernels.py, or attended_gluon.py where many rows decode.
+"""
 
 from __future__ import annotations
 
@@ -56,24 +56,19 @@ def attended(
     batch_invariant: bool = True,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Norms and rotates the queries and keys of one new token in each of N sequences, writes its keys and values into
-    the caches, and computes its attention over them. The kernel has no derivative.
+    """Norms and rotates queries and keys of one new token in each of N sequences, writes its keys and values into the
+    caches, and attends to them. Not differentiable.
 
-    Args:
-      parts, keys, values, positions, table, norms, eps, offset, float32: as for `placed`.
-      scale, window, soft_cap, sinks: as for decode_attention.
-      batch_invariant: False: the kernel may sum the keys in other tiles, by several programs if N is small, and by the
-        kernel in Gluon if it is large.
-      implementation: "triton" (one kernel; caches of 16 bits with at most 1,024 keys, or 3,072 if it is the kernel in
-        Gluon and N is large, D of 64, 128, 256 or 512), "apart" (`placed` and decode_attention, each by the
-        implementation that it chooses), or None for the first that supports the call.
-    Returns:
-      (the attention [N, heads, D] in the caches' dtype, zeros for a row at a negative position; the cache of keys; the
-        cache of values). Caches are changed in place as by `placed`. With the kernel, a row's result has the same bits
-        in any slot, and with batch_invariant also in any batch.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
-        call.
+    Returns (attention [N, heads, D] in the caches' dtype, 0 for a row at a negative position; keys; values). Caches
+    change in place as in `placed`. With the kernel, a row's result has the same bits in any slot, and with
+    batch_invariant in any batch. The other arguments are those of `placed` and decode_attention.
+
+      batch_invariant: False: the kernel may sum keys in other tiles, by several programs if N is small, or in Gluon if
+        it is large.
+      implementation: "triton" (one kernel; 16-bit caches of at most 1,024 keys, or 3,072 in Gluon with a large N; D of
+        64, 128, 256 or 512), "apart" (`placed` and decode_attention), or None: the first that supports the call.
+
+    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
     """
     check = Arguments("attended")
     check.array("parts", parts, "splits N width", FLOATS)
@@ -109,9 +104,11 @@ def attended(
 
 
 def refusal(parts, keys, batch_invariant: bool) -> str | None:
-    """The reason why the kernels of `attended` do not support a call on this GPU, or None: one of placed_refusal,
-    caches that are longer than they read in one pass, or a head dim or capacity that has no tiles. parts: [splits, N,
-    (heads + 2 kv_heads) D]. keys: the cache of keys, [N, kv_heads, capacity, D]. batch_invariant: of `attended`."""
+    """Why the kernels of `attended` do not support a call on this GPU, or None.
+
+    parts: [splits, N, (heads + 2 kv_heads) D].
+    keys: the cache [N, kv_heads, capacity, D].
+    """
     reason = placed_refusal(keys)
     if reason is not None:
         return reason
@@ -128,9 +125,7 @@ def refusal(parts, keys, batch_invariant: bool) -> str | None:
 
 
 def _tile(parts, keys, batch_invariant: bool) -> Tile:
-    """The tile of keys, the warps and the stages of the kernel. parts: [splits, N, (heads + 2 kv_heads) D]. keys: the
-    cache of keys, [N, kv_heads, capacity, D]. batch_invariant: of `attended`; the bits of a result depend on the keys
-    of a tile and the warps, not on stages."""
+    """Tile, warps and stages of the kernel. A result's bits depend on the tile and the warps, not on the stages."""
     rows, kv_heads, capacity, dim = keys.shape
     if _by_single_warps(parts, keys, batch_invariant):
         return _MANY_TILE
@@ -146,8 +141,7 @@ def _tile(parts, keys, batch_invariant: bool) -> Tile:
 
 
 def _by_single_warps(parts, keys, batch_invariant: bool) -> bool:
-    """Whether the kernel in Gluon computes a call, whose programs are single warps. parts: [splits, N, (heads + 2
-    kv_heads) D]. keys: the cache of keys, [N, kv_heads, capacity, D]. batch_invariant: of `attended`."""
+    """Whether the kernel in Gluon, whose programs are single warps, computes a call."""
     rows, kv_heads, capacity, dim = keys.shape
     if batch_invariant or dim != _MANY_DIM or dispatch.compute_capability() != (9, 0):
         return False
@@ -168,20 +162,20 @@ def _has_gluon() -> bool:
 
 
 def _shares(keys, tile: Tile) -> int:
-    """How many programs share the keys of each key/value head of each row. With the tiles for few programs (_FEW_TILES)
-    they are as many as there are tiles, but all programs at most as many as multiprocessors; otherwise one. keys: the
-    cache of keys, [N, kv_heads, capacity, D]. tile: how they are read."""
+    """Programs that share the keys of each key/value head of each row: with _FEW_TILES as many as tiles, all at most as
+    many as multiprocessors; else one.
+    """
     rows, kv_heads, capacity, _ = keys.shape
     return min(capacity // tile.step, _CORES // (rows * kv_heads)) if tile in _FEW_TILES.values() else 1
 
 
 def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile: Tile, shares: int) -> str | None:
-    """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
-    reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
-    tile, rows longer than the cache, and for each program that shares a head four tiles of keys, more than it reads
-    ahead. If the call has a window, so has the case, and it begins within a tile. parts, keys, table, norms, window,
-    soft_cap: of the call. rounding: its settings of norms. tile: how its keys are read. shares: how many programs share
-    a head."""
+    """Why this GPU must not run the kernel for such calls, or None.
+
+    The case has rows without a token, rows that end within and at the end of a tile, rows longer than the cache, for
+    each sharing program four tiles, more than it reads ahead, and a window, if the call has one, that begins within a
+    tile.
+    """
     dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
     group = parts.shape[2] // dim // kv_heads - 2
 
@@ -206,7 +200,7 @@ def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile
         return each_row(*got), each_row(*dispatch.exactly(wanted)(*wide(given)))
 
     def each_row(out, keys, values):
-        """A list of the results in which each row of many keys stands alone, because its numbers are small."""
+        """Each row of many keys stands alone, because its numbers are small."""
         return [out[:2], *out[2:], keys, values]
 
     call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}, {table is not None}"
@@ -215,9 +209,9 @@ def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile
 
 
 def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, shares: int, rounding: dict, masking: dict):
-    """Runs the kernel of `attended`, and returns what that returns. tile: how the keys are read. shares: how many
-    programs share the keys of a head. rounding: its eps, offset and float32. masking: its scale, window, soft_cap and
-    sinks. The other arguments are those of `attended`; `refusal` says which calls are supported."""
+    """Runs the kernel of `attended`. shares: programs that share a head's keys. rounding: eps, offset, float32.
+    masking: scale, window, soft_cap, sinks.
+    """
     splits, count, width = parts.shape
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim - 2 * kv_heads

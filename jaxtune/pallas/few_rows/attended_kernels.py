@@ -1,6 +1,6 @@
-"""The body of the Triton kernel of `attended` (attended.py): a new token's heads are normed and rotated, its key and
-value written into the caches, and its attention computed over the caches of short rows, all in one program for each
-key/value head of each row, or in several where few rows decode."""
+"""Triton kernel of `attended`: norms and rotates a new token's heads, writes its key and value into the caches, and
+attends over short rows' caches, in one program for each key/value head of each row, or several where few rows decode.
+"""
 
 import triton
 import triton.language as tl
@@ -13,8 +13,7 @@ _MASKED = tl.constexpr(-1e30)
 
 @triton.jit
 def _in_log2(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Scales scores, products of queries and keys in float32, caps them at CAP (0: no cap) and returns them in units of
-    log2."""
+    """Float32 products of queries and keys, scaled, capped (CAP 0: not) and in units of log2."""
     scores = scores * SCALE
     if CAP > 0.0:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
@@ -54,17 +53,14 @@ def _own_parts(
     DTYPE: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """For attended_kernel, whose arguments these are: norms and rotates the new token's heads that belong to one
-    key/value head of one row, and writes its key and value into the caches. Returns the halves of its queries, in
-    DTYPE, and what the attention to its own key and the sink has added up: the largest score, the sum of weights, and
-    the weighted sum of values. Of several programs that share the head, only the first one writes them and attends to
-    the own key and the sink.
+    """Norms and rotates the new token's heads of one key/value head of one row, and writes its key and value into the
+    caches.
 
-    Args:
-      row, head: of the token, and the key/value head.
-      later: 0, which the compiler does not know (attended_kernel).
-      share: which of the SHARES programs of this head this one is.
-      position, newest: of the new token, and its place in the cache.
+    Returns the halves of its queries in DTYPE, and largest score, sum of weights and weighted sum of values of its own
+    key and the sink. Of several programs of a head only the first (share 0) writes, and attends to these two.
+
+      later: 0 that the compiler does not know (attended_kernel).
+      position, newest: of the new token, and its index in the cache.
     """
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -131,16 +127,13 @@ def _added_shares(
     GROUP: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """For attended_kernel: adds up the sums of the SHARES programs of one head, always in the same order. The program
-    that comes last does so, whichever it is. Returns the sum of weights, the weighted sum of values, and whether this
-    is that program; the others get no results.
+    """Adds up the sums of a head's SHARES programs, always in one order; the last program to arrive does so. Returns
+    (sum of weights, weighted sum of values, whether this is that program; the others get no results).
 
-    Args:
       top, total, acc: this program's largest score, sum of weights and weighted sum of values.
-      sums: float32[heads of all rows, SHARES, OWN, DIM + 2], memory through which programs hand over acc, top, total.
-      arrived: float32[heads of all rows], how many programs of a head have written their sums: 0 before and after.
-      at: the index of the head among those of all rows.
-      share: which of the SHARES programs this one is.
+      sums: float32[heads of all rows, SHARES, OWN, DIM + 2], global memory for acc, top, total.
+      arrived: float32[heads of all rows], programs that have written their sums: 0 before and after.
+      at: the head's index among all rows'.
     """
     columns, members = tl.arange(0, DIM), tl.arange(0, GROUP)
     real, row = members < OWN, DIM + 2
@@ -198,30 +191,20 @@ def attended_kernel(
     STAGES: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Computes the attention of the query heads of one key/value head of one row, and writes it to out [COUNT, HEADS,
-    DIM]; a row without a token gets 0. Grid: (KV_HEADS, COUNT, SHARES). Where few rows decode, several programs share a
-    head, each of which reads some of the tiles of its keys.
+    """Attention of the query heads of one key/value head of one row, to out [COUNT, HEADS, DIM]; a row without a token
+    gets 0. Grid: (KV_HEADS, COUNT, SHARES). Where few rows decode, SHARES programs share a head, each reading every
+    SHARES-th tile.
 
-    The new token's own key and value are taken from registers, because the caches get them in this kernel; the older
-    keys are read in the order of their places in the cache, STEP at a time, with STAGES such tiles on their way. Halves
-    of a head, which the rotation needs apart, are multiplied apart.
+    The new token's key and value come from registers, as this kernel writes them; older keys are read in the cache's
+    order, STEP at a time, STAGES tiles in flight. Halves of a head, which the rotation needs apart, are multiplied
+    apart.
 
-    Args:
-      parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], the partial sums of queries, keys and values.
-      q_weight, k_weight: [DIM], those of the norms; not read if NORMS is 0.
-      turns: float32[COUNT, DIM], cos of the rotation's angles and then sin, if ROTATES is 1; behind them, if SHARES is
-        not 1, `arrived` of _added_shares.
-      positions: int32[COUNT], of the new tokens; negative for a row without one.
-      sinks: float32[HEADS], in units of log2; None: there are none.
+      parts, q_weight, k_weight, positions, old_keys, old_values, keys, values, NORMS, ROTATES: as for placed_kernel.
+      turns: float32[COUNT, DIM], cos then sin, if ROTATES; behind them, unless SHARES is 1, `arrived` of _added_shares.
+      sinks: float32[HEADS] in log2, or None.
       sums: of _added_shares; None if SHARES is 1.
-      old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
-      keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM], rings in which a token is at its position modulo
-        CAPACITY.
-      NORMS, ROTATES, EPS, OFFSET, FLOAT32: as for placed_kernel.
-      WINDOW: how many tokens the new one sees, itself included; 0: all.
-      SCALE, CAP: the factor on scores, and their soft cap (0: none).
-      GROUP: the query heads of a key/value head, rounded up to a power of two of at least 16.
-      SHARES: how many programs share a head. Each reads every SHARES-th tile of its keys.
+      WINDOW: tokens that the new one sees, itself included; CAP: soft cap; 0: none.
+      GROUP: query heads of a key/value head as a power of two of at least 16.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     OWN: tl.constexpr = HEADS // KV_HEADS

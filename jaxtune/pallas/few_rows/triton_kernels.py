@@ -1,11 +1,9 @@
-"""The bodies of the Triton kernels of a decoding step, which triton.py calls (that of experts is in
-experts_kernels.py): product_kernel (products and gated products), activated_kernel, added_norm_kernel, and
-placed_kernel, which norms, rotates and writes into the caches.
+"""Bodies of the Triton kernels of a decoding step.
 
-The result of `products` is given as partial sums: float32 [SPLITS, COUNT, ...], or if SPLITS is 1 the product itself in
-the compute dtype. The kernel that reads partial sums adds the splits in ascending order and rounds the result to the
-compute dtype. FLOAT32 says where a norm rounds: 1: after the product with its weight only; 0: before and after it.
-OFFSET is added to the weight if FLOAT32 is 1.
+A product is given as partial sums: float32[SPLITS, COUNT, ...], or in the compute dtype for one split. Its reader adds
+the splits in ascending order and rounds to the compute dtype. A norm adds EPS to the mean square. FLOAT32 1: it rounds
+only after the product with its weight, to which OFFSET is added; 0: before and after it. ACTIVATION: 0 none, 1 silu, 2
+the tanh approximation of gelu.
 """
 
 import triton
@@ -14,8 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """For expert_kernel: returns the activation of a gated MLP, applied to `gate`, in float32 as `gate` is: silu if
-    ACTIVATION is 1, and the tanh approximation of gelu if it is 2."""
+    """The activation of `gate` in float32."""
     if ACTIVATION == 1:
         return gate / (1.0 + tl.exp(-gate))
     else:
@@ -25,19 +22,13 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
-    """Returns x, float32, rounded to DTYPE, as float32."""
     return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """For product_kernel: returns the activation of a gated MLP, applied to `gate`, with the rounding of training,
-    where XLA rounds each step to DTYPE. So tokens are sampled from the model that is trained.
-
-    Args:
-      gate: float32 numbers that DTYPE can represent, as the result's are.
-      ACTIVATION: 1: silu. 2: the tanh approximation of gelu, whose constants are rounded too.
-      DTYPE: the compute dtype.
+    """The activation of `gate`, float32 numbers that DTYPE can represent, each step rounded to DTYPE as XLA does in
+    training, so that tokens are sampled from the model that is trained.
     """
     if ACTIVATION == 1:
         share = _rounded(1.0 / _rounded(1.0 + _rounded(tl.exp(-gate), DTYPE), DTYPE), DTYPE)
@@ -54,10 +45,10 @@ def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _rows_of_b(b, rows, ranks, rank):
-    """For product_kernel: loads rows of an adapter's B, to whose first row `b` points and which has `rank` columns, for
-    the tensor cores: [rows, ranks], the numbers at the indices `rows` and `ranks`, with zeros in the columns `ranks`
-    that are negative or not below `rank`. In a gated product the columns of x A^T for gate come before those for up, so
-    that the indices for up are negative at gate's."""
+    """[rows, ranks] of an adapter's B, whose first row `b` points to and which has `rank` columns; 0 where `ranks` is
+    negative or not below `rank`. In a gated product gate's columns of x A^T come before up's, so up's indices are
+    negative there.
+    """
     real = (ranks >= 0) & (ranks < rank)
     return tl.load(b + rows[:, None] * rank + ranks[None, :], mask=real[None, :], other=0.0)
 
@@ -94,37 +85,24 @@ def product_kernel(
     SECOND_SCALE: tl.constexpr,
     THIRD_SCALE: tl.constexpr,
 ):
-    """The kernel of products and gated_product: out = x W^T. W consists of the weights first, second and third, [FIRST,
-    INNER], [SECOND, INNER] and [THIRD, INNER], one below the other; a weight that is not used has 0 rows. out has the
-    partial sums [SPLITS, COUNT, FIRST + SECOND + THIRD], float32, or with one split the product in x's dtype. Grid:
-    (rows of W / ROWS, SPLITS, COUNT / TOKENS rounded up).
+    """out = x W^T, W being first [FIRST, INNER], second and third one below the other (0 rows if unused): partial sums
+    float32[SPLITS, COUNT, FIRST + SECOND + THIRD], or x's dtype for one split. Grid: (rows of W / ROWS, SPLITS, COUNT /
+    TOKENS rounded up).
 
-    If ACTIVATION is not 0, first and second are the weights of gate and up, and out [1, COUNT, FIRST] is
-    activation(gate) * up, gate and up being x times the weights; both, and each step of the activation, are rounded to
-    x's dtype before they are multiplied. SPLITS is 1 and the grid has FIRST / ROWS programs.
+    ACTIVATION not 0: first and second are gate's and up's weights, out [1, COUNT, FIRST] is activation(gate) * up;
+    both, and each step of the activation, are rounded to x's dtype. SPLITS is 1.
 
-    If RANK is not 0, W + scale B A is multiplied in place of each weight W. Each program multiplies its columns of x by
-    those of A too, [TOKENS, RANK] (of both A if ACTIVATION is not 0, [TOKENS, 2 * RANK]), and adds this times its rows
-    of B to its sum. So every partial sum has its share of the adapter's product, and A is read by each program that
-    multiplies rows of its weight. x A^T is rounded to x's dtype as in training. So is the product of that with B if it
-    is neither divided into splits nor that of a gated product, for which the registers do not suffice.
+    RANK not 0: W + scale B A in place of each W. Each program multiplies its columns of x by those of A too, and adds
+    this times its rows of B, so every partial sum has its share of the adapter. x A^T is rounded to x's dtype as in
+    training; so is its product with B, unless in splits or in a gated product, for which the registers do not suffice.
 
-    Args:
-      x: [COUNT, INNER], of which the tensor cores multiply TOKENS rows, the further ones being 0.
-      first_a, second_a, third_a: A of each weight's adapter, [its rank, INNER], in x's dtype; None if RANK is 0.
-      first_b, second_b, third_b: B of each, [rows of the weight, its rank], in x's dtype; None if RANK is 0.
-      COUNT: the number of rows of x.
-      INNER: the number of columns that are summed over, a multiple of DEPTH * SPLITS.
-      FIRST, SECOND, THIRD: the number of rows of each weight, multiples of ROWS.
-      ROWS: the rows of W of a program.
-      DEPTH: the columns that are read in one step.
-      TOKENS: the rows of x of a program: COUNT, rounded up to a power of two of at least 16, or less.
-      ACTIVATION: 0: none; 1: silu; 2: the tanh approximation of gelu.
-      SPLITS: the ranges of columns that different programs sum over.
-      STAGES: how many steps are read ahead.
-      RANK: the largest rank, rounded up to a power of two of at least 16; 0 if no weight has an adapter.
-      FIRST_RANK, SECOND_RANK, THIRD_RANK: the ranks; 0 for a weight without an adapter, whose A and B are not read.
-      FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the factors on x A^T, which is rounded to x's dtype before and after.
+      x: [COUNT, INNER].
+      first_a, first_b, ...: [its rank, INNER] and [rows, its rank] in x's dtype; None if RANK is 0.
+      INNER: summed columns, a multiple of DEPTH * SPLITS.
+      ROWS, TOKENS: rows of W, and of x (a power of two of at least 16), of a program; DEPTH: columns of a step.
+      STAGES: steps read ahead.
+      RANK: the largest rank as a power of two of at least 16. FIRST_RANK, ...: 0: no adapter, A and B are not read.
+      FIRST_SCALE, ...: factors on x A^T, which is rounded before and after.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
@@ -193,8 +171,7 @@ def product_kernel(
 
 @triton.jit
 def activated_kernel(gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The kernel of activated: writes activation(gate) * up to out, each of SIZE numbers, rounded as product_kernel
-    rounds them. Each program computes BLOCK numbers. ACTIVATION: 1: silu. 2: the tanh approximation of gelu."""
+    """Writes activation(gate) * up, SIZE numbers, BLOCK a program, rounded as product_kernel rounds."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = places < SIZE
@@ -206,9 +183,9 @@ def activated_kernel(gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACT
 
 @triton.jit
 def _sum(parts, places, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Loads the partial sums of a product and adds them, for added_norm_kernel and placed_kernel: for each of `places`,
-    offsets from `parts`, the sum of the numbers at that offset over SPLITS splits, rounded to DTYPE and returned as
-    float32; 0 where the mask `real` is False. STRIDE: the distance of two splits, in numbers."""
+    """float32 sum over SPLITS splits at `places`, offsets from `parts`, rounded to DTYPE; 0 where `real` is False.
+    STRIDE: numbers from split to split.
+    """
     total = tl.load(parts + places, mask=real, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(parts + split * STRIDE + places, mask=real, other=0.0)
@@ -217,14 +194,7 @@ def _sum(parts, places, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr)
 
 @triton.jit
 def _times_weight(wide, weight, OFFSET: tl.constexpr, FLOAT32: tl.constexpr, DTYPE: tl.constexpr):
-    """The product of a norm with its weight, the last step of an RMS norm, rounded to DTYPE and returned as float32.
-
-    Args:
-      wide: the normed numbers, float32.
-      weight: in any float dtype.
-      OFFSET: the number that is added to the weight if FLOAT32 is 1.
-      FLOAT32: 1: only the product is rounded. 0: both factors are rounded to DTYPE first.
-    """
+    """Product of the normed float32 `wide` with its norm's weight, rounded to DTYPE, as float32."""
     if FLOAT32:
         scaled = wide * (OFFSET + weight.to(tl.float32))
     else:
@@ -245,16 +215,12 @@ def _turned(
     FLOAT32: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Norms and rotates heads of queries or keys, for placed_kernel and attended_kernel. Returns their two halves,
-    float32; each step is rounded to DTYPE, but the rotation is not.
+    """Norms and rotates heads of queries or keys: float32 halves, each step but the rotation rounded to DTYPE.
 
-    Args:
-      low, high: the halves of one head, [HALF], or of several, [heads, HALF], float32.
-      inverse: the norm's factor, the reciprocal root of the mean square; one number, or [heads, 1].
-      weights: the halves of the norm's weight, [HALF] or [1, HALF] each; not used if NORMS is 0.
-      turn: cos and sin of the rotation's angles, float32, of the same shape; not used if ROTATES is 0.
-      NORMS, ROTATES: 1: the heads are normed, rotated; 0: they are not.
-      OFFSET, FLOAT32: of the norm (_times_weight).
+    low, high: [HALF] or [heads, HALF], float32.
+    inverse: reciprocal root of the mean square; one number or [heads, 1].
+    weights: halves of the norm's weight. turn: (cos, sin) in the heads' shape.
+    NORMS, ROTATES: 0: skipped, and weights or turn are not used.
     """
     if NORMS:
         low = _times_weight(low * inverse, weights[0], OFFSET, FLOAT32, DTYPE)
@@ -268,8 +234,7 @@ def _turned(
 
 @triton.jit
 def _loaded(low, high, places, READS: tl.constexpr):
-    """For placed_kernel and attended_kernel: a pair of the numbers at `places`, offsets from the pointers low and high;
-    if READS is 0 nothing is read, and both are 0."""
+    """The numbers at `places` from the pointers low and high; zeros, without a read, if READS is 0."""
     if READS:
         return tl.load(low + places), tl.load(high + places)
     else:
@@ -291,19 +256,8 @@ def added_norm_kernel(
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """The kernel of added_norm: writes added = x + the sum of parts over the splits, where that sum is rounded to x's
-    dtype first, and normed = the RMS norm of added as rounded. Grid: (COUNT,): each program computes one row of SIZE
-    numbers.
-
-    Args:
-      x: [COUNT, SIZE], the residual stream.
-      parts: [SPLITS, COUNT, SIZE], the partial sums of a product.
-      weight: [SIZE], that of the norm.
-      added, normed: the results, [COUNT, SIZE].
-      WIDTH: SIZE, rounded up to a power of two.
-      EPS: the number that is added to the mean square.
-      OFFSET: the number that is added to the weight if FLOAT32 is 1.
-      FLOAT32: 1: the norm is rounded only after the product with the weight. 0: before and after it.
+    """added = x + the sum of parts, which is rounded first; normed = the RMS norm of added as rounded. [COUNT, SIZE]
+    each, parts [SPLITS, COUNT, SIZE], weight [SIZE]. Grid: (COUNT,). WIDTH: SIZE as a power of two.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0)
@@ -346,24 +300,14 @@ def placed_kernel(
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """The kernel of placed. Each program computes one head of one new token: a query is normed, rotated and written to
-    `query`; a key is normed, rotated and written to `keys` at the token's position; a value is written to `values`
-    there, as it is. The sums over the splits, and the results of norm and rotation, are rounded to the caches' dtype.
-    Grid: (HEADS + 2 KV_HEADS, COUNT).
+    """One head of one new token: a query is normed, rotated and written to `query` [COUNT, HEADS, DIM]; a key, too, to
+    `keys` [COUNT, KV_HEADS, CAPACITY, DIM] at its position modulo CAPACITY; a value as it is to `values`. Sums over
+    splits, and results of norm and rotation, are rounded to the caches' dtype. Grid: (HEADS + 2 KV_HEADS, COUNT).
 
-    Args:
-      parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], the partial sums of queries, keys and values.
-      q_weight, k_weight: [DIM], those of the norms; not read if NORMS is 0.
-      cos, sin: float32[COUNT, DIM / 2], of the rotation's angles; not read if ROTATES is 0.
-      positions: int32[COUNT]; a key and a value are written at the position modulo CAPACITY, none for a negative one.
-      old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
-      query: [COUNT, HEADS, DIM].
-      keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM].
-      NORMS: 1: queries and keys are normed; 0: they are not.
-      ROTATES: 1: they are rotated; 0: they are not.
-      EPS: the number that the norms add to the mean square.
-      OFFSET: the number that they add to their weights if FLOAT32 is 1.
-      FLOAT32: 1: a norm is rounded only after the product with its weight. 0: before and after it.
+      parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM].
+      q_weight, k_weight: [DIM], read if NORMS. cos, sin: float32[COUNT, DIM / 2], read if ROTATES.
+      positions: int32[COUNT]; nothing is written to the caches for a negative one.
+      old_keys, old_values: the caches as inputs, in the same memory; not read.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
