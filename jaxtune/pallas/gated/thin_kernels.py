@@ -1,5 +1,9 @@
-"""The bodies of the Triton kernels of `gated_thin`, `gated_thin_backward` and `rounded_gradients` (thin_triton.py):
-what they compute is multiplied by thin arrays before it leaves the multiprocessor."""
+"""Triton kernels of gated activations that multiply what they compute by thin arrays before it leaves the
+multiprocessor.
+
+Arrays of gate's kind have 16 bits. WIDTH: the columns (ranks) with which thin arrays are multiplied, a power of two of
+at least 16 and RANK. STEPS: tiles of BLOCK rows of a program. ACTIVATION: share_of's.
+"""
 
 import triton
 import triton.language as tl
@@ -10,8 +14,9 @@ from jaxtune.pallas.triton_parts import INTERPRETED, inverse_of, larger, scale_o
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
-    """Rounds float32 numbers to DTYPE, two in one instruction. The compiler itself would round numbers that are also
-    needed in float32 one by one, which takes longer."""
+    """Rounds float32 to DTYPE, two numbers an instruction; the compiler would round one by one what is also needed in
+    float32.
+    """
     if INTERPRETED or tl.float16 == DTYPE:
         return x.to(DTYPE)
     two: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
@@ -20,13 +25,10 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _store_rounded(x, codes, scales, places, real, places_of_scales, there):
-    """Rounds a tile of 128 columns to e4m3, each row by its own scale (scale_of).
+    """Rounds a tile x [BLOCK, 128] of 16 bits to e4m3, each row by its own scale (scale_of).
 
-    Args:
-      x: [BLOCK, 128], of 16 bits.
-      codes, scales: where codes and scales are written.
-      places, real: for each number, the place of its code, and whether it is written.
-      places_of_scales, there: [BLOCK, 1], for each row, the place of its scale, and whether it is written.
+    places, real: of each number's code, where to write and whether.
+    places_of_scales, there: [BLOCK, 1], the same of each row's scale.
     """
     number = x.to(tl.float32)
     scale = scale_of(tl.reduce(tl.abs(number), 1, larger, keep_dims=True))
@@ -51,19 +53,15 @@ def gated_thin_kernel(
     ACTIVATION: tl.constexpr,
     RESULT: tl.constexpr,
 ):
-    """Computes activation(gate) * up of BLOCK rows in float32, rounds it once, to gate's dtype, writes it as RESULT
-    says, and multiplies it by a^T. Grid: (ROWS / BLOCK, rounded up,).
+    """activation(gate) * up of BLOCK rows, in float32, rounded once to gate's dtype, and times a^T. Grid: (ROWS /
+    BLOCK, rounded up,).
 
-    Args:
-      gate, up: [ROWS, SIZE], of 16 bits.
-      a: [RANK, SIZE], like gate.
-      result: with RESULT 1 activation(gate) * up, like gate. With 2 its codes, e4m3[ROWS, SIZE], of which each 128 of
-        a row have a scale (scale_of); COLUMNS is 128. With 0 it is not written.
-      scales: with RESULT 2 float32[SIZE / 128, rounded up, ROWS], the scales of the codes; else it is not written.
-      inner: [ROWS, RANK], like gate: activation(gate) * up times a^T, rounded once from float32 sums.
-      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
-      COLUMNS: the number of columns that are computed at once.
-      ACTIVATION: of gate (share_of).
+      gate, up: [ROWS, SIZE]; a: [RANK, SIZE].
+      result: RESULT 1: activation(gate) * up. 2: its codes e4m3[ROWS, SIZE], a scale for each 128 of a row; COLUMNS is
+        128. 0: not written.
+      scales: RESULT 2: float32[SIZE / 128, rounded up, ROWS]; else not written.
+      inner: [ROWS, RANK], rounded once from float32 sums.
+      COLUMNS: computed at once.
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -107,20 +105,12 @@ def gated_thin_backward_kernel(
     STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Computes the gradients of gate and up in COLUMNS columns of STEPS tiles of BLOCK rows, in float32, and what these
-    rows add to dinner^T gated, where gated is activation(gate) * up, rounded to gate's dtype. Grid: (blocks of columns,
-    ranges of rows): (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up.
+    """Gradients of gate and up in COLUMNS columns of STEPS tiles, in float32, and what these rows add to dinner^T
+    gated, gated = activation(gate) * up rounded to gate's dtype. Grid: (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded
+    up. dgate may be gate's memory, and dup up's: a tile is read before it is written, and no other program reads it.
 
-    dgate may be the same memory as gate, and dup the same as up: a tile is read before it is written, and no other
-    program reads it.
-
-    Args:
-      gate, up, dgated: [ROWS, SIZE], of 16 bits; dgated is the gradient of gated.
-      dinner: [ROWS, RANK], like gate.
-      dgate, dup: the gradients of gate and up, like gate.
-      da: float32[ranges of rows, RANK, SIZE], what each range of rows adds to dinner^T gated.
-      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
-      ACTIVATION: of gate (share_of).
+      gate, up, dgated, dgate, dup: [ROWS, SIZE]; dinner: [ROWS, RANK].
+      da: float32[ranges of rows, RANK, SIZE], each range's sum.
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -167,27 +157,19 @@ def rounded_gradients_kernel(
     STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Computes the gradients of gate and up in 128 columns of STEPS tiles of BLOCK rows, in float32, rounded to gate's
-    dtype. They are not written so, but rounded once more, to e4m3, and multiplied by the thin arrays of the adapters of
-    gate and up. activation(gate) * up, rounded to gate's dtype, is multiplied by that of the adapter of down. Grid:
-    (blocks of columns, ranges of rows): (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up. COLUMNS is 128.
+    """Gradients of gate and up in 128 columns of STEPS tiles, in float32, rounded to gate's dtype, then once more to
+    e4m3, and multiplied by the thin arrays of gate's and up's adapters; activation(gate) * up, rounded, times that of
+    down's. Grid: (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up. COLUMNS is 128.
 
-    Args:
-      gate, up, dgated: [ROWS, SIZE], of 16 bits; dgated is the gradient of activation(gate) * up.
-      thins: [3, RANK, ROWS], like gate: of the adapters of down, gate and up. The first is the gradient of a low-rank
-        input, the others are low-rank inputs.
-      sides: [2, RANK, SIZE], like gate: the B's of gate and up, transposed.
-      codes: e4m3[ROWS, 2 width], where width is SIZE, rounded up to a multiple of 128: the codes of gate's gradient
-        begin at column 0, those of up's at `width`. Columns that fill up are zeros.
+      gate, up, dgated: [ROWS, SIZE].
+      thins: [3, RANK, ROWS], of the adapters of down (gradient of its low-rank input), gate and up (low-rank inputs).
+      sides: [2, RANK, SIZE], the B's of gate and up, transposed.
+      codes: e4m3[ROWS, 2 width], width = SIZE rounded up to 128s; up's begin at `width`. Further columns are zeros.
       scales: float32[2 width / 128, ROWS].
-      parts: float32[blocks of columns, ROWS, 2, RANK], what each block adds to the products of the gradients of gate
-        and up with `sides`.
-      da: float32[ranges of rows, RANK, SIZE], what each range adds to the product of the first of `thins` with
-        activation(gate) * up.
-      db_gate, db_up: float32[ranges of rows, SIZE, RANK], what each range adds to the products of the transposed
-        gradients of gate and up with the others.
-      WIDTH: the ranks with which is multiplied, at least RANK: a power of two of at least 16.
-      ACTIVATION: of gate (share_of).
+      parts: float32[blocks of columns, ROWS, 2, RANK], each block's share of the gradients times `sides`.
+      da: float32[ranges of rows, RANK, SIZE], each range's share of thins[0] times activation(gate) * up.
+      db_gate, db_up: float32[ranges of rows, SIZE, RANK], each range's share of the transposed gradients times
+        thins[1:].
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     FILLED: tl.constexpr = (SIZE + 127) // 128 * 128

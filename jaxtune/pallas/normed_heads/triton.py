@@ -1,9 +1,7 @@
-"""The norm and rotation of heads by Triton kernels, with a custom derivative (`normed_heads`). `refusal` says which
-calls they cannot compute on this GPU.
+"""Norm and rotation of heads by Triton kernels, with a custom derivative.
 
-Their time is that of reading and writing memory: the forward reads x and writes the result, the backward reads x and
-the result's gradient and writes that of x. XLA norms in one pass and rotates in another, and needs four passes for the
-gradient of x, with that of the weight one more.
+Their time is that of memory: the forward reads x and writes the result, the backward reads x and dout and writes dx.
+XLA norms in one pass and rotates in another, and needs four passes for dx, with the weight's gradient one more.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from jaxtune.pallas.normed_heads import reference
 
 
 class Tile(NamedTuple):
-    """How a kernel divides its work; `normed_heads` has one for each direction."""
+    """How a kernel divides its work."""
 
     numbers: int  # of x in a tile
     warps: int  # of a program
@@ -30,14 +28,7 @@ FORWARD, BACKWARD = Tile(2048, 4, 1), Tile(1024, 2, 8)
 
 
 def refusal(x, weight, table) -> str | None:
-    """The reason why the kernels cannot compute a call, or None if they can. They need a GPU that runs Triton kernels,
-    jax-triton, bfloat16 or float16, and heads whose size is a power of two, at least 32, and which are rotated whole.
-    They are also refused if the check at first use on this GPU found that their results differ from those of plain JAX.
-
-    Args:
-      x: [B, T, heads, D]. weight: [D].
-      table: (cos, sin), float32[B, T, rotary_dim / 2].
-    """
+    """Why the kernels cannot compute a call on this GPU, their check at first use included, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -52,8 +43,7 @@ def refusal(x, weight, table) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, dim: int) -> str | None:
-    """The reason why this GPU must not run the kernels for such calls, or None: it compares a small case with plain
-    JAX in float32, once for each kind of call (dispatch.first_use). dim: the size of a head."""
+    """Why this GPU must not run the kernels for such calls, or None (dispatch.first_use)."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
@@ -81,9 +71,7 @@ def _first_use(dtype, weight_dtype, dim: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
-    """Norms each head of x [B, T, heads, D] and rotates it, by the kernel, with a derivative by another one.
-    cos, sin: float32[B, T, D / 2]. The other arguments are those of reference.normed; `refusal` says which
-    calls are supported."""
+    """As api.normed_heads, with cos and sin float32[B, T, D / 2]."""
     norm = eps, offset, float32
 
     def run(x, cos, sin, weight):
@@ -94,14 +82,11 @@ def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
 
 
 def _normed_heads_fwd(x, weight, cos, sin, eps, offset, float32):
-    """The forward rule of `normed_heads`: (its result, the residuals, which are its arrays)."""
     return normed_heads(x, weight, cos, sin, eps, offset, float32), (x, weight, cos, sin)
 
 
 def _normed_heads_bwd(eps, offset, float32, residuals, dout):
-    """The backward rule of `normed_heads`. From the gradient of its result, dout [B, T, heads, D], it computes (the
-    gradient of x, the gradient of weight, None for cos, None for sin). Each program adds up its heads' gradients of the
-    weight, and XLA these sums, unless nothing reads them."""
+    """Gradients of x and weight. XLA adds up the programs' shares of the weight's, unless nothing reads them."""
     x, weight, cos, sin = residuals
     norm = eps, offset, float32
 
@@ -119,24 +104,20 @@ normed_heads.defvjp(_normed_heads_fwd, _normed_heads_bwd)
 
 
 def _block(x, tile: Tile) -> int:
-    """The number of heads of x [B, T, heads, D] in a tile."""
+    """Heads of a tile."""
     return max(1, tile.numbers // x.shape[-1])
 
 
 def _programs(x, tile: Tile) -> int:
-    """The number of programs that the heads of x [B, T, heads, D] are divided over."""
+    """Programs over which the heads of x [B, T, heads, D] are divided."""
     return -(-x.size // x.shape[-1] // (_block(x, tile) * tile.steps))
 
 
 def _call(kernel: str, tile: Tile, x, weight, cos, sin, others, outputs, norm, **constants) -> list[jax.Array]:
-    """Calls a kernel of kernels.py, and returns its outputs, of which the first is like x.
+    """Outputs of a kernel of kernels.py, the first like x.
 
-    Args:
-      kernel: its name.
-      x, weight, cos, sin: as in `normed_heads`. others: further arrays that it takes.
-      outputs: the shapes and dtypes of further outputs.
-      norm: (eps, offset, float32) of `normed_heads`.
-      constants: further constants of the kernel.
+    others: further arrays that it takes; outputs: shapes and dtypes of further outputs.
+    norm: (eps, offset, float32).
     """
     from jaxtune.pallas.normed_heads import kernels
 

@@ -1,5 +1,4 @@
-"""The body of the Triton kernel of `normed_stream` (triton.py): rows are taken through the norm's derivative in
-registers, and each array is read or written once."""
+"""Triton kernel of `normed_stream`'s derivative: each array is read or written once."""
 
 import triton
 import triton.language as tl
@@ -24,21 +23,14 @@ def normed_stream_gradient_kernel(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Computes, for STEPS tiles of BLOCK rows, the gradient of x, and the share of the weight's gradient that comes
-    from these rows. It computes in float32. Grid: (COUNT / (STEPS BLOCK), rounded up,).
+    """Gradient of x for STEPS tiles of BLOCK rows, and these rows' share of the weight's gradient, in float32. Grid:
+    (COUNT / (STEPS BLOCK), rounded up,).
 
-    Args:
-      x: [COUNT, SIZE].
-      weight: [SIZE], that of the norm. Its factors are the weight, with OFFSET added if FLOAT32 is 1, and otherwise
-        rounded to x's dtype.
-      dnormed: like x, the gradient of the normed x.
-      passed: if PASSED is 1, like x, a gradient of x that is added; else it is not read.
-      dx: like x.
-      dweight: if TRAINED is 1, float32[programs, SIZE], one share of the weight's gradient for each program; else it is
-        not written.
-      WIDTH: the least power of two that is not below SIZE.
-      EPS: is added to the mean square.
-      STEPS: the number of tiles that a program computes, one after another.
+      x, dnormed, dx: [COUNT, SIZE]; dnormed: gradient of the normed x.
+      weight: [SIZE]; FLOAT32: OFFSET is added; else it is rounded to x's dtype.
+      passed: a gradient that is added to dx; read if PASSED.
+      dweight: float32[programs, SIZE]; written if TRAINED.
+      WIDTH: SIZE as a power of two. EPS: added to the mean square.
     """
     DTYPE: tl.constexpr = dx.dtype.element_ty
     number = tl.arange(0, WIDTH)[None, :]

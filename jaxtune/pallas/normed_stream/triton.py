@@ -1,8 +1,7 @@
-"""The norm of the residual stream with a derivative by a Triton kernel (`normed_stream`). `refusal` says which calls it
-cannot compute on this GPU.
+"""Norm of the residual stream with a derivative by a Triton kernel.
 
-The norm itself is left to XLA, which computes it in one pass, in which it also adds up what is normed. XLA needs two
-passes for the gradient of x: the first computes sums over each row, the second reads the same arrays once more.
+XLA computes the norm itself, in one pass in which it also adds up what is normed. For x's gradient it would need two:
+sums over each row, then the same arrays once more.
 """
 
 from __future__ import annotations
@@ -30,18 +29,14 @@ class Tile(NamedTuple):
 
 
 def tile(width: int) -> Tile:
-    """The Tile of the kernel for rows whose size, rounded up to a power of two, is `width`."""
+    """The Tile for rows whose size, rounded up to a power of two, is `width`."""
     if width <= 1024:
         return Tile(2, 4, 512)
     return Tile(1, 4 if width <= 2048 else 8, 512)
 
 
 def refusal(x, weight) -> str | None:
-    """The reason why the kernel cannot compute the gradient of a call, or None if it can. It needs a GPU that runs
-    Triton kernels, jax-triton, bfloat16 or float16, and rows of at most 8,192 numbers, a multiple of 8. It is also
-    refused if the check at first use on this GPU found that its results differ from those of plain JAX.
-
-    x: [..., size]. weight: [size]."""
+    """Why the kernel cannot compute a call's gradient on this GPU, its check at first use included, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -54,8 +49,7 @@ def refusal(x, weight) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, size: int) -> str | None:
-    """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with plain JAX
-    in float32, once for each kind of call (dispatch.first_use). size: of a row."""
+    """Why this GPU must not run the kernel for such calls, or None (dispatch.first_use). size: numbers of a row."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
@@ -79,22 +73,20 @@ def _first_use(dtype, weight_dtype, size: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def normed_stream(x, weight, eps: float, offset: float, float32: bool):
-    """(x, x [..., size] normed in plain JAX), with a derivative by the kernel. The arguments are those of `normed`;
-    `refusal` says which calls are supported."""
+    """(x, normed x), with a derivative by the kernel."""
     return x, normed(x, weight, eps, offset, float32)
 
 
 def _normed_stream_fwd(x, weight, eps, offset, float32):
-    """The forward rule of `normed_stream`: (its results, the residuals (x, weight, None if the weight gets no gradient,
-    otherwise ())). x and weight tell here whether they get one."""
+    """The last residual is () if the weight gets a gradient, else None."""
     trained = () if weight.perturbed else None
     return normed_stream(x.value, weight.value, eps, offset, float32), (x.value, weight.value, trained)
 
 
 def _normed_stream_bwd(eps, offset, float32, residuals, gradients):
-    """The backward rule of `normed_stream`. From the gradients of its results, (passed, dnormed), each like x or a
-    symbolic zero, it computes (the gradient of x, that of the weight, or None where nothing reads it). Each program
-    adds up its rows' gradients of the weight, and XLA these sums."""
+    """(gradient of x, of weight or None where nothing reads it). `gradients` are (passed, dnormed), each like x or a
+    symbolic zero. XLA adds up the programs' shares of the weight's.
+    """
     x, weight, trained = residuals
     passed, dnormed = (None if _is_zero(gradient) else gradient for gradient in gradients)
     if dnormed is None:
@@ -112,16 +104,14 @@ normed_stream.defvjp(_normed_stream_fwd, _normed_stream_bwd, symbolic_zeros=True
 
 
 def _is_zero(gradient) -> bool:
-    """Whether a gradient that the backward rule gets stands for zeros, because nothing reads that result."""
     return isinstance(gradient, jax.custom_derivatives.SymbolicZero)
 
 
 def gradient(x, dnormed, passed, weight, eps, offset, float32, trained: bool) -> list[jax.Array]:
-    """Calls the kernel: [the gradient of x, and if the weight is `trained`, the programs' sums float32[programs, size]
-    of its gradient].
+    """Runs the kernel: [gradient of x, and if `trained` the programs' shares float32[programs, size] of the weight's].
 
-    x, dnormed: [..., size], what is normed and the gradient of the result. passed: like x, what is added to the
-    gradient of x; None: nothing. The other arguments are those of `normed`."""
+    passed: like x, added to its gradient, or None.
+    """
     from jaxtune.pallas.normed_stream import kernels
 
     size = x.shape[-1]

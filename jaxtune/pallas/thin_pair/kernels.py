@@ -1,5 +1,4 @@
-"""The body of the Triton kernel of `thin_pair` (triton.py): each tile of an output's gradient is read once, for two
-products."""
+"""Triton kernel of `thin_pair`: reads each tile of an output's gradient once, for two products."""
 
 import triton
 import triton.language as tl
@@ -21,15 +20,12 @@ def thin_pair_kernel(
     STEPS: tl.constexpr,
 ):
     """Multiplies COLUMNS columns of STEPS tiles of BLOCK rows of dout by b, and, transposed, by inner, with float32
-    sums. Grid: (blocks of columns, ranges of rows): (OUT / COLUMNS, ROWS / (STEPS BLOCK)), rounded up.
+    sums. Grid: (OUT / COLUMNS, ROWS / (STEPS BLOCK)), rounded up.
 
-    Args:
-      dout: [ROWS, OUT], of 16 bits.
-      b: [OUT, RANK]; it is rounded to dout's dtype.
-      inner: [ROWS, RANK], like dout.
-      dinner: float32[blocks of columns, ROWS, RANK], what each block of columns adds to dout b.
-      db: float32[ranges of rows, OUT, RANK], what each range of rows adds to dout^T inner.
-      WIDTH: the columns with which the thin arrays are multiplied, at least RANK: a power of two of at least 16.
+      dout: [ROWS, OUT] of 16 bits; inner: [ROWS, RANK]; b: [OUT, RANK], rounded to dout's dtype.
+      dinner: float32[blocks of columns, ROWS, RANK], each block's share of dout b.
+      db: float32[ranges of rows, OUT, RANK], each range's share of dout^T inner.
+      WIDTH: columns with which thin arrays are multiplied, a power of two of at least 16 and RANK.
     """
     DTYPE: tl.constexpr = dout.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
