@@ -1,12 +1,10 @@
-"""The short causal convolution of each channel along a row, restarted with each document, and silu of it, in plain jnp:
-of whole rows (`forward`, or `in_parts` for queries, keys and values), and of the next token in generation (`step`).
+"""The short causal convolution of each channel, restarted with each document, and silu of it.
 
 out[t] = silu(sum over j of weight[k - 1 - j] x[t - j]), over those j for which t - j is a token of t's document.
 
-`in_parts` has Triton kernels for NVIDIA GPUs (convolution_kernel.py), where `refusal` does not refuse: XLA's passes for
-the forward took 0.36 ms where their bytes take 0.1 (an H200, Qwen3.5-35B-A3B), and for the gradient of x it needs one
-that joins the parts' gradients, one that stores the gradients of the sums in float32, and one that adds these up, which
-move three times as much as a kernel.
+For queries, keys and values together there are Triton kernels: XLA's forward took 0.36 ms where the bytes take 0.1
+(H200, Qwen3.5-35B-A3B), and for x's gradient it joins the parts' gradients, stores those of the sums in float32 and
+adds these up, three times a kernel's bytes.
 """
 
 from __future__ import annotations
@@ -27,10 +25,9 @@ _WIDTH, _TOKENS = 256, 64  # channels and tokens of a program
 
 @jax.checkpoint
 def forward(x, weight, layout):
-    """Returns silu of the causal convolution of each channel of x [B, T, C] along its document, [B, T, C] in x's dtype,
-    0 at padding. weight [C, k]: the last column multiplies the token itself, the first the token k - 1 before it.
-    layout: the document bounds, which the convolution does not cross. The derivative stores x and weight and recomputes
-    the float32 sums, which are twice as large as a 16-bit x. short_convolution calls this."""
+    """As api.short_convolution. The derivative stores x and weight and recomputes the float32 sums, twice the size of a
+    16-bit x.
+    """
     length, taps = x.shape[1], weight.shape[1]
     index = jnp.arange(length)
     total = jnp.zeros(x.shape, jnp.float32)
@@ -42,15 +39,14 @@ def forward(x, weight, layout):
 
 
 def divided(out, parts):
-    """Divides the channels of out [B, T, C] into parts of these sizes: a tuple of arrays [B, T, size]."""
+    """out [B, T, C] in parts of these sizes along the channels."""
     return tuple(jnp.split(out, list(itertools.accumulate(parts))[:-1], axis=-1))
 
 
 def refusal(x, weight, parts) -> str | None:
-    """Returns the reason why the kernels cannot compute the parts of x [B, T, C] and their gradient, or None if they
-    can. They need a GPU that runs Triton kernels, jax-triton, bfloat16 or float16, four taps, and three parts whose
-    numbers of channels are multiples of 256. They are also refused if the check at first use on this GPU found that
-    their results differ from those of plain jnp."""
+    """Why the kernels cannot compute the parts of x [B, T, C] and their gradient on this GPU, their check at first use
+    included, or None.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -64,8 +60,7 @@ def refusal(x, weight, parts) -> str | None:
 
 
 def _first_use(dtype) -> str | None:
-    """Returns the reason why this GPU must not run the kernels in `dtype`, or None. It compares a small packed case
-    with plain jnp, once; see dispatch.first_use, also for when it is None without a check."""
+    """Why this GPU must not run the kernels in `dtype`, or None (dispatch.first_use)."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 2), (4, 64), (0, 3))
@@ -92,8 +87,7 @@ def _first_use(dtype) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def in_parts(x, weight, layout, parts):
-    """Returns `forward` of x [B, T, C] divided into three `parts` along the channels, by the kernels, with a custom
-    derivative. `refusal` says which calls are supported."""
+    """`forward` in three `parts`, by kernels, with a custom derivative."""
 
     def run(x, start, end, weight):
         return tuple(_call("convolution_kernel", x, start, end, weight, (), parts, parts))
@@ -102,13 +96,11 @@ def in_parts(x, weight, layout, parts):
 
 
 def _in_parts_fwd(x, weight, layout, parts):
-    """The forward rule of `in_parts`: (its result, the residuals (x, weight, layout))."""
     return in_parts(x, weight, layout, parts), (x, weight, layout)
 
 
 def _in_parts_bwd(parts, residuals, douts):
-    """The backward rule of `in_parts`. From the gradients of the parts, `douts`, it computes (the gradient of x, the
-    gradient of weight, None for the layout). If weight is frozen, XLA removes the computation of its gradient."""
+    """If weight is frozen, XLA removes the computation of its gradient."""
     x, weight, layout = residuals
 
     def run(x, start, end, douts, weight):
@@ -120,14 +112,9 @@ def _in_parts_bwd(parts, residuals, douts):
 
 
 def _call(kernel: str, x, start, end, weight, others, parts, sizes) -> list[jax.Array]:
-    """Calls a kernel of convolution_kernel.py, and returns its outputs.
+    """Outputs [B, T, size] in x's dtype, for each of `sizes`, of a kernel of convolution_kernel.py.
 
-    Args:
-      kernel: its name.
-      x, weight, parts: as in `in_parts`.
-      start, end: int32[B, T], the bounds of each token's document.
-      others: further arrays that it takes.
-      sizes: the channels of each output, [B, T, channels] in x's dtype.
+    start, end: int32[B, T], document bounds. others: further arrays that it takes.
     """
     from jaxtune.pallas.delta_rule import convolution_kernel
 
@@ -152,10 +139,7 @@ in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
 
 
 def step(x, weight, window):
-    """Returns (out [B, 1, C] in x's dtype, silu of the convolution; the next window [B, k - 1, C]) for one more token x
-    [B, 1, C] of each row in generation. weight [C, k]: the last column multiplies the token itself. window [B, k - 1,
-    C]: the k - 1 tokens before it, in order, 0 where there were none; the next one ends with x. short_convolution_step
-    calls this."""
+    """As api.short_convolution_step."""
     seen = jnp.concatenate([window, x], axis=1)
     total = (seen.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
     return jax.nn.silu(total).astype(x.dtype), seen[:, 1:]

@@ -1,10 +1,9 @@
-"""The bodies of the Triton kernels of the short convolution before the gated delta rule: convolution_kernel, and
-convolution_gradient_kernel for the gradient of its input. convolution.py describes and calls them.
+"""Triton kernels of the short convolution, and of the gradient of its input.
 
-Each program walks along tokens of a row, for some channels, four tokens at a time, and keeps in registers what it needs
-of the three tokens before or after those. x and dx are [B, LENGTH, CHANNELS], weight [CHANNELS, 4], doc_start and
-doc_end int32[B, LENGTH]. The result and its gradient are in three parts by channels (queries, keys and values), of
-FIRST, SECOND and the remaining ones, each [B, LENGTH, its channels].
+A program walks along tokens of a row for some channels, four tokens at a time, and keeps in registers what it needs of
+the three tokens before or after. x and dx are [B, LENGTH, CHANNELS], weight [CHANNELS, 4], doc_start and doc_end
+int32[B, LENGTH]. The result and its gradient are in three parts (queries, keys, values) of FIRST, SECOND and the
+remaining channels.
 """
 
 import triton
@@ -13,9 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def _sum(now, back1, back2, back3, w0, w1, w2, w3, token, start):
-    """A token's sum, float32[WIDTH]. now, back1, back2, back3: x of the token and of the three before it. w0 to w3: the
-    weights that multiply these. token: its number in the row; start: the first token of its document, before which x
-    does not count."""
+    """A token's sum, float32[WIDTH], of x of itself and the three before; x before `start`, its document's first token,
+    does not count.
+    """
     total = now.to(tl.float32) * w0
     total += tl.where(token - 1 >= start, back1.to(tl.float32), 0.0) * w1
     total += tl.where(token - 2 >= start, back2.to(tl.float32), 0.0) * w2
@@ -25,14 +24,13 @@ def _sum(now, back1, back2, back3, w0, w1, w2, w3, token, start):
 
 @triton.jit
 def _silu(total, token, end):
-    """The result of a token, float32[WIDTH], from its sum; 0 for a token from `end` on, which is padding."""
+    """A token's result from its sum; 0 from `end` on."""
     return tl.where(token < end, total * tl.sigmoid(total), 0.0)
 
 
 @triton.jit
 def _of_sum(dout, now, back1, back2, back3, w0, w1, w2, w3, token, start, end):
-    """The gradient of a token's sum, float32[WIDTH], from that of its silu: dout [WIDTH], 0 past the row. The other
-    arguments are those of `_sum` and `_silu`. 0 at padding."""
+    """Gradient of a token's sum, float32[WIDTH], 0 at padding. dout: [WIDTH], of its silu; 0 past the row."""
     total = _sum(now, back1, back2, back3, w0, w1, w2, w3, token, start)
     share = tl.sigmoid(total)
     return tl.where(token < end, dout.to(tl.float32) * (share * (1.0 + total * (1.0 - share))), 0.0)
@@ -40,9 +38,10 @@ def _of_sum(dout, now, back1, back2, back3, w0, w1, w2, w3, token, start, end):
 
 @triton.jit
 def _of_token(token, own, after1, after2, after3, w0, w1, w2, w3, start1, start2, start3):
-    """The gradient of x of a token, float32[WIDTH], from those of the sums of the token and of the three after it, of
-    which those of its document count. w0 to w3: the weights that multiply x in them; start1 to start3: where the
-    documents of the three begin. token: its number in the row."""
+    """Gradient of x of a token, float32[WIDTH], from those of the sums of itself and of the three after it.
+
+    start1, start2, start3: where the documents of these three begin.
+    """
     total = own * w0
     total += tl.where(token >= start1, after1, 0.0) * w1
     total += tl.where(token >= start2, after2, 0.0) * w2
@@ -51,8 +50,7 @@ def _of_token(token, own, after1, after2, after3, w0, w1, w2, w3, start1, start2
 
 @triton.jit
 def _load(array, token, stride, LENGTH: tl.constexpr, columns):
-    """Loads a token's channels, [WIDTH]; 0 for a token outside of the row. `array` points to the first token's, which
-    are `stride` numbers before the next one's."""
+    """A token's channels [WIDTH]; 0 outside of the row. `array` points to the row's first token."""
     tokens = token + columns * 0
     inside = (tokens >= 0) & (tokens < LENGTH)
     return tl.load(array + tl.cast(token, tl.int64) * stride, mask=inside, other=0.0)
@@ -60,14 +58,14 @@ def _load(array, token, stride, LENGTH: tl.constexpr, columns):
 
 @triton.jit
 def _store(array, values, token, stride, LENGTH: tl.constexpr, columns):
-    """Stores a token's channels, values [WIDTH], in the dtype of `array`, unless the token is past the row."""
+    """Stores a token's channels, unless it is past the row."""
     pointers = array + tl.cast(token, tl.int64) * stride
     tl.store(pointers, values.to(array.dtype.element_ty), mask=token + columns * 0 < LENGTH)
 
 
 @triton.jit
 def _bounds(doc_start, doc_end, token, LENGTH: tl.constexpr):
-    """The bounds of a token's document, int32[] each. A token past the row has none: (LENGTH, 0)."""
+    """A token's document bounds; (LENGTH, 0) past the row."""
     there = tl.minimum(token, LENGTH - 1)
     start = tl.load(doc_start + there)
     end = tl.load(doc_end + there)
@@ -76,8 +74,7 @@ def _bounds(doc_start, doc_end, token, LENGTH: tl.constexpr):
 
 @triton.jit
 def _part(first, second, third, begin, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):
-    """The part that has the channels from `begin` on: (a pointer to the number before which it has `begin` channels,
-    its number of channels). first, second, third: pointers to a row of the parts."""
+    """(pointer to the part that has the channels from `begin` on, minus the channels before the part; its channels)."""
     stride = tl.where(begin < FIRST, FIRST, tl.where(begin < FIRST + SECOND, SECOND, THIRD))
     part = third - FIRST - SECOND
     if begin < FIRST:
@@ -103,8 +100,7 @@ def convolution_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes the parts of the result, forward along TOKENS tokens, with x of the three tokens before those that it is
-    at."""
+    """Writes the parts of the result, forward along TOKENS tokens."""
     THIRD: tl.constexpr = CHANNELS - FIRST - SECOND
     begin = tl.program_id(0) * WIDTH
     first = tl.program_id(1) * TOKENS
@@ -164,9 +160,9 @@ def convolution_gradient_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes dx, backward along TOKENS tokens, with x and the gradients of the sums of the three tokens after those
-    that it is at. A program begins with the four tokens after its own, from which its last ones have a part of their
-    gradients."""
+    """Writes dx, backward along TOKENS tokens. A program begins with the four tokens after its own, from which its last
+    ones have a share of their gradients.
+    """
     THIRD: tl.constexpr = CHANNELS - FIRST - SECOND
     begin = tl.program_id(0) * WIDTH
     first = tl.program_id(1) * TOKENS

@@ -1,15 +1,12 @@
-"""The bodies of the Triton kernels of the gated delta rule; triton.py describes and calls them, in this order. The
-forward has numbers_kernel (factors of tokens), chunk_kernel (the two matrices of a chunk) and forward_kernel (states
-and outputs); the backward has reverse_kernel (gradients of states and values), pairs_kernel (gradients of the two
-matrices), dquery_kernel, dkey_kernel, and rates_kernel (gradients of decay and beta). All get the same compile-time
-constants (forward_kernel also SAVE), so that some do not use all of them. KEY_DIM and VALUE_DIM are the same number.
-Helpers named ..._turned load or store transposes.
+"""Bodies of the Triton kernels of the gated delta rule, in the order of their calls.
 
-Arrays of tokens are [B, T, heads, dim], contiguous; helpers get a pointer to one head's first token, and STRIDE, the
-numbers from token to token. Numbers per token that the kernels compute are float32[B, heads, CHUNKS * CHUNK] (ddecay
-and dbeta, the results, are [B, T, heads]), matrices of a chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads,
-CHUNKS, VALUE_DIM, KEY_DIM]. triton.Made explains those of the first two kernels. No left operand of a product is the
-transpose of a matrix that the kernel computed, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
+Arrays of tokens are [B, T, heads, dim], contiguous; helpers get a pointer to one head's first token, and STRIDE,
+numbers from token to token; tokens past the row (LENGTH) are 0. Numbers per token are float32[B, heads, CHUNKS *
+CHUNK], matrices of a chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]; triton.Made
+explains the fields of these names. Document bounds `starts` and `ends` are int32[B, T]. All kernels get the same
+constants and may ignore some; KEY_DIM equals VALUE_DIM, SCALE is 1 / sqrt(K), WIDTH the columns of a program or step.
+Helpers named ..._turned load or store transposes. No left operand of a product is the transpose of a matrix that the
+kernel computed, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
 """
 
 import triton
@@ -21,8 +18,7 @@ _LEAST = tl.constexpr(-100.0)  # the smallest decay: its exp is 0 in float32, an
 
 @triton.jit
 def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Loads the vectors of a chunk's tokens, such as queries: [CHUNK, DIM] of one head, to whose first token `array`
-    points, from token `first` on; tokens past the row (LENGTH) are 0. STRIDE: numbers from token to token."""
+    """[CHUNK, DIM] of one head's tokens from `first` on."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     if LENGTH % CHUNK == 0:
@@ -33,9 +29,7 @@ def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.co
 
 @triton.jit
 def _tokens_turned(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Loads the vectors of CHUNK tokens of one head, such as values, from token `first` on, as the transpose [DIM,
-    CHUNK], for forward_kernel, reverse_kernel and dkey_kernel, which compute transposed results. `array` points to the
-    head's first token, STRIDE is the numbers from token to token; tokens past the row (LENGTH) are 0."""
+    """Transpose [DIM, CHUNK] of `_tokens`."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -55,10 +49,9 @@ def _piece_turned(
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Loads the vectors (queries or keys) of PIECE neighbouring tokens of a chunk of CHUNK tokens of one head,
-    transposed: [DIM, PIECE], from the chunk's token `begin` on. dkey_kernel multiplies such a part of the tokens at a
-    time. `array` points to the head's first token, `first` is the chunk's first token, STRIDE the numbers from token to
-    token; tokens past the row (LENGTH) are 0, but the chunk's end is not checked: begin + PIECE is at most CHUNK."""
+    """Transpose [DIM, PIECE] of a chunk's tokens from its token `begin` on; begin + PIECE is at most CHUNK,
+    unchecked.
+    """
     rows = begin + tl.arange(0, PIECE)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -71,9 +64,7 @@ def _piece_turned(
 def _put_tokens(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Stores values [CHUNK, DIM], such as gradients, as the vectors of the tokens of one head from token `first` on, in
-    the dtype of `array`, without those past the row (LENGTH). `array` points to the head's first token, STRIDE is the
-    numbers from token to token."""
+    """Stores [CHUNK, DIM] as one head's tokens from `first` on, in array's dtype."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     values = values.to(array.dtype.element_ty)
@@ -87,9 +78,7 @@ def _put_tokens(
 def _put_tokens_turned(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Stores the transpose of values [DIM, CHUNK] as the vectors of the tokens of one head from token `first` on, in
-    the dtype of `array`, without those past the row (LENGTH). `array` points to the head's first token, STRIDE is the
-    numbers from token to token. Kernels that compute transposed results use it."""
+    """Stores [DIM, CHUNK] transposed, as `_put_tokens`."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     values = values.to(array.dtype.element_ty)
@@ -101,50 +90,43 @@ def _put_tokens_turned(
 
 @triton.jit
 def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """For `asked` of dquery_kernel only: returns float32[CHUNK]: the inner product of each row of `sums` [CHUNK, DIM],
-    a gradient, with the vector of its token (a query), which is loaded again, because keeping it would take registers.
-    `array` points to the head's first token, `first` is the number of the chunk's first token in the row, STRIDE the
-    numbers from token to token; tokens past the row (LENGTH) are 0."""
+    """float32[CHUNK]: inner product of each row of `sums` [CHUNK, DIM] with its token's vector, which is loaded again,
+    because keeping it would take registers.
+    """
     return tl.sum(sums * _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32), 1)
 
 
 @triton.jit
 def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """For numbers_kernel: returns float32[CHUNK]: 1 over the length of each token's vector, a query or a key of DIM
-    numbers, by which it is normalised. `array` points to the head's first token, `first` is the number of the chunk's
-    first token in the row, STRIDE the numbers from token to token; vectors of tokens past the row (LENGTH) count as 0.
-    As 1e-6 is added to the squared length, a vector of 0 gives 1000."""
+    """float32[CHUNK]: 1 over the length of each token's vector; 1000 for a vector of 0."""
     wide = _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1) + _EPS)
 
 
 @triton.jit
 def _matrix(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads a chunk's matrix, or a part of a state: the contiguous matrix [ROWS, COLUMNS] that `array`, a pointer to
-    global memory, points to, into registers, in its dtype and row by row."""
+    """Contiguous [ROWS, COLUMNS] at `array`."""
     return tl.load(array + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
 
 
 @triton.jit
 def _turned(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads, for dkey_kernel, a part of a state or of its gradient: the contiguous matrix [ROWS, COLUMNS] that `array`
-    points to as its transpose [COLUMNS, ROWS], which is the left operand of a product."""
+    """Transpose [COLUMNS, ROWS] of the contiguous matrix at `array`."""
     return tl.load(array + tl.arange(0, COLUMNS)[:, None] + tl.arange(0, ROWS)[None, :] * COLUMNS)
 
 
 @triton.jit
 def _put_matrix(array, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Stores values [ROWS, COLUMNS] as the contiguous matrix that `array`, a pointer to global memory, points to, cast
-    to its dtype: the inverse of `_matrix`."""
+    """Stores [ROWS, COLUMNS] at `array`, in its dtype."""
     pointers = array + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(pointers, values.to(array.dtype.element_ty))
 
 
 @triton.jit
 def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns, for CHUNK tokens from number `first` on, (int32[CHUNK] the number in the row of the first token of each
-    token's document, bool[CHUNK] True for a token of a document, False for padding). Padding, which includes tokens
-    past the row's LENGTH, gets its own number. starts and ends point to the row's document bounds, int32[T]."""
+    """(int32[CHUNK], the first token of each token's document; bool[CHUNK], False at padding) for tokens from `first`
+    on. Padding and tokens past the row get their own number.
+    """
     places = first + tl.arange(0, CHUNK)
     start = tl.load(starts + places, mask=places < LENGTH, other=0)
     end = tl.load(ends + places, mask=places < LENGTH, other=0)
@@ -154,32 +136,24 @@ def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _reads(start, places):
-    """bool[CHUNK, CHUNK]: whether a token (row) sees another token of the chunk (column): the earlier ones of its
-    document and itself; padding sees itself only. start and places are int32[CHUNK], the first tokens of the tokens'
-    documents, and the tokens' own numbers in the row. chunk_kernel and pairs_kernel mask decays by it."""
+    """bool[CHUNK, CHUNK]: whether a token (row) sees another of the chunk (column); padding sees itself only."""
     return (start[:, None] <= places[None, :]) & (places[:, None] >= places[None, :])
 
 
 @triton.jit
 def _left(sums, seen):
-    """Returns float32[CHUNK, CHUNK]: the decay from one token of a chunk to another, the factor that is left of what
-    the first (column) wrote into the state when the second (row) reads it, from 0 to 1; 0 where not `seen`.
+    """float32[CHUNK, CHUNK]: what is left, 0 to 1, of what one token (column) wrote when another (row) reads; 0 where
+    not `seen`.
 
-    sums: float32[CHUNK], the logarithms of decays, summed over each token's document within the chunk, up to the token.
-    seen: bool[CHUNK, CHUNK] from _reads, whether the token of the row sees that of the column.
+      sums: float32[CHUNK], logarithms of decays, summed over each token's document within the chunk, up to the token.
     """
     return tl.where(seen, tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
 
 
 @triton.jit
 def _after(sums, start, places, is_last):
-    """Returns float32[CHUNK]: the factor with which what each token writes is in the state after the chunk; 0 for
-    tokens of other documents than that of the chunk's last token. numbers_kernel makes the factors `written` and
-    `reach` of it.
-
-    sums: float32[CHUNK], the logarithms of decays, summed over each token's document within the chunk, up to the token.
-    start, places: int32[CHUNK], the number in the row of the first token of each token's document, and of the token.
-    is_last: bool[CHUNK], True for the chunk's last token only.
+    """float32[CHUNK]: factor of what each token writes in the state after the chunk; 0 for other documents than the
+    last token's. sums: as in `_left`.
     """
     last = tl.sum(tl.where(is_last, sums, 0.0), 0)
     last_start = tl.sum(tl.where(is_last, start, 0), 0)
@@ -188,19 +162,17 @@ def _after(sums, start, places, is_last):
 
 @triton.jit
 def _sum_from_begin(before, before_begins, token, begins):
-    """Combines two neighbouring runs of tokens, for tl.associative_scan, which sums a number from the start of each
-    token's document to the token. A run is (sum, flag): (before, before_begins) is the left one, (token, begins) the
-    right one. A flag that is not 0 says that a document begins in the run; a sum to the left of a document's first
-    token is dropped. Returns the combined run."""
+    """Combines neighbouring runs (sum, flag) for a scan from the start of each token's document; a flag says that a
+    document begins in the run.
+    """
     return tl.where(begins != 0, token, before + token), before_begins | begins
 
 
 @triton.jit
 def _sum_to_end(after, after_ends, token, ends):
-    """Combines two neighbouring runs of tokens, for tl.associative_scan from the last token back, which sums a number
-    from each token to the end of its document. A run is (sum, flag): (after, after_ends) is the right one, (token,
-    ends) the left one. A flag that is not 0 says that a document ends in the run; a sum to the right of a document's
-    last token is dropped. Returns the combined run."""
+    """Combines neighbouring runs (sum, flag) for a scan from the last token back; a flag says that a document ends in
+    the run.
+    """
     return tl.where(ends != 0, token, token + after), after_ends | ends
 
 
@@ -210,22 +182,9 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """Computes the numbers of a chunk's tokens for all value heads of a key head, which do not depend on a state. They
-    have a kernel of their own, because a kernel with matrix products has layouts in which a thread would compute each
-    number 16 times. It is the forward's first kernel. Grid: (key_heads, chunks, B).
-
-    It writes, float32[B, heads, CHUNKS * CHUNK]: total (the sum of decays of the token and those before it in its
-    document and chunk), share (beta, 0 at padding), unit_q (SCALE over the query's length, 0 at padding) and unit_k (1
-    over the key's length), kept and read (the factors with which the token's key and query read the state before the
-    chunk, which contain unit_k and unit_q), written (the factor on the token's error times its key in the state after
-    the chunk, which contains beta and unit_k) and reach (written without beta); and float32[B, heads, CHUNKS] faded,
-    the factor of the state before the chunk in that after it, 0 unless the chunk's last token belongs to a document
-    that began before the chunk. Decays below -100 count as -100.
-
-    query and key are [B, T, key_heads, K], decay (the logarithm of the factor on the state) and beta float32[B, T,
-    heads], starts and ends the document bounds, int32[B, T]. The compile-time constants are the sizes: LENGTH tokens of
-    a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS value heads; SCALE is 1 / sqrt(K); VALUE_DIM and WIDTH
-    are not used.
+    """Made's numbers of a chunk's tokens, for all value heads of a key head. They have a kernel of their own, because
+    in a kernel with matrix products a thread would compute each number 16 times. Decays below -100 count as -100. Grid:
+    (key_heads, chunks, B).
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -263,10 +222,10 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
 
 @triton.jit
 def _inverse(lower, CHUNK: tl.constexpr):
-    """For chunk_kernel: returns the inverse of 1 + lower, float32[CHUNK, CHUNK]. lower: float32[CHUNK, CHUNK], strictly
-    lower triangular (zeros on and above the diagonal). CHUNK is 64, or 32. It starts with blocks of 2 on the diagonal,
-    from which blocks twice as large follow. Factors of products are float16, which has TF32's 11 bits: no element of
-    the inverse exceeds 1 in size, because keys are normalised and beta and decay factors are at most 1."""
+    """Inverse of 1 + lower, float32[CHUNK, CHUNK], lower strictly lower triangular, CHUNK 64 or 32; blocks of 2 on the
+    diagonal give blocks twice as large. Factors of products are float16, which has TF32's 11 bits: no element of the
+    inverse exceeds 1, because keys are normalised and beta and decays are at most 1.
+    """
     LEVELS: tl.constexpr = 6 if CHUNK == 64 else 5
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
@@ -301,15 +260,7 @@ def chunk_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes the two matrices of a chunk of a value head that triton.Made has: inverse, that of the matrix 1 + B of
-    triton.py (there B is not the batch), and weights, with which queries read the chunk's own tokens, both [B, heads,
-    CHUNKS, CHUNK, CHUNK] and stored in key's dtype. It is the forward's second kernel. Grid: (heads, chunks, B).
-
-    query and key are [B, T, key_heads, K], starts and ends the document bounds, int32[B, T]; of numbers_kernel's
-    results it reads total (sums of decays), share (beta), unit_q (1 / sqrt(K) over the lengths of queries) and unit_k
-    (1 over those of keys). The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK,
-    KEY_HEADS of KEY_DIM, HEADS value heads; VALUE_DIM, SCALE and WIDTH are not used.
-    """
+    """Made's matrices `inverse` and `weights` of a chunk of a value head, in key's dtype. Grid: (heads, chunks, B)."""
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -341,13 +292,9 @@ def _walk(
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """For forward_kernel and reverse_kernel, whose programs walk along a row with WIDTH columns of a value head:
-    returns where the data of a program is: (the number of its first column of the values, the offset of its key head's
-    first token in query and key, that of its columns' first token in value and out, the number of its first chunk among
-    those of all rows and heads). Offsets count numbers of an array. Grid: (VALUE_DIM / WIDTH, heads, B).
-
-    The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks, KEY_HEADS of KEY_DIM, HEADS of
-    VALUE_DIM.
+    """Where the data of a program is that walks along a row with WIDTH columns of a value head: (its first column,
+    offset of its key head's first token, offset of its columns' first token in value, number of its first chunk among
+    all).
     """
     part = tl.program_id(0) * WIDTH
     head = tl.program_id(1)
@@ -361,17 +308,12 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
-    """Computes the states of a value head along a row, WIDTH of their columns, and the outputs `out` [B, T, heads, V]
-    that queries read from them. It is the forward's third kernel; the state is float32, and is rounded to key's dtype
-    for products. Everything is transposed: the state is always the left operand of its products, and stays in
-    registers. Grid: (VALUE_DIM / WIDTH, heads, B).
+    """States of a value head along a row, WIDTH of their columns, and the outputs that queries read from them. The
+    state is float32, rounded to key's dtype for products; all is transposed, so that the state, always the left
+    operand, stays in registers. Grid: (VALUE_DIM / WIDTH, heads, B).
 
-    SAVE: True: it also stores `error` (the errors z of tokens before their factor beta, in value's shape and dtype) and
-    `states` (those before each chunk, [B, heads, CHUNKS, VALUE_DIM, KEY_DIM], in key's dtype) for the backward; False:
-    these two are not written. query and key are [B, T, key_heads, K], value [B, T, heads, V]; inverse, weights, kept,
-    read, written and faded are the fields of triton.Made, which explains them: the matrices of chunks, and the factors
-    with which tokens and chunks read and change the state. The compile-time constants are the sizes: LENGTH tokens of a
-    row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
+      SAVE: also stores `error` (z, before the factor beta, in value's shape and dtype) and `states` (before each chunk,
+        in key's dtype); otherwise these are not written.
     """
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     state = tl.zeros([WIDTH, KEY_DIM], tl.float32)
@@ -407,14 +349,8 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """Computes the gradients of a value head's states from the row's end back, WIDTH of their columns, and dvalue [B,
-    T, heads, V] in dout's dtype. It is the backward's first kernel. dstates are the gradients of the states after each
-    chunk, in the shape and dtype of forward_kernel's `states`. Grid: (VALUE_DIM / WIDTH, heads, B).
-
-    query and key are [B, T, key_heads, K]; dout is the gradient of the output, [B, T, heads, V]; inverse, weights,
-    kept, read, written and faded are the fields of triton.Made, which explains them: the matrices of chunks, and the
-    factors with which tokens and chunks read and change the state. The compile-time constants are the sizes: LENGTH
-    tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
+    """dvalue, and dstates, the gradients of the states after each chunk, in key's dtype, from the row's end back, WIDTH
+    columns of a value head. Grid: (VALUE_DIM / WIDTH, heads, B).
     """
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     dstate = tl.zeros([WIDTH, KEY_DIM], tl.float32)
@@ -446,21 +382,13 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
-    """Computes the gradients of a value head's two matrices of a chunk (triton.Made's weights, and the matrix of which
-    its `inverse` is the inverse), from the products of queries and keys with keys, and what these contribute to the
-    gradients of decay and beta. It is the backward's second kernel. Grid: (heads, chunks, B).
+    """Gradients of a value head's two matrices of a chunk, and their contributions to ddecay and dbeta. Grid: (heads,
+    chunks, B).
 
-    It stores to_weights and to_system, [B, heads, CHUNKS, CHUNK, CHUNK] in key's dtype: the gradients of the inner
-    products of queries with keys and of keys with keys, as they are in memory, from which the two matrices were made.
-    dquery_kernel and dkey_kernel multiply keys and queries by them. It also stores, float32[B, heads, CHUNKS * CHUNK],
-    flow, the contribution to ddecay before its sum over the token itself and the later ones, and dbeta, that to beta's
-    gradient. rates_kernel adds to both what comes through the states, and makes the sum.
-
-    It reads query and key [B, T, key_heads, K]; the document bounds starts and ends, int32[B, T]; [B, T, heads, V]
-    forward_kernel's error, reverse_kernel's dvalue (the gradient of value) and dout (that of the output); and of
-    triton.Made total (sums of decays), share (beta), unit_q (1 / sqrt(K) over the lengths of queries) and unit_k (1
-    over those of keys). The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK,
-    KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; WIDTH columns are read at a time, and SCALE is not used.
+      to_weights, to_system: matrices in key's dtype, gradients of the inner products of queries with keys, and of keys
+        with keys, as they are in memory.
+      flow: contribution to ddecay, before its sum over the token and the later ones; dbeta: to dbeta.
+      error, dvalue: of forward_kernel and reverse_kernel.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -526,16 +454,10 @@ def dquery_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes dquery of a chunk, [B, T, key_heads, K] in query's dtype, the gradient of queries before they are
-    normalised, a sum over all value heads of a key head. It also stores `asked`, float32[B, heads, CHUNKS * CHUNK], for
-    each token and value head the inner product of the query with the gradient that it gets from reading the states,
-    which rates_kernel adds to the decays' gradients. Grid: (key_heads, chunks, B).
+    """dquery of a chunk, before normalisation, summed over a key head's value heads. Factors per token are applied to
+    rows of a product's result, so that its operands are used as they are in memory. Grid: (key_heads, chunks, B).
 
-    Factors per token are applied to rows of a product's result, so that its operands can be used as they are in memory.
-    It reads query, key, dout (the output's gradient), forward_kernel's states, `read` of triton.Made (the factors with
-    which queries read the state before a chunk), and pairs_kernel's to_weights. The compile-time constants are the
-    sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; WIDTH columns are
-    read at a time, and SCALE is not used.
+      asked: for each token and value head, the query times the gradient that it gets from reading the states.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -573,21 +495,14 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
                 LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                 WIDTH: tl.constexpr):  # fmt: skip
-    """Computes dkey of a chunk, [B, T, key_heads, K] in key's dtype, the gradient of keys before they are normalised, a
-    sum over all value heads of a key head. The sum is computed transposed, so that eight warps share its rows, and
-    stored as keys are. Grid: (key_heads, chunks, B).
+    """dkey of a chunk, before normalisation, summed over a key head's value heads; transposed, so that eight warps
+    share its rows. One loop runs over all value heads, and within each over WIDTH columns of their states and an equal
+    share of the chunk's tokens: so operands are prefetched also from one value head to the next. Grid: (key_heads,
+    chunks, B).
 
-    One loop runs over all value heads, and within each over WIDTH columns of their states and an equal share of the
-    chunk's tokens. The operands of all products are prefetched, also from one value head to the next.
-
-    For each value head it stores what rates_kernel adds to the gradients of decays and beta: `lost` and `gained`,
-    float32[B, heads, CHUNKS * CHUNK], for each token the inner product of its key with the state before the chunk times
-    dvalue, and with dstates times the error; and `fading`, float32[B, heads, CHUNKS], for each chunk the inner product
-    of the state before it with dstates. It reads query, key, error and states (of forward_kernel), dvalue (the gradient
-    of value), dstates (the gradients of the states after each chunk), kept and written of triton.Made (the factors with
-    which keys read and errors enter the state), and pairs_kernel's to_weights and to_system. The compile-time constants
-    are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is
-    not used.
+      lost, gained: for each token, its key times the state before the chunk times dvalue, and times dstates times
+        error.
+      fading: float32[B, heads, CHUNKS], inner product of the state before a chunk with dstates.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -648,16 +563,11 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
-    """Computes ddecay, the gradient of `decay` (the logarithm of the factor on the state), and dbeta of a chunk of a
-    value head, float32[B, T, heads], 0 at padding, the last of the backward's kernels. Grid: (heads, chunks, B).
+    """ddecay and dbeta of a chunk of a value head, float32[B, T, heads], 0 at padding. Grid: (heads, chunks, B).
 
-    ddecay of a token is a sum over it and the later tokens (a scan from the last token back): the reading queries' and
-    keys' inner products with their own gradients, minus those of the writing keys. The sum ends with the document or
-    the chunk; what goes through the state into later chunks is added at the chunk's last token. It reads share (beta),
-    kept, faded and reach of triton.Made, the document bounds (starts, ends), and what the kernels before it stored for
-    each token: flow and dbeta_of_pairs (flow and dbeta of pairs_kernel), asked (of dquery_kernel), lost and gained, and
-    for each chunk fading (of dkey_kernel). The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS
-    chunks of CHUNK, HEADS value heads; KEY_HEADS, KEY_DIM, VALUE_DIM, SCALE and WIDTH are not used.
+    ddecay sums over a token and the later ones of its document and chunk: reading queries' and keys' inner products
+    with their own gradients, minus those of writing keys. What goes through the state into later chunks is added at the
+    chunk's last token.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
