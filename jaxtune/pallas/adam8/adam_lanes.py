@@ -1,7 +1,6 @@
-"""Lane-level operations of the Adam kernel (api.py), which Pallas does not have: a look-up of many codes in a table
-(looked_up), the step's direction by approximate instructions (direction), the encoding of a moment (places), and the
-storing of a chunk (store_chunk). All threads of a warpgroup (128 threads) call each of them at the same point, within
-the kernel."""
+"""Lane-level operations of the Adam kernel that Pallas lacks. All 128 threads of a warpgroup call each at the same
+point.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +31,10 @@ from jaxtune.system.private_mlir import arith, ir, llvm
 
 
 def _elementwise(arrays, refs, layout, dtype, function):
-    """Applies a function of single elements to arrays in registers. The function writes PTX or MLIR instructions that
-    Pallas has no operation for: `direction` and `places` are made with it.
+    """An array of `dtype` in `layout`: `function` of each element of `arrays`, in PTX or MLIR.
 
-    Args:
-      arrays: the arrays in registers, all of one shape and of `layout`.
-      refs: arrays in memory that the function may read, such as a table.
-      layout: the layout of the arrays and of the result (plgpu.Layout), that is, which thread has which elements.
-      dtype: the dtype of the result.
-      function: called once for every index, with a list of one MLIR scalar from each of `arrays`, and `refs`; it
-        returns the result's element at that index, an MLIR scalar.
-    Returns:
-      an array of `dtype` with the shape and the layout of the first of `arrays`.
+    arrays: in registers, of one shape and of `layout`. refs: in memory, which the function may read.
+    function: gets a list of one MLIR scalar from each array, and refs; returns an MLIR scalar.
     """
 
     @mosaic_types.inline_mgpu(
@@ -64,15 +55,11 @@ def _elementwise(arrays, refs, layout, dtype, function):
 
 
 def looked_up(codes, table_smem, layout):
-    """Returns table[codes], float32 in the shape of `codes`. The Adam kernel decodes both moments by it, and then
-    multiplies by absmax.
+    """table[codes], float32.
 
-    Args:
-      codes: uint8 in registers, of a layout that gives a thread its codes in vectors of a multiple of four neighbours.
-      table_smem: float32[256, 32] in shared memory: the table of 256 numbers, repeated in 32 columns, as
-        lanes.fill_banks writes it. Each lane reads its own column, so that lanes never read the same memory bank. A
-        barrier must come between the writing and this call.
-      layout: the layout of the codes and of the result.
+    codes: uint8 in registers, in vectors of a multiple of four neighbours.
+    table_smem: float32[256, 32], the table repeated in 32 columns (lanes.fill_banks): each lane reads its own, so
+      that lanes never read the same bank. A barrier must come between its writing and this call.
     """
 
     @mosaic_types.inline_mgpu(
@@ -96,16 +83,10 @@ def looked_up(codes, table_smem, layout):
 
 
 def direction(m, v, mean_factor, root_factor, eps, layout):
-    """Returns Adam's direction m mean_factor / (sqrt(v) root_factor + eps), float32, by PTX's approximate square root
-    and reciprocal, which are much faster than exact ones; they may be off in the last bits, and take subnormal numbers
-    as 0. The kernel of adam8/api.py calls it for each chunk, with the new moments before they are rounded.
+    """Adam's direction m mean_factor / (sqrt(v) root_factor + eps), float32, by PTX's approximate square root and
+    reciprocal, much faster than exact ones: the last bits may be off, and subnormal numbers count as 0.
 
-    Args:
-      m, v: the first and the second moment, float32 in registers of `layout`.
-      mean_factor: the bias correction of m, 1 / (1 - beta1^t), as an array of m's shape and layout.
-      root_factor: the bias correction of sqrt(v), 1 / sqrt(1 - beta2^t), as an array of m's shape and layout.
-      eps: Adam's eps, a Python float.
-      layout: the layout of all arrays and of the result.
+      mean_factor: 1 / (1 - beta1^t) in m's shape and layout; root_factor: 1 / sqrt(1 - beta2^t).
     """
 
     def of_one(elements, _):
@@ -121,21 +102,17 @@ def direction(m, v, mean_factor, root_factor, eps, layout):
 
 
 def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
-    """Encodes numbers in a dynamic map of 256 values (blockwise8.py): returns the uint8 code of each x, which is the
-    index of the value nearest to it. The Adam kernel encodes the new moments by it, divided by their blocks' absmax.
+    """uint8 code of each x in a dynamic map of 256 values (blockwise8.py), the index of the nearest.
 
-    The map is divided into cells, ranges of magnitudes that have the same upper bits in float32, and within a cell the
-    code of a magnitude rises by one at most. The table has an entry for each cell; the entry plus the lower bits of |x|
-    overflows exactly where the code rises, and its upper bits are the code, which with `signed` is then counted from
-    the code of 0, up or down. So a code takes one read of memory and no search.
+    The map is divided into cells, ranges of magnitudes with the same upper float32 bits, within which the code rises by
+    one at most. A cell's entry plus the lower bits of |x| overflows exactly where the code rises, and its upper bits
+    are the code, with `signed` counted from the code of 0, up or down: one read and no search.
 
-    Args:
-      x: float32 in registers of `layout`, in [-1, 1] if `signed`, otherwise in [0, 1].
-      cells_smem: the table adam8.api.cells(signed), int32, in shared memory.
-      shift: the number of lower bits of a float32 that differ within a cell; the bits above them are the cell's number.
-      first_cell: the number of the table's first cell; a smaller magnitude is encoded as the start of this cell.
-      signed: True for the first moment's map, which has negative values too; False for the second moment's.
-      layout: the layout of x and of the result.
+      x: float32 in [-1, 1] if `signed`, else in [0, 1].
+      cells_smem: int32, api.cells(signed).
+      shift: lower bits that differ within a cell.
+      first_cell: number of the table's first cell; smaller magnitudes are encoded as its start.
+      signed: the first moment's map.
     """
     one, mask = 0x3F800000, (1 << shift) - 1
 
@@ -159,16 +136,8 @@ def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
 
 
 def store_chunk(array, ref, number, layout):
-    """Stores an array of `size` elements from registers as chunk `number` of a flat array in global memory: ref[size
-    number : size (number + 1)] = array, row by row. The Adam kernel stores the direction so.
-
-    The address is computed in 64 bits, because number times size may exceed int32.
-
-    Args:
-      array: [rows, columns] in registers of `layout`; rows times columns is `size`.
-      ref: the flat array, one-dimensional, of array's dtype.
-      number: int32[], the index of the chunk, counted from 0.
-      layout: the layout of `array`.
+    """Stores [rows, columns] in registers as chunk `number` (int32[]) of the flat array `ref`. The address has 64 bits,
+    because an element's index may exceed int32.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))

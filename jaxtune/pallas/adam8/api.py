@@ -1,13 +1,10 @@
-"""Adam's update with 8-bit moments as one Pallas Mosaic GPU kernel for Hopper, which reads and writes every byte once
-(`adam_update`), and in plain JAX for all other devices (`plain_update`). `refusal` says which tensors the kernel cannot
-update, and `cells` makes the tables with which it encodes moments.
+"""Adam's update with 8-bit moments as one Pallas Mosaic GPU kernel for Hopper that reads and writes every byte once,
+and in plain JAX for other devices.
 
-A warp has whole blocks of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
-moments twice, once for the absmax and again to encode them. The gradient is scaled here, and moments are updated in
-place, so that in addition to the state only the direction is in memory.
-
-A warpgroup works through chunks of 8 blocks. While it computes one chunk from registers, bulk copies load its next
-chunk into shared memory; they are not delayed by stores to the same arrays.
+A warp has whole blocks of 256 elements, so a block's new absmax is known before its codes are written; XLA needs the
+moments twice. The gradient is scaled here and moments are updated in place, so that only the direction is in memory
+besides the state. A warpgroup works through chunks of 8 blocks: while it computes one from registers, bulk copies,
+which stores to the same arrays do not delay, load the next into shared memory.
 """
 
 from __future__ import annotations
@@ -53,19 +50,12 @@ _LAYOUT = plgpu.Layout.TILED(Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dim
 
 @functools.cache
 def cells(signed: bool) -> np.ndarray:
-    """Makes the table, int32[cells], with which `adam_lanes.places` encodes a number of a moment in one read. The
-    number's code is the index of the nearest of the 256 values of a dynamic map.
+    """int32[cells]: the table with which `adam_lanes.places` encodes a moment's number in one read.
 
-    A cell is a range of magnitudes whose float32 bits are equal except the lowest 17 (signed) or 16. A bound is the
-    middle between two neighbouring magnitudes of the map. The entry of a cell is the number of bounds below it, shifted
-    left by that many bits, plus a number to which the lower bits of a magnitude are added: the sum overflows into the
-    shifted number exactly if the magnitude is above the bound that is within the cell. Shifted back, the sum is the
-    code, or if signed its distance from the code of 0. Entries go from the cell of the smallest values to that of 1.
-
-    Args:
-      signed: True for the map of the first moment, which has negative values; False for that of the second moment.
-    Raises:
-      AssertionError: a cell has more than one bound between codes, so one entry is not enough.
+    A cell is a range of magnitudes whose float32 bits are equal but for the lowest 17 (signed) or 16; a bound is the
+    middle between two neighbouring magnitudes of the map. A cell's entry is the number of bounds below it, shifted left
+    by that many bits, plus a number that overflows together with a magnitude's lower bits exactly if the magnitude is
+    above the bound within the cell. AssertionError if a cell has more than one bound.
     """
     shift, first = _SHIFT[signed], _FIRST[signed]
     bounds = upper_bounds(signed).view(np.int32)
@@ -79,16 +69,10 @@ def cells(signed: bool) -> np.ndarray:
 
 
 def refusal(gradient, m_codes) -> str | None:
-    """Returns the reason why the kernel cannot update this tensor, or None if it can; the optimizer then calls
-    adam_update, otherwise plain_update. Reasons are a device that is not a Hopper GPU, a gradient that is neither
-    bfloat16 nor float32, codes that are not uint8, and fewer than 2,048 elements. On a GPU, the first call for a dtype
-    compares the kernel with XLA on a small case, unless an earlier run has stored that this GPU passed; a difference is
-    a reason too. At a start of training (within dispatch.built) the comparison runs later, and the result until then is
-    None. In Pallas' interpreter, in which tests run the kernel, the device does not matter and nothing is compared.
+    """Why the kernel cannot update this tensor, or None; of the gradient only dtype and size are read.
 
-    Args:
-      gradient: the gradient, or its jax.ShapeDtypeStruct; only dtype and size matter.
-      m_codes: the codes of the first moment, or their jax.ShapeDtypeStruct.
+    On a GPU the first call for a dtype compares the kernel with XLA (dispatch.first_use); in Pallas' interpreter
+    nothing is compared, and the device does not matter.
     """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
@@ -104,12 +88,8 @@ def refusal(gradient, m_codes) -> str | None:
 
 
 def _small_case(dtype):
-    """Runs the case with which the kernel is checked at its first use, and returns (the kernel's results, XLA's
-    results). Each is a list of the decoded moments, and of the direction where the step is taken.
-
-    The case is a second step of Adam with gradients in `dtype`, once taken and once skipped (`finite` is false). A
-    single program of the kernel processes all of it, so that some of its warpgroups have three chunks and others four;
-    XLA computes the elements after the last chunk.
+    """(the kernel's results, XLA's) of a second step of Adam, once taken and once skipped: decoded moments, and the
+    direction where taken. One program processes it all, so that some warpgroups have three chunks and others four.
     """
     betas, eps, size = (0.9, 0.95), 1e-8, (3 * WARPGROUPS + 2) * _CHUNK + 300
 
@@ -138,25 +118,19 @@ def _small_case(dtype):
 
 
 def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
-    """One step of Adam on a tensor with 8-bit moments in plain jnp, which runs on any machine and which XLA divides
-    over any mesh. It is used if the kernel refuses a tensor, and for the elements that the kernel leaves after its last
-    whole chunk, and is the reference with which the kernel is compared.
+    """One step of Adam on a tensor with 8-bit moments in jnp, which XLA divides over any mesh.
 
-    Args:
-      gradient: bfloat16, float16 or float32, of any shape.
-      m, v: the codes of the moments, uint8[blocks, 256], as from blockwise8.encode.
-      m_absmax, v_absmax: the largest magnitude in each block of a moment, float32[blocks].
-      correction1, correction2: float32, 1 - beta^t for the first and the second of `betas`.
-      scale: float32, by which the gradient is multiplied.
-      finite: bool; True: the step is taken; False: the moments stay as they are, and the direction is meaningless.
-      betas: Adam's (beta1, beta2).
-      eps: Adam's eps.
-    Returns:
-      (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments
-        before they are rounded, (m / correction1) / (sqrt(v / correction2) + eps), without learning rate and weight
-        decay.
-    Raises:
-      TypeError, ValueError: gradient, a moment, betas or eps is not as described here; the others are not checked.
+    Returns (direction, new m, m_absmax, v, v_absmax); direction is float32 in gradient's shape, (m / correction1) /
+    (sqrt(v / correction2) + eps) of the new moments before they are rounded, without learning rate and weight decay.
+
+      gradient: bfloat16, float16 or float32, any shape.
+      m, v: codes uint8[blocks, 256] of blockwise8.encode; m_absmax, v_absmax: float32[blocks].
+      correction1, correction2: float32, 1 - beta^t.
+      scale: float32 factor on the gradient.
+      finite: False: the moments stay, and the direction means nothing.
+      betas: (beta1, beta2).
+
+    Raises TypeError or ValueError for other arrays, betas or eps; the scalars are not checked.
     """
     _check("plain_update", FLOATS, gradient, m, m_absmax, v, v_absmax, betas, eps)
     (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
@@ -170,14 +144,7 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
 
 
 def _check(op, dtypes, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
-    """Checks the arguments of adam_update or plain_update, so that an error names the argument and the function, whose
-    name is `op`: gradient is an array of one of `dtypes`, a tuple of names; m and v, the codes of its moments, are
-    uint8[blocks, 256], where a block is 256 elements of the gradient; m_absmax and v_absmax are float32[blocks]; betas
-    are two numbers in [0, 1), and eps is at least 0.
-
-    Raises:
-      TypeError, ValueError: an argument is not so.
-    """
+    """Checks gradient, moments, betas and eps of public function `op`."""
     check = Arguments(op)
     check.array("gradient", gradient, "...", dtypes)
     check.sizes["blocks"] = (-(-gradient.size // BLOCK), f" ({BLOCK} elements of the gradient in each)")
@@ -191,14 +158,7 @@ def _check(op, dtypes, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
 
 
 def _written_out_places(x, table, signed: bool):
-    """Encodes numbers in a dynamic map as adam_lanes.places does, in jnp, because Pallas' interpreter cannot run PTX.
-    It returns the uint8 code of each x, the index of the nearest of the map's 256 values.
-
-    Args:
-      x: float32, in [-1, 1] if `signed`, otherwise in [0, 1].
-      table: int32, `cells(signed)`.
-      signed: True for the first moment's map, which has negative values too; False for the second moment's.
-    """
+    """adam_lanes.places in jnp, as Pallas' interpreter cannot run PTX."""
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = jnp.clip(bits & 0x7FFFFFFF, first << shift, 0x3F800000)
@@ -209,20 +169,15 @@ def _written_out_places(x, table, signed: bool):
 
 
 def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas, eps, interpreted):
-    """The kernel's body: Adam's update of the chunks (8 blocks of 256 elements) of this warpgroup. A warpgroup reads
-    and writes only its own chunks, and has each in registers before it writes it.
+    """Updates the chunks (8 blocks of 256 elements) of this warpgroup, which has each in registers before it writes it.
 
-    Args:
-      g_ref: the gradient, flat; this and the other refs up to the direction are in global memory.
-      m_ref, m_max_ref, v_ref, v_max_ref: codes uint8[blocks, 256] and absmax float32[blocks] of the moments. They are
-        updated in place, except the blocks after the last whole chunk, which the direction does not have either.
-      factors_ref: float32[4]: 1 / correction1, 1 / sqrt(correction2), the gradient's scale, and 0 if nothing may
-        change; then nothing is written, not even the direction.
-      refs: the two maps, then the two tables of `cells`, each for the first moment and then for the second; the
-        direction, float32 and flat; then shared memory: the four tables in this order, a slot of each of the five
-        inputs for each warpgroup, and the slots' barriers.
-      betas, eps: Adam's (beta1, beta2) and eps.
-      interpreted: True if Pallas' interpreter runs it, which gets jnp in place of PTX; False on a GPU.
+    g_ref: flat gradient; the refs up to the direction are in global memory.
+    m_ref, m_max_ref, v_ref, v_max_ref: codes uint8[blocks, 256] and absmax float32[blocks], updated in place, but for
+      blocks after the last whole chunk, which the direction lacks, too.
+    factors_ref: float32[4]: 1 / correction1, 1 / sqrt(correction2), scale, and 0 if nothing may change; then nothing
+      is written, not even the direction.
+    refs: two maps and two tables of `cells` (first moment, second); flat float32 direction; then shared memory: these
+      four, a slot of each of the five inputs for each warpgroup, and the slots' barriers.
     """
     tables, direction_ref, smem, slots, full_smem = refs[:4], refs[4], refs[5:9], refs[9:14], refs[14]
     moments = (m_ref, m_max_ref, v_ref, v_max_ref)
@@ -309,32 +264,16 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
 def adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, divided=None
 ):
-    """One step of Adam on a tensor with 8-bit moments, by the kernel for Hopper GPUs. The caller first asks `refusal`,
-    and calls plain_update for a tensor that the kernel cannot update.
+    """One step of Adam on a tensor with 8-bit moments by the Hopper kernel; ask `refusal` first. Arguments and results
+    are those of plain_update, with a bfloat16 or float32 gradient.
 
-    Donated moments are updated in place if nothing else reads them. Choosing between old and new moments outside would
-    read them, so the choice is made here.
+    Donated moments are updated in place if nothing else reads them; a choice between old and new moments outside would
+    read them, so `finite` makes it here.
 
-    Args:
-      gradient: bfloat16 or float32, of any shape.
-      m, v: the codes of the two moments, uint8[blocks, 256], as from blockwise8.encode.
-      m_absmax, v_absmax: the largest magnitude in each block of a moment, float32[blocks].
-      correction1, correction2: float32, 1 - beta^t for the first and the second of `betas`.
-      scale: float32, by which the gradient is multiplied in float32.
-      finite: bool; True: the step is taken; False: the moments stay as they are, and the direction is meaningless.
-      betas: Adam's (beta1, beta2).
-      eps: Adam's eps.
-      divided: the name of the mesh axis along which each device has a part of the gradient's leading axis and of its
-        moments; None: they are whole. A whole tensor is updated by each device in full, because updating parts and
-        exchanging them takes longer and more memory. A divided tensor is gathered, and then updated by each device in
-        full, if its gradient has one axis, has no equal parts of whole blocks, or has parts of fewer than 2,048
+      divided: the mesh axis along which each device has a shard of the gradient's leading axis and of its moments;
+        None: they are whole, and each device updates all, which is faster and smaller than an exchange. A divided
+        tensor is gathered first if its gradient has one axis, or its shards are uneven, no whole blocks, or below 2,048
         elements.
-    Returns:
-      (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments
-        before they are rounded, (m / correction1) / (sqrt(v / correction2) + eps), without learning rate and weight
-        decay.
-    Raises:
-      TypeError, ValueError: gradient, a moment, betas or eps is not as described here; the others are not checked.
     """
     _check("adam_update", _GRADIENTS, gradient, m, m_absmax, v, v_absmax, betas, eps)
     numbers = (correction1, correction2, scale, finite)
@@ -354,15 +293,10 @@ def adam_update(
 def _adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
-    """One step of Adam on one device by the kernel. `adam_update` calls it, on each device of a mesh, and so does
-    `_small_case`. The elements after the last whole chunk of 2,048 are updated by XLA (plain_update). Returns
-    (direction, m, m_absmax, v, v_absmax), the last four updated.
+    """adam_update on one device. XLA updates the elements after the last whole chunk of 2,048.
 
-    Args:
-      gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, betas, eps: as adam_update describes
-        them, of this device's part of the tensor.
-      programs: the most programs of the kernel's grid; the check at first use has one program process all chunks.
-      interpret: the parameters of Pallas' interpreter (gpu_kernel.interpreter), or None on a GPU.
+    programs: the most programs of the grid.
+    interpret: parameters of Pallas' interpreter, or None on a GPU.
     """
     size = gradient.size
     whole = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
