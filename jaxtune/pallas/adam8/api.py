@@ -1,10 +1,10 @@
 """Adam's update with 8-bit moments as one Pallas Mosaic GPU kernel for Hopper that reads and writes every byte once,
 and in plain JAX for other devices.
 
-A warp has whole blocks of 256 elements, so a block's new absmax is known before its codes are written; XLA needs the
-moments twice. The gradient is scaled here and moments are updated in place, so that only the direction is in memory
-besides the state. A warpgroup works through chunks of 8 blocks: while it computes one from registers, bulk copies,
-which stores to the same arrays do not delay, load the next into shared memory.
+A warp has whole blocks of 256 elements, so a block's new absmax is known before its codes are written. The gradient is
+scaled here and moments are updated in place, so that only the direction is in memory besides the state. While a
+warpgroup computes a chunk of 8 blocks from registers, bulk copies load its next into shared memory; stores to the same
+arrays do not delay them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def cells(signed: bool) -> np.ndarray:
     A cell is a range of magnitudes whose float32 bits are equal but for the lowest 17 (signed) or 16; a bound is the
     middle between two neighbouring magnitudes of the map. A cell's entry is the number of bounds below it, shifted left
     by that many bits, plus a number that overflows together with a magnitude's lower bits exactly if the magnitude is
-    above the bound within the cell. AssertionError if a cell has more than one bound.
+    above the cell's bound.
     """
     shift, first = _SHIFT[signed], _FIRST[signed]
     bounds = upper_bounds(signed).view(np.int32)
@@ -173,7 +173,7 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
 
     g_ref: flat gradient; the refs up to the direction are in global memory.
     m_ref, m_max_ref, v_ref, v_max_ref: codes uint8[blocks, 256] and absmax float32[blocks], updated in place, but for
-      blocks after the last whole chunk, which the direction lacks, too.
+      blocks after the last whole chunk.
     factors_ref: float32[4]: 1 / correction1, 1 / sqrt(correction2), scale, and 0 if nothing may change; then nothing
       is written, not even the direction.
     refs: two maps and two tables of `cells` (first moment, second); flat float32 direction; then shared memory: these

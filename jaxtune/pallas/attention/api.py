@@ -1,5 +1,5 @@
 """Public functions of packed causal attention, and the choice of their implementation. Shapes are [B, T, heads, D],
-with grouped key/value heads.
+with grouped key/value heads. All raise TypeError or ValueError for wrong arguments or an implementation that refuses.
 """
 
 from __future__ import annotations
@@ -99,9 +99,8 @@ def _pick(query, key, value, layout, implementation, **options):
 
 
 def _by_rows(function, operands: int, results: int):
-    """A function f(*arrays, layout, sinks) that runs `function` on each device of a mesh with that device's rows of the
-    batch, as kernels are programs for one device. Within a shard_map, or on one device, `function` gets the arrays as
-    they are.
+    """f(*arrays, layout, sinks), which runs `function` on each device of a mesh with that device's rows, as kernels are
+    programs for one device.
 
       operands: number of leading arguments (layout included) that have rows as first axis, divided along mesh axis
         "data". Without that axis, or if it does not divide the rows, each device computes all rows. sinks are whole
@@ -117,21 +116,18 @@ def attention_forward(
 ):
     """Attention and its log-sum-exp, for code that saves residuals itself. Not differentiable.
 
+    Returns (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], natural logarithm, sink included). At
+    padding out is 0 and lse means nothing.
+
       query: [B, T, heads, D] bfloat16, float16 or float32.
-      key, value: [B, T, kv_heads, D] in query's dtype, heads a multiple of kv_heads. All three are finite at padding,
-        too.
+      key, value: [B, T, kv_heads, D] in query's dtype, heads a multiple of kv_heads. All are finite at padding, too.
       layout: `packed_layout((B, T), segment_ids)`.
       scale: factor on query . key.
-      window: a query sees itself and the window - 1 keys before it (Hugging Face's sliding_window); None: all before
-        it.
+      window: a query sees itself and the window - 1 keys before it (Hugging Face's sliding_window); None: all.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap), as in Gemma 2.
       sinks: float[heads], an extra logit of each head that has no value, as in gpt-oss.
       implementation: "cudnn", "mosaic" (Hopper), "triton" (compute capability 8.0 on), "reference" (jnp, everywhere),
-        or None: the first that supports the call, in the order of `implementations`.
-
-    Returns (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], natural logarithm, sink included). At
-    padding out is 0 and lse means nothing. Raises TypeError or ValueError for wrong arguments or an implementation that
-    refuses.
+        or None: the first of `implementations` that supports the call.
     """
     _checked("attention_forward", query, key, value, layout, scale, window, soft_cap, sinks)
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
@@ -218,8 +214,8 @@ def attention(
     """Causal attention over packed documents, differentiable in query, key, value and sinks: [B, T, heads, D], 0 at
     padding.
 
-    It saves the operands, out and the log-sum-exp; the backward computes the softmax weights again. Operands and
-    options are those of attention_forward, and so are its errors. out's gradient at padding may be anything, even NaN.
+    It saves the operands, out and the log-sum-exp; the backward computes the softmax weights again. Arguments are those
+    of attention_forward. out's gradient at padding may be anything, even NaN.
 
       backward_implementation: of the gradients; None: `implementation`. One that refuses raises when gradients are
         taken.

@@ -1,8 +1,6 @@
 """Attention by cuDNN, where it is exact. cuDNN has no segment ids: its packed ("THD") path takes starts and lengths of
-at most n documents a row. On an H200 with cuDNN 9.19 it is exact up to 32 documents a row; its dq is wrong at 64. So it
-serves whole rows and, from compute capability 9.0 on, rows with a guarantee of at most 32 documents.
-
-The call is private to JAX (jaxtune.system.private_jax).
+at most n documents a row. On an H200 with cuDNN 9.19 it is exact up to 32 documents a row; its dq is wrong at 64. JAX's
+call is private (jaxtune.system.private_jax).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Cases that compare an implementation of attention with the reference at its first use on a GPU, as a kernel can be
-wrong on a GPU, or with a compiler's version, on which nobody tested it.
-
-Mosaic and Triton get one small case. cuDNN chooses among kernels of its own by a call's sizes, and one of them was
-wrong for a single number of documents, so packed rows are checked with the call's sizes.
+"""Cases that compare an implementation of attention with the reference at its first use on a GPU. Mosaic and Triton get
+one small case. cuDNN chooses among kernels by a call's sizes, and one was wrong for a single number of documents, so
+packed rows are checked with the call's sizes.
 """
 
 from __future__ import annotations
@@ -30,12 +28,10 @@ _DOCUMENT_LENGTHS = (90, 1, 160, 7, 110)
 
 
 def refusal(name: str, module, query, kv_heads: int, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
-    """Why this GPU must not run the kernels of `module` for calls like this one, or None.
+    """Why this GPU must not run the kernels of `module` for calls like this one, or None (dispatch.first_use).
 
     Compares forward and gradients of a small packed case (window 100, no sinks) once for each dtype, head dim, even or
-    odd group of query heads, soft cap or none, and blocks. It takes seconds; the user's cache stores a pass. It is
-    None, without a check, where there is no GPU, while compiling for another GPU, or if the check is postponed
-    (dispatch.first_use).
+    odd group of query heads, soft cap or none, and blocks. It takes seconds; the user's cache stores a pass.
 
       query: [B, T, heads, D]; only shape and dtype are read.
       blocks: {name in tuning.py, such as "attention forward": fields of its Blocks}; other blocks are another kernel.
@@ -126,9 +122,9 @@ def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None
 def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(row, first token, tokens), int[documents] each: the documents of cuDNN's case.
 
-    Row 0 has `most` documents, row 1 one fewer, row 2 two fewer, row 3 `most` again, ...; at least one each. The
-    numbers differ because cuDNN was wrong for a single number of documents. Each document begins an equal section of
-    its row and padding follows it; a row's only document fills nine tenths if `most` is 1.
+    Row 0 has `most`, row 1 one fewer, row 2 two fewer, row 3 `most` again, ...; at least one each. Numbers differ
+    because cuDNN was wrong for a single one. Each document begins an equal section of its row, and padding follows it;
+    if `most` is 1, it fills nine tenths.
     """
     most = min(most, length)
     part = length // most

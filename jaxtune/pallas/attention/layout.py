@@ -1,4 +1,4 @@
-"""PackedLayout: which keys each query of a batch can see, computed once per batch and passed to every layer.
+"""Which keys each query of a batch can see, computed once per batch and passed to every layer.
 
 Tokens see each other, causally, within a contiguous run of a segment id. An id that returns later in the row is a new
 document, 0 is padding anywhere, and no ids mean one document a row. The layout knows no block size and no window.
@@ -45,13 +45,12 @@ class PackedLayout:
 def packed_layout(
     shape: tuple[int, int], segment_ids: jax.Array | None = None, max_documents: int | None = None
 ) -> PackedLayout:
-    """The layout of a batch of `shape` = (rows, length), without rotary tables. It works within jit and never waits for
-    the device.
+    """The layout of a batch of `shape` = (rows, length), without rotary tables. It never waits for the device.
 
-      segment_ids: int[B, T], equal for neighbouring tokens of a document, 0 at padding. None: one document a row
-        without padding, which the layout then guarantees (full, max_documents = 1), whatever max_documents says.
-      max_documents: the caller's guarantee, not verified, that no row has more; 1 also means that each row's document
-        starts at index 0.
+    segment_ids: int[B, T], equal for neighbouring tokens of a document, 0 at padding. None: one document a row
+      without padding, which the layout then guarantees (full, max_documents = 1).
+    max_documents: the caller's guarantee, not verified, that no row has more; 1 also means that each row's document
+      starts at index 0.
     """
     check = Arguments("packed_layout")
     check.sequence("shape", shape, "rows and length", 2)

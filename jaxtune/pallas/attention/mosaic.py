@@ -1,10 +1,9 @@
-"""Packed attention as Pallas Mosaic GPU kernels for Hopper (wgmma, TMA, warp specialisation): 16-bit operands, head
-dims up to 512.
+"""Packed attention as Pallas Mosaic GPU kernels for Hopper: 16-bit operands, head dims up to 512.
 
-A tile of queries [a, b] needs keys from the lower bound of a (start of its document or window) to b; a tile of keys [a,
-b] is needed by queries from a to the upper bound of b. Bounds never fall along a row, so a tile's first and last token
-bound it. Only blocks between the bounds are loaded, only those that a bound crosses are masked. XLA writes the tiles
-into a table, the most expensive first, and the kernels work through it.
+A tile of queries [a, b] needs keys from the lower bound of a (start of its document or window) to b; queries from a to
+the upper bound of b need a tile of keys. Bounds never fall along a row, so a tile's first and last token bound it. Only
+blocks between the bounds are loaded, only those that a bound crosses are masked. XLA writes the tiles into a table, the
+most expensive first.
 
 dq has one kernel, dk and dv another (one each for heads of 512). A tile of keys visits all query heads of its key head,
 or a share of them, whose sums XLA adds. Every sum has a fixed order: bitwise deterministic without atomics.
@@ -176,10 +175,9 @@ def _whole_blocks(tokens, blocks: Blocks):
 
 
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
-    """Work of the forward and dq, a tile of queries a line. At least one block even for padding, because the kernels
-    take a tile's first step without a condition.
+    """Work of the forward and dq, a tile of queries a line. At least one block even for padding: the kernels take the
+    first step without a condition.
 
-      lower: int32[B, T] of `_prepare`.
       pairs: a tile has blocks.own queries, which both warpgroups take; otherwise 2 blocks.own.
       full: rows are equal and need no sort.
     """
@@ -196,7 +194,6 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
 def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
     """Work of dk and dv, a tile of keys a line, at least one block each.
 
-    upper: int32[B, T] of `_prepare`.
     shared: both warpgroups have the same blocks.own keys (wide heads); otherwise a tile has 2 blocks.own.
     full: rows are equal and need no sort.
     """

@@ -30,12 +30,11 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, scale, soft_cap):
     """(masked softmax weights times the soft cap's slope, gradients of the weights) of a block of keys, float32 of
-    `shape`. The weights are computed while the second product still runs.
+    `shape`. The weights are computed while the second product runs.
 
-      scores, dweights: (left, right) in shared memory, whose products are the raw scores and the gradients.
-      stat: log-sum-exps in log2, broadcast to `shape`.
+      scores, dweights: (left, right) in shared memory, of which the results are products.
       seen: puts 0 where a query does not see a key.
-      between: called between the starts of the products; it waits for the values. issued: called after both starts.
+      between, issued: called between the products' starts (waits for the values), and after both.
     """
 
     def compute(score_acc, dweight_acc):

@@ -1,9 +1,7 @@
-"""dk and dv for head dim 256, whose two gradients do not fit one warpgroup's registers: the dk of 64 keys takes 128
-registers of every thread, and so does dv.
-
-Both warpgroups have the same 64 keys: the first computes weights and dv, the second dweights and dk, two products a
-step each. The weights (times the soft cap's slope) go to the second through shared memory, in fp32 and two slots. The
-first is up to two steps ahead, and its exponentials overlap with the other's products.
+"""dk and dv for head dim 256, whose gradients do not fit one warpgroup's registers: either of 64 keys takes 128 of
+every thread. Both warpgroups have the same 64 keys: the first computes weights and dv, the second dweights and dk, two
+products a step each. The weights (times the soft cap's slope) go to the second through shared memory, in fp32 and two
+slots. The first is up to two steps ahead, and its exponentials overlap with the other's products.
 """
 
 from __future__ import annotations

@@ -47,11 +47,9 @@ class Softmax:
         return filled((own,), _UNSEEN if self.lean else MASKED, layout), filled((own,), 0.0, layout)
 
     def step(self, scores, state, mask):
-        """Takes one block of raw scores float32[own, step]. Returns (weights, factor float32[own] for the sums of
-        earlier blocks, the new state).
-
-        While a query has seen no key, masked keys may get weight 1 (not with `lean`); the factor is 0 once it sees one
-        and removes their sums.
+        """Takes one block of raw scores float32[own, step]. Returns (weights, factor float32[own] for earlier blocks'
+        sums, the new state). While a query has seen no key, masked keys may get weight 1 (not with `lean`); the factor
+        is 0 once it sees one and removes their sums.
 
           mask: puts MASKED where a query does not see a key; it gets scores scaled and capped, or with `lean` unscaled.
         """

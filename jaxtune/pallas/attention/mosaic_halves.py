@@ -1,14 +1,10 @@
 """Forward and dq of attention on Hopper for heads of 512 (Gemma 4), whose results do not fit one warpgroup's registers:
 a float32 accumulator of 64 rows and 512 columns takes 256 registers of every thread, which has 240.
 
-Every result is made in two halves of 256 columns, and each half computes all scores that it needs:
-
-- forward: an item is one half of a tile's output. Both warpgroups make the same half, each for its own queries, with
-  shared keys and values.
-- dq, dk and dv, a kernel each: both warpgroups have the same 64 queries or keys, and each makes one half.
-
-Scores are sums over all 512 columns. A block that is needed for nothing else comes in pieces of 128 columns, and each
-piece's slot is free as soon as its product is done.
+Every result is made in two halves of 256 columns, and each half computes all its scores. In the forward an item is one
+half of a tile's output, which both warpgroups make, each for its own queries. In dq, dk and dv both have the same 64
+queries or keys, and each makes one half. A block needed for scores alone comes in pieces of 128 columns, whose slots
+are free as soon as their products are done.
 """
 
 from __future__ import annotations
@@ -43,13 +39,12 @@ def columns_of(number, size: int):
 
 
 def bring_pieces(ref, place, number, ring, full, free, which=None):
-    """Starts the copies of a block (a run of tokens, all 512 columns of a head) into slots, piece by piece, each once
-    its slot is free.
+    """Starts the copies of a block (a run of tokens, 512 columns), piece by piece, each once its slot is free.
 
-      place: (row, slice of tokens, head) in `ref` [B, T, heads, 512].
-      number: int32[], blocks that this program loaded into `ring` before.
-      ring: [slots, tokens, 128 or 256 columns]; full, free: its barriers, one for each slot.
-      which: numbers of the pieces to copy; None: all.
+    place: (row, slice of tokens, head) in `ref` [B, T, heads, 512].
+    number: int32[], blocks loaded into `ring` before.
+    ring: [slots, tokens, 128 or 256 columns].
+    which: pieces to copy; None: all.
     """
     row, tokens, head = place
     size = ring.shape[-1]
@@ -60,24 +55,22 @@ def bring_pieces(ref, place, number, ring, full, free, which=None):
 
 
 def bring_both(pieces, halves):
-    """Starts the copies of a step's two blocks, one in four pieces and one in two halves; each argument has the first
-    six arguments of `bring_pieces`.
-
-    The step uses all pieces, then both halves, which stay until its end. A copy waits for its slot, and so do all after
-    it: so copies of halves start between those of pieces, where with two slots of each they delay none.
+    """Starts the copies of a step's two blocks, one in four pieces, one in two halves; each argument has the first six
+    of `bring_pieces`. The step uses all pieces, then both halves, which stay until its end. As a copy waits for its
+    slot, and all after it, copies of halves start between those of pieces, where with two slots of each they delay
+    none.
     """
     for ring, which in ((pieces, (0, 1)), (halves, (0,)), (pieces, (2,)), (halves, (1,)), (pieces, (3,))):
         bring_pieces(*ring, which=which)
 
 
 def multiply(acc, own, first, ring, full, number, release=None):
-    """Adds left block^T to acc on the tensor cores, over all 512 columns, piece by piece as they arrive. The last
-    products still run on return: the caller waits for them, and releases the last piece's slot (`last_slot`).
+    """Adds left block^T to acc over all 512 columns, piece by piece as they arrive. The last products still run on
+    return: the caller waits for them, and releases the last piece's slot (`last_slot`).
 
-      acc: [left's rows, tokens of the block].
       own: [halves, rows, 256]; left is the two halves from index `first` on.
       number: int32[], the block's number among those loaded into `ring`.
-      release: frees a slot once its product is done; None: slots stay, and nothing is waited for.
+      release: frees a slot once its product is done; None: nothing is freed or waited for.
     """
     size = ring.shape[-1]
     pieces, before = 2 * HALF // size, None

@@ -1,24 +1,20 @@
 """Building blocks of the Mosaic GPU attention kernels.
 
-A kernel runs one program on each multiprocessor, with two warpgroups that compute and one that loads blocks. A program
-works through items: tiles of queries of two heads (or two tiles of one head, if a key head has an odd number of query
-heads), or a tile of keys of one key head. In each step the computing warpgroups process one block of the other side:
-keys and values for a tile of queries, queries and their output gradients (dout) for a tile of keys. dk and dv for heads
-of 256, and all kernels for heads of 512, divide items otherwise (mosaic_backward_wide.py, mosaic_halves.py).
-
-An item's own side is double-buffered for head dims up to 128, and the loading warpgroup runs ahead across items, so an
-item's start and end overlap with its neighbours' work: on packed rows an item often has only two to ten steps.
+A kernel runs one program on each multiprocessor: two warpgroups compute, one loads blocks. A program works through
+items: tiles of queries of two heads (or two tiles of one head, if a key head has an odd number of query heads), or a
+tile of keys of one key head. In each step the computing warpgroups process one block of the other side. Some kernels
+divide items otherwise (mosaic_backward_wide.py, mosaic_halves.py). The loading warpgroup runs ahead across items, so
+that their starts and ends overlap with their neighbours' work: on packed rows an item often has two to ten steps.
 
 Common arguments of the kernels' bodies:
 
   q_ref, k_ref, v_ref, do_ref: query, key, value, dout [B, T, heads or kv_heads, D]; all refs are in global memory.
   stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2, and the sum of out * dout times scale.
-  lower_ref: int32[B, T], the first key that each query sees; upper_ref: the query after the last that sees each key.
+  lower_ref, upper_ref: int32[B, T], the first key that a query sees, and the query after the last that sees a key.
   table_ref: int32[lines, 4], the work, a tile a line: row, first token, first block visited, number of blocks.
-  *_smem: the same in shared memory; numbers_smem holds stat and delta.
-  own_full: barriers: an item's own operands have arrived. X_full: a block of X has arrived in its slot; X_free: the
-    computing warpgroups have read the slot. turn_barrier: of Turns.
-  pairs: True: the warpgroups take the same queries of two heads that share keys; False: neighbouring queries of a head.
+  *_smem: the same in shared memory; numbers_smem: stat and delta.
+  own_full: barriers: an item's own operands have arrived. X_full: a block of X has; X_free: all have read its slot.
+  pairs: the warpgroups take the same queries of two heads that share keys, not neighbouring queries of one head.
   interpreted: Pallas' interpreter runs the body and computes products in another way.
 """
 
@@ -131,11 +127,9 @@ def add_product(total, left, right, interpreted):
 
 
 class Turns:
-    """Keeps the two computing warpgroups half a step apart: one uses the tensor cores while the other computes its
-    softmax (FlashAttention-3's ping-pong, arXiv 2407.08608).
-
-    Each calls `begin` before its first step, `swap` twice in every step and `end` after its last; both must make the
-    same number of steps. wg: the calling warpgroup, 0 or 1. wanted: False turns all methods into no-ops.
+    """Keeps the computing warpgroups half a step apart: one uses the tensor cores while the other computes its softmax
+    (FlashAttention-3's ping-pong, arXiv 2407.08608). Each calls `begin` before its first step, `swap` twice in every
+    step, `end` after its last; both must make equally many steps.
     """
 
     def __init__(self, barrier, wg, wanted: bool):
@@ -171,12 +165,10 @@ def within(shape, axis, base, first, count):
 
 class Items:
     """Deals a kernel's work to its programs: a line of the work table is `heads` items. Every warpgroup makes its own
-    and goes through the same items; `rounds`, int32[], is their number.
+    and goes through the same `rounds` items. Lines fall in cost and are dealt back and forth, program 0 to n - 1, then
+    n - 1 to 0.
 
-    Lines fall in cost and are dealt back and forth, program 0 to n - 1, then n - 1 to 0, which balances the work.
-
-      heads: items of a line: query heads, pairs of them, or key heads; twice as many in the forward for heads of 512,
-        where an item is half of an output.
+      heads: query heads, pairs of them, or key heads; twice as many where an item is half of an output.
     """
 
     def __init__(self, table_ref, heads: int):
@@ -203,8 +195,8 @@ class Items:
     def each(self, work):
         """Calls work(turn, done, item, following) for every item in order, and returns the steps of all, int32[].
 
-        work: returns its number of steps. `turn` counts items, `done` the steps before this item (slots of the
-          pipeline follow from it); `following` is the next item, read early.
+        work: returns its steps. `done` are the steps before this item, from which slots follow; `following` is the
+          next item.
         """
 
         def one(turn, state):
@@ -257,7 +249,6 @@ def bring(number, copies):
 def drain(done, *rings):
     """Waits until everything loaded was read, as a barrier must not end with an arrival that nobody waited for.
 
-    done: number of all steps or pieces, as `bring` counts them.
     rings: (slots, their `free` barriers) each.
     """
     for target, free in rings:

@@ -1,8 +1,8 @@
 """Attention in plain jnp, which defines the operation, with an fp32 softmax. Chunks of queries bound its memory.
 
 score[q, k] = scale * query[q] . key[k];  soft cap: cap * tanh(score / cap);  key k is visible to query q iff
-doc_start[q] <= k <= q < doc_end[q] and q - k < window. A sink is one more logit of its head without a value (gpt-oss).
-lse is the natural logarithm of the softmax denominator, sink included. out is 0 where a query sees nothing (padding).
+doc_start[q] <= k <= q < doc_end[q] and q - k < window. A sink is one more logit of its head without a value. lse is the
+natural logarithm of the softmax denominator, sink included.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A tile of queries visits keys from its first token's lower bound to its own last token; a tile of keys visits queries up
 to its last token's upper bound; bounds never fall along a row. Blocks start at the bound itself, so a tile within one
-document has no masked block on that side; only blocks that a bound crosses are masked. dq has one kernel, dk and dv
-another, which visits all query heads of its key head: every sum has a fixed order, bitwise deterministic without
-atomics. triton_kernels.py imports triton, so it is imported only where it is used.
+document has no masked block there. dq has one kernel, dk and dv another, which visits all query heads of its key head:
+every sum has a fixed order, bitwise deterministic without atomics.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from jaxtune.pallas.attention.layout import PackedLayout
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a kernel divides its work. In the forward and dq a program has a tile of `queries` and visits blocks of
-    `keys`; in dk and dv it has a tile of `keys` and visits blocks of `queries`.
-    """
+    """In the forward and dq a program has a tile of `queries` and visits blocks of `keys`; in dk and dv the reverse."""
 
     queries: int  # queries at a time
     keys: int  # keys at a time

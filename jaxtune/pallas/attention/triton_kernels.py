@@ -1,9 +1,9 @@
 """Bodies of the Triton attention kernels.
 
-Arrays are [B, T, heads, DIM], contiguous; `starts` and `ends` are the layout's document bounds, int32[B, T]. Scores are
-in units of log2. SCALE is the factor on scores; CAP (soft cap) or WINDOW (keys that a query sees at most) of 0 means
-none. Blocks have WIDTH columns, the next power of two of DIM, with zeros from DIM on, which are not stored. MASKED: a
-bound may cross the blocks; otherwise every key is visible to every query.
+Arrays are [B, T, heads, DIM], contiguous; `starts` and `ends` int32[B, T] are document bounds. Scores are in units of
+log2. SCALE is the factor on scores; CAP (soft cap) or WINDOW (keys that a query sees) of 0 means none. Blocks have
+WIDTH columns, the next power of two of DIM, zeros from DIM on. MASKED: a bound may cross the blocks; otherwise every
+key is visible to every query.
 """
 
 import triton
@@ -126,11 +126,10 @@ def _attend(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax (arXiv 2205.14135) over the keys begin .. end - 1: returns the updated (acc, top, total).
+    """Online softmax (arXiv 2205.14135) over the keys begin .. end - 1: the updated (acc, top, total).
 
     acc: float32[QUERIES, WIDTH], weighted sum of values, not yet divided by the sum of weights.
     top, total: float32[QUERIES], largest score (log2) and sum of weights.
-    key, value: pointers to their head's first row.
     rows, lower: the queries' positions and the first keys that they see.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E

@@ -50,14 +50,13 @@ def tune(
 ) -> dict[str, dict[str, Any]]:
     """Times the kernels' blocks on one case and stores the fastest for calls like it. Hopper only.
 
+    Returns {kernel: entry of tuning.measure}. RuntimeError if no candidate runs, or the heuristic's blocks differ from
+    the reference; OSError if `path` cannot be written.
+
       kernels: "dkey" also makes dv, except for head dims above 256; kernels that the head dim lacks are left out.
       dtype: bfloat16 or float16.
-      say: gets two pieces of text for each candidate: its blocks before it runs, so that one that hangs is known, then
-        its time or the problem.
+      say: gets two texts for each candidate: its blocks before it runs, so that one that hangs is known, then its time.
       path: the JSON file for results; None: the user's cache.
-
-    Returns {kernel: entry of tuning.measure: fastest blocks, their time, what was tried}. Raises RuntimeError if no
-    candidate runs, or the heuristic's blocks differ from the reference; OSError if `path` cannot be written.
     """
     dim = mosaic.kernel_dim(case.dim)
     kernels = [kernel for kernel in kernels if dim in mosaic.HEURISTIC[kernel]]

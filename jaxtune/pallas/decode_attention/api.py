@@ -17,11 +17,8 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
 
 def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
-    """{name: function that returns why it refuses the call, or None}, in the order of preference. "reference" refuses
-    nothing.
-
-    A function may first compare its kernel with the reference on this GPU, which takes seconds. Of query [B, heads, D]
-    and keys [B, kv_heads, capacity, D] only shapes and dtypes are read.
+    """{name: function that returns why it refuses the call, or None}, in the order of preference; only shapes and
+    dtypes are read. A function may first compare its kernel with the reference on this GPU, which takes seconds.
     """
 
     def kernel(name):
@@ -34,9 +31,8 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
 
 
 def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
-    """Why this GPU must not run a kernel for such calls, or None (see dispatch.first_use). A small case is compared
-    with the reference: an empty row, rows that end within and at the end of a tile, and rows longer than the cache,
-    then a ring.
+    """Compares a small case with the reference: an empty row, rows that end within and at the end of a tile, and rows
+    longer than the cache, then a ring.
 
       module: `decode` computes the case; `variant` names the tiles of the compiled kernel.
     """
@@ -78,7 +74,8 @@ def decode_attention(
     implementation: str | None = None,
 ) -> jax.Array:
     """Attention of the newest token of each row over the row's cache, which contains that token already: [B, heads, D]
-    in query's dtype. Not differentiable.
+    in query's dtype. Not differentiable. With the kernels, a row's result has the same bits alone, in any batch and in
+    any slot. Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
 
       query: [B, heads, D] bfloat16, float16 or float32.
       keys, values: [B, kv_heads, capacity, D], heads a multiple of kv_heads, in query's dtype or float8_e4m3fn (no
@@ -87,15 +84,12 @@ def decode_attention(
         `capacity`.
       scale: factor on query . key, a Python number.
       window: the newest token sees itself and the window - 1 before it; None: all.
-      soft_cap: scores s become cap * tanh(s / cap) (Gemma 2).
-      sinks: float[heads], an extra logit per head that has no value (gpt-oss).
+      soft_cap: scores s become cap * tanh(s / cap).
+      sinks: float[heads], an extra logit per head that has no value.
       implementation: "mosaic" (Hopper; D of 64, 96, 128 or 256, at most 64 query heads a KV head), "triton" (compute
-        capability 8.0 on; D a multiple of 16 up to 512), "reference" (jnp, everywhere), or None: the first that
-        supports the call. Kernels need 16-bit queries and a capacity of whole tiles (cache_capacity). "triton" (from
-        compute capability 8.9 on) and "reference" read FP8 caches.
-
-    With the kernels, a row's result has the same bits alone, in any batch and in any slot. Raises TypeError or
-    ValueError for wrong arguments or an implementation that refuses.
+        capability 8.0 on, with FP8 caches 8.9; D a multiple of 16 up to 512), "reference" (jnp), or None: the first
+        that supports the call. Kernels need 16-bit queries and whole tiles of keys (cache_capacity); "mosaic" reads no
+        FP8.
     """
     check = Arguments("decode_attention")
     check.array("query", query, "B heads D", FLOATS)

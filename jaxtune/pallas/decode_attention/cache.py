@@ -1,8 +1,6 @@
-"""The key/value cache of decode_attention: [rows, kv_heads, capacity, D] of keys, and the same of values.
-
-The keys of one head of one row are contiguous, so a kernel reads them as one piece. The token at position p is at index
-p % capacity: with a sliding window the cache may be shorter than the text, a ring in which a new token replaces one
-that no later token sees. Attention does not depend on the order of keys.
+"""The key/value cache of decode_attention: [rows, kv_heads, capacity, D] of keys, and the same of values, so that a
+kernel reads the keys of one head of one row as one piece. The token at position p is at index p % capacity: with a
+sliding window the cache may be a ring, in which a new token replaces one that no later token sees.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ CAPACITY_STEP = 128  # a multiple of the number of keys in every kernel's tile
 
 def cache_capacity(tokens: int, window: int | None = None) -> int:
     """Capacity for rows of up to `tokens` tokens, prompt and sampled: that, or the window if smaller, rounded up to a
-    multiple of 128, as kernels require. TypeError or ValueError unless both are positive integers.
+    multiple of 128, as kernels require.
 
     >>> cache_capacity(700), cache_capacity(700, window=128)
     (768, 128)
@@ -34,10 +32,8 @@ def cache_capacity(tokens: int, window: int | None = None) -> int:
 def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
     """The cache [B, kv_heads, capacity, D] of prompts after a prefill. Indices without a token hold finite numbers.
 
-      tokens: [B, T, kv_heads, D], keys or values; entries past a row's length are ignored and must be finite.
-      lengths: int32[B], from 0 to T; of a row longer than `capacity` the last `capacity` tokens stay.
-
-    Raises TypeError or ValueError for other arguments.
+    tokens: [B, T, kv_heads, D], keys or values; entries past a row's length are ignored and must be finite.
+    lengths: int32[B], from 0 to T; of a row longer than `capacity` the last `capacity` tokens stay.
     """
     check = Arguments("cache_of")
     check.array("tokens", tokens, "B T kv_heads D", str(tokens.dtype))
@@ -60,8 +56,6 @@ def written(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array
 
       new: [B, kv_heads, D] in the cache's dtype.
       positions: int32[B], the tokens before each new one; rows with a negative position do not change.
-
-    Raises TypeError or ValueError for other arguments.
     """
     check = Arguments("written")
     check.array("cache", cache, "B kv_heads capacity D", str(cache.dtype))

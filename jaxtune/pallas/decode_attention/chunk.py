@@ -31,14 +31,10 @@ def chunk_attention(
     """Causal attention of the next N tokens of each row over each other and over the row's cache from before them: [B,
     N, heads, D] in query's dtype. XLA computes it, 128 of the N tokens at a time over the whole capacity.
 
-      query: [B, N, heads, D] bfloat16, float16 or float32, heads a multiple of kv_heads.
-      new_keys, new_values: [B, N, kv_heads, D] in query's dtype, not in the cache yet.
-      keys, values: [B, kv_heads, capacity, D] in query's dtype or float8_e4m3fn (no scales); invisible entries must be
-        finite, too.
+      query: [B, N, heads, D] bfloat16, float16 or float32; new_keys, new_values: [B, N, kv_heads, D] in its dtype.
+      keys, values: [B, kv_heads, capacity, D] in query's dtype or float8_e4m3fn (no scales), finite.
       before: int32[B], tokens before the new ones; of a longer row the cache has the last `capacity`.
       scale, window, soft_cap, sinks: as in decode_attention; not checked, and neither is the ratio of heads.
-
-    Raises TypeError or ValueError for other arrays.
     """
     check = Arguments("chunk_attention")
     check.array("query", query, "B N heads D", FLOATS)
@@ -99,14 +95,12 @@ def chunk_attention(
 
 @on_any_mesh
 def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array) -> jax.Array:
-    """The cache with the next N tokens' keys or values at index `position % capacity`. chunk_attention of these tokens
-    needs the cache from before. It is not copied if the old one is donated or not read again. A ring keeps the last
-    `capacity` tokens.
+    """The cache with the next N tokens' keys or values at index `position % capacity`; a ring keeps the last
+    `capacity`. chunk_attention of these tokens needs the cache from before. It is not copied if the old one is donated
+    or not read again.
 
       new: [B, N, kv_heads, D] in the cache's dtype.
       before: int32[B], tokens before the new ones, at least 0.
-
-    Raises TypeError or ValueError for other arguments.
     """
     check = Arguments("chunk_written")
     check.array("cache", cache, "B kv_heads capacity D", str(cache.dtype))

@@ -1,5 +1,5 @@
 """Copies rows of one cache into rows of another, such as prefilled prompts into slots. XLA's scatter moves 16-bit
-numbers one at a time, at a tenth of the memory's speed; the Triton kernel moves 16 bytes.
+numbers one at a time, at a tenth of the memory's speed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ def inserted(
       staged: [R, kv_heads, its capacity, D] in the cache's dtype, of no larger capacity; a row's later entries stay.
       rows, slots: int32[G]; slots that exist all differ.
       implementation: "triton" (16-bit caches), "reference" (XLA's scatter), or None: the first that supports the call.
-
-    Raises TypeError or ValueError for other arguments or an implementation that refuses.
     """
     check = Arguments("inserted")
     check.array("cache", cache, "N kv_heads capacity D", str(cache.dtype))

@@ -1,9 +1,8 @@
 """Decode attention as Pallas Mosaic GPU kernels for Hopper: one over splits of the keys, one that combines the splits.
 
 XLA writes the splits into a table, the longest first, and each multiprocessor runs one program that works through its
-share. Splits without a visible key are skipped; of the others only the tiles from the first to the last with a visible
-key are read. All query heads of a KV head are rows of one tensor-core tile of 64, mostly unused: the products take a
-third of the time that reading the cache takes.
+share. All query heads of a KV head are rows of one tensor-core tile of 64, mostly unused: the products take a third of
+the time that reading the cache takes.
 """
 
 from __future__ import annotations

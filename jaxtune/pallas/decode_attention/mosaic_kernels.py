@@ -38,14 +38,13 @@ def split_kernel(
     """Attention of the query heads of one KV head over one split of the keys at a time.
 
     A worker is a warpgroup; of n workers it takes every n-th item, one KV head of one line of the table. It copies its
-    next tiles, also of later items, into its own slots while it computes, and waits for no other warpgroup. Splits
-    without tiles get no results.
+    next tiles, also of later items, into its own slots, and waits for no other warpgroup. Splits without tiles get no
+    results.
 
-      q_ref: [B, kv_heads, padded heads, D]; all refs are in global memory.
-      k_ref, v_ref: the caches, [B, kv_heads, capacity, D].
+      q_ref: [B, kv_heads, padded heads, D]; k_ref, v_ref: the caches. All refs are in global memory.
       table_ref: int32[lines, 6] of mosaic.work_of; count_ref: int32[1], lines that have tiles.
-      out_ref: float32[B, kv_heads, splits, heads, D], normalised by each split's own sum of weights.
-      lse_ref: float32[B, kv_heads, splits, heads], log-sum-exps in log2.
+      out_ref, lse_ref: float32[B, kv_heads, splits, heads, D], normalised by the split's own sum of weights, and
+        without D, in log2.
       k_smem, v_smem: slots [workers * stages, step, D], each with a barrier of k_full, v_full.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
@@ -159,12 +158,11 @@ def product(left, right, shape, interpreted):
 
 def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, *, heads, dim):
     """Combines a row's splits in ascending order, adds the sinks, and divides by the sum of weights; a row without keys
-    gets 0. A program has `heads` heads of one KV head of one row, concatenated and cut into lines of LINE numbers, each
-    of which takes one register of every thread.
+    gets 0. A program has `heads` heads of one KV head of one row, cut into lines of LINE numbers, a register of every
+    thread each.
 
-      part_ref: float32[B, kv_heads, splits, lines, LINE], from split_kernel.
-      lse_ref: float32[B, kv_heads, splits, padded heads], in log2.
-      order_ref: int32[B, splits], a row's splits, those with tiles first; count_ref: int32[B], how many have.
+      part_ref: float32[B, kv_heads, splits, lines, LINE]; lse_ref: float32[B, kv_heads, splits, padded heads], in log2.
+      order_ref, count_ref: of splits.order_of.
       sinks_ref: float32[kv_heads, padded heads], in log2; MASKED: none.
       out_ref: [B, kv_heads, lines, LINE]; heads of whole programs, some perhaps padding.
     """

@@ -1,9 +1,7 @@
-"""Loads and stores rows of a tensor-core tile between global memory and registers, lane by lane.
-
-The few query heads go directly to registers, so that shared memory contains only keys and values; a tile's other rows
-repeat them and are not stored. A tile is 64 rows in Layout.WGMMA: warp w has rows 16 w to 16 w + 15, lane l rows l / 4
-and l / 4 + 8 of these, and of every 8 columns 2 (l % 4) and 2 (l % 4) + 1. The interpreter cannot run this;
-mosaic_kernels.py has the equivalent in jnp.
+"""Loads and stores rows of a tensor-core tile between global memory and registers, so that shared memory contains only
+keys and values; a tile's other rows repeat the query heads and are not stored. In Layout.WGMMA warp w has rows 16 w to
+16 w + 15, lane l rows l / 4 and l / 4 + 8 of these, and of every 8 columns 2 (l % 4) and 2 (l % 4) + 1. The interpreter
+cannot run this.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ def _column():
 def load_rows(ref, chunk, shape: tuple[int, int]):
     """A small matrix as a tile [64, columns] in registers (Layout.WGMMA, ref's dtype), by one warpgroup.
 
-    ref: global memory of any shape, read as a sequence of matrices; chunk: int32[], which.
+    ref: global memory, read as a sequence of matrices; chunk: int32[], which.
     shape: (rows, columns), at most 64 rows, columns a multiple of 8; the tile's other rows repeat rows.
     """
     (rows, columns), dtype = shape, jnp.dtype(ref.dtype)

@@ -1,9 +1,8 @@
-"""Attention of each row's newest token over its key/value cache in plain jnp, which defines the result. It reads the
-whole capacity.
+"""Attention of each row's newest token over its key/value cache in plain jnp, which defines the result.
 
 score[k] = scale * query . key[k], or cap * tanh(score / cap) with a soft cap. The key at index i of a ring of
 `capacity` entries is `age` tokens older than the row's newest, age = (length - 1 - i) % capacity, and is visible if age
-< min(length, window). A sink is one more logit of its head without a value (gpt-oss).
+< min(length, window). A sink is one more logit of its head without a value.
 """
 
 from __future__ import annotations

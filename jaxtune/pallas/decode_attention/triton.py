@@ -1,8 +1,6 @@
-"""Decode attention as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and higher.
-
-A cache of at most WHOLE keys takes one kernel, a program for each KV head of each row. For a longer one a kernel runs
-over splits of the keys (flash-decoding) and another combines them; a program ends at once if the row does not see its
-split. triton_kernels.py imports triton, so it is imported only where it is used.
+"""Decode attention as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and higher. A cache of at most WHOLE
+keys takes one kernel, a program for each KV head of each row. For a longer one a kernel runs over splits of the keys
+(flash-decoding) and another combines them; a program ends at once if the row does not see its split.
 """
 
 from __future__ import annotations

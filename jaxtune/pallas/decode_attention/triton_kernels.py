@@ -1,9 +1,9 @@
 """Bodies of the Triton kernels of decode attention, and of insert_kernel.
 
-Caches are [B, KV_HEADS, CAPACITY, DIM], contiguous; token t of a row is at index t % CAPACITY, and `lengths` int32[B]
-are the rows' tokens, the newest included. Scores are in units of log2. SCALE is the factor on them, CAP the soft cap,
-WINDOW the sliding window (0: none). Tiles have STEP keys. GROUP and WIDTH are the next powers of two of the query heads
-of a KV head (at least 16) and of DIM (at least 64).
+Caches are [B, KV_HEADS, CAPACITY, DIM]; token t of a row is at index t % CAPACITY, and `lengths` int32[B] are the rows'
+tokens, the newest included. Scores are in units of log2. SCALE is the factor on them, CAP the soft cap, WINDOW the
+sliding window (0: none). Tiles have STEP keys. GROUP and WIDTH are the query heads of a KV head and DIM as powers of
+two, at least 16 and 64.
 """
 
 import triton
@@ -15,9 +15,7 @@ _MASKED = tl.constexpr(-1e30)
 
 @triton.jit
 def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows first .. first + STEP - 1, which must exist, of a matrix with DIM columns: [STEP, WIDTH], zeros from
-    DIM on.
-    """
+    """[STEP, WIDTH], zeros from DIM on, of a matrix with DIM columns; all rows must exist."""
     columns = tl.arange(0, WIDTH)
     pointers = array + (first + tl.arange(0, STEP))[:, None] * DIM + columns[None, :]
     if WIDTH == DIM:
@@ -216,10 +214,9 @@ def insert_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies row rows[i] of staged [R, KV_HEADS, ROOM, DIM] into row slots[i] of cache [COUNT, KV_HEADS, CAPACITY,
-    DIM], if there is one; a program copies BLOCK numbers of a head. Grid: (blocks of a head, KV_HEADS, copied rows).
-
-      old: the cache as an input, in the same memory; not read.
+    """Copies row rows[i] of staged [R, KV_HEADS, ROOM, DIM] into row slots[i] of cache [COUNT, ...], if there is one.
+    `old` is the cache as an input, in the same memory. Grid: (blocks of BLOCK numbers of a head, KV_HEADS, copied
+    rows).
     """
     part, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + number)

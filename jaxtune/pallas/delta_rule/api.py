@@ -1,6 +1,4 @@
-"""Public functions of the gated delta rule, a linear attention, and of the short convolution before it. Training takes
-gated_delta_rule and short_convolution_parts; generation delta_rule_state after a prompt (or delta_rule_chunk, chunk by
-chunk), then the steps.
+"""Public functions of the gated delta rule, a linear attention, and of the short convolution before it.
 
 Common arguments of the rule:
 
@@ -29,8 +27,7 @@ IMPLEMENTATIONS = {"triton": triton, "chunked": chunked, "reference": reference}
 
 def implementations(key, value) -> dispatch.Table:
     """{name: function that returns why it refuses the call, or None}, in the order of trial; only shapes and dtypes are
-    read. "chunked" (jnp by chunks) and "reference" (token by token) refuse nothing. "triton" may first compare its
-    kernels with the reference on this GPU, which takes seconds.
+    read. "triton" may first compare its kernels with the reference on this GPU, which takes seconds.
     """
     return {
         "triton": lambda: triton.refusal(key, value),
@@ -71,10 +68,9 @@ def gated_delta_rule(
     padding; differentiable in all arrays but the layout.
 
     A value head's state is a matrix, 0 at a document's start. A token decays it, replaces the share beta of what it
-    stores at the token's key by the token's value, then reads it at its query; reference.py has the formula. The output
-    is divided by sqrt(K). Decays, beta, states and sums are float32. The Triton kernels round factors of products to
-    key's dtype; "chunked" keeps them float32 but multiplies 16-bit calls with the device's default precision (TF32 on
-    GPUs).
+    stores at the token's key by the token's value, then reads it at its query; reference.py has the formula. The Triton
+    kernels round factors of products to key's dtype; "chunked" keeps them float32 but multiplies 16-bit calls with the
+    device's default precision (TF32 on GPUs).
 
       layout: `packed_layout((B, T), segment_ids)`. The other arrays must be finite at padding, too.
       implementation: "triton" (16 bits, K and V 128), "chunked", "reference", or None: the first that supports the

@@ -1,9 +1,8 @@
 """Triton kernels of the short convolution, and of the gradient of its input.
 
-A program walks along tokens of a row for some channels, four tokens at a time, and keeps in registers what it needs of
-the three tokens before or after. x and dx are [B, LENGTH, CHANNELS], weight [CHANNELS, 4], doc_start and doc_end
-int32[B, LENGTH]. The result and its gradient are in three parts (queries, keys, values) of FIRST, SECOND and the
-remaining channels.
+A program walks along tokens of a row for some channels, four at a time, and keeps in registers what it needs of the
+three tokens before or after. x and dx are [B, LENGTH, CHANNELS], weight [CHANNELS, 4], doc_start and doc_end int32[B,
+LENGTH]. The result and its gradient are in three parts of FIRST, SECOND and the remaining channels.
 """
 
 import triton

@@ -2,19 +2,16 @@
 
 Chunks have 64 tokens, as in chunked.py, but the error is defined without beta, so that nothing is divided by it: z
 solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and beta z is written. S is the state before the
-chunk, d its decay up to a token (0 if the token's document began in the chunk), D[i, j] the decay from token j to token
-i. Queries and keys are not normalised in memory; their inverse lengths are factors per token.
+chunk, d its decay up to a token, D[i, j] the decay from token j to a later token i, each 0 across documents. Queries
+and keys are not normalised in memory; their inverse lengths are factors per token.
 
 The forward has three kernels. Two process all chunks in parallel: the factors of tokens, then the inverse of 1 + B and
 the weights with which queries read the chunk's own tokens (see Made). The third walks along a row, with a program for
-some columns of a head's state, which stays in registers in float32; products get it rounded to 16 bits. For the
-backward it stores z and the state before each chunk, in 16 bits.
+some columns of a head's state, in registers in float32; products get it rounded to 16 bits. For the backward it stores
+z and the state before each chunk, in 16 bits.
 
 The backward has five. The first walks back with the states' gradients, and stores the gradient after each chunk and
-dvalue. The others compute by chunks the gradients of the two matrices, dquery, dkey, and ddecay with dbeta. No inverse
-is differentiated, as d(1 + B) = -dv z^T. Every sum has a fixed order.
-
-triton_kernels.py imports triton, so it is imported only where it is used.
+dvalue; the others compute by chunks. No inverse is differentiated, as d(1 + B) = -dv z^T. Every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -74,9 +71,7 @@ def refusal(key, value) -> str | None:
 
 
 def _first_use(dtype, group: int) -> str | None:
-    """Why this GPU must not run the kernels in `dtype` with `group` value heads a key head, or None
-    (dispatch.first_use). Released versions of Triton have compiled such kernels wrongly.
-    """
+    """Released versions of Triton have compiled such kernels wrongly."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 130), (4, 64), (0, 27))

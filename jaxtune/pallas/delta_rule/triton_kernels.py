@@ -1,12 +1,11 @@
 """Bodies of the Triton kernels of the gated delta rule, in the order of their calls.
 
-Arrays of tokens are [B, T, heads, dim], contiguous; helpers get a pointer to one head's first token, and STRIDE,
-numbers from token to token; tokens past the row (LENGTH) are 0. Numbers per token are float32[B, heads, CHUNKS *
-CHUNK], matrices of a chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]; triton.Made
-explains the fields of these names. Document bounds `starts` and `ends` are int32[B, T]. All kernels get the same
-constants and may ignore some; KEY_DIM equals VALUE_DIM, SCALE is 1 / sqrt(K), WIDTH the columns of a program or step.
-Helpers named ..._turned load or store transposes. No left operand of a product is the transpose of a matrix that the
-kernel computed, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
+Arrays of tokens are [B, T, heads, dim]; helpers get a pointer to one head's first token, and STRIDE, numbers from token
+to token; tokens past the row (LENGTH) are 0. Numbers per token are float32[B, heads, CHUNKS * CHUNK], matrices of a
+chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]; triton.Made explains their names.
+`starts` and `ends` int32[B, T] are document bounds. KEY_DIM equals VALUE_DIM, SCALE is 1 / sqrt(K), WIDTH the columns
+of a program or step. Helpers named ..._turned load or store transposes. No left operand of a product is the transpose
+of a matrix that the kernel computed, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
 """
 
 import triton
@@ -497,7 +496,7 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
                 WIDTH: tl.constexpr):  # fmt: skip
     """dkey of a chunk, before normalisation, summed over a key head's value heads; transposed, so that eight warps
     share its rows. One loop runs over all value heads, and within each over WIDTH columns of their states and an equal
-    share of the chunk's tokens: so operands are prefetched also from one value head to the next. Grid: (key_heads,
+    share of the chunk's tokens, so that operands are prefetched from one value head to the next. Grid: (key_heads,
     chunks, B).
 
       lost, gained: for each token, its key times the state before the chunk times dvalue, and times dstates times

@@ -1,9 +1,10 @@
-"""Public functions of decoding steps, except those of experts, and the choice of their implementations.
+"""Public functions of decoding steps, except those of experts. All raise TypeError or ValueError for wrong arguments or
+an implementation that refuses.
 
 A step of some dozen rows is bound by the bytes of the weights, then by the number of its kernels: each costs some
 microseconds whatever it computes. So each function is one kernel. A product whose weights have few rows is divided into
-splits, ranges of the summed columns, whose partial sums different programs compute; the function that takes the result,
-`added_norm` or `placed`, adds them.
+splits, ranges of the summed columns; the function that takes the result, `added_norm` or `placed`, adds their partial
+sums.
 """
 
 from __future__ import annotations
@@ -82,18 +83,16 @@ def products(
     """Multiplies a few rows by the transposes of one to three weights, with their adapters, in one kernel. Not
     differentiable.
 
-    Returns partial sums [splits, N, sum of out_i], in float32, or in x's dtype for one split, the weights' products
-    side by side. Their sum over splits, rounded to x's dtype, is the product.
+    Returns partial sums [splits, N, sum of out_i], in float32, or in x's dtype for one split. Their sum over splits,
+    rounded to x's dtype, is the weights' products side by side.
 
       x: [N, in]; "triton" supports N up to 128, and to 256 without adapters for several weights, or one of at most 25
         million numbers.
       weights: [out_i, in] each, in x's dtype.
       loras: an adapter or None for each weight, or empty. It adds scale * (x a^T) b^T; "triton" supports ranks up to
-        64. Arrays in another dtype are cast in each call.
+        64. Arrays in another dtype are cast in each call. ValueError for DoRA.
       implementation: "triton" (16-bit floats on Hopper, multiples of 64 rows and 128 columns), "reference" (jnp; one
-        split if requested), or None: the first that supports the call, "reference" without a warning for a larger N.
-
-    Raises TypeError or ValueError for wrong arguments, DoRA, or an implementation that refuses.
+        split if requested), or None: the first that supports the call.
     """
     check = Arguments("products")
     check.array("x", x, "N in", FLOATS)
@@ -136,16 +135,12 @@ def gated_product(
 ) -> jax.Array:
     """activation(x gate^T) * (x up^T) for a few rows in one kernel: [N, out] in x's dtype. Not differentiable.
 
-      x: [N, in]; "triton" supports N up to 128.
-      gate, up: [out, in] in x's dtype.
-      activation: a key of gated.ACTIVATIONS. Its argument, its result and x up^T are rounded to x's dtype.
-      loras: adapters of gate and up, each may be None; or empty. As in `products`.
-      implementation: "triton" (as in `products`; "silu" or "gelu_tanh"), "reference", or None: the first that supports
-        the call. For a larger N, None takes the kernel of gated_mosaic.py where it supports the call, else XLA's
-        product, without a warning, and a kernel for the activation.
-
-    Raises TypeError or ValueError for wrong arguments, DoRA, or an implementation that refuses; KeyError for an unknown
-    activation, unless "triton" is requested.
+    x: [N, in]; "triton" supports N up to 128.
+    activation: a key of gated.ACTIVATIONS. Its argument, its result and x up^T are rounded to x's dtype.
+    loras: of gate and up, as in `products`.
+    implementation: "triton" (as in `products`; "silu" or "gelu_tanh"), "reference", or None: the first that supports
+      the call. For a larger N, None takes the kernel of gated_mosaic.py where it can, else XLA's product and a kernel
+      for the activation.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)
@@ -232,15 +227,12 @@ def added_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """(x plus a product, the RMS norm of that), [N, hidden] each in x's dtype, in one kernel. Not differentiable.
 
-      x: [N, hidden], the residual stream.
-      parts: [splits, N, hidden], partial sums of `products` or `experts_down`; their sum is rounded to x's dtype first.
-      weight: [hidden], any floating dtype.
-      offset: added to the weight, such as 1 for Gemma; ignored unless float32.
-      float32: True: the normed numbers times the weight are rounded once. False: both are rounded before they are
-        multiplied, and the product again.
-      implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference", or None: the first that supports it.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
+    x: [N, hidden], the residual stream.
+    parts: [splits, N, hidden], partial sums of `products` or `experts_down`; their sum is rounded to x's dtype first.
+    weight: [hidden], any floating dtype.
+    offset: added to the weight, such as 1 for Gemma; ignored unless float32.
+    float32: the normed numbers times the weight are rounded once; otherwise both are rounded first, and the product.
+    implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference", or None.
     """
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)
@@ -285,10 +277,7 @@ def placed(
       table: (cos, sin) at these positions, float32[N, D / 2] (RoPE); None: no rotation.
       norms: weights [D] of the query's and key's RMS norms, before the rotation; None: no norms.
       eps, offset, float32: as in `added_norm`.
-      implementation: "triton" (16-bit caches, D a power of two from 32 to 512), "reference", or None: the first that
-        supports the call.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
+      implementation: "triton" (16-bit caches, D a power of two from 32 to 512), "reference", or None.
     """
     check = Arguments("placed")
     check.array("parts", parts, "splits N width", FLOATS)

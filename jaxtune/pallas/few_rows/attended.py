@@ -1,8 +1,6 @@
-"""A decoding step from the product of query, key and value to the input of the output projection: norms, rotation,
-caches, attention.
-
-For short caches one kernel does what `placed` and decode_attention do, so that one kernel fewer starts and ends, and no
-queries are written: attended_kernels.py, or attended_gluon.py where many rows decode.
+"""A decoding step from the product of query, key and value to the input of the output projection. For short caches one
+kernel does what `placed` and decode_attention do, so that one kernel fewer starts and ends, and no queries are written:
+attended_kernels.py, or attended_gluon.py where many rows decode.
 """
 
 from __future__ import annotations
@@ -57,18 +55,16 @@ def attended(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Norms and rotates queries and keys of one new token in each of N sequences, writes its keys and values into the
-    caches, and attends to them. Not differentiable.
+    caches, and attends to them. Not differentiable. Arguments are those of `placed` and decode_attention.
 
     Returns (attention [N, heads, D] in the caches' dtype, 0 for a row at a negative position; keys; values). Caches
     change in place as in `placed`. With the kernel, a row's result has the same bits in any slot, and with
-    batch_invariant in any batch. The other arguments are those of `placed` and decode_attention.
+    batch_invariant in any batch.
 
       batch_invariant: False: the kernel may sum keys in other tiles, by several programs if N is small, or in Gluon if
         it is large.
       implementation: "triton" (one kernel; 16-bit caches of at most 1,024 keys, or 3,072 in Gluon with a large N; D of
         64, 128, 256 or 512), "apart" (`placed` and decode_attention), or None: the first that supports the call.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
     """
     check = Arguments("attended")
     check.array("parts", parts, "splits N width", FLOATS)
@@ -170,11 +166,9 @@ def _shares(keys, tile: Tile) -> int:
 
 
 def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile: Tile, shares: int) -> str | None:
-    """Why this GPU must not run the kernel for such calls, or None.
-
-    The case has rows without a token, rows that end within and at the end of a tile, rows longer than the cache, for
-    each sharing program four tiles, more than it reads ahead, and a window, if the call has one, that begins within a
-    tile.
+    """The case has rows without a token, rows that end within and at the end of a tile, rows longer than the cache,
+    four tiles for each program that shares a head, more than it reads ahead, and the call's window, which begins within
+    a tile.
     """
     dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
     group = parts.shape[2] // dim // kv_heads - 2

@@ -52,8 +52,7 @@ def _copied(key_lines, value_lines, key_ring, value_ring, slot, begin, end, STEP
     """Starts to copy a tile of STEP keys and values into shared memory, without a wait.
 
     key_lines, value_lines: pointers [1, 2, 128] to the head's first two keys and values.
-    key_ring, value_ring: shared memory [STAGES, STEP, 128]; slot: the tile's.
-    begin: index in the cache of the tile's first key.
+    key_ring, value_ring: [STAGES, STEP, 128]; begin: index in the cache of the tile's first key.
     end: with MASKS, keys that have been written; the tile has zeros from there on.
     """
     i, j, column = _tile_places(STEP)
@@ -91,11 +90,9 @@ def _seen(
 ):
     """Adds a tile of keys and values to the attention; returns top, total, acc.
 
-    keys, values: [STEP, 128] in shared memory.
-    query: [128, 8], a right operand.
+    keys, values: [STEP, 128] in shared memory; query: [128, 8], a right operand.
     top: float32[8], about the largest score so far in log2, subtracted from all.
-    total: float32[STEP, 8], sums of weights, not yet added over the first axis.
-    acc: float32[128, 8], the weighted sum of values.
+    total: float32[STEP, 8], sums of weights, not yet added over the first axis; acc: float32[128, 8].
     begin, newest: indices in the cache of the first key and of the new token. seen: tokens that it sees.
     MASKS: 0: all keys are visible.
     """
@@ -215,10 +212,9 @@ def many_kernel(
     """attended_kernel for head dim 128 and at most 8 query heads a key/value head, with its arguments. A program is one
     warp. Grid: (KV_HEADS, COUNT).
 
-    Keys and values are the left operands, queries and weights the right ones: a tensor core multiplies at least 8
-    columns on the right but 16 rows on the left, so 8 query heads suffice in place of 16. Weights move to the second
-    product within registers. The last tile has the new token, whose key and value are written before its copy starts;
-    only this tile needs masks, unless there is a window.
+    Keys and values are the left operands, queries and weights the right ones: a tensor core multiplies at least 16 rows
+    on the left, but 8 columns on the right. The last tile has the new token, whose key and value are written before its
+    copy starts; only this tile needs masks, unless there is a window.
     """
     DTYPE: gl.constexpr = out.dtype.element_ty
     OWN: gl.constexpr = HEADS // KV_HEADS

@@ -1,6 +1,4 @@
-"""Triton kernel of `attended`: norms and rotates a new token's heads, writes its key and value into the caches, and
-attends over short rows' caches, in one program for each key/value head of each row, or several where few rows decode.
-"""
+"""Triton kernel of `attended`, one program for each key/value head of each row, or several where few rows decode."""
 
 import triton
 import triton.language as tl
@@ -56,8 +54,8 @@ def _own_parts(
     """Norms and rotates the new token's heads of one key/value head of one row, and writes its key and value into the
     caches.
 
-    Returns the halves of its queries in DTYPE, and largest score, sum of weights and weighted sum of values of its own
-    key and the sink. Of several programs of a head only the first (share 0) writes, and attends to these two.
+    Returns its queries' halves in DTYPE, and top, total and acc of its own key and the sink. Of several programs of a
+    head only the first (share 0) writes, and attends to these two.
 
       later: 0 that the compiler does not know (attended_kernel).
       position, newest: of the new token, and its index in the cache.
@@ -130,7 +128,6 @@ def _added_shares(
     """Adds up the sums of a head's SHARES programs, always in one order; the last program to arrive does so. Returns
     (sum of weights, weighted sum of values, whether this is that program; the others get no results).
 
-      top, total, acc: this program's largest score, sum of weights and weighted sum of values.
       sums: float32[heads of all rows, SHARES, OWN, DIM + 2], global memory for acc, top, total.
       arrived: float32[heads of all rows], programs that have written their sums: 0 before and after.
       at: the head's index among all rows'.
@@ -199,12 +196,10 @@ def attended_kernel(
     order, STEP at a time, STAGES tiles in flight. Halves of a head, which the rotation needs apart, are multiplied
     apart.
 
-      parts, q_weight, k_weight, positions, old_keys, old_values, keys, values, NORMS, ROTATES: as for placed_kernel.
       turns: float32[COUNT, DIM], cos then sin, if ROTATES; behind them, unless SHARES is 1, `arrived` of _added_shares.
-      sinks: float32[HEADS] in log2, or None.
-      sums: of _added_shares; None if SHARES is 1.
-      WINDOW: tokens that the new one sees, itself included; CAP: soft cap; 0: none.
-      GROUP: query heads of a key/value head as a power of two of at least 16.
+      sinks: float32[HEADS] in log2, or None. sums: of _added_shares; None if SHARES is 1.
+      WINDOW, CAP: 0: none. GROUP: query heads of a key/value head as a power of two of at least 16.
+      Others: as for placed_kernel.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     OWN: tl.constexpr = HEADS // KV_HEADS

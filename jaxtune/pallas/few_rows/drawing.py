@@ -18,11 +18,10 @@ _CHUNK = 4096  # tokens that a program of the first kernel reads
 
 
 def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
-    """Sums of exp(scores - top) over blocks of 256 tokens: float32[B, blocks]. Over all blocks it is the softmax's
+    """float32[B, blocks]: sums of exp(scores - top) over blocks of 256 tokens; over all blocks it is the softmax's
     normaliser.
 
-      scores: float32[B, V].
-      top: float32[B], each row's largest score, so that the exponential does not overflow.
+      scores: float32[B, V]; top: float32[B], each row's largest, so that the exponential does not overflow.
     """
     padding = -scores.shape[1] % _BLOCK
     weights = jnp.exp(scores - top[:, None])
@@ -62,16 +61,14 @@ def chosen_token(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """A token of each row and its log-probability: (tokens int32[N], log-probabilities, largest logits, logarithms of
-    the sum of exp((logit - largest) / logprob_temperature), float32[N] each; other tokens' log-probabilities follow
-    from the last two). With the kernels, a row's results have the same bits beside any other rows.
+    the sum of exp((logit - largest) / logprob_temperature), float32[N] each). With the kernels, a row's results have
+    the same bits beside any other rows.
 
       logits: [N, V or more]; columns from vocab_size on are padding.
       temperature, logprob_temperature: float32[N], divide logits before the draw, and before the log-probability.
-      uniform: float32[N] from 0 to 1, decides the draw; negative: the row takes its most likely token, the first of
-        several. None: all rows do.
+      uniform: float32[N] from 0 to 1, decides the draw; negative: the most likely token, the first of several. None:
+        all rows take it.
       implementation: "triton", "reference", or None: the first that supports the call.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
     """
     check = Arguments("chosen_token")
     check.array("logits", logits, "N width", FLOATS)

@@ -1,8 +1,6 @@
-"""Bodies of the two Triton kernels that choose a token by its logits: sums over chunks of the vocabulary, and what a
-row makes of them.
-
-A chunk is CHUNK tokens, in blocks of BLOCK. Exponentials are relative to the chunk's largest logit; the second kernel
-makes them relative to the row's. A row's programs read nothing of other rows.
+"""Triton kernels that choose a token by its logits: sums over chunks of CHUNK tokens, in blocks of BLOCK, and what a
+row makes of them. Exponentials are relative to the chunk's largest logit; the second kernel makes them relative to the
+row's. A row's programs read nothing of other rows.
 """
 
 import triton
@@ -30,9 +28,9 @@ def chunk_kernel(
     """Reads one chunk of a row's logits. Grid: (CHUNKS, rows).
 
     logits: [rows, STRIDE], the first VOCAB of a row being the vocabulary's.
-    tops, places: float32 and int32[rows, CHUNKS], the chunk's largest logit, and the first token that has it.
+    tops, places: [rows, CHUNKS], the chunk's largest logit, and the first token that has it.
     sums: float32[rows, CHUNKS], of exp((logit - top) / logprob_temperature).
-    blocks: float32[rows, CHUNKS * CHUNK / BLOCK], the same of each block with temperature; unwritten if DRAWS is 0.
+    blocks: float32[rows, CHUNKS * CHUNK / BLOCK], the same of each block with temperature, if DRAWS.
     """
     chunk, row = tl.program_id(0), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -79,11 +77,11 @@ def token_kernel(
     BLOCK: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
-    """A row's token int32[rows], its log-probability, the largest logit, and the logarithm of the sum of exp((logit -
-    peak) / logprob_temperature), float32[rows] each. Grid: (rows,).
+    """A row's token, its log-probability, the largest logit, and the logarithm of the sum of exp((logit - peak) /
+    logprob_temperature). Grid: (rows,).
 
-      uniform: float32[rows], decides the draw; negative: the most likely token. Not read if DRAWS is 0.
-      BLOCKS: all blocks of a row; CHUNKS_PADDED, BLOCKS_PADDED: as powers of two.
+      uniform: float32[rows], decides the draw, if DRAWS; negative: the most likely token.
+      CHUNKS_PADDED, BLOCKS_PADDED: CHUNKS and BLOCKS, all of a row, as powers of two.
     """
     row = tl.program_id(0)
     line = row.to(tl.int64) * STRIDE

@@ -1,8 +1,7 @@
-"""Public functions of a decoding step's mixture of experts, and the choice of their implementation.
-
-A step of some dozen tokens gives each expert a handful, so these functions need no sort of tokens by expert
-(jaxtune.pallas.routing) and no padded rows. The plain implementation multiplies every token by every expert; a caller
-with another way first asks `experts_have_kernels`.
+"""Public functions of a decoding step's mixture of experts. A step of some dozen tokens gives each expert a handful, so
+they need no sort of tokens by expert (jaxtune.pallas.routing) and no padded rows. The plain implementation multiplies
+every token by every expert; a caller with another way first asks `experts_have_kernels`. All raise TypeError or
+ValueError for wrong arguments or an implementation that refuses.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ _CASE = 256  # the hidden size of the case on which kernels are compared with th
 
 
 def _case(count: int, choices: int, experts: int, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(x [count, 256], choice int32[count, choices], router's weights float32[count, choices]) of the comparison.
-
-    The first token has no expert. All others have expert 0, whose matrix then multiplies nearly all tokens (in several
-    passes, if they are more than experts_triton.slots), and further experts in turn.
+    """(x [count, 256], choice int32[count, choices], router's weights float32[count, choices]) of the comparison. The
+    first token has no expert; all others have expert 0, whose matrix multiplies nearly all tokens, perhaps in several
+    passes, and further experts in turn.
     """
     tokens, places = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
     turn = 1 + (tokens + places) % max(experts - 1, 1)
@@ -106,10 +104,8 @@ def experts_have_kernels(
     """Whether both `experts_gated` and `experts_down` run as kernels here. The first use on a GPU compares them with
     the plain implementation, which takes seconds.
 
-      x: [N, hidden].
-      matrices: (gate_up [E, 2 * inner, hidden], down [E, hidden, inner]).
+      matrices: (gate_up [E, 2 * inner, hidden], down [E, hidden, inner]); loras: their adapters.
       choices: experts of a token.
-      loras: adapters of gate_up and of down.
     """
     reason = _gated_refusal(x, matrices[0], choices, activation, loras[0])
     return (reason or _down_refusal(len(x), x.dtype, matrices[1], choices, loras[1])) is None
@@ -131,14 +127,12 @@ def experts_gated(
 
       x: [N, hidden]; "triton" supports N from 2 to 128.
       gate_up: [E, 2 * inner, hidden], gate's rows before up's, in x's dtype.
-      choice: int32[N, k], each token's experts, all different; another number than 0 to E - 1 is no expert.
+      choice: int32[N, k], each token's experts, all different; numbers outside of 0 to E - 1 are none.
       weights: float32[N, k], the router's.
       activation: a key of gated.ACTIVATIONS. x gate^T and x up^T are rounded to x's dtype; the rest is float32.
-      lora: adapters of gate_up; "triton" supports ranks up to 64. Arrays in another dtype are cast in each call.
+      lora: adapters; "triton" supports ranks up to 64. Arrays in another dtype are cast in each call.
       implementation: "triton" (16-bit floats on Hopper, hidden and inner multiples of 64, k up to 16, "silu" or
         "gelu_tanh"), "reference", or None: the first that supports the call.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
     """
     check = Arguments("experts_gated")
     check.array("x", x, "N hidden", FLOATS)
@@ -165,18 +159,14 @@ def experts_down(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Multiplies the rows of few tokens' experts by the experts' down matrices in one kernel that does not read those
-    of experts without tokens. Not differentiable.
+    """Multiplies the rows of few tokens' experts by the experts' down matrices, as `experts_gated` does. Not
+    differentiable.
 
     Returns partial sums float32[k, N, hidden], the product of token t and its j-th expert at [j, t], zeros for no
-    expert; `added_norm` adds them in order and rounds once. (matmul_to_tokens of jaxtune.pallas.routing rounds each
-    product first.)
+    expert; `added_norm` adds them in order and rounds once. (routing.matmul_to_tokens rounds each product first.)
 
       h: [N * k, inner] of `experts_gated`.
       down: [E, hidden, inner] in h's dtype.
-      choice, lora, implementation: as in `experts_gated`.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
     """
     check = Arguments("experts_down")
     check.array("choice", choice, "N k", jnp.int32)

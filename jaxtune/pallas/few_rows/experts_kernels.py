@@ -33,26 +33,20 @@ def expert_kernel(
 ):
     """Products of tokens with the matrices of the experts that they chose. Grid: (SIZE / ROWS, EXPERTS + 1).
 
-    A program of expert e multiplies ROWS rows of its matrix by the tokens that chose e, which it finds itself; it
-    returns without reading the matrix if there are none. The programs behind the last expert write zeros for choices
-    that are no expert. A token's numbers are one column of the tensor cores' product, so their bits depend on no other
-    token.
+    A program of expert e finds the tokens that chose e and multiplies ROWS rows of its matrix by them, without a read
+    if there are none. The programs behind the last expert write zeros for choices that are no expert. A token is one
+    column of the tensor cores' product, so its bits depend on no other token.
 
-    ACTIVATION 0: x has rows of pairs [COUNT * CHOICES, INNER], weight is [EXPERTS, SIZE, INNER], out float32[CHOICES,
-    COUNT, SIZE]. 1 (silu) or 2 (gelu_tanh): x has tokens [COUNT, INNER], weight is [EXPERTS, 2 * SIZE, INNER], gate
-    before up, and out [COUNT * CHOICES, SIZE] is activation(gate) * up * factor; gate and up are rounded to x's dtype,
-    the rest is float32 until the result is rounded.
-
-    RANK not 0: W + SCALE B A in place of W: A times the tokens, times SCALE, rounded to x's dtype, times B, in float32.
-
-      choice: int32[COUNT, CHOICES], a token's experts, all different; other numbers than 0 to EXPERTS - 1 are no
-        expert.
+      x, weight, out: ACTIVATION 0: [COUNT * CHOICES, INNER], [EXPERTS, SIZE, INNER], float32[CHOICES, COUNT, SIZE]. 1
+        (silu) or 2 (gelu_tanh): [COUNT, INNER], [EXPERTS, 2 * SIZE, INNER] (gate before up), [COUNT * CHOICES, SIZE] =
+        activation(gate) * up * factor, gate and up rounded to x's dtype, the rest float32.
+      choice: int32[COUNT, CHOICES], a token's experts, all different; numbers outside of 0 to EXPERTS - 1 are none.
       factors: float32[COUNT, CHOICES]; not read if ACTIVATION is 0.
-      a, b: [EXPERTS, A_RANK, INNER] and [EXPERTS, SIZE or 2 * SIZE, A_RANK] in x's dtype, or None.
-      INNER: summed columns, a multiple of DEPTH, the columns of a step; SIZE: a multiple of ROWS.
+      a, b: [EXPERTS, A_RANK, INNER], [EXPERTS, SIZE or 2 * SIZE, A_RANK] in x's dtype, or None: then W + SCALE B A is
+        multiplied; SCALE A x is rounded to x's dtype.
+      INNER, SIZE: multiples of DEPTH (columns of a step) and ROWS.
       TOKENS, PLACES: COUNT and CHOICES as powers of two, TOKENS at least 16.
-      SLOTS: tokens multiplied at once, at least 16; the matrix is read again for each further SLOTS.
-      STAGES: steps read ahead.
+      SLOTS: tokens multiplied at once; the matrix is read again for each further SLOTS.
       RANK: 0 or 64, the rows that a warp group multiplies; those from A_RANK on are 0.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty

@@ -1,8 +1,6 @@
-"""Products of few tokens with the matrices of their experts as a Triton kernel for Hopper.
-
-A step of some dozen tokens reads nearly every expert's matrices, each for a handful of tokens. Programs find these
-tokens in `choice` themselves, so no sort precedes, no buffer has padded rows, and each result goes where its reader
-wants it. experts_kernels.py imports triton, so it is imported only when the kernel runs.
+"""Products of few tokens with the matrices of their experts as a Triton kernel for Hopper. Programs find each expert's
+handful of tokens in `choice` themselves, so no sort precedes, no buffer has padded rows, and each result goes where its
+reader wants it.
 """
 
 from __future__ import annotations
@@ -70,10 +68,7 @@ def slots(choice, experts: int) -> int:
 def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation: int, lora: GroupedLora | None = None):
     """Runs expert_kernel with any tile.
 
-    x: tokens [N, in]; without an activation rows of pairs [N * k, in], token t's choice j at t * k + j.
-    weight: [E, out, in]; with an activation gate's and up's, [E, 2 * out, in].
-    choice: int32[N, k].
-    factors: float32[N, k], the router's weights; not read without an activation.
+    x, weight, choice, factors: as in expert_kernel.
     tile: with an activation programs have its rows of gate and of up.
     at_once: tokens multiplied at once, a power of two of at least 16.
     activation: 0: none, result float32[k, N, out]; 1 (silu) or 2 (gelu_tanh): [N * k, out] in x's dtype.

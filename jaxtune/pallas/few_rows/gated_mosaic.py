@@ -1,12 +1,10 @@
-"""activation(x gate^T) * (x up^T) for 129 to 256 rows of x, as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA,
-clusters).
+"""activation(x gate^T) * (x up^T) for 129 to 256 rows of x, as a Pallas Mosaic GPU kernel for Hopper.
 
-A product of this many rows is bound by multiplications, and these by the GPU's power. Two programs, a cluster, multiply
-the two halves of the rows by the same tile of the weights, which one read brings to both. A tile has `columns` rows of
-gate and as many of up, so a warpgroup has both numbers of each result in registers, and no product is written. The
-tile's size makes the tiles occupy the multiprocessors evenly and need not be a power of two (112 + 112 for the 14,336
-of Llama-3.1-8B). One warpgroup loads 64 columns at a time, as many steps ahead as fit, also of the next tile, while two
-others, each with 64 rows, multiply or store the last.
+Such a product is bound by multiplications, and these by the GPU's power. Two programs, a cluster, multiply the halves
+of the rows by the same tile of the weights, which one read brings to both. A tile has `columns` rows of gate and as
+many of up, so a warpgroup has both numbers of each result in registers, and no product is written. Its size makes the
+tiles occupy the multiprocessors evenly (112 + 112 for the 14,336 of Llama-3.1-8B). One warpgroup loads 64 columns at a
+time, as far ahead as fits, while two others, with 64 rows each, multiply or store.
 """
 
 from __future__ import annotations
@@ -76,8 +74,7 @@ def _activated(gate, activation: str, dtype):
 
 def _kernel(x_ref, gate_ref, up_ref, out_ref, x_smem, w_smem, out_smem, full, free, *, pairs, stages, activation):
     """out [N, out] = activation(x gate^T) * (x up^T). The two programs of pair p compute tiles p, p + pairs, ..., each
-    for 128 rows; the second one's end with the last row and may overlap the first one's: both store the same values
-    there.
+    for 128 rows; the second's end with the last row and may overlap the first's, with the same values.
 
       x_smem, w_smem, out_smem: [stages, 128, STEP], [stages, 2 * columns, STEP] (gate first), [warpgroups, 64,
         columns].

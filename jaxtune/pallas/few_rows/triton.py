@@ -1,10 +1,9 @@
 """Triton kernels for the operations of a decoding step, from compute capability 8.0 on; products on Hopper only,
 because they were not measured elsewhere.
 
-A program of a product multiplies a tile of a weight's rows, the left side, by up to 128 rows of x, the right side, so
-that each weight is read once. Weights with too few rows to occupy the multiprocessors are divided into splits of the
-summed columns; whoever takes the partial sums adds them in order. So a product needs no second kernel, and a row's bits
-do not depend on the other rows. triton_kernels.py imports triton, so it is imported only when a kernel runs.
+A program of a product multiplies a tile of a weight's rows by up to 128 rows of x, so that each weight is read once.
+Weights with too few rows to occupy the multiprocessors are divided into splits of the summed columns; whoever takes the
+partial sums adds them in order, so a product needs no second kernel, and a row's bits depend on no other row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Bodies of the Triton kernels of a decoding step.
 
-A product is given as partial sums: float32[SPLITS, COUNT, ...], or in the compute dtype for one split. Its reader adds
-the splits in ascending order and rounds to the compute dtype. A norm adds EPS to the mean square. FLOAT32 1: it rounds
-only after the product with its weight, to which OFFSET is added; 0: before and after it. ACTIVATION: 0 none, 1 silu, 2
-the tanh approximation of gelu.
+A product is partial sums float32[SPLITS, COUNT, ...], or in the compute dtype for one split; its reader adds the splits
+in ascending order and rounds. FLOAT32 1: a norm rounds only after the product with its weight, to which OFFSET is
+added; 0: before and after it. ACTIVATION: 0 none, 1 silu, 2 the tanh approximation of gelu.
 """
 
 import triton
@@ -45,9 +44,8 @@ def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _rows_of_b(b, rows, ranks, rank):
-    """[rows, ranks] of an adapter's B, whose first row `b` points to and which has `rank` columns; 0 where `ranks` is
-    negative or not below `rank`. In a gated product gate's columns of x A^T come before up's, so up's indices are
-    negative there.
+    """[rows, ranks] of an adapter's B, whose first row `b` points to; 0 where `ranks` is negative or not below `rank`.
+    In a gated product gate's columns of x A^T come before up's, so up's indices are negative there.
     """
     real = (ranks >= 0) & (ranks < rank)
     return tl.load(b + rows[:, None] * rank + ranks[None, :], mask=real[None, :], other=0.0)
@@ -89,20 +87,17 @@ def product_kernel(
     float32[SPLITS, COUNT, FIRST + SECOND + THIRD], or x's dtype for one split. Grid: (rows of W / ROWS, SPLITS, COUNT /
     TOKENS rounded up).
 
-    ACTIVATION not 0: first and second are gate's and up's weights, out [1, COUNT, FIRST] is activation(gate) * up;
-    both, and each step of the activation, are rounded to x's dtype. SPLITS is 1.
+    ACTIVATION not 0: out [1, COUNT, FIRST] is activation(gate) * up, with first and second as gate's and up's weights;
+    both, and each step of the activation, are rounded to x's dtype.
 
-    RANK not 0: W + scale B A in place of each W. Each program multiplies its columns of x by those of A too, and adds
-    this times its rows of B, so every partial sum has its share of the adapter. x A^T is rounded to x's dtype as in
-    training; so is its product with B, unless in splits or in a gated product, for which the registers do not suffice.
+    RANK not 0: W + scale B A in place of each W. Each program multiplies its columns of x by those of A too, so every
+    partial sum has its share of the adapter. x A^T is rounded to x's dtype before and after its scale, as in training;
+    so is its product with B, unless in splits or a gated product, for which the registers do not suffice.
 
-      x: [COUNT, INNER].
       first_a, first_b, ...: [its rank, INNER] and [rows, its rank] in x's dtype; None if RANK is 0.
-      INNER: summed columns, a multiple of DEPTH * SPLITS.
-      ROWS, TOKENS: rows of W, and of x (a power of two of at least 16), of a program; DEPTH: columns of a step.
-      STAGES: steps read ahead.
-      RANK: the largest rank as a power of two of at least 16. FIRST_RANK, ...: 0: no adapter, A and B are not read.
-      FIRST_SCALE, ...: factors on x A^T, which is rounded before and after.
+      INNER: summed columns, a multiple of DEPTH (columns of a step) * SPLITS.
+      ROWS, TOKENS: rows of W, and of x (a power of two of at least 16), of a program.
+      RANK: the largest rank as a power of two of at least 16. FIRST_RANK, ...: 0: no adapter.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
@@ -218,9 +213,8 @@ def _turned(
     """Norms and rotates heads of queries or keys: float32 halves, each step but the rotation rounded to DTYPE.
 
     low, high: [HALF] or [heads, HALF], float32.
-    inverse: reciprocal root of the mean square; one number or [heads, 1].
-    weights: halves of the norm's weight. turn: (cos, sin) in the heads' shape.
-    NORMS, ROTATES: 0: skipped, and weights or turn are not used.
+    inverse: reciprocal root of the mean square.
+    weights: halves of the norm's weight, if NORMS. turn: (cos, sin) in the heads' shape, if ROTATES.
     """
     if NORMS:
         low = _times_weight(low * inverse, weights[0], OFFSET, FLOAT32, DTYPE)
@@ -305,7 +299,7 @@ def placed_kernel(
     splits, and results of norm and rotation, are rounded to the caches' dtype. Grid: (HEADS + 2 KV_HEADS, COUNT).
 
       parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM].
-      q_weight, k_weight: [DIM], read if NORMS. cos, sin: float32[COUNT, DIM / 2], read if ROTATES.
+      q_weight, k_weight: [DIM], if NORMS. cos, sin: float32[COUNT, DIM / 2], if ROTATES.
       positions: int32[COUNT]; nothing is written to the caches for a negative one.
       old_keys, old_values: the caches as inputs, in the same memory; not read.
     """

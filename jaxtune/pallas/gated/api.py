@@ -1,4 +1,6 @@
-"""Backward of gated activations, of an MLP and of experts, and the choice of their implementations."""
+"""Backward of gated activations, of an MLP and of experts. Public functions raise TypeError or ValueError for wrong
+arguments or an implementation that refuses.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,14 @@ def gated_backward(
     gate: jax.Array, up: jax.Array, dgated: jax.Array, activation: str, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(activation(gate) * up, gradient of gate, gradient of up), in the arguments' shape and dtype. The first is
-    computed again, so a forward need not keep it.
-
-    The kernel writes over its arguments if nothing else reads them: three arrays of this size are live, not six, at
-    what is otherwise the peak of a training step's memory.
+    computed again, so a forward need not keep it. The kernel writes over its arguments if nothing else reads them:
+    three arrays are live, not six, at what is otherwise the peak of a training step's memory.
 
       gate, up: of one shape and dtype, bfloat16, float16 or float32.
       dgated: gradient of activation(gate) * up.
       activation: "silu", "gelu_tanh" or "gelu".
-      implementation: "mosaic" (Hopper, bfloat16, "silu" or "gelu_tanh", a multiple of 1,024 elements below 2^32, of the
-        whole arrays and of each device's shard), "reference", or None: the first that supports the call.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
+      implementation: "mosaic" (Hopper, bfloat16, "silu" or "gelu_tanh", a multiple of 1,024 elements below 2^32, also
+        of each device's shard), "reference", or None: the first that supports the call.
     """
     check = Arguments("gated_backward")
     check.array("gate", gate, "...", FLOATS)
@@ -49,9 +47,8 @@ def gated_backward(
 
 
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
-    """{name: function that returns why it refuses the call, or None}, in the order of trial; "reference" refuses
-    nothing. "mosaic" may first compare its kernel with the reference on this GPU, which takes seconds. size: elements
-    of an array.
+    """{name: function that returns why it refuses the call, or None}, in the order of trial. "mosaic" may first compare
+    its kernel with the reference on this GPU, which takes seconds. size: elements of an array.
     """
 
     def refusal():
@@ -61,7 +58,6 @@ def implementations(dtype, size: int, activation: str) -> dispatch.Table:
 
 
 def _first_use(activation: str) -> str | None:
-    """Why this GPU must not run the Mosaic kernel for `activation`, or None (dispatch.first_use)."""
 
     def compare():
         gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)
@@ -83,11 +79,7 @@ def gated_rows_backward(
       gate_up: [rows, 2 I] bfloat16, float16 or float32.
       weights: float32[rows], the router's.
       dgated: [rows, I] in gate_up's dtype, gradient of the weighted inner rows.
-      gate: how an inner row follows from gate and up.
-      implementation: "triton" (16 bits, "silu", "gelu_tanh" or clipped), "reference", or None: the first that supports
-        it.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
+      implementation: "triton" (16 bits, "silu", "gelu_tanh" or clipped), "reference", or None.
     """
     check = Arguments("gated_rows_backward")
     check.array("dgated", dgated, "rows I", FLOATS)

@@ -102,14 +102,11 @@ def gated_rows_gradient_kernel(
     INTERLEAVED: tl.constexpr,
 ):
     """Backward of experts' gated activation for BLOCK_ROWS rows, in float32. Grid: (ROWS / BLOCK_ROWS, rounded up,).
-    dgate_up may be gate_up's memory, and gated dgated's: a program reads a block before it writes it, and no other
-    reads these rows.
+    dgate_up may be gate_up's memory, and gated dgated's: a program reads a block before it writes it.
 
       gate_up, dgate_up: [ROWS, 2 SIZE], gate before up; INTERLEAVED: gate in the even columns, up in the odd ones.
-      weights, dweights: float32[ROWS].
       dgated: [ROWS, SIZE], gradient of gated, the inner rows times the weights.
       BLOCK: columns of gate, and of up, computed at once.
-      CLIPPED, LIMIT, ACTIVATION, ALPHA: of clipped and share_of.
     """
     DTYPE: tl.constexpr = gated.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

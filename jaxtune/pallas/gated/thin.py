@@ -1,4 +1,6 @@
-"""A gated activation and the thin products that the adapter of an MLP's down projection needs, forward and backward."""
+"""A gated activation and the thin products that the adapter of an MLP's down projection needs. Public functions raise
+TypeError or ValueError for wrong arguments or an implementation that refuses.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,14 @@ _TOKENS, _SIZE = 2048, 512  # fewer tokens and smaller activations are left to X
 def gated_thin(
     gate: jax.Array, up: jax.Array, a: jax.Array, activation: str, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(activation(gate) * up [tokens, I], that times a^T [tokens, r]), in gate's dtype: an MLP's inner activation and
-    the input of its down projection's adapter. The kernel multiplies what it has just computed, where XLA reads it
-    again. The product has float32 sums of the rounded activation.
+    """(activation(gate) * up [tokens, I], that times a^T [tokens, r]), in gate's dtype. The kernel multiplies what it
+    has just computed, where XLA reads it again. The product has float32 sums of the rounded activation.
 
       gate, up: [tokens, I], bfloat16, float16 or float32.
       a: float[r, I], rounded to gate's dtype.
       activation: "silu", "gelu_tanh" or "gelu".
       implementation: "triton" (16 bits, "silu" or "gelu_tanh", a rank of at most 32), "reference", or None: "triton" if
         it supports the call and there are at least 2,048 tokens and I is at least 512.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
     """
     check = _checked("gated_thin", gate, up, activation)
     check.array("a", a, "r I", FLOATS)
@@ -66,16 +65,12 @@ def gated_thin_backward(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Backward of an MLP's gated activation whose down projection has an adapter and is not trained: (gradients of gate
-    and up [tokens, I] in gate's dtype, dinner^T (activation(gate) * up) float32[r, I], the gradient of A).
-
-    The kernel writes the first two over gate and up if nothing else reads these; it computes the activation again and
-    neither writes nor reads it. Its results have the same bits in each run.
+    and up [tokens, I] in gate's dtype, dinner^T (activation(gate) * up) float32[r, I], the gradient of A). The kernel
+    writes the first two over gate and up if nothing else reads these. Its results have the same bits in each run.
 
       gate, up, activation, implementation: as in `gated_thin`.
       dgated: [tokens, I] in gate's dtype, gradient of activation(gate) * up.
       dinner: [tokens, r] in gate's dtype, gradient of the adapter's low-rank input (x A^T).
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
     """
     check = _checked("gated_thin_backward", gate, up, activation)
     check.array("dgated", dgated, "tokens I", gate.dtype)

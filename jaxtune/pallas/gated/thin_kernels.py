@@ -1,8 +1,6 @@
 """Triton kernels of gated activations that multiply what they compute by thin arrays before it leaves the
-multiprocessor.
-
-Arrays of gate's kind have 16 bits. WIDTH: the columns (ranks) with which thin arrays are multiplied, a power of two of
-at least 16 and RANK. STEPS: tiles of BLOCK rows of a program. ACTIVATION: share_of's.
+multiprocessor. Thin arrays are multiplied with WIDTH columns, a power of two of at least 16 and RANK. A program has
+STEPS tiles of BLOCK rows.
 """
 
 import triton
@@ -56,12 +54,11 @@ def gated_thin_kernel(
     """activation(gate) * up of BLOCK rows, in float32, rounded once to gate's dtype, and times a^T. Grid: (ROWS /
     BLOCK, rounded up,).
 
-      gate, up: [ROWS, SIZE]; a: [RANK, SIZE].
+      gate, up: [ROWS, SIZE] of 16 bits; a: [RANK, SIZE].
       result: RESULT 1: activation(gate) * up. 2: its codes e4m3[ROWS, SIZE], a scale for each 128 of a row; COLUMNS is
-        128. 0: not written.
-      scales: RESULT 2: float32[SIZE / 128, rounded up, ROWS]; else not written.
+        128.
+      scales: RESULT 2: float32[SIZE / 128, rounded up, ROWS].
       inner: [ROWS, RANK], rounded once from float32 sums.
-      COLUMNS: computed at once.
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -105,11 +102,11 @@ def gated_thin_backward_kernel(
     STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Gradients of gate and up in COLUMNS columns of STEPS tiles, in float32, and what these rows add to dinner^T
-    gated, gated = activation(gate) * up rounded to gate's dtype. Grid: (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded
-    up. dgate may be gate's memory, and dup up's: a tile is read before it is written, and no other program reads it.
+    """Gradients of gate and up in COLUMNS columns of STEPS tiles, in float32, and these rows' share of dinner^T
+    (activation( gate) * up, rounded). Grid: (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up. dgate may be gate's
+    memory, and dup up's: a tile is read before it is written.
 
-      gate, up, dgated, dgate, dup: [ROWS, SIZE]; dinner: [ROWS, RANK].
+      gate, up, dgated, dgate, dup: [ROWS, SIZE] of 16 bits; dinner: [ROWS, RANK].
       da: float32[ranges of rows, RANK, SIZE], each range's sum.
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
@@ -159,17 +156,15 @@ def rounded_gradients_kernel(
 ):
     """Gradients of gate and up in 128 columns of STEPS tiles, in float32, rounded to gate's dtype, then once more to
     e4m3, and multiplied by the thin arrays of gate's and up's adapters; activation(gate) * up, rounded, times that of
-    down's. Grid: (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up. COLUMNS is 128.
+    down's. Grid: (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up.
 
-      gate, up, dgated: [ROWS, SIZE].
-      thins: [3, RANK, ROWS], of the adapters of down (gradient of its low-rank input), gate and up (low-rank inputs).
+      gate, up, dgated: [ROWS, SIZE] of 16 bits.
+      thins: [3, RANK, ROWS], gradient of down's low-rank input, low-rank inputs of gate and up.
       sides: [2, RANK, SIZE], the B's of gate and up, transposed.
       codes: e4m3[ROWS, 2 width], width = SIZE rounded up to 128s; up's begin at `width`. Further columns are zeros.
       scales: float32[2 width / 128, ROWS].
       parts: float32[blocks of columns, ROWS, 2, RANK], each block's share of the gradients times `sides`.
-      da: float32[ranges of rows, RANK, SIZE], each range's share of thins[0] times activation(gate) * up.
-      db_gate, db_up: float32[ranges of rows, SIZE, RANK], each range's share of the transposed gradients times
-        thins[1:].
+      da, db_gate, db_up: float32[ranges of rows, RANK, SIZE] and [ranges of rows, SIZE, RANK], each range's shares.
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     FILLED: tl.constexpr = (SIZE + 127) // 128 * 128

@@ -1,9 +1,8 @@
 """Gated activations and thin products by Triton kernels.
 
 Their time is that of memory, so neither activation(gate) * up nor gradients rounded to e4m3 are read again for a thin
-product. In the forward a program has a range of rows and keeps their sums over all columns in registers. In the
-backward, which sums over rows, it has a block of columns and a range of rows, and XLA adds up what the ranges (and for
-`rounded_gradients` the blocks) wrote, in one order. Tiles of gate and up are read ahead into shared memory.
+product. In the forward a program keeps a range of rows' sums over all columns in registers. In the backward, which sums
+over rows, it has a block of columns and a range of rows, and XLA adds up what the programs wrote, in one order.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ def width_of(rank: int) -> int:
 
 
 def _first_use(dtype, width: int, activation: str) -> str | None:
-    """Why this GPU must not run the kernels for such calls, or None (dispatch.first_use)."""
     from jaxtune.pallas.gated import reference
 
     def compare():
@@ -100,9 +98,8 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
     """(what `result` names, activation(gate) * up times a^T [tokens, r] in gate's dtype).
 
     a: [r, I] in gate's dtype.
-    result: "gated": activation(gate) * up [tokens, I] in gate's dtype; "e4m3": its codes and their scales
-      float32[tokens, I / 128, rounded up], for each 128 numbers of a row, as fp8_product.rounded has them; "none":
-      nothing.
+    result: "gated": activation(gate) * up; "e4m3": its codes and scales float32[tokens, I / 128, rounded up], as
+      fp8_product.rounded has them; "none".
     """
     from jaxtune.pallas.gated import thin_kernels
 
@@ -172,12 +169,12 @@ def _divided(tokens: int, size: int, shape: Tile) -> tuple[int, int, int]:
 def rounded_gradients(
     gate, up, dgated, dinner, inners: Sequence[jax.Array], bs: Sequence[jax.Array], activation: str, shape: Tile
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array, list[jax.Array]]:
-    """Backward of an MLP's gated activation whose gradients of gate and up are rounded to e4m3, for weights that are
-    multiplied by such gradients and have adapters. The gradients are not written in 16 bits; the kernel computes the
-    adapters' products with them, too. All products are of numbers rounded to gate's dtype, with float32 sums.
+    """Backward of an MLP's gated activation whose gradients of gate and up are rounded to e4m3 and not written in 16
+    bits; the kernel computes the adapters' products with them, too. Products are of numbers rounded to gate's dtype,
+    with float32 sums.
 
     Returns (codes [tokens, K] and scales float32[tokens, K / 128] of both gradients side by side, as
-    fp8_product.side_by_side has them; gradient of gate times B, and that of up, side by side, [tokens, sum of ranks] in
+    fp8_product.side_by_side has them; gradients of gate and up times their B, side by side, [tokens, sum of ranks] in
     gate's dtype; dinner^T (activation(gate) * up) float32[r, I]; for gate and up the transposed gradient times the
     low-rank input, float32[I, r]).
 

@@ -46,7 +46,6 @@ def unsupported(dtype, gate: RowGate) -> str | None:
 
 
 def _first_use(dtype, gate: RowGate) -> str | None:
-    """Why this GPU must not run the kernel for such rows, or None (dispatch.first_use)."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)

@@ -148,8 +148,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(sum of weights * losses, sum of weights), float32[] each: cross-entropy of the next token, without stored logits
-    [B, T, V]. Differentiable in hidden, head and weights; where a derivative is wanted, the forward computes the
-    gradients.
+    [B, T, V]. Differentiable in hidden, head and weights; the forward then computes the gradients.
 
     Logits are hidden head^T * logit_scale, then soft_cap * tanh(logits / soft_cap); softmax arithmetic is fp32. A
     token's loss is lse - (1 - e) logits[target] - e mean(logits) + z_loss lse^2, lse = logsumexp(logits), e =
@@ -162,7 +161,7 @@ def linear_cross_entropy(
       soft_cap: above 0, or None. label_smoothing: in [0, 1). z_loss: at least 0.
       head_gradient: False for a frozen head, whose gradient then comes back as zero.
       chunk_tokens: tokens that have logits at a time, at most, but at least one of each row; None: 2^27 logits, about
-        0.8 GB with their 16-bit gradient. It changes only the order of fp32 sums of the head's gradient.
+        0.8 GB with their 16-bit gradient. It changes only the order of sums of the head's gradient.
 
     Raises TypeError or ValueError for wrong arguments; flags and contents of arrays are not checked.
     """

@@ -147,8 +147,8 @@ def linear_divergence(
     head_gradient: bool = True,
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weighted divergences between a student's and a teacher's next-token distributions; logits [B, T, V] of neither
-    are stored.
+    """Weighted divergences between a student's and a teacher's next-token distributions, without stored logits [B, T,
+    V].
 
     Returns (sum of weights * divergence float32[], unweighted divergences float32[B, T] in nats, the student's
     entropies float32[B, T]). Only the first is differentiable, in hidden, head and weights; the forward computes its
@@ -162,7 +162,7 @@ def linear_divergence(
       weights: float[B, T]; 0 where a token does not count.
       beta: 0: KL(teacher || student); 1: KL(student || teacher); between them as in the module's docstring.
       soft_cap, teacher_soft_cap: above 0, or None.
-      head_gradient: False for a frozen head, whose gradient is then neither computed nor kept.
+      head_gradient: False for a frozen head.
       chunk_tokens: tokens that have logits of both models at a time, at most, but at least one of each row; None: 2^26
         logits of each model.
 

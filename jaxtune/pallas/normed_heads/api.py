@@ -25,19 +25,15 @@ def normed_heads(
     implementation: str | None = None,
 ) -> jax.Array:
     """RMS norm of each head, then rotation by its token's position: [B, T, heads, D] in x's dtype, rounded after each
-    of both. Differentiable in x and weight; the kernel's gradients are rounded once.
+    of both. Differentiable in x and weight; the kernel's gradients are rounded once. TypeError or ValueError for wrong
+    arguments or an implementation that refuses.
 
       x: [B, T, heads, D] bfloat16, float16 or float32.
-      weight: float[D].
       table: (cos, sin), float32[B, T, rotary_dim / 2]; numbers i and i + rotary_dim / 2 of a head are a pair, those
         from rotary_dim on stay.
-      offset: added to the weight; ignored unless float32.
-      float32: True: the normed numbers times the weight are rounded once. False: both are rounded to x's dtype first,
-        and the product again.
+      offset, float32: as in reference.normed.
       implementation: "triton" (16 bits, D a power of two of at least 32, rotary_dim D), "reference", or None: "triton"
         if it supports the call and there are at least 4,096 heads over all tokens.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
     """
     check = Arguments("normed_heads")
     check.array("x", x, "B T heads D", FLOATS)

@@ -54,7 +54,6 @@ def normed_heads_kernel(
 
     x, out: [COUNT, 2 HALF]; HEADS after one another are of one token.
     cos, sin: float32[COUNT / HEADS, HALF].
-    EPS: added to the mean square. OFFSET, FLOAT32: of _factors.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     half = tl.arange(0, HALF)[None, :]

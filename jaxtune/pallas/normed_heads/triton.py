@@ -43,7 +43,6 @@ def refusal(x, weight, table) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, dim: int) -> str | None:
-    """Why this GPU must not run the kernels for such calls, or None (dispatch.first_use)."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)

@@ -25,18 +25,13 @@ def normed_stream(
 ) -> tuple[jax.Array, jax.Array]:
     """(x, its RMS norm over the last axis in x's dtype), differentiable in x and weight. Whoever reads x elsewhere too,
     as the residual stream is read, takes the returned x: its gradient is then added within the norm's pass, and the sum
-    is rounded once.
+    rounded once. TypeError or ValueError for wrong arguments or an implementation that refuses.
 
       x: [..., size] bfloat16, float16 or float32.
-      weight: float[size].
-      offset: added to the weight; ignored unless float32.
-      float32: True: the normed numbers times the weight are rounded once. False: both are rounded to x's dtype first,
-        and the product again.
+      offset, float32: as in normed_heads.reference.normed.
       implementation: of the gradients; the norm is always plain JAX. "triton" (16 bits, at most 8,192 numbers a row),
         "reference", or None: "triton" if it supports the call and there are at least 1,024 rows of at least 512
         numbers.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
     """
     check = Arguments("normed_stream")
     check.array("x", x, "... size", FLOATS)

@@ -28,9 +28,8 @@ def normed_stream_gradient_kernel(
 
       x, dnormed, dx: [COUNT, SIZE]; dnormed: gradient of the normed x.
       weight: [SIZE]; FLOAT32: OFFSET is added; else it is rounded to x's dtype.
-      passed: a gradient that is added to dx; read if PASSED.
-      dweight: float32[programs, SIZE]; written if TRAINED.
-      WIDTH: SIZE as a power of two. EPS: added to the mean square.
+      passed: a gradient that is added to dx, if PASSED.
+      dweight: float32[programs, SIZE], if TRAINED.
     """
     DTYPE: tl.constexpr = dx.dtype.element_ty
     number = tl.arange(0, WIDTH)[None, :]

@@ -49,7 +49,6 @@ def refusal(x, weight) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, size: int) -> str | None:
-    """Why this GPU must not run the kernel for such calls, or None (dispatch.first_use). size: numbers of a row."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)

@@ -16,15 +16,14 @@ def thin_pair(
     dout: jax.Array, b: jax.Array, inner: jax.Array, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """(dout b [tokens, r] in dout's dtype, dout^T inner [out, r] in b's dtype), each rounded once from float32 sums.
-    The kernel reads dout once for both, and its results have the same bits in each run.
+    The kernel reads dout once for both, and its results have the same bits in each run. TypeError or ValueError for
+    wrong arguments or an implementation that refuses.
 
       dout: [tokens, out] bfloat16, float16 or float32.
       b: float[out, r], the adapter's B, rounded to dout's dtype.
       inner: [tokens, r] in dout's dtype, the tokens times the adapter's A.
       implementation: "triton" (16 bits, a rank of at most 32), "reference", or None: "triton" if it supports the call
         and there are at least 2,048 tokens and 512 outputs.
-
-    Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
     """
     check = Arguments("thin_pair")
     check.array("dout", dout, "tokens out", FLOATS)

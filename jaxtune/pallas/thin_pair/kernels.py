@@ -25,7 +25,7 @@ def thin_pair_kernel(
       dout: [ROWS, OUT] of 16 bits; inner: [ROWS, RANK]; b: [OUT, RANK], rounded to dout's dtype.
       dinner: float32[blocks of columns, ROWS, RANK], each block's share of dout b.
       db: float32[ranges of rows, OUT, RANK], each range's share of dout^T inner.
-      WIDTH: columns with which thin arrays are multiplied, a power of two of at least 16 and RANK.
+      WIDTH: columns of the thin products, a power of two of at least 16.
     """
     DTYPE: tl.constexpr = dout.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

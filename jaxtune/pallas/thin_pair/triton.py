@@ -1,8 +1,6 @@
-"""The two thin products of an adapter's backward by a Triton kernel.
-
-Its time is that of reading dout. A program multiplies one block of columns by a range of rows, tile after tile: it
-keeps one product's sums over these rows in registers, and of the other writes each tile's sum over its columns. XLA
-adds up what the programs wrote, in one order.
+"""The two thin products of an adapter's backward by a Triton kernel. A program multiplies one block of columns by a
+range of rows, tile after tile: it keeps one product's sums over these rows in registers, and of the other writes each
+tile's sum over its columns. XLA adds up what the programs wrote, in one order.
 """
 
 from __future__ import annotations
@@ -54,9 +52,7 @@ def refusal(dout, b) -> str | None:
 
 
 def _first_use(dtype, b_dtype, rank: int, wide: bool) -> str | None:
-    """Why this GPU must not run the kernel for such calls, or None (dispatch.first_use). wide: at least _WIDE outputs,
-    for which the tile is another.
-    """
+    """wide: at least _WIDE outputs, for which the tile is another."""
     size = _WIDE + 8 if wide else 1352
 
     def compare():
