@@ -1,4 +1,4 @@
-"""Adam's update of a tensor whose two moments are stored in 8 bits: a kernel for Hopper GPUs, and XLA on any device."""
+"""Adam's update of a tensor whose two moments are stored in 8 bits."""
 
 from jaxtune.pallas.adam8.api import adam_update, plain_update, refusal
 

@@ -69,10 +69,8 @@ def cells(signed: bool) -> np.ndarray:
 
 
 def refusal(gradient, m_codes) -> str | None:
-    """Why the kernel cannot update this tensor, or None; of the gradient only dtype and size are read.
-
-    On a GPU the first call for a dtype compares the kernel with XLA (dispatch.first_use); in Pallas' interpreter
-    nothing is compared, and the device does not matter.
+    """Why the kernel cannot update this tensor, or None; of the gradient only dtype and size are read. On a GPU the
+    first call for a dtype compares the kernel with XLA (dispatch.first_use).
     """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
@@ -144,7 +142,6 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
 
 
 def _check(op, dtypes, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
-    """Checks gradient, moments, betas and eps of public function `op`."""
     check = Arguments(op)
     check.array("gradient", gradient, "...", dtypes)
     check.sizes["blocks"] = (-(-gradient.size // BLOCK), f" ({BLOCK} elements of the gradient in each)")
@@ -293,10 +290,8 @@ def adam_update(
 def _adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
-    """adam_update on one device. XLA updates the elements after the last whole chunk of 2,048.
-
-    programs: the most programs of the grid.
-    interpret: parameters of Pallas' interpreter, or None on a GPU.
+    """adam_update on one device. XLA updates the elements after the last whole chunk of 2,048. programs: the most
+    programs of the grid.
     """
     size = gradient.size
     whole = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest

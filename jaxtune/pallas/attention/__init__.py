@@ -1,6 +1,5 @@
 """Packed causal attention: a row may hold several documents and padding, and a token sees itself and the earlier tokens
 of its document. The kernels skip blocks that no token sees, so cost follows documents and window, not the rows' length.
-`attention` is differentiable; attention_forward and attention_backward serve code that saves residuals itself.
 """
 
 from jaxtune.pallas.attention.api import attention, attention_backward, attention_forward

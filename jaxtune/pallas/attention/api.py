@@ -67,7 +67,7 @@ def implementations(
 
 
 def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> Arguments:
-    """Checks the arrays and options of public function `op`, and returns the checker, which knows the sizes by now."""
+    """Checks a call's arrays and options, and returns the checker, which knows their sizes."""
     check = Arguments(op)
     check.array("query", query, "B T heads D", FLOATS)
     check.array("key", key, "B T kv_heads D", query.dtype)
@@ -80,7 +80,6 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
 
 
 def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks) -> None:
-    """Checks the ratio of heads and the options."""
     if query.shape[2] % key.shape[2]:
         raise ValueError(
             f"{check.op}: {query.shape[2]} query heads are not a multiple of {key.shape[2]} key/value heads"
@@ -93,7 +92,6 @@ def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks
 
 
 def _pick(query, key, value, layout, implementation, **options):
-    """The module of the named implementation (ValueError if it refuses the call), or of the first that supports it."""
     table = implementations(query, layout, kv_heads=key.shape[2], **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
@@ -186,7 +184,6 @@ def _attention_fwd(query, key, value, sinks, layout, static, implementation, bac
 
 
 def _attention_bwd(static, implementation, backward_implementation, residuals, dout):
-    """Gradients of query, key, value, sinks (or None), and None for the layout."""
     query, key, value, sinks, layout, out, lse = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[:, :, None, None], dout, 0)

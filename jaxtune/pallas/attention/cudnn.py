@@ -41,7 +41,6 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _slots(layout: PackedLayout) -> int:
-    """M, documents for which each row has room in cuDNN's arrays; cuDNN needs at least two."""
     return max(2, layout.max_documents or 0)
 
 
@@ -108,11 +107,7 @@ def _real(layout, array):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D] in query's dtype, lse float32[B, heads, T]). At padding out is 0 and lse means nothing.
-
-    window: how many keys a query sees, itself included; None: all of its document up to itself.
-    soft_cap, sinks: must be None.
-    """
+    """soft_cap and sinks must be None."""
     arrays, static = _call_arguments(layout, query, scale, window)
     out, stats = cudnn._dot_product_attention_fwd_p_wrapper.bind(query, key, value, *arrays, **static, is_training=True)
     if layout.max_documents == 1:
@@ -123,11 +118,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, None for sinks), 0 at padding. soft_cap and sinks must be None.
-
-    out, lse: saved results of `forward`.
-    dout: [B, T, heads, D], taken as 0 at padding.
-    """
+    """soft_cap and sinks must be None; dout counts as 0 at padding."""
     arrays, static = _call_arguments(layout, query, scale, window)
     if layout.max_documents == 1:
         stats = lse

@@ -133,7 +133,6 @@ def _padded(array, axis):
 
 
 def _operand(array):
-    """Pads [B, T, heads, D] with zeros to a multiple of 128 tokens, and to a head dim for which there are kernels."""
     return jnp.pad(_padded(array, 1), [(0, 0)] * 3 + [(0, kernel_dim(array.shape[-1]) - array.shape[-1])])
 
 
@@ -216,7 +215,6 @@ def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int
 
 
 def _pipeline_barriers(blocks: Blocks, copies: int) -> list:
-    """_ring_barriers with as many copies for both operands, and both computing warpgroups as readers."""
     return _ring_barriers(blocks, (copies, copies), (WARPGROUPS, WARPGROUPS))
 
 
@@ -236,8 +234,8 @@ def _ring_barriers(blocks: Blocks, copies: tuple[int, int], readers: tuple[int, 
 
 
 def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | None = None, **static):
-    """A kernel as a function of its arrays: one program a multiprocessor, or two in Pallas' interpreter. Exponentials
-    are the GPU's approximate instructions.
+    """A kernel as a function of its arrays, one program a multiprocessor. Exponentials are the GPU's approximate
+    instructions.
 
       scratch: shared memory and barriers, which the body takes after the arrays.
       static: further keyword arguments of the body.
@@ -269,11 +267,7 @@ def _pairs(query, key) -> bool:
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], natural logarithm), both 0 at padding, the same
-    bits at every call. Operands have 16 bits, D at most 512.
-
-      window: how many keys a query sees, itself included; None: all of its document before it.
-    """
+    """lse is 0 at padding, too. The same call gives the same bits."""
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
     query, key, value = (_operand(a) for a in (query, key, value))
@@ -323,7 +317,7 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
     """dq, dk or dv of heads of 512, in the shape of `like`.
 
     operands: what the body takes first.
-    bounds: int32[B, T] of `_prepare`: lower for dq, upper for dk and dv.
+    bounds: of `_prepare`: lower for dq, upper for dk and dv.
     """
     own, dtype = blocks.own, like.dtype
     both = smem((WARPGROUPS, own, mosaic_halves.HALF), dtype)
@@ -347,8 +341,7 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
 def _query_gradient(operands, lower, blocks: Blocks, layout, options):
     """dq, in query's shape. All arrays are padded.
 
-    operands: (query, key, value, dout, stat, delta); stat and delta float32[B, heads, T], log-sum-exp in log2, and
-      the sum of out * dout times scale.
+    operands: (query, key, value, dout, stat, delta), the last two as in mosaic_parts.py.
     """
     query, key = operands[:2]
     if query.shape[-1] == HALVED:
@@ -372,7 +365,6 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
 
 
 def _key_gradients(operands, upper, blocks: Blocks, layout, options):
-    """(dk, dv) for head dims of 64, 128 and 256; operands as in _query_gradient."""
     query, key, value = operands[:3]
     own, dim = blocks.own, query.shape[-1]
     block = smem((blocks.stages, blocks.step, dim), query.dtype)
@@ -439,12 +431,7 @@ def _sum_of_shares(gradient, shares: int):
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) in the operands' shapes and dtypes, 0 at padding, the same bits at every
-    call.
-
-      out, lse: saved results of a forward, by whatever implementation.
-      dout: [B, T, heads, D], finite at padding.
-    """
+    """The same call gives the same bits."""
     _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))

@@ -78,8 +78,8 @@ def query_kernel(
     soft_cap,
     interpreted,
 ):
-    """Writes dq of tiles of queries for head dims of 64, 128 and 256; each computing warpgroup has `blocks.own` queries
-    of a head. Common arguments: mosaic_parts.py.
+    """Writes dq of tiles of queries for head dims of 64, 128 and 256, a warpgroup `blocks.own` queries of a head.
+    Common arguments: mosaic_parts.py.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
@@ -252,9 +252,9 @@ def key_kernel(
     soft_cap,
     interpreted,
 ):
-    """Writes dk and dv of tiles of keys for head dims up to 128; each computing warpgroup has `blocks.own` keys of a
-    head. It visits the query blocks that see a tile, for every query head in turn: sums in one fixed order without
-    atomics. Common arguments: mosaic_parts.py.
+    """Writes dk and dv of tiles of keys for head dims up to 128, a warpgroup `blocks.own` keys of a head. It visits the
+    query blocks that see a tile, for every query head in turn: sums in one fixed order without atomics. Common
+    arguments: mosaic_parts.py.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

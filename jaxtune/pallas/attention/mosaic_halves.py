@@ -344,7 +344,6 @@ def half_query_kernel(
     @computing(wg)
     def _():
         def fetch(item, ref, target):
-            """This warpgroup's half of an item's queries or dout."""
             row, head, base = side.place(item)
             source = ref.at[row, pl.ds(base, own), head, columns_of(wg, HALF)]
             plgpu.copy_gmem_to_smem(source, target.at[wg], own_full.at[0])

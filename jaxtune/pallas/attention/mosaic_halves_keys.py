@@ -68,7 +68,6 @@ class _KeySide:
         self.items = Items(table_ref, k_ref.shape[2])
 
     def place(self, item):
-        """(row, slice of tokens, key head) of an item's keys."""
         return item[1], pl.ds(pl.multiple_of(item[2], self.blocks.own), self.blocks.own), item[0]
 
     def masked(self, weights, item, i, upper, first_upper):
@@ -144,7 +143,6 @@ def half_key_kernel(
     @computing(wg)
     def _():
         def fetch(item, ref, target):
-            """This warpgroup's half of an item's keys or values."""
             row, here, kv_head = side.place(item)
             plgpu.copy_gmem_to_smem(ref.at[row, here, kv_head, columns_of(wg, HALF)], target.at[wg], own_full.at[0])
 

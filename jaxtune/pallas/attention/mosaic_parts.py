@@ -81,7 +81,6 @@ def rows_of(value, shape):
 
 
 def filled(shape, value, layout):
-    """A constant float32 array in the registers of the calling warpgroup."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -142,7 +141,6 @@ class Turns:
             plgpu.barrier_wait(self.barrier)
 
     def begin(self):
-        """Makes warpgroup 1 start half a step after warpgroup 0."""
         pl.when(self.wg == 1)(self.swap)
 
     def end(self):
@@ -322,7 +320,7 @@ class QuerySide:
 
     def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):
         """The loading warpgroup's work for head dims up to 256: copies keys and values of all steps of all items, as
-        far ahead as slots allow, and waits until all were read.
+        far ahead as slots allow.
         """
 
         def work(turn, done, item, following):

@@ -67,17 +67,11 @@ def _split(array, chunk, padded):
 
 
 def _join(array, length):
-    """Undoes _split: [n, B, chunk, ...] -> [B, length, ...]."""
     array = jnp.moveaxis(array, 0, 1)
     return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D] in query's dtype, lse float32[B, heads, T]). At padding out is 0 and lse means nothing.
-
-    key, value: [B, T, kv_heads, D]; like query, finite at padding, too.
-    window: how many keys a query sees, itself included; None: all of its document before it.
-    """
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, dim)
@@ -123,11 +117,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) in the operands' shapes and dtypes, 0 at padding.
-
-    out, lse: results of a forward, by whatever implementation.
-    dout: [B, T, heads, D], taken as 0 at padding.
-    """
+    """dout counts as 0 at padding."""
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads

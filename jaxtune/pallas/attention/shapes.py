@@ -27,10 +27,8 @@ class Case:
     sinks: bool = False  # whether heads have sinks
 
     def segments(self) -> np.ndarray | None:
-        """int32[rows, length] segment ids from 1 in each row, without padding; None if each row is one document.
-
-        Log-normal lengths have a mean of 512 tokens and a sigma of 0.8, the same at every call. A number of documents
-        must divide the length, or rows come out shorter.
+        """int32[rows, length] segment ids from 1 in each row, without padding, the same at every call; None if each row
+        is one document. A number of documents must divide the length, or rows come out shorter.
         """
         if self.documents is None:
             return None
@@ -41,10 +39,10 @@ class Case:
 
 
 def log_normal_segments(rows: int, length: int, mean: float, sigma: float, seed: int = SEED) -> np.ndarray:
-    """int32[rows, length] segment ids of rows full of documents of log-normal lengths, as in instruction data.
+    """int32[rows, length] segment ids from 1 in each row, full of documents of log-normal lengths, as in instruction
+    data.
 
-    Ids count from 1 in each row; the row's end cuts its last document. mean: tokens. sigma: standard deviation of a
-    length's logarithm. The same seed gives the same rows.
+      mean: tokens; sigma: standard deviation of a length's logarithm.
     """
     rng = np.random.default_rng(seed)
     segments = np.zeros((rows, length), np.int32)

@@ -129,12 +129,7 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], natural logarithm), both 0 at padding.
-    ValueError unless scale is above 0.
-
-      query: bfloat16 or float16; finite at padding, as are key and value.
-      window: how many keys a query sees, itself included; None: all of its document before it.
-    """
+    """lse is 0 at padding, too. ValueError unless scale is above 0."""
     from jaxtune.pallas.attention import triton_kernels
 
     rows, length, heads, dim = query.shape
@@ -156,12 +151,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) in the operands' shapes and dtypes, 0 at padding. ValueError unless scale
-    is above 0.
-
-      out, lse: saved results of a forward, by whatever implementation.
-      dout: [B, T, heads, D], finite at padding.
-    """
+    """ValueError unless scale is above 0."""
     from jaxtune.pallas.attention import triton_kernels
 
     heads, dim = query.shape[2:]

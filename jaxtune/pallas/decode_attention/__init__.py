@@ -1,5 +1,5 @@
-"""Attention over a key/value cache, in sampling: of one new token of each row (decode_attention), or of a chunk of a
-prompt (chunk_attention); and the functions that make and fill the cache.
+"""Attention over a key/value cache, in sampling, of one new token of each row or of a chunk of a prompt; and the
+cache.
 """
 
 from jaxtune.pallas.decode_attention.api import decode_attention

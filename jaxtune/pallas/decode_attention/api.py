@@ -1,6 +1,4 @@
-"""decode_attention: attention of one new token of each row over the row's key/value cache, and the choice of its
-implementation.
-"""
+"""Attention of one new token of each row over the row's key/value cache."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
 
 def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
-    """{name: function that returns why it refuses the call, or None}, in the order of preference; only shapes and
-    dtypes are read. A function may first compare its kernel with the reference on this GPU, which takes seconds.
+    """{name: why it refuses a call, or None}, in the order of preference; only shapes and dtypes are read. A function
+    may first compare its kernel with the reference on this GPU, which takes seconds.
     """
 
     def kernel(name):

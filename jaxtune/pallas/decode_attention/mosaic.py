@@ -137,9 +137,8 @@ def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
 
 
 def _combine(parts, lse, order, count, sinks, group: int, dtype):
-    """Combines the splits: [B, kv_heads, group, D] in dtype.
+    """[B, kv_heads, group, D] in dtype, of _split's and work_of's results.
 
-    parts, lse: from _split; order, count: from work_of.
     sinks: float32[kv_heads, padded heads] in log2; MASKED for none.
     """
     rows, kv_heads, splits, padded, dim = parts.shape
@@ -159,7 +158,6 @@ def _combine(parts, lse, order, count, sinks, group: int, dtype):
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """[B, heads, D] in query's dtype; an empty row gives 0. Arguments are those of decode_attention."""
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     group = heads // kv_heads

@@ -14,9 +14,7 @@ _MASKED = -1e30  # finite, so that a row without keys does not compute inf - inf
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """[B, heads, D] in query's dtype; an empty row gives 0. Arguments are those of decode_attention; the cache must be
-    finite.
-    """
+    """The whole capacity is read and must be finite."""
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else jax.lax.Precision.DEFAULT

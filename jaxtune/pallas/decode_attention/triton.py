@@ -59,14 +59,11 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """The split kernel's tiles as a string, which names the check at first use. (The kernels' source names a stored
-    pass too, so a change of WHOLE_TILES also repeats it.)
-    """
+    """The split kernel's tiles as a string, which names the check at first use."""
     return str(TILES[width(query.shape[-1])])
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """[B, heads, D] in query's dtype; an empty row gives 0. Arguments are those of decode_attention."""
     from jaxtune.pallas.decode_attention import triton_kernels
 
     rows, heads, dim = query.shape

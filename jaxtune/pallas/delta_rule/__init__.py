@@ -1,5 +1,5 @@
-"""The gated delta rule (linear attention with a decaying state, of Qwen3-Next and Qwen3.5) over packed rows, and the
-short convolution before it, for whole rows, prompts in chunks, and the next token of generation.
+"""The gated delta rule (linear attention of Qwen3-Next and Qwen3.5) over packed rows, and the short convolution before
+it.
 """
 
 from jaxtune.pallas.delta_rule.api import (

@@ -26,8 +26,8 @@ IMPLEMENTATIONS = {"triton": triton, "chunked": chunked, "reference": reference}
 
 
 def implementations(key, value) -> dispatch.Table:
-    """{name: function that returns why it refuses the call, or None}, in the order of trial; only shapes and dtypes are
-    read. "triton" may first compare its kernels with the reference on this GPU, which takes seconds.
+    """{name: why it refuses a call, or None}, in the order of trial; only shapes and dtypes are read. "triton" may
+    first compare its kernels with the reference on this GPU, which takes seconds.
     """
     return {
         "triton": lambda: triton.refusal(key, value),
@@ -37,14 +37,12 @@ def implementations(key, value) -> dispatch.Table:
 
 
 def _check_layout(check: Arguments, layout) -> None:
-    """Checks `layout` against the sizes that `check` has seen."""
     check.is_a("layout", layout, PackedLayout, "a PackedLayout: packed_layout((rows, length), segment_ids) makes one")
     check.array("layout.doc_start", layout.doc_start, "B T", jnp.int32)
     check.array("layout.doc_end", layout.doc_end, "B T", jnp.int32)
 
 
 def _check_tokens(check: Arguments, key, value, decay, beta) -> None:
-    """Checks a call's arrays of tokens, except query; `check` then knows their sizes."""
     check.array("key", key, "B T key_heads K", FLOATS)
     check.array("value", value, "B T heads V", key.dtype)
     check.array("decay", decay, "B T heads", jnp.float32)

@@ -29,7 +29,6 @@ GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist 
 
 
 def forward(query, key, value, decay, beta, layout):
-    """As api.gated_delta_rule."""
     length = value.shape[1]
     index = jnp.arange(length)
     real = (index < layout.doc_end)[..., None]

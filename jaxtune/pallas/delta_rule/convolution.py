@@ -38,13 +38,12 @@ def forward(x, weight, layout):
 
 
 def divided(out, parts):
-    """out [B, T, C] in parts of these sizes along the channels."""
     return tuple(jnp.split(out, list(itertools.accumulate(parts))[:-1], axis=-1))
 
 
 def refusal(x, weight, parts) -> str | None:
-    """Why the kernels cannot compute the parts of x [B, T, C] and their gradient on this GPU, their check at first use
-    included, or None.
+    """Why the kernels cannot compute the parts of x [B, T, C] and their gradient, or None; it may run their check at
+    first use.
     """
     reason = compat.triton_refusal()
     if reason is not None:
@@ -85,7 +84,6 @@ def _first_use(dtype) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def in_parts(x, weight, layout, parts):
-    """`forward` in three `parts`, by kernels, with a custom derivative."""
 
     def run(x, start, end, weight):
         return tuple(_call("convolution_kernel", x, start, end, weight, (), parts, parts))
@@ -110,10 +108,7 @@ def _in_parts_bwd(parts, residuals, douts):
 
 
 def _call(kernel: str, x, start, end, weight, others, parts, sizes) -> list[jax.Array]:
-    """Outputs [B, T, size] in x's dtype, for each of `sizes`, of a kernel of convolution_kernel.py.
-
-    start, end: int32[B, T], document bounds. others: further arrays that it takes.
-    """
+    """Outputs [B, T, size] in x's dtype, for each of `sizes`, of a kernel of convolution_kernel.py."""
     from jaxtune.pallas.delta_rule import convolution_kernel
 
     rows, length, channels = x.shape
@@ -137,7 +132,6 @@ in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
 
 
 def step(x, weight, window):
-    """As api.short_convolution_step."""
     seen = jnp.concatenate([window, x], axis=1)
     total = (seen.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
     return jax.nn.silu(total).astype(x.dtype), seen[:, 1:]

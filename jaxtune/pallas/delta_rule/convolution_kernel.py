@@ -57,7 +57,6 @@ def _load(array, token, stride, LENGTH: tl.constexpr, columns):
 
 @triton.jit
 def _store(array, values, token, stride, LENGTH: tl.constexpr, columns):
-    """Stores a token's channels, unless it is past the row."""
     pointers = array + tl.cast(token, tl.int64) * stride
     tl.store(pointers, values.to(array.dtype.element_ty), mask=token + columns * 0 < LENGTH)
 

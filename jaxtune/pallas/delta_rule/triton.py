@@ -56,8 +56,8 @@ def _tile(kernel: str) -> tuple[int, int, int]:
 
 
 def refusal(key, value) -> str | None:
-    """Why these kernels cannot compute a call on this GPU, their check at first use included, or None. Only shapes and
-    dtypes are read.
+    """Why these kernels cannot compute a call, or None; it may run their check at first use. Only shapes and dtypes are
+    read.
     """
     reason = compat.triton_refusal()
     if reason is not None:
@@ -98,7 +98,6 @@ def _first_use(dtype, group: int) -> str | None:
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
-    """As api.gated_delta_rule."""
     return _rule(query, key, value, decay, beta, layout)
 
 

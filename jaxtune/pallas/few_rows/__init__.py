@@ -1,5 +1,5 @@
-"""Operations of a decoding step, in which each sequence gets one new token, so that arrays have few rows. On a GPU that
-the kernels support, an operation is one or two kernels where XLA makes more; elsewhere it is plain JAX.
+"""Operations of a decoding step, in which each sequence gets one new token: one or two kernels each, where XLA makes
+more.
 """
 
 from jaxtune.pallas.few_rows.api import added_norm, gated_product, placed, products

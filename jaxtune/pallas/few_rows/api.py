@@ -61,7 +61,6 @@ def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
 def _small_adapters(
     loras: Sequence[LoraWeights | None], sizes: Sequence[int], columns: int, dtype
 ) -> list[LoraWeights | None]:
-    """Adapters with the ranks and scales of `loras` for a check's small weights."""
     return [
         lora
         and LoraWeights(
@@ -179,7 +178,6 @@ def gated_product(
 
 
 def _by_mosaic(x, gate, activation: str) -> bool:
-    """Whether the kernel of gated_mosaic.py computes a call with more than 128 rows and no adapters."""
 
     def compare():
         # One pair of programs has fewer tiles than the others, there are more steps than are loaded ahead, and the
@@ -200,7 +198,6 @@ def _by_mosaic(x, gate, activation: str) -> bool:
 
 
 def _activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
-    """activation(gate) * up, [N, out] each, by a kernel where one supports the call."""
 
     def compare():
         given = drawn(0, 33, 200, dtype=gate.dtype), drawn(1, 33, 200, dtype=gate.dtype)

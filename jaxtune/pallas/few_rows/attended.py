@@ -100,11 +100,7 @@ def attended(
 
 
 def refusal(parts, keys, batch_invariant: bool) -> str | None:
-    """Why the kernels of `attended` do not support a call on this GPU, or None.
-
-    parts: [splits, N, (heads + 2 kv_heads) D].
-    keys: the cache [N, kv_heads, capacity, D].
-    """
+    """Why the kernels of `attended` do not support a call on this GPU, or None."""
     reason = placed_refusal(keys)
     if reason is not None:
         return reason
@@ -137,7 +133,6 @@ def _tile(parts, keys, batch_invariant: bool) -> Tile:
 
 
 def _by_single_warps(parts, keys, batch_invariant: bool) -> bool:
-    """Whether the kernel in Gluon, whose programs are single warps, computes a call."""
     rows, kv_heads, capacity, dim = keys.shape
     if batch_invariant or dim != _MANY_DIM or dispatch.compute_capability() != (9, 0):
         return False
@@ -149,7 +144,6 @@ def _by_single_warps(parts, keys, batch_invariant: bool) -> bool:
 
 
 def _has_gluon() -> bool:
-    """Whether the installed Triton has what attended_gluon.py imports."""
     try:
         from jaxtune.pallas.few_rows import attended_gluon  # noqa: F401
     except (ImportError, AttributeError):
@@ -166,9 +160,8 @@ def _shares(keys, tile: Tile) -> int:
 
 
 def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile: Tile, shares: int) -> str | None:
-    """The case has rows without a token, rows that end within and at the end of a tile, rows longer than the cache,
-    four tiles for each program that shares a head, more than it reads ahead, and the call's window, which begins within
-    a tile.
+    """The case has rows without a token, rows that end within and at the end of a tile, and rows longer than the cache;
+    each program that shares a head has four tiles, more than it reads ahead; a window begins within a tile.
     """
     dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
     group = parts.shape[2] // dim // kv_heads - 2
@@ -203,9 +196,7 @@ def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile
 
 
 def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, shares: int, rounding: dict, masking: dict):
-    """Runs the kernel of `attended`. shares: programs that share a head's keys. rounding: eps, offset, float32.
-    masking: scale, window, soft_cap, sinks.
-    """
+    """rounding: eps, offset, float32. masking: scale, window, soft_cap, sinks."""
     splits, count, width = parts.shape
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim - 2 * kv_heads

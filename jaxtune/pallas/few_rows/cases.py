@@ -1,4 +1,4 @@
-"""Numbers of the small cases that compare kernels with the reference at their first use on a GPU."""
+"""Numbers of the cases that compare kernels with the reference."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ def _case(count: int, choices: int, experts: int, dtype) -> tuple[jax.Array, jax
 
 
 def _case_adapters(lora: GroupedLora | None, matrices: jax.Array, dtype) -> GroupedLora | None:
-    """Adapters with lora's rank and scale for the case's matrices [E, rows, columns]."""
     if lora is None:
         return None
     (experts, rows, columns), rank = matrices.shape, lora.a.shape[1]
@@ -41,13 +40,12 @@ def _case_adapters(lora: GroupedLora | None, matrices: jax.Array, dtype) -> Grou
 
 
 def _call_text(count: int, dtype, weight, choices: int, lora: GroupedLora | None) -> str:
-    """Name of the call in a check at first use; calls of one name share a check."""
     text = f"{dtype}, {triton.padded(count)} rows, {choices} of {len(weight)} experts"
     return text if lora is None else f"{text}, adapters of rank {lora.a.shape[1]}"
 
 
 def _gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora | None) -> str | None:
-    """Why the kernel of `experts_gated` must not run a call, its check at first use included, or None."""
+    """Why the kernel must not run a call, its check at first use included, or None."""
 
     def compare():
         experts = len(gate_up)
@@ -66,7 +64,7 @@ def _gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora 
 
 
 def _down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | None) -> str | None:
-    """Why the kernel of `experts_down` must not run a call, its check at first use included, or None."""
+    """As _gated_refusal, of experts_down."""
     tile = experts_triton.down_tile(down.shape[1])
 
     def compare():
@@ -87,7 +85,6 @@ def _down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | Non
 
 
 def _check_adapters(check: Arguments, lora: GroupedLora | None, rows: str, columns: str) -> None:
-    """Checks a GroupedLora for matrices whose sizes `check` knows by the names `rows` and `columns`."""
     if lora is not None:
         check.is_a("lora", lora, GroupedLora, "a GroupedLora or None")
         check.array("lora.a", lora.a, f"E r {columns}", FLOATS)

@@ -1,4 +1,4 @@
-"""Body of the Triton kernel that multiplies few tokens by the matrices of their experts."""
+"""Product of few tokens with the matrices of their experts."""
 
 import triton
 import triton.language as tl

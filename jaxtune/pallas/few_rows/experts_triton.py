@@ -24,17 +24,15 @@ _GATED, _DOWN, _DOWN_FEW = Tile(64, 64, 4, 4), Tile(128, 64, 4, 3), Tile(64, 64,
 
 
 def gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora | None) -> str | None:
-    """Why the kernel of `experts_gated` does not support a call on this GPU, or None. gate_up is [E, 2 * inner,
-    hidden].
-    """
+    """Why the kernel of `experts_gated` does not support a call, or None. gate_up is [E, 2 * inner, hidden]."""
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
     return _refusal(len(x), x.dtype, gate_up, choices, gate_up.shape[1] // 2, lora)
 
 
 def down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | None) -> str | None:
-    """Why the kernel of `experts_down` does not support a call of `count` tokens on this GPU, or None. down is [E,
-    hidden, inner].
+    """Why the kernel of `experts_down` does not support a call of `count` tokens, or None. down is [E, hidden,
+    inner].
     """
     return _refusal(count, dtype, down, choices, down.shape[1], lora)
 
@@ -125,14 +123,12 @@ def _with(lora: GroupedLora | None, tile: Tile, at_once: int) -> Tile:
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
-    """As experts.experts_gated."""
     at_once = slots(choice, len(gate_up))
     tile = _with(lora, _GATED, at_once)
     return multiplied(x, gate_up, choice, weights, tile, at_once, ACTIVATIONS[activation], lora)
 
 
 def experts_down(h, down, choice, lora):
-    """As experts.experts_down."""
     at_once = slots(choice, len(down))
     tile = _with(lora, down_tile(down.shape[1]), at_once)
     return multiplied(h, down, choice, choice, tile, at_once, 0, lora)

@@ -1,6 +1,4 @@
-"""Operations of a decoding step in plain JAX, which define the kernels' results. api.py and experts.py describe the
-arguments.
-"""
+"""Operations of a decoding step in plain JAX, which define the kernels' results."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from jaxtune.pallas.quant_matmul import quant_matmul
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x weight^T in x's dtype; float32 without TF32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("ni,oi->no", x, weight, precision=precision, preferred_element_type=x.dtype)
 
@@ -43,7 +40,6 @@ def gated_product(x, gate, up, activation, loras=()):
 
 
 def activated(gate, up, activation):
-    """activation(gate) * up, [N, out]; each step is rounded to gate's dtype."""
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -70,14 +66,12 @@ def _of_experts(rows, matrices, choice, lora, dtype):
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
-    """[N * k, inner] in x's dtype. gate and up are rounded to it; the rest is float32 until the result is rounded."""
     gate, up = jnp.split(_of_experts(x[:, None], gate_up, choice, lora, x.dtype).astype(jnp.float32), 2, axis=-1)
     out = ACTIVATIONS[activation](gate) * up * weights[:, :, None]
     return out.astype(x.dtype).reshape(choice.size, -1)
 
 
 def experts_down(h, down, choice, lora):
-    """float32[k, N, hidden], zeros for no expert."""
     rows = h.reshape(*choice.shape, -1)
     return _of_experts(rows, down, choice, lora, jnp.float32).swapaxes(0, 1)
 

@@ -79,7 +79,7 @@ def most_rows(weights: Sequence, loras: Sequence) -> int:
 
 
 def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int = MOST_ROWS) -> str | None:
-    """Why no kernel of a product supports `count` rows of `dtype` and these weights' dtypes on this GPU, or None."""
+    """Why no kernel of a product supports `count` rows and these weights' dtypes, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -93,11 +93,7 @@ def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int
 
 
 def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], most: int = MOST_ROWS) -> str | None:
-    """Why the kernels of products do not support a call on this GPU, or None.
-
-    weights: [out_i, in] each.
-    loras: the adapter of each weight or None; or empty.
-    """
+    """Why the kernels of products do not support a call on this GPU, or None."""
     reason = rows_refusal(len(x), x.dtype, weights, most=most)
     if reason is not None:
         return reason
@@ -125,8 +121,8 @@ def _splits(inner: int, programs: int) -> int:
 
 def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> int:
     """Splits (1, 2, 4 or 8) of a product that XLA multiplies: the fewest with which tiles of 128 x 128 occupy a Hopper
-    GPU. XLA would divide it alike, but add the partial sums in a kernel of its own, where `added_norm` adds them on its
-    way. 1 for several weights or with adapters.
+    GPU. XLA would divide it alike, but add the partial sums in a kernel of its own. 1 for several weights or with
+    adapters.
     """
     if dispatch.compute_capability() != (9, 0) or x.dtype not in _DTYPES or len(x) <= MOST_ROWS:
         return 1
@@ -138,21 +134,16 @@ def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) ->
 
 
 def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
-    """Steps that a product with adapters reads ahead: tile's, or as many as fit shared memory, at least 2.
-
-    tokens, rank: padded.
-    weights: how many a program multiplies, 2 of a gated product.
+    """Steps that a product with adapters reads ahead: tile's, or as many as fit shared memory, at least 2. weights: how
+    many a program multiplies.
     """
     step = (weights * (tile.rows + rank) + tokens) * tile.depth * 2  # bytes
     return max(n for n in range(2, tile.stages + 1) if n == 2 or n * step <= _SHARED_BYTES)
 
 
 def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, activation: int, width: int, dtype):
-    """Runs product_kernel: [splits, N, width] in `dtype`.
-
-    weights: one to three [out_i, in]; with an activation gate's and up's.
-    activation: 0: products side by side; 1 (silu) or 2 (gelu_tanh): activation(gate) * up.
-    width: columns of the result.
+    """Runs product_kernel: [splits, N, width] in `dtype`. activation: 0: products side by side; 1 (silu) or 2
+    (gelu_tanh): activation(gate) * up.
     """
     from jaxtune.pallas.few_rows import triton_kernels
 
@@ -194,7 +185,6 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
 
 
 def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
-    """How a product is divided among programs."""
     count, whole = len(x), all(weight.shape[0] % _MANY.rows == 0 for weight in weights)
     if count > MOST_ROWS:
         return _MANY if whole else _MANY_UNEVEN
@@ -207,7 +197,6 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
 
 
 def products(x, weights, loras=()):
-    """As api.products: float32[splits, N, sum of out_i], or in x's dtype for one split."""
     width = sum(weight.shape[0] for weight in weights)
     tile = product_tile(x, weights, loras)
     splits = _splits(x.shape[1], width // tile.rows * -(-len(x) // tile.tokens))
@@ -215,25 +204,23 @@ def products(x, weights, loras=()):
 
 
 def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], activation: str) -> str | None:
-    """Why the kernel of `gated_product` does not support a call on this GPU, or None. weights: (gate, up)."""
+    """Why the kernel of `gated_product` does not support a call, or None. weights: (gate, up)."""
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
     return products_refusal(x, weights, loras)
 
 
 def gated_tile(rows: int) -> Tile:
-    """How a gated product is divided among programs; rows: of each of its weights."""
     return _GATED_FEW if rows % _GATED.rows or rows // _GATED.rows < _ENOUGH else _GATED
 
 
 def gated_product(x, gate, up, activation, loras=()):
-    """As api.gated_product."""
     rows, tile = gate.shape[0], gated_tile(gate.shape[0])
     return _multiplied(x, (gate, up), loras, tile, 1, ACTIVATIONS[activation], rows, x.dtype)[0]
 
 
 def activated_refusal(gate, activation: str) -> str | None:
-    """Why the kernel of `activated` does not support a call on this GPU, or None."""
+    """Why the kernel of `activated` does not support a call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -243,7 +230,6 @@ def activated_refusal(gate, activation: str) -> str | None:
 
 
 def activated(gate, up, activation):
-    """activation(gate) * up, [N, out] of 16 bits, rounded as `gated_product` rounds."""
     from jaxtune.pallas.few_rows import triton_kernels
 
     (out,) = compat.triton_graph_call(
@@ -261,9 +247,7 @@ def activated(gate, up, activation):
 
 
 def added_norm_refusal(x) -> str | None:
-    """Why the kernel of `added_norm` does not support x [N, hidden] on this GPU, or None; a program holds a whole
-    row.
-    """
+    """Why the kernel of `added_norm`, whose programs hold whole rows, does not support a call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -273,7 +257,6 @@ def added_norm_refusal(x) -> str | None:
 
 
 def added_norm(x, parts, weight, *, eps, offset, float32):
-    """As api.added_norm."""
     from jaxtune.pallas.few_rows import triton_kernels
 
     count, size = x.shape
@@ -296,7 +279,7 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
 
 
 def placed_refusal(keys) -> str | None:
-    """Why the kernel of `placed` does not support such caches on this GPU, or None."""
+    """Why the kernel of `placed` does not support a call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -309,7 +292,6 @@ def placed_refusal(keys) -> str | None:
 
 
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
-    """As api.placed."""
     from jaxtune.pallas.few_rows import triton_kernels
 
     splits, count, width = parts.shape

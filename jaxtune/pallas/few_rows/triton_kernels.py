@@ -11,7 +11,6 @@ import triton.language as tl
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """The activation of `gate` in float32."""
     if ACTIVATION == 1:
         return gate / (1.0 + tl.exp(-gate))
     else:
@@ -250,8 +249,8 @@ def added_norm_kernel(
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """added = x + the sum of parts, which is rounded first; normed = the RMS norm of added as rounded. [COUNT, SIZE]
-    each, parts [SPLITS, COUNT, SIZE], weight [SIZE]. Grid: (COUNT,). WIDTH: SIZE as a power of two.
+    """added = x + the sum of parts, which is rounded first; normed = the RMS norm of added as rounded. Grid: (COUNT,).
+    WIDTH: SIZE as a power of two.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0)

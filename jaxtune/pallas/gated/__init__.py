@@ -1,6 +1,4 @@
-"""Gated activations, such as an MLP's activation(gate) * up, and their backward: of an MLP, of an MLP whose down
-projection has an adapter (`thin`), and of experts, whose rows have weights.
-"""
+"""Gated activations, such as an MLP's activation(gate) * up, and their backward, of MLPs and of experts."""
 
 from jaxtune.pallas.gated.api import gated_backward, gated_rows_backward, in_place
 from jaxtune.pallas.gated.reference import ACTIVATIONS, RowGate, gated_rows

@@ -47,8 +47,8 @@ def gated_backward(
 
 
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
-    """{name: function that returns why it refuses the call, or None}, in the order of trial. "mosaic" may first compare
-    its kernel with the reference on this GPU, which takes seconds. size: elements of an array.
+    """{name: why it refuses a call, or None}, in the order of trial. "mosaic" may first compare its kernel with the
+    reference on this GPU, which takes seconds. size: elements of an array.
     """
 
     def refusal():
@@ -93,7 +93,7 @@ def gated_rows_backward(
 
 
 def row_implementations(gate_up, gate: RowGate) -> dispatch.Table:
-    """As `implementations`, of gated_rows_backward. gate_up: an array or a jax.ShapeDtypeStruct."""
+    """As `implementations`, of gated_rows_backward. gate_up: an array or a shape."""
     return {"triton": lambda: triton.refusal(gate_up, gate), "reference": lambda: None}
 
 

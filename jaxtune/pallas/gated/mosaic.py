@@ -67,7 +67,6 @@ def _share(x, activation: str):
 
 
 def _results(values, activation: str):
-    """(gated, dgate, dup) of a chunk, float32 in registers."""
     gate, up, dgated = (each.astype(jnp.float32) for each in values)
     share, slope = _share(gate, activation)
     active = gate * share

@@ -1,4 +1,4 @@
-"""Gated activations and their gradients in plain JAX, which define the kernels' results; ACTIVATIONS by name."""
+"""Gated activations and their gradients in plain JAX, which define the kernels' results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ ACTIVATIONS = {
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """(activation(gate) * up, gradient of gate, gradient of up), in the arguments' shape and dtype."""
     gated, pullback = jax.vjp(lambda gate, up: ACTIVATIONS[activation](gate) * up, gate, up)
     return gated, *pullback(dgated)
 
@@ -29,13 +28,11 @@ def thin_product(one, other, contract: tuple[int, int], dtype) -> jax.Array:
 
 
 def gated_thin(gate, up, a, activation: str):
-    """(activation(gate) * up [tokens, I], that times a^T [tokens, r]), in gate's dtype."""
     gated = ACTIVATIONS[activation](gate) * up
     return gated, thin_product(gated, a.astype(gate.dtype), (1, 1), gate.dtype)
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str):
-    """(gradients of gate and up [tokens, I], dinner^T (activation(gate) * up) float32[r, I])."""
     gated, dgate, dup = gated_backward(gate, up, dgated, activation)
     return dgate, dup, thin_product(dinner, gated, (0, 0), jnp.float32)
 
@@ -52,7 +49,6 @@ class RowGate:
     interleaved: bool = False  # True: gate is the even columns and up the odd ones; False: gate is the first half
 
     def __call__(self, gate_up: jax.Array) -> jax.Array:
-        """Inner rows float32[rows, I] of gate_up [rows, 2 I]."""
         if self.interleaved:
             gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
         else:
@@ -74,6 +70,5 @@ def gated_rows(gate_up: jax.Array, weights: jax.Array, gate: RowGate) -> jax.Arr
 
 
 def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
-    """(gated_rows, gradient of gate_up, gradient of weights) from dgated [rows, I], the gradient of the first."""
     gated, pullback = jax.vjp(lambda gate_up, weights: gated_rows(gate_up, weights, gate), gate_up, weights)
     return gated, *pullback(dgated)

@@ -84,13 +84,11 @@ def gated_thin_backward(
 
 
 def rounded_gradients(gate, up, dgated, dinner, inners, bs, activation: str) -> tuple:
-    """thin_triton.rounded_gradients on each device."""
     run = meshes.on_each_device(thin_triton.rounded_gradients, rows=5, results=2)
     return run(gate, up, dgated, dinner, inners, bs, activation, thin_triton.rounded_tile())
 
 
 def _checked(op: str, gate, up, activation: str) -> Arguments:
-    """Arguments(op), after checks of the operations' common arguments."""
     check = Arguments(op)
     check.array("gate", gate, "tokens I", FLOATS)
     check.array("up", up, "tokens I", gate.dtype)
@@ -99,7 +97,6 @@ def _checked(op: str, gate, up, activation: str) -> Arguments:
 
 
 def chosen(op: str, gate, rank: int, activation: str, implementation: str | None) -> str:
-    """Name of the implementation of a call; "reference" for small ones unless another is requested."""
     if implementation is None and not is_large(*gate.shape):
         implementation = "reference"
     return dispatch.choose(op, implementations(gate, rank, activation), implementation)
@@ -111,15 +108,12 @@ def is_large(tokens: float, size: int) -> bool:
 
 
 def in_place(dtype, tokens: float, size: int, rank: int, activation: str) -> bool:
-    """Whether the kernel of `gated_thin_backward`, which writes over its arguments, runs such a call on some GPU.
-
-    size, rank: gate's columns, and the adapter's rank.
+    """Whether the kernel of `gated_thin_backward`, which writes over its arguments, runs such a call on some GPU. size:
+    gate's columns.
     """
     return is_large(tokens, size) and thin_triton.unsupported(dtype, size, rank, activation) is None
 
 
 def implementations(gate, rank: int, activation: str) -> dispatch.Table:
-    """{name: function that returns why it refuses the call, or None}, in the order of trial. gate: an array or a
-    shape.
-    """
+    """{name: why it refuses a call, or None}, in the order of trial. gate: an array or a shape."""
     return {"triton": lambda: thin_triton.refusal(gate, rank, activation), "reference": lambda: None}

@@ -37,7 +37,6 @@ def tile(width: int, result: str) -> Tile:
 
 
 def backward_tile() -> Tile:
-    """The Tile of `gated_thin_backward` on the GPU compiled for."""
     return Tile(16, 128, 4, 3, 16) if dispatch.compute_capability() == (9, 0) else Tile(32, 64, 4, 2, 8)
 
 
@@ -47,7 +46,7 @@ def rounded_tile() -> Tile:
 
 
 def refusal(gate, rank: int, activation: str) -> str | None:
-    """Why no kernel can compute a call on this GPU, its check at first use included, or None."""
+    """Why the kernels cannot compute a call, or None; it may run their check at first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -159,7 +158,6 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.
 
 
 def _divided(tokens: int, size: int, shape: Tile) -> tuple[int, int, int]:
-    """(blocks of columns, ranges of rows, tiles of a range) of an array [tokens, size]."""
     tiles, blocks = -(-tokens // shape.rows), -(-size // shape.columns)
     ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // blocks))
     steps = -(-tiles // ranges)

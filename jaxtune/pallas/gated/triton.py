@@ -29,15 +29,12 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 def refusal(gate_up, gate: RowGate) -> str | None:
-    """Why the kernel cannot compute a call on this GPU, its check at first use included, or None. gate_up: [rows,
-    2 I].
-    """
+    """Why the kernel cannot compute a call, or None; it may run its check at first use."""
     reason = compat.triton_refusal() or unsupported(gate_up.dtype, gate)
     return reason or _first_use(jnp.dtype(gate_up.dtype), gate)
 
 
 def unsupported(dtype, gate: RowGate) -> str | None:
-    """Why no GPU can run the kernel for rows of this dtype, or None."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if gate.limit is None and gate.activation not in ACTIVATIONS:

@@ -1,5 +1,5 @@
-"""Losses, log-probabilities and divergences of next tokens from hidden states and a vocabulary head, without storing
-the logits of all tokens, which would be the largest array of a training step.
+"""Losses, log-probabilities and divergences of next tokens from hidden states and a vocabulary head, without the logits
+of all tokens, which would be a training step's largest array.
 """
 
 from jaxtune.pallas.linear_cross_entropy.api import (

@@ -35,7 +35,6 @@ def _loss_fwd(hidden, head, targets, weights, static):
 
 
 def _loss_bwd(static, residuals, dloss):
-    """The stored gradients times dloss."""
     *gradients, losses = residuals
     dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * dloss).astype(each.dtype), gradients)
     return dhidden, dhead, None, losses * dloss
@@ -64,7 +63,6 @@ def _token_losses_fwd(hidden, head, targets, weights, static):
 
 
 def _token_losses_bwd(static, residuals, dlosses):
-    """Gradients of hidden, head (None if frozen) and weights."""
     if dict(static)["head_gradient"]:
         hidden, head, targets, weights = residuals
         shares = weights * dlosses
@@ -280,5 +278,5 @@ def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
 
 
 def implementations() -> dispatch.Table:
-    """{name: function that returns why it refuses, or None}; there is only one."""
+    """There is only one, which refuses nothing."""
     return {"reference": lambda: None}

@@ -102,9 +102,9 @@ def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **optio
 def summed(forward, hidden, head, teacher, weights, static):
     """(sum of weights * divergences float32[], divergences float32[B, T], student's entropies float32[B, T]). The first
     has a custom derivative in hidden, head and weights, whose forward rule computes the gradients; gradients of the
-    other two are ignored.
+    others are ignored.
 
-      forward: as `_forward`, the Results of all tokens.
+      forward: as `_forward`.
       teacher: arrays without a gradient.
       static: options of `forward` as a hashable tuple of pairs.
     """
@@ -120,7 +120,6 @@ def _summed_fwd(forward, hidden, head, teacher, weights, static):
 
 
 def _summed_bwd(forward, static, residuals, gradients):
-    """The stored gradients times the incoming one of the sum."""
     *own, losses = residuals
     scale = gradients[0]
     dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * scale).astype(each.dtype), own)

@@ -1,6 +1,5 @@
 """Losses, log-probabilities and entropies of next tokens in jnp, with their gradients. A loop goes over chunks, the
-same few neighbouring tokens of every row, so that the logits of one chunk exist at a time, and rows stay divided over
-the devices of a mesh.
+same few neighbouring tokens of every row, so that rows stay divided over the devices of a mesh.
 """
 
 from __future__ import annotations

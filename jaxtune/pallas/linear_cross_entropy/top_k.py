@@ -199,7 +199,6 @@ def linear_top_k(
 
 
 def _check_logits(check: Arguments, size: int, k: int, temperature, soft_cap, logit_scale, chunk_tokens) -> None:
-    """Checks the common arguments of the public functions."""
     check.number("k", k, whole=True, least=1)
     if k > size:
         raise ValueError(f"{check.op}: k = {k}: the vocabulary has only {size:,} tokens")

@@ -1,4 +1,4 @@
-"""Norm and rotation of the heads of queries or keys, and the choice of the implementation."""
+"""Norm and rotation of the heads of queries or keys."""
 
 from __future__ import annotations
 
@@ -52,7 +52,5 @@ def normed_heads(
 
 
 def implementations(x, weight, table) -> dispatch.Table:
-    """{name: function that returns why it refuses the call, or None}, in the order of trial. Arguments may be
-    shapes.
-    """
+    """{name: why it refuses a call, or None}, in the order of trial. Arguments may be shapes."""
     return {"triton": lambda: triton.refusal(x, weight, table), "reference": lambda: None}

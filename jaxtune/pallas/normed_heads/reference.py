@@ -64,7 +64,6 @@ def _rotated_fwd(interleaved, x, cos, sin):
 
 
 def _rotated_bwd(interleaved, table, dout):
-    """dout rotated by the opposite angle."""
     cos, sin = table
     return rotated(interleaved, dout, cos, -sin), None, None
 

@@ -28,7 +28,7 @@ FORWARD, BACKWARD = Tile(2048, 4, 1), Tile(1024, 2, 8)
 
 
 def refusal(x, weight, table) -> str | None:
-    """Why the kernels cannot compute a call on this GPU, their check at first use included, or None."""
+    """Why the kernels cannot compute a call, or None; it may run their check at first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -103,20 +103,16 @@ normed_heads.defvjp(_normed_heads_fwd, _normed_heads_bwd)
 
 
 def _block(x, tile: Tile) -> int:
-    """Heads of a tile."""
     return max(1, tile.numbers // x.shape[-1])
 
 
 def _programs(x, tile: Tile) -> int:
-    """Programs over which the heads of x [B, T, heads, D] are divided."""
     return -(-x.size // x.shape[-1] // (_block(x, tile) * tile.steps))
 
 
 def _call(kernel: str, tile: Tile, x, weight, cos, sin, others, outputs, norm, **constants) -> list[jax.Array]:
-    """Outputs of a kernel of kernels.py, the first like x.
-
-    others: further arrays that it takes; outputs: shapes and dtypes of further outputs.
-    norm: (eps, offset, float32).
+    """Outputs of a kernel of kernels.py, the first like x. others, outputs: further arrays, and shapes of further
+    outputs.
     """
     from jaxtune.pallas.normed_heads import kernels
 

@@ -1,4 +1,4 @@
-"""Norm of the residual stream, and the choice of the implementation."""
+"""Norm of the residual stream."""
 
 from __future__ import annotations
 
@@ -47,14 +47,11 @@ def has_kernel(x, weight) -> bool:
 
 
 def _chosen(x, weight, implementation: str | None) -> str:
-    """Name of the implementation of a call."""
     if implementation is None and (x.size // x.shape[-1] < _ROWS or x.shape[-1] < _SIZE):
         implementation = "reference"
     return dispatch.choose("normed_stream", implementations(x, weight), implementation)
 
 
 def implementations(x, weight) -> dispatch.Table:
-    """{name: function that returns why it refuses the call, or None}, in the order of trial. Arguments may be
-    shapes.
-    """
+    """{name: why it refuses a call, or None}, in the order of trial. Arguments may be shapes."""
     return {"triton": lambda: triton.refusal(x, weight), "reference": lambda: None}

@@ -29,14 +29,13 @@ class Tile(NamedTuple):
 
 
 def tile(width: int) -> Tile:
-    """The Tile for rows whose size, rounded up to a power of two, is `width`."""
     if width <= 1024:
         return Tile(2, 4, 512)
     return Tile(1, 4 if width <= 2048 else 8, 512)
 
 
 def refusal(x, weight) -> str | None:
-    """Why the kernel cannot compute a call's gradient on this GPU, its check at first use included, or None."""
+    """Why the kernel cannot compute a call's gradient, or None; it may run its check at first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -72,7 +71,6 @@ def _first_use(dtype, weight_dtype, size: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def normed_stream(x, weight, eps: float, offset: float, float32: bool):
-    """(x, normed x), with a derivative by the kernel."""
     return x, normed(x, weight, eps, offset, float32)
 
 

@@ -1,4 +1,4 @@
-"""The two thin products of an adapter's backward, and the choice of their implementation."""
+"""The two thin products of an adapter's backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,5 @@ def thin_pair(
 
 
 def implementations(dout, b) -> dispatch.Table:
-    """{name: function that returns why it refuses the call, or None}, in the order of trial. Arguments may be
-    shapes.
-    """
+    """{name: why it refuses a call, or None}, in the order of trial. Arguments may be shapes."""
     return {"triton": lambda: triton.refusal(dout, b), "reference": lambda: None}

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 
 def thin_pair(dout, b, inner):
-    """As api.thin_pair; float32 without TF32."""
     precision = jax.lax.Precision.HIGHEST if dout.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     product = functools.partial(jax.lax.dot_general, dout, precision=precision)
     dinner = product(b.astype(dout.dtype), (((1,), (0,)), ((), ())), preferred_element_type=dout.dtype)

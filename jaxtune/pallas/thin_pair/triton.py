@@ -37,7 +37,7 @@ def tile(width: int, out: int) -> Tile:
 
 
 def refusal(dout, b) -> str | None:
-    """Why the kernel cannot compute a call on this GPU, its check at first use included, or None."""
+    """Why the kernel cannot compute a call, or None; it may run its check at first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
