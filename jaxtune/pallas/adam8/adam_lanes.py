@@ -42,14 +42,16 @@ def _elementwise(arrays, refs, layout, dtype, function):
         return_type=plgpu.ShapeDtypeStruct(arrays[0].shape, dtype, layout),
     )
     def apply(_, *operands):
-        given, refs = operands[: len(arrays)], operands[len(arrays) :]
-        found = np.empty_like(given[0].registers)
-        for place in np.ndindex(found.shape):
-            registers = [array.registers[place] for array in given]
+        inputs, refs = operands[: len(arrays)], operands[len(arrays) :]
+        result_registers = np.empty_like(inputs[0].registers)
+        for index in np.ndindex(result_registers.shape):
+            registers = [array.registers[index] for array in inputs]
             count = ir.VectorType(registers[0].type).shape[0]
-            found[place] = ir_vector([function([ir_item(r, i) for r in registers], refs) for i in range(count)])
+            result_registers[index] = ir_vector(
+                [function([ir_item(r, i) for r in registers], refs) for i in range(count)]
+            )
         signed = False if dtype == jnp.uint8 else None
-        return mgpu.FragmentedArray(_registers=found, _layout=given[0].layout, _is_signed=signed)
+        return mgpu.FragmentedArray(_registers=result_registers, _layout=inputs[0].layout, _is_signed=signed)
 
     return apply(*arrays, *refs)
 
@@ -68,16 +70,16 @@ def looked_up(codes, table_smem, layout):
     def look_up(_, codes, table_smem):
         byte, f32 = ir.IntegerType.get_signless(8), ir.F32Type.get()
         column = ir_mul(arith.andi(ir_thread(), ir_const(31)), 4)
-        found = np.empty_like(codes.registers)
-        for place, register in np.ndenumerate(codes.registers):
+        result_registers = np.empty_like(codes.registers)
+        for position, register in np.ndenumerate(codes.registers):
             values = []
             for word in ir_words(register, ir.VectorType(register.type).shape[0] // 4):
                 for index in range(4):  # a row of the table is 128 bytes
                     row = arith.shli(word, ir_const(7)) if index == 0 else ir_shift_right(word, 8 * index - 7)
                     offset = arith.ori(arith.andi(row, ir_const(0x7F80)), column)
                     values.append(llvm.load(f32, ir_address(table_smem, offset, byte)))
-            found[place] = ir_vector(values)
-        return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
+            result_registers[position] = ir_vector(values)
+        return mgpu.FragmentedArray(_registers=result_registers, _layout=codes.layout, _is_signed=None)
 
     return look_up(codes, table_smem)
 
@@ -114,20 +116,20 @@ def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
       first_cell: number of the table's first cell; smaller magnitudes are encoded as its start.
       signed: the first moment's map.
     """
-    one, mask = 0x3F800000, (1 << shift) - 1
+    one_bits, mask = 0x3F800000, (1 << shift) - 1
 
     def code(elements, refs):
         bits = arith.bitcast(ir_i32(), elements[0])
         magnitude = arith.andi(bits, ir_const(0x7FFFFFFF))
-        magnitude = arith.minui(arith.maxui(magnitude, ir_const(first_cell << shift)), ir_const(one))
+        magnitude = arith.minui(arith.maxui(magnitude, ir_const(first_cell << shift)), ir_const(one_bits))
         cell = arith.subi(ir_shift_right(magnitude, shift), ir_const(first_cell))
-        place = arith.addi(ir_load(refs[0], cell, ir_i32()), arith.andi(magnitude, ir_const(mask)))
-        place = ir_shift_right(place, shift)
+        entry = arith.addi(ir_load(refs[0], cell, ir_i32()), arith.andi(magnitude, ir_const(mask)))
+        entry = ir_shift_right(entry, shift)
         if signed:
-            below = arith.subi(ir_const(127), arith.minui(place, ir_const(127)))
+            below = arith.subi(ir_const(127), arith.minui(entry, ir_const(127)))
             negative = arith.cmpi(arith.CmpIPredicate.slt, bits, ir_const(0))
-            place = arith.select(negative, below, ir_add(place, ir_const(127)))
-        return arith.trunci(ir.IntegerType.get_signless(8), place)
+            entry = arith.select(negative, below, ir_add(entry, ir_const(127)))
+        return arith.trunci(ir.IntegerType.get_signless(8), entry)
 
     return _elementwise([x], [cells_smem], layout, jnp.uint8, code)
 
@@ -151,8 +153,8 @@ def store_chunk(array, ref, number, layout):
         warp, lane = ir_shift_right(ir_thread(), 5), arith.andi(ir_thread(), ir_const(31))
         pointer = ir_chunk(ref, ir_scalar(number), rows * columns, element)
         pointer = utils.getelementptr(pointer, [ir_add(ir_mul(warp, of_warp), ir_mul(lane, of_lane))], element)
-        for place, register in np.ndenumerate(array.registers):
-            offset = sum(index * stride for index, stride in zip(place, strides, strict=True))
+        for position, register in np.ndenumerate(array.registers):
+            offset = sum(index * stride for index, stride in zip(position, strides, strict=True))
             llvm.store(register, utils.getelementptr(pointer, [offset], element))
 
     store(array, number, ref)

@@ -92,27 +92,27 @@ def _small_case(dtype):
     betas, eps, size = (0.9, 0.95), 1e-8, (3 * WARPGROUPS + 2) * _CHUNK + 300
 
     @jax.jit
-    def both():
+    def run_both():
         first, second = (jax.random.normal(jax.random.key(i), (size,)).astype(dtype) for i in range(2))
         m, v = ((1 - beta) * first.astype(jnp.float32) ** power for beta, power in zip(betas, (1, 2), strict=True))
-        given = [second, *encode(m, signed=True), *encode(v, signed=False)]
-        given += [jnp.float32(1 - beta**2) for beta in betas] + [jnp.float32(0.7)]
-        found = []
+        operands = [second, *encode(m, signed=True), *encode(v, signed=False)]
+        operands += [jnp.float32(1 - beta**2) for beta in betas] + [jnp.float32(0.7)]
+        results_of_updates = []
         for update in (
             lambda finite: _adam_update(
-                *given, finite, betas=betas, eps=eps, programs=1, interpret=gpu_kernel.interpreter()
+                *operands, finite, betas=betas, eps=eps, programs=1, interpret=gpu_kernel.interpreter()
             ),
-            lambda finite: plain_update(*given, finite=finite, betas=betas, eps=eps),
+            lambda finite: plain_update(*operands, finite=finite, betas=betas, eps=eps),
         ):
             results = []
             for finite in (True, False):
                 direction, m, m_absmax, v, v_absmax = update(finite)
                 results += [decode(m, m_absmax, signed=True), decode(v, v_absmax, signed=False)]
                 results += [direction] * finite
-            found.append(results)
-        return found
+            results_of_updates.append(results)
+        return results_of_updates
 
-    return both()
+    return run_both()
 
 
 def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
@@ -159,10 +159,10 @@ def _written_out_places(x, table, signed: bool):
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = jnp.clip(bits & 0x7FFFFFFF, first << shift, 0x3F800000)
-    place = (table[(magnitude >> shift) - first] + (magnitude & ((1 << shift) - 1))) >> shift
+    entry = (table[(magnitude >> shift) - first] + (magnitude & ((1 << shift) - 1))) >> shift
     if signed:
-        place = jnp.where(bits < 0, SIGNED_ZERO - jnp.minimum(place, SIGNED_ZERO), SIGNED_ZERO + place)
-    return place.astype(jnp.uint8)
+        entry = jnp.where(bits < 0, SIGNED_ZERO - jnp.minimum(entry, SIGNED_ZERO), SIGNED_ZERO + entry)
+    return entry.astype(jnp.uint8)
 
 
 def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas, eps, interpreted):
@@ -209,21 +209,21 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
     def all_columns(values):
         return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), _LAYOUT)
 
-    def decoded(codes, absmax, which):
-        entries = tables[which][...][codes] if interpreted else adam_lanes.looked_up(codes, smem[which], _LAYOUT)
+    def decoded(codes, absmax, moment):
+        entries = tables[moment][...][codes] if interpreted else adam_lanes.looked_up(codes, smem[moment], _LAYOUT)
         return entries * all_columns(absmax)
 
-    def encoded(x, which):
+    def encoded(x, moment):
         """(codes, absmax)"""
-        signed = which == 0
+        signed = moment == 0
         absmax = jnp.max(jnp.abs(x), axis=1)
         absmax = jnp.where(absmax < np.finfo(np.float32).tiny, 0.0, absmax)
         scaled = x * all_columns(1.0 / jnp.where(absmax == 0, 1.0, absmax))
         if interpreted:
-            return _written_out_places(scaled, tables[2 + which][...], signed), absmax
-        return adam_lanes.places(scaled, smem[2 + which], _SHIFT[signed], _FIRST[signed], signed, _LAYOUT), absmax
+            return _written_out_places(scaled, tables[2 + moment][...], signed), absmax
+        return adam_lanes.places(scaled, smem[2 + moment], _SHIFT[signed], _FIRST[signed], signed, _LAYOUT), absmax
 
-    def one(index, _):
+    def update_chunk(index, _):
         if not interpreted:
             lanes.wait_for_chunk(full_smem, wg, index & 1)
         g, m, m_max, v, v_max = (
@@ -255,7 +255,7 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
             lanes.fill_table(table_ref, cells_smem)  # by every warpgroup, the same
         lanes.program_barrier()
     pl.when(chunks > 0)(lambda: bring(0))
-    lax.fori_loop(0, chunks, one, None)
+    lax.fori_loop(0, chunks, update_chunk, None)
 
 
 def adam_update(
@@ -277,9 +277,9 @@ def adam_update(
     update = functools.partial(_adam_update, programs=_PROGRAMS, interpret=gpu_kernel.interpreter())
     update = functools.partial(update, betas=tuple(betas), eps=float(eps))
     # If both are divided, at borders of blocks, each device updates its own part of the tensor.
-    parts = jax.sharding.get_abstract_mesh().shape.get(divided, 1)
-    even = gradient.ndim >= 2 and not any(size % parts for size in (gradient.shape[0], m.shape[0]))
-    if divided is not None and even and gradient.size % (parts * BLOCK) == 0 and gradient.size >= parts * _CHUNK:
+    shards = jax.sharding.get_abstract_mesh().shape.get(divided, 1)
+    even = gradient.ndim >= 2 and not any(size % shards for size in (gradient.shape[0], m.shape[0]))
+    if divided is not None and even and gradient.size % (shards * BLOCK) == 0 and gradient.size >= shards * _CHUNK:
         update = meshes.on_each_device(update, rows=5, axis=divided)
     else:
         update = meshes.on_each_device(update)
@@ -294,28 +294,28 @@ def _adam_update(
     programs of the grid.
     """
     size = gradient.size
-    whole = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
+    kernel_elements = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
     flat = gradient.reshape(size)
     factors = [1 / correction1, 1 / jnp.sqrt(correction2), scale, finite]
-    factors = jnp.stack([jnp.asarray(each, jnp.float32) for each in factors])
+    factors = jnp.stack([jnp.asarray(array, jnp.float32) for array in factors])
     tables = [dynamic_map(True), dynamic_map(False), cells(True), cells(False)]
-    moments = [jax.new_ref(each) for each in (m, m_absmax, v, v_absmax)]
-    rest = []
-    if whole < size:
-        m, m_absmax, v, v_absmax = (ref[whole // BLOCK :] for ref in moments)
+    moments = [jax.new_ref(array) for array in (m, m_absmax, v, v_absmax)]
+    tail_direction = []
+    if kernel_elements < size:
+        m, m_absmax, v, v_absmax = (ref[kernel_elements // BLOCK :] for ref in moments)
         numbers = (correction1, correction2, scale, finite)
-        last, *new = plain_update(flat[whole:], m, m_absmax, v, v_absmax, *numbers, betas=betas, eps=eps)
+        last, *new = plain_update(flat[kernel_elements:], m, m_absmax, v, v_absmax, *numbers, betas=betas, eps=eps)
         for ref, values in zip(moments, new, strict=True):  # before the kernel, whose results XLA cannot write into
-            ref[whole // BLOCK :] = values
-        rest = [last]
+            ref[kernel_elements // BLOCK :] = values
+        tail_direction = [last]
     codes = plgpu.SMEM((WARPGROUPS * _BLOCKS, BLOCK), jnp.uint8)
     absmax = plgpu.SMEM((WARPGROUPS * _BLOCKS,), jnp.float32)
     direction = gpu_kernel.kernel(
         functools.partial(_kernel, betas=betas, eps=eps, interpreted=interpret is not None),
         "adam8",
         interpret,
-        out_type=jax.ShapeDtypeStruct((whole,), jnp.float32),
-        grid=(min(-(-whole // (_CHUNK * WARPGROUPS)), programs),),
+        out_type=jax.ShapeDtypeStruct((kernel_elements,), jnp.float32),
+        grid=(min(-(-kernel_elements // (_CHUNK * WARPGROUPS)), programs),),
         grid_names=("program",),
         num_threads=WARPGROUPS,
         thread_name="wg",
@@ -334,5 +334,5 @@ def _adam_update(
         # The kernel itself waits for tables and copies, and before it copies to a slot again.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(flat, *moments, factors, *map(jnp.asarray, tables))
-    direction = jnp.concatenate([direction, *rest]).reshape(gradient.shape)
+    direction = jnp.concatenate([direction, *tail_direction]).reshape(gradient.shape)
     return direction, *(ref[...] for ref in moments)

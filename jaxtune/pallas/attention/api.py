@@ -105,7 +105,9 @@ def _by_rows(function, operands: int, results: int):
         everywhere.
       results: number of leading results with rows as first axis. Later ones (dsinks) are summed over the devices.
     """
-    return meshes.on_each_device(lambda *given: function(*given[:-1], sinks=given[-1]), rows=operands, results=results)
+    return meshes.on_each_device(
+        lambda *arguments: function(*arguments[:-1], sinks=arguments[-1]), rows=operands, results=results
+    )
 
 
 @meshes.on_any_mesh
@@ -129,8 +131,8 @@ def attention_forward(
     """
     _checked("attention_forward", query, key, value, layout, scale, window, soft_cap, sinks)
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
-    chosen = _pick(query, key, value, layout, implementation, **options)
-    function = functools.partial(chosen.forward, scale=scale, window=window, soft_cap=soft_cap)
+    module = _pick(query, key, value, layout, implementation, **options)
+    function = functools.partial(module.forward, scale=scale, window=window, soft_cap=soft_cap)
     return _by_rows(function, 4, 2)(query, key, value, layout, sinks)
 
 
@@ -163,8 +165,8 @@ def attention_backward(
     check.array("lse", lse, "B heads T", jnp.float32)
     check.array("dout", dout, "B T heads D", query.dtype)
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
-    chosen = _pick(query, key, value, layout, implementation, **options)
-    function = functools.partial(chosen.backward, scale=scale, window=window, soft_cap=soft_cap)
+    module = _pick(query, key, value, layout, implementation, **options)
+    function = functools.partial(module.backward, scale=scale, window=window, soft_cap=soft_cap)
     return _by_rows(function, 7, 3)(query, key, value, out, lse, dout, layout, sinks)
 
 

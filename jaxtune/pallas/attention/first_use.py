@@ -41,7 +41,7 @@ def refusal(name: str, module, query, kv_heads: int, soft_cap, blocks: Mapping[s
     call = f"{dtype.name}, head dim {dim}, {'grouped' if group == 2 else 'single'} heads"
     if soft_cap is not None:
         call += ", soft cap"
-    call = ", ".join([call, *(f"{op} {dict(chosen)}" for op, chosen in blocks.items())])
+    call = ", ".join([call, *(f"{op} {dict(fields)}" for op, fields in blocks.items())])
 
     def compare():
         segments = np.concatenate([np.repeat(number, tokens) for number, tokens in _RUNS])[None].astype(np.int32)
@@ -56,12 +56,12 @@ def refusal(name: str, module, query, kv_heads: int, soft_cap, blocks: Mapping[s
             return (out, lse[..., real], *gradients)
 
         with contextlib.ExitStack() as stack:
-            for op, chosen in blocks.items():
-                stack.enter_context(tuning.forced(op, chosen))
-            got = jax.jit(lambda *arrays: run(module, *arrays))(*arrays)
+            for op, fields in blocks.items():
+                stack.enter_context(tuning.forced(op, fields))
+            kernel_results = jax.jit(lambda *arrays: run(module, *arrays))(*arrays)
         exact = dispatch.exactly(functools.partial(run, reference))
-        want = exact(*(array.astype(jnp.float32) for array in arrays))
-        return got, want
+        reference_results = exact(*(array.astype(jnp.float32) for array in arrays))
+        return kernel_results, reference_results
 
     return dispatch.first_use("attention", name, call, compare)
 
@@ -95,9 +95,11 @@ def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None
         row, start, tokens = _documents(rows, length, documents)
         index = np.arange(tokens.max())
         inside = index < tokens[:, None]  # of each document and each place that the longest one has
-        place = row[:, None], np.minimum(start[:, None] + index, length - 1)
+        token_index = row[:, None], np.minimum(start[:, None] + index, length - 1)
         segments = np.zeros((rows, length), np.int32)
-        segments[place[0].repeat(index.size, 1)[inside], place[1][inside]] = (np.arange(row.size) + 1).repeat(tokens)
+        segments[token_index[0].repeat(index.size, 1)[inside], token_index[1][inside]] = (
+            np.arange(row.size) + 1
+        ).repeat(tokens)
         packed = packed_layout(segments.shape, jnp.asarray(segments), max_documents=documents)
         apart = packed_layout(inside.shape, jnp.asarray(inside, jnp.int32))
         options = dict(scale=dim**-0.5, window=window, soft_cap=None)
@@ -109,12 +111,14 @@ def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None
 
         def expected(*arrays):
             """Each document is a row of its own, as the reference makes the scores of whole rows."""
-            lse, *results = run(reference, apart, inside, *(array.astype(jnp.float32)[place] for array in arrays))
-            return lse, *(jnp.zeros((rows, length, *each.shape[2:])).at[place].add(each) for each in results)
+            lse, *results = run(reference, apart, inside, *(array.astype(jnp.float32)[token_index] for array in arrays))
+            return lse, *(
+                jnp.zeros((rows, length, *result.shape[2:])).at[token_index].add(result) for result in results
+            )
 
         arrays = _arrays(segments.shape, heads, kv_heads, dim, dtype)
-        got = jax.jit(functools.partial(run, cudnn, packed, segments > 0))(*arrays)
-        return got, dispatch.exactly(expected)(*arrays)
+        kernel_results = jax.jit(functools.partial(run, cudnn, packed, segments > 0))(*arrays)
+        return kernel_results, dispatch.exactly(expected)(*arrays)
 
     return dispatch.first_use("attention", "cudnn", call, compare)
 
@@ -127,12 +131,12 @@ def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarra
     if `most` is 1, it fills nine tenths.
     """
     most = min(most, length)
-    part = length // most
-    sizes = [part - part // 10] if most == 1 else [min(part, tokens) for tokens in _DOCUMENT_LENGTHS]
-    found = [
-        (row, number * part, sizes[number % len(sizes)])
+    section = length // most
+    sizes = [section - section // 10] if most == 1 else [min(section, tokens) for tokens in _DOCUMENT_LENGTHS]
+    documents = [
+        (row, number * section, sizes[number % len(sizes)])
         for row in range(rows)
         for number in range(max(1, most - row % 3))
     ]
-    row_of, starts, tokens_of = np.array(found).T
+    row_of, starts, tokens_of = np.array(documents).T
     return row_of, starts, tokens_of

@@ -82,9 +82,9 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
     """
     op, dim = f"attention {kernel}", query.shape[-1]
     for name in (bucket(dim, layout.max_documents == 1, window), bucket(dim, False, None)):
-        found = tuning.tuned(op, name, query.dtype, Blocks)
-        if found:
-            return Blocks(**found)
+        measured = tuning.tuned(op, name, query.dtype, Blocks)
+        if measured:
+            return Blocks(**measured)
     return HEURISTIC[kernel][dim]
 
 
@@ -228,8 +228,8 @@ def _ring_barriers(blocks: Blocks, copies: tuple[int, int], readers: tuple[int, 
     slots = (blocks.stages, blocks.value_stages or blocks.stages)
     return [
         plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-        for both in (copies, readers)
-        for arrivals, count in zip(both, slots, strict=True)
+        for arrivals_of_operands in (copies, readers)
+        for arrivals, count in zip(arrivals_of_operands, slots, strict=True)
     ]
 
 
@@ -273,7 +273,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     query, key, value = (_operand(a) for a in (query, key, value))
     rows, padded, heads, dim = query.shape
     blocks = _blocks("forward", query, layout, window)
-    own, pairs = blocks.own, _pairs(query, key)
+    own_tokens, pairs = blocks.own, _pairs(query, key)
     if dim == HALVED:
         kernel, buffers, bounds = mosaic_halves.half_forward_kernel, 2 * WARPGROUPS, WARPGROUPS
         brought = _halved_rings(blocks, query.dtype)
@@ -288,9 +288,9 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         kernel,
         [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, padded), jnp.float32)],
         [
-            smem((buffers, own, own_dim), query.dtype),
-            _numbers(bounds, own, jnp.int32),
-            _numbers(WARPGROUPS, own, jnp.float32),
+            smem((buffers, own_tokens, own_dim), query.dtype),
+            _numbers(bounds, own_tokens, jnp.int32),
+            _numbers(WARPGROUPS, own_tokens, jnp.float32),
             *(*brought, *barriers),
         ],
         blocks,
@@ -319,19 +319,25 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
     operands: what the body takes first.
     bounds: of `_prepare`: lower for dq, upper for dk and dv.
     """
-    own, dtype = blocks.own, like.dtype
-    both = smem((WARPGROUPS, own, mosaic_halves.HALF), dtype)
-    vector, single = plgpu.SMEM((own,), jnp.int32), plgpu.Barrier(num_arrivals=WARPGROUPS)
+    own_tokens, dtype = blocks.own, like.dtype
+    halves_smem = smem((WARPGROUPS, own_tokens, mosaic_halves.HALF), dtype)
+    vector, single = plgpu.SMEM((own_tokens,), jnp.int32), plgpu.Barrier(num_arrivals=WARPGROUPS)
     if kernel is mosaic_halves.half_query_kernel:
-        sides = [both, both, _numbers(2, own, jnp.float32), vector, *_halved_rings(blocks, dtype, False)]
+        sides = [
+            halves_smem,
+            halves_smem,
+            _numbers(2, own_tokens, jnp.float32),
+            vector,
+            *_halved_rings(blocks, dtype, False),
+        ]
         copies, barriers = 2 * WARPGROUPS + 3, _ring_barriers(blocks, (1, 1), (WARPGROUPS, WARPGROUPS))
     elif kernel is mosaic_halves_keys.half_key_kernel:
         numbers = _numbers(2 * blocks.stages, blocks.step, jnp.float32)
-        sides = [both, both, vector, *_halved_rings(blocks, dtype, False), numbers]
+        sides = [halves_smem, halves_smem, vector, *_halved_rings(blocks, dtype, False), numbers]
         copies, barriers = 2 * WARPGROUPS + 1, _ring_barriers(blocks, (3, 1), (WARPGROUPS, WARPGROUPS))
     else:
         numbers = _numbers(blocks.value_stages, blocks.step, jnp.float32)
-        sides = [both, vector, *_halved_rings(blocks, dtype), numbers]
+        sides = [halves_smem, vector, *_halved_rings(blocks, dtype), numbers]
         copies, barriers = WARPGROUPS + 1, _ring_barriers(blocks, (1, 2), (WARPGROUPS, 1))
     scratch = [*sides, plgpu.Barrier(num_arrivals=copies, num_barriers=1), *barriers, single]
     result = jax.ShapeDtypeStruct(like.shape, dtype)
@@ -347,13 +353,18 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
     if query.shape[-1] == HALVED:
         table = _query_table(lower, blocks, True, layout.full)
         return _halved_gradient(mosaic_halves.half_query_kernel, operands, lower, query, blocks, table, options)
-    own, pairs, count, dim = blocks.own, _pairs(query, key), blocks.buffers * WARPGROUPS, query.shape[-1]
-    both = smem((count, own, dim), query.dtype)
+    own_tokens, pairs, count, dim = blocks.own, _pairs(query, key), blocks.buffers * WARPGROUPS, query.shape[-1]
+    operand_smem = smem((count, own_tokens, dim), query.dtype)
     return _call(
         mosaic_backward.query_kernel,
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         [
-            *(both, both, _numbers(2 * WARPGROUPS, own, jnp.float32), _numbers(count, own, jnp.int32)),
+            *(
+                operand_smem,
+                operand_smem,
+                _numbers(2 * WARPGROUPS, own_tokens, jnp.float32),
+                _numbers(count, own_tokens, jnp.int32),
+            ),
             smem((blocks.stages, blocks.step, dim), query.dtype),
             smem((blocks.value_stages or blocks.stages, blocks.step, dim), query.dtype),
             *_barriers(blocks, 5, 1, count),
@@ -366,22 +377,34 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
 
 def _key_gradients(operands, upper, blocks: Blocks, layout, options):
     query, key, value = operands[:3]
-    own, dim = blocks.own, query.shape[-1]
+    own_tokens, dim = blocks.own, query.shape[-1]
     block = smem((blocks.stages, blocks.step, dim), query.dtype)
     brought = [block, block, _numbers(2 * blocks.stages, blocks.step, jnp.float32)]
     wide = dim > NARROW
     if wide:
-        kernel, one, handed = mosaic_backward_wide.wide_key_kernel, smem((own, dim), query.dtype), 2
+        kernel, item_smem, handed = mosaic_backward_wide.wide_key_kernel, smem((own_tokens, dim), query.dtype), 2
         scratch = [
-            *(one, one, plgpu.SMEM((own,), jnp.int32), smem((handed, own, blocks.step), jnp.float32), *brought),
+            *(
+                item_smem,
+                item_smem,
+                plgpu.SMEM((own_tokens,), jnp.int32),
+                smem((handed, own_tokens, blocks.step), jnp.float32),
+                *brought,
+            ),
             *(plgpu.Barrier(num_arrivals=copies) for copies in (2, 1)),
             *_pipeline_barriers(blocks, 2),
             *(plgpu.Barrier(num_arrivals=1, num_barriers=handed) for _ in range(2)),
         ]
     else:
         kernel, count = mosaic_backward.key_kernel, 2 * WARPGROUPS
-        both = smem((count, own, dim), query.dtype)
-        scratch = [both, both, _numbers(count, own, jnp.int32), *brought, *_barriers(blocks, 3, 2, count)]
+        operand_smem = smem((count, own_tokens, dim), query.dtype)
+        scratch = [
+            operand_smem,
+            operand_smem,
+            _numbers(count, own_tokens, jnp.int32),
+            *brought,
+            *_barriers(blocks, 3, 2, count),
+        ]
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)]
     table = _key_table(upper, blocks, wide, layout.full)
     return _call(kernel, results, scratch, blocks, **options)(*operands, upper, table)
@@ -426,8 +449,8 @@ def _sum_of_shares(gradient, shares: int):
     """
     if shares == 1:
         return gradient
-    parts = gradient.reshape(*gradient.shape[:2], -1, shares, gradient.shape[-1])
-    return parts.astype(jnp.float32).sum(3).astype(gradient.dtype)
+    share_gradients = gradient.reshape(*gradient.shape[:2], -1, shares, gradient.shape[-1])
+    return share_gradients.astype(jnp.float32).sum(3).astype(gradient.dtype)
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):

@@ -28,12 +28,12 @@ from jaxtune.pallas.attention.mosaic_parts import (
 )
 
 
-def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, scale, soft_cap):
+def _weights_and_gradient(scores, dweights, shape, stat, mask, between, issued, scale, soft_cap):
     """(masked softmax weights times the soft cap's slope, gradients of the weights) of a block of keys, float32 of
     `shape`. The weights are computed while the second product runs.
 
       scores, dweights: (left, right) in shared memory, of which the results are products.
-      seen: puts 0 where a query does not see a key.
+      mask: puts 0 where a query does not see a key.
       between, issued: called between the products' starts (waits for the values), and after both.
     """
 
@@ -44,7 +44,7 @@ def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, 
         issued()
         raw, slope = capped(plgpu.wgmma_accumulator_load(score_acc, wait_n=1), scale, soft_cap)
         weights = jnp.exp2(raw - stat)
-        return seen(weights if slope is None else weights * slope), dweight_acc[...]
+        return mask(weights if slope is None else weights * slope), dweight_acc[...]
 
     return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
 
@@ -83,9 +83,9 @@ def query_kernel(
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
-    own, dim = blocks.own, q_ref.shape[-1]
+    own_tokens, dim = blocks.own, q_ref.shape[-1]
     stages, value_stages = (jnp.int32(slots.shape[0]) for slots in (k_smem, v_smem))
-    shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+    shape, rows = (own_tokens, blocks.step), plgpu.Layout.WGMMA.reduce(1)
 
     @bringing(wg)
     def _():
@@ -100,14 +100,14 @@ def query_kernel(
 
         def fetch(turn, item):
             row, head, base = side.place(item)
-            here, full = pl.ds(base, own), own_full.at[buffer(turn)]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, here, head], q_smem.at[buffer(turn)], full)
-            plgpu.copy_gmem_to_smem(do_ref.at[row, here, head], do_smem.at[buffer(turn)], full)
-            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[wg], full)
-            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[WARPGROUPS + wg], full)
-            plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem.at[buffer(turn)], full)
+            token_slice, full = pl.ds(base, own_tokens), own_full.at[buffer(turn)]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, token_slice, head], q_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(do_ref.at[row, token_slice, head], do_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[wg], full)
+            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, token_slice], numbers_smem.at[WARPGROUPS + wg], full)
+            plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem.at[buffer(turn)], full)
 
-        def work(turn, done, item, following):
+        def work(turn, steps_before, item, following):
             row, head, base = side.place(item)
             query = q_smem.at[buffer(turn)]
             if blocks.buffers == 1:
@@ -117,20 +117,20 @@ def query_kernel(
             stat = plgpu.load(numbers_smem.at[wg], layout=rows)
             delta = plgpu.load(numbers_smem.at[WARPGROUPS + wg], layout=rows)
             lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
-            last_lower = lower_smem[buffer(turn), own - 1]
+            last_lower = lower_smem[buffer(turn), own_tokens - 1]
             plgpu.commit_smem()  # every warp has read them: the next item's may come
 
             def step(i, acc):
-                slot, value_slot = lax.rem(done + i, stages), lax.rem(done + i, value_stages)
-                here = buffer(turn)
+                slot, value_slot = lax.rem(steps_before + i, stages), lax.rem(steps_before + i, value_stages)
+                operand_buffer = buffer(turn)
                 if blocks.buffers == 1:
                     # The same number, but the compiler does not know that. Otherwise it keeps the addresses of
                     # everything in these buffers in registers during the loop, and spills (390 bytes a thread, D=256).
-                    here += lax.shift_right_logical(i, jnp.int32(30))
+                    operand_buffer += lax.shift_right_logical(i, jnp.int32(30))
                 plgpu.barrier_wait(k_full.at[slot])
                 weights, dweights = _weights_and_gradient(
-                    (q_smem.at[here], k_smem.at[slot].transpose((1, 0))),
-                    (do_smem.at[here], v_smem.at[value_slot].transpose((1, 0))),
+                    (q_smem.at[operand_buffer], k_smem.at[slot].transpose((1, 0))),
+                    (do_smem.at[operand_buffer], v_smem.at[value_slot].transpose((1, 0))),
                     shape,
                     rows_of(stat, shape),
                     lambda weights: side.masked(weights, item, i, lower, last_lower, 0.0),
@@ -148,7 +148,7 @@ def query_kernel(
                 plgpu.barrier_arrive(k_free.at[slot])
                 return acc
 
-            acc, ahead = filled((own, dim), 0.0, plgpu.Layout.WGMMA), 0
+            acc, ahead = filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA), 0
             if blocks.buffers == 2:
                 # The first step hides how the last item's results leave the buffer that the next item's operands go to.
                 acc, ahead = step(jnp.int32(0), acc), 1
@@ -157,7 +157,7 @@ def query_kernel(
             acc = lax.fori_loop(ahead, item[4], step, acc)
             query[...] = acc.astype(q_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(query, dq_ref.at[row, pl.ds(base, own), head])
+            plgpu.copy_smem_to_gmem(query, dq_ref.at[row, pl.ds(base, own_tokens), head])
             return item[4]
 
         if blocks.buffers == 2:
@@ -178,11 +178,11 @@ def masked_keys(weights, *, base, upper, queries, lean):
     shape = weights.shape
     if lean:
         key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
-        seen = within(shape, 1, queries, key_ids, upper - key_ids)
+        visible = within(shape, 1, queries, key_ids, upper - key_ids)
     else:
         query_ids = ids(shape, 1, queries)
-        seen = (query_ids >= ids(shape, 0, base)) & (query_ids < rows_of(upper, shape))
-    return jnp.where(seen, weights, 0.0)
+        visible = (query_ids >= ids(shape, 0, base)) & (query_ids < rows_of(upper, shape))
+    return jnp.where(visible, weights, 0.0)
 
 
 def bring_queries(items, group, width, operands, slots, full, free):
@@ -198,23 +198,25 @@ def bring_queries(items, group, width, operands, slots, full, free):
     (q_full, do_full), (q_free, do_free) = full, free
     stages = jnp.int32(q_smem.shape[0])
 
-    def work(turn, done, item, following):
+    def work(turn, steps_before, item, following):
         kv_head, row, _, first, count, *_ = item
 
         def step(i, _):
             head = kv_head * group + lax.div(i, count)
-            here = pl.ds((first + lax.rem(i, count)) * width, width)
-            slot = lax.rem(done + i, stages)
+            token_slice = pl.ds((first + lax.rem(i, count)) * width, width)
+            slot = lax.rem(steps_before + i, stages)
             bring(
-                done + i,
+                steps_before + i,
                 (
-                    (q_ref.at[row, here, head], q_smem, q_full, q_free),
-                    (do_ref.at[row, here, head], do_smem, do_full, do_free),
+                    (q_ref.at[row, token_slice, head], q_smem, q_full, q_free),
+                    (do_ref.at[row, token_slice, head], do_smem, do_full, do_free),
                 ),
             )
             # These have the same slots as q and do, which are free at the same time.
-            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[slot], q_full.at[slot])
-            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[stages + slot], do_full.at[slot])
+            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[slot], q_full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                delta_ref.at[row, head, token_slice], numbers_smem.at[stages + slot], do_full.at[slot]
+            )
             return ()
 
         lax.fori_loop(0, count * group, step, ())
@@ -259,8 +261,8 @@ def key_kernel(
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]
     items = Items(table_ref, k_ref.shape[2])
-    own, width, stages, dim = blocks.own, blocks.step, jnp.int32(blocks.stages), q_ref.shape[-1]
-    shape = (own, width)
+    own_tokens, width, stages, dim = blocks.own, blocks.step, jnp.int32(blocks.stages), q_ref.shape[-1]
+    shape = (own_tokens, width)
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @bringing(wg)
@@ -277,22 +279,25 @@ def key_kernel(
 
         def fetch(turn, item):
             kv_head, row, start = item[:3]
-            here, full = pl.ds(pl.multiple_of(start + wg * own, own), own), own_full.at[buffer(turn)]
-            plgpu.copy_gmem_to_smem(k_ref.at[row, here, kv_head], k_smem.at[buffer(turn)], full)
-            plgpu.copy_gmem_to_smem(v_ref.at[row, here, kv_head], v_smem.at[buffer(turn)], full)
-            plgpu.copy_gmem_to_smem(upper_ref.at[row, here], upper_smem.at[buffer(turn)], full)
+            token_slice, full = (
+                pl.ds(pl.multiple_of(start + wg * own_tokens, own_tokens), own_tokens),
+                own_full.at[buffer(turn)],
+            )
+            plgpu.copy_gmem_to_smem(k_ref.at[row, token_slice, kv_head], k_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, token_slice, kv_head], v_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(upper_ref.at[row, token_slice], upper_smem.at[buffer(turn)], full)
 
-        def work(turn, done, item, following):
+        def work(turn, steps_before, item, following):
             kv_head, row, start, first, count = item
-            base = pl.multiple_of(start + wg * own, own)
+            base = pl.multiple_of(start + wg * own_tokens, own_tokens)
             key, value = k_smem.at[buffer(turn)], v_smem.at[buffer(turn)]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the other buffers
             pl.when(turn + 1 < items.rounds)(lambda: fetch(turn + 1, following))
             plgpu.barrier_wait(own_full.at[buffer(turn)])
             upper = plgpu.load(upper_smem.at[buffer(turn)], layout=rows)
-            first_upper, last_upper = upper_smem[buffer(turn), 0], upper_smem[buffer(turn), own - 1]
+            first_upper, last_upper = upper_smem[buffer(turn), 0], upper_smem[buffer(turn), own_tokens - 1]
             # The blocks are those of both warpgroups: the ones at the edges may be the other's alone.
-            lead = wg * (own // width)
+            lead = wg * (own_tokens // width)
             last = jnp.clip(lax.div(last_upper + (width - 1), jnp.int32(width)) - first, lead, count)
 
             def arrive(slot):
@@ -321,7 +326,7 @@ def key_kernel(
                     (key, query.transpose((1, 0))), (value, dout.transpose((1, 0))), shape=shape, issued=turns.swap
                 )
                 masked = functools.partial(masked_keys, base=base, upper=upper, queries=queries, lean=blocks.lean)
-                crossed = (queries < base + own - 1) | (queries + width > first_upper)
+                crossed = (queries < base + own_tokens - 1) | (queries + width > first_upper)
                 scores, slope = capped(scores, scale, soft_cap)
                 stat = plgpu.load(numbers_smem.at[slot], layout=columns)
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
@@ -339,20 +344,20 @@ def key_kernel(
                 return dk, dv
 
             def head(number, state):
-                before = done + number * count
+                before = steps_before + number * count
                 lax.fori_loop(0, lead, functools.partial(skip, before), ())
                 state = lax.fori_loop(lead, last, functools.partial(step, before), state)
                 lax.fori_loop(last, count, functools.partial(skip, before), ())
                 return state
 
-            zeros = filled((own, dim), 0.0, plgpu.Layout.WGMMA)
+            zeros = filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA)
             dk, dv = lax.fori_loop(0, group, head, (zeros, zeros))
             key[...] = dk.astype(k_ref.dtype)
             value[...] = dv.astype(v_ref.dtype)
             plgpu.commit_smem()
-            here = pl.ds(base, own)
-            plgpu.copy_smem_to_gmem(key, dk_ref.at[row, here, kv_head])
-            plgpu.copy_smem_to_gmem(value, dv_ref.at[row, here, kv_head])
+            token_slice = pl.ds(base, own_tokens)
+            plgpu.copy_smem_to_gmem(key, dk_ref.at[row, token_slice, kv_head])
+            plgpu.copy_smem_to_gmem(value, dv_ref.at[row, token_slice, kv_head])
             return count * group
 
         pl.when(items.rounds > 0)(lambda: fetch(jnp.int32(0), items.at(jnp.int32(0))))

@@ -122,8 +122,8 @@ def forward_kernel(
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
-    own, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]
-    shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+    own_tokens, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]
+    shape, rows = (own_tokens, blocks.step), plgpu.Layout.WGMMA.reduce(1)
     softmax = Softmax(scale, soft_cap, blocks.lean)
 
     @bringing(wg)
@@ -135,47 +135,47 @@ def forward_kernel(
         turns = Turns(turn_barrier, wg, blocks.turns)
         single = blocks.buffers == 1
 
-        def room(of, turn):
-            """(buffer, its barrier) of the queries of warpgroup `of`. With three buffers, the one that a warpgroup's
-            results have left is the other's next.
+        def room(warpgroup, turn):
+            """(buffer, its barrier) of a warpgroup's queries. With three buffers, the one that a warpgroup's results
+            have left is the other's next.
             """
             if single:
-                buffer = lax.rem(2 * turn + of, jnp.int32(3))
-                return buffer, 3 * of + buffer
-            buffer = of * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
+                buffer = lax.rem(2 * turn + warpgroup, jnp.int32(3))
+                return buffer, 3 * warpgroup + buffer
+            buffer = warpgroup * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
             return buffer, buffer
 
-        def fetch(turn, item, of: jax.Array | int = wg):
-            row, head, base = side.place(item, of)
-            buffer, barrier = room(of, turn)
-            here, full = pl.ds(base, own), own_full.at[barrier]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, here, head], qo_smem.at[buffer], full)
-            plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem.at[buffer], full)
+        def fetch(turn, item, warpgroup: jax.Array | int = wg):
+            row, head, base = side.place(item, warpgroup)
+            buffer, barrier = room(warpgroup, turn)
+            token_slice, full = pl.ds(base, own_tokens), own_full.at[barrier]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, token_slice, head], qo_smem.at[buffer], full)
+            plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem.at[buffer], full)
 
-        def work(turn, done, item, following):
+        def work(turn, steps_before, item, following):
             row, head, base = side.place(item)
             buffer, barrier = room(wg, turn)
             qo = qo_smem.at[buffer]
             plgpu.barrier_wait(own_full.at[barrier])
             lower = plgpu.load(lower_smem.at[buffer], layout=rows)
-            last_lower = lower_smem[buffer, own - 1]
+            last_lower = lower_smem[buffer, own_tokens - 1]
             sink = None if sinks_ref is None else sinks_ref[head].astype(jnp.float32) * LOG2E
 
             def fetch_following():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left their buffer
-                more = turn + 1 < side.items.rounds
+                has_next = turn + 1 < side.items.rounds
                 if single:
                     pl.when((wg == 0) & (turn > 0))(lambda: fetch(turn, item, 1))
-                    pl.when((wg == 1) & (turn > 0) & more)(lambda: fetch(turn + 1, following, 0))
+                    pl.when((wg == 1) & (turn > 0) & has_next)(lambda: fetch(turn + 1, following, 0))
                 else:
-                    pl.when(more)(lambda: fetch(turn + 1, following))
+                    pl.when(has_next)(lambda: fetch(turn + 1, following))
 
             def key_of(slot):
                 return k_smem.at[slot].transpose((1, 0))
 
             def step(i, before, meanwhile=lambda: None):
                 acc, state = before
-                slot = lax.rem(done + i, stages)
+                slot = lax.rem(steps_before + i, stages)
                 plgpu.barrier_wait(k_full.at[slot])
 
                 def issued():
@@ -195,7 +195,7 @@ def forward_kernel(
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, state
 
-            start = filled((own, dim), 0.0, plgpu.Layout.WGMMA), softmax.start(own, rows)
+            start = filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA), softmax.start(own_tokens, rows)
             # The first step hides how the last item's results leave the buffer that the next queries go to. With three
             # buffers those may be the ones that the other warpgroup waits for: before this one waits for its turn.
             start = step(jnp.int32(0), start, fetch_following if single else lambda: None)
@@ -203,15 +203,15 @@ def forward_kernel(
                 fetch_following()
             acc, state = lax.fori_loop(1, item[4], step, start)
             # Padding saw nothing: what stands there is dropped.
-            real = lower <= plgpu.broadcasted_iota(jnp.int32, (own,), 0, layout=rows) + base
+            real = lower <= plgpu.broadcasted_iota(jnp.int32, (own_tokens,), 0, layout=rows) + base
             inverse, lse = softmax.end(state, sink)
             inverse, lse = jnp.where(real, inverse, 0.0), jnp.where(real, lse, 0.0)
-            qo[...] = (acc * rows_of(inverse, (own, dim))).astype(q_ref.dtype)
+            qo[...] = (acc * rows_of(inverse, (own_tokens, dim))).astype(q_ref.dtype)
             lse_smem.at[wg][...] = lse
             plgpu.commit_smem()
-            here = pl.ds(base, own)
-            plgpu.copy_smem_to_gmem(qo, out_ref.at[row, here, head])
-            plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, here])
+            token_slice = pl.ds(base, own_tokens)
+            plgpu.copy_smem_to_gmem(qo, out_ref.at[row, token_slice, head])
+            plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, token_slice])
             return item[4]
 
         pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))

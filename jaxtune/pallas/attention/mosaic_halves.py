@@ -60,8 +60,8 @@ def bring_both(pieces, halves):
     slot, and all after it, copies of halves start between those of pieces, where with two slots of each they delay
     none.
     """
-    for ring, which in ((pieces, (0, 1)), (halves, (0,)), (pieces, (2,)), (halves, (1,)), (pieces, (3,))):
-        bring_pieces(*ring, which=which)
+    for ring, piece_numbers in ((pieces, (0, 1)), (halves, (0,)), (pieces, (2,)), (halves, (1,)), (pieces, (3,))):
+        bring_pieces(*ring, which=piece_numbers)
 
 
 def multiply(acc, own, first, ring, full, number, release=None):
@@ -77,10 +77,10 @@ def multiply(acc, own, first, ring, full, number, release=None):
     for piece in range(pieces):
         slot = slot_of(number, piece, ring)
         plgpu.barrier_wait(full.at[slot])
-        half, within = divmod(piece * size, HALF)
+        half, offset = divmod(piece * size, HALF)
         left = own.at[first + half]
         right = ring.at[slot + unknown_zero(number)].transpose((1, 0))
-        plgpu.wgmma(acc, left if size == HALF else left.at[:, pl.ds(within, size)], right)
+        plgpu.wgmma(acc, left if size == HALF else left.at[:, pl.ds(offset, size)], right)
         if before is not None and release is not None:
             plgpu.wgmma_wait(1)
             release(before)
@@ -91,17 +91,17 @@ def two_products(shape, weight_operands, score_operands, number, zero):
     """(scores, gradients of the softmax weights), float32[shape] in registers, of a step of dq or dk. The slots of the
     gradients' block are released; the scores' are not, as the caller multiplies that block once more.
 
-      weight_operands: (own, ring, full, free) of the gradients; score_operands: (own, ring, full).
-      zero: unknown_zero of the step, the index of the first half in both `own`.
+      weight_operands: (item's side, ring, full, free) of the gradients; score_operands: (item's side, ring, full).
+      zero: unknown_zero of the step, the index of the first half in both sides.
     """
-    own, ring, full, free = weight_operands
+    item_side, ring, full, free = weight_operands
     score_own, score_ring, score_full = score_operands
 
     def compute(dweight_acc, score_acc):
         def release(slot):
             plgpu.barrier_arrive(free.at[slot])
 
-        multiply(dweight_acc, own, zero, ring, full, number, release)
+        multiply(dweight_acc, item_side, zero, ring, full, number, release)
         multiply(score_acc, score_own, zero, score_ring, score_full, number)
         dweights = plgpu.wgmma_accumulator_load(dweight_acc, wait_n=2)
         release(last_slot(number, ring))
@@ -175,49 +175,49 @@ def half_forward_kernel(
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg, parts=2)
-    own = blocks.own
-    shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+    own_tokens = blocks.own
+    shape, rows = (own_tokens, blocks.step), plgpu.Layout.WGMMA.reduce(1)
     softmax = Softmax(scale, soft_cap, blocks.lean)
 
     @bringing(wg)
     def _():
-        def work(turn, done, item, following):
+        def work(turn, steps_before, item, following):
             def step(i, _):
-                row, here, head = side.keys(item, i)
-                bring_pieces(k_ref, (row, here, head), done + i, k_smem, k_full, k_free)
-                source = v_ref.at[row, here, head, columns_of(side.part(item), HALF)]
-                bring(done + i, ((source, v_smem, v_full, v_free),))
+                row, token_slice, head = side.keys(item, i)
+                bring_pieces(k_ref, (row, token_slice, head), steps_before + i, k_smem, k_full, k_free)
+                source = v_ref.at[row, token_slice, head, columns_of(side.part(item), HALF)]
+                bring(steps_before + i, ((source, v_smem, v_full, v_free),))
                 return ()
 
             lax.fori_loop(0, item[4], step, ())
             return item[4]
 
-        done = side.items.each(work)
-        drain(done * (2 * HALF // PIECE), (k_smem, k_free))
-        drain(done, (v_smem, v_free))
+        total_steps = side.items.each(work)
+        drain(total_steps * (2 * HALF // PIECE), (k_smem, k_free))
+        drain(total_steps, (v_smem, v_free))
 
     @computing(wg)
     def _():
         def fetch(item, half):
             row, head, base = side.place(item)
-            source = q_ref.at[row, pl.ds(base, own), head, columns_of(half, HALF)]
+            source = q_ref.at[row, pl.ds(base, own_tokens), head, columns_of(half, HALF)]
             plgpu.copy_gmem_to_smem(source, q_smem.at[wg * 2 + half], own_full.at[wg])
 
         def fetch_bounds(item):
             row, _, base = side.place(item)
-            plgpu.copy_gmem_to_smem(lower_ref.at[row, pl.ds(base, own)], lower_smem.at[wg], own_full.at[wg])
+            plgpu.copy_gmem_to_smem(lower_ref.at[row, pl.ds(base, own_tokens)], lower_smem.at[wg], own_full.at[wg])
 
-        def work(turn, done, item, following):
+        def work(turn, steps_before, item, following):
             row, head, base = side.place(item)
-            part = side.part(item)
+            half = side.part(item)
             plgpu.barrier_wait(own_full.at[wg])
             lower = plgpu.load(lower_smem.at[wg], layout=rows)
-            last_lower = lower_smem[wg, own - 1]
+            last_lower = lower_smem[wg, own_tokens - 1]
             sink = None if sinks_ref is None else sinks_ref[head].astype(jnp.float32) * LOG2E
 
             def step(i, before):
                 acc, state = before
-                number = done + i
+                number = steps_before + i
 
                 def release(slot):
                     plgpu.barrier_arrive(k_free.at[slot])
@@ -248,30 +248,30 @@ def half_forward_kernel(
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, state
 
-            start = filled((own, HALF), 0.0, plgpu.Layout.WGMMA), softmax.start(own, rows)
+            start = filled((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA), softmax.start(own_tokens, rows)
             acc, state = lax.fori_loop(0, item[4], step, start)
-            more = turn + 1 < side.items.rounds
+            has_next = turn + 1 < side.items.rounds
             plgpu.commit_smem()  # all warps are done with the queries and bounds
 
-            @pl.when(more)
+            @pl.when(has_next)
             def _():
-                fetch(following, 1 - part)
+                fetch(following, 1 - half)
                 fetch_bounds(following)
 
             # Padding saw nothing: what stands there is dropped.
-            real = lower <= plgpu.broadcasted_iota(jnp.int32, (own,), 0, layout=rows) + base
+            real = lower <= plgpu.broadcasted_iota(jnp.int32, (own_tokens,), 0, layout=rows) + base
             inverse, lse = softmax.end(state, sink)
             inverse, lse = jnp.where(real, inverse, 0.0), jnp.where(real, lse, 0.0)
-            out = q_smem.at[wg * 2 + part]
+            out = q_smem.at[wg * 2 + half]
             out[...] = (acc * rows_of(inverse, acc.shape)).astype(q_ref.dtype)
             lse_smem.at[wg][...] = lse
             plgpu.commit_smem()
-            here = pl.ds(base, own)
-            plgpu.copy_smem_to_gmem(out, out_ref.at[row, here, head, columns_of(part, HALF)])
+            token_slice = pl.ds(base, own_tokens)
+            plgpu.copy_smem_to_gmem(out, out_ref.at[row, token_slice, head, columns_of(half, HALF)])
             # Both halves have the same one.
-            pl.when(part == 0)(lambda: plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, here]))
+            pl.when(half == 0)(lambda: plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, token_slice]))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(more)(lambda: fetch(following, part))
+            pl.when(has_next)(lambda: fetch(following, half))
             return item[4]
 
         @pl.when(side.items.rounds > 0)
@@ -321,54 +321,55 @@ def half_query_kernel(
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, False, wg, shared=True)
-    own = blocks.own
-    shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+    own_tokens = blocks.own
+    shape, rows = (own_tokens, blocks.step), plgpu.Layout.WGMMA.reduce(1)
 
     @bringing(wg)
     def _():
-        def work(turn, done, item, following):
+        def work(turn, steps_before, item, following):
             def step(i, _):
-                place, number = side.keys(item, i), done + i
+                block_index, number = side.keys(item, i), steps_before + i
                 bring_both(
-                    (v_ref, place, number, v_smem, v_full, v_free), (k_ref, place, number, k_smem, k_full, k_free)
+                    (v_ref, block_index, number, v_smem, v_full, v_free),
+                    (k_ref, block_index, number, k_smem, k_full, k_free),
                 )
                 return ()
 
             lax.fori_loop(0, item[4], step, ())
             return item[4]
 
-        done = side.items.each(work)
-        drain(done * (2 * HALF // PIECE), (v_smem, v_free))
-        drain(done * 2, (k_smem, k_free))
+        total_steps = side.items.each(work)
+        drain(total_steps * (2 * HALF // PIECE), (v_smem, v_free))
+        drain(total_steps * 2, (k_smem, k_free))
 
     @computing(wg)
     def _():
         def fetch(item, ref, target):
             row, head, base = side.place(item)
-            source = ref.at[row, pl.ds(base, own), head, columns_of(wg, HALF)]
+            source = ref.at[row, pl.ds(base, own_tokens), head, columns_of(wg, HALF)]
             plgpu.copy_gmem_to_smem(source, target.at[wg], own_full.at[0])
 
         def fetch_beside(item):
             fetch(item, do_ref, do_smem)
             row, head, base = side.place(item)
-            here = pl.ds(base, own)
+            token_slice = pl.ds(base, own_tokens)
 
             @pl.when(wg == 0)
             def _():
-                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[0], own_full.at[0])
-                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[1], own_full.at[0])
-                plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem, own_full.at[0])
+                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[0], own_full.at[0])
+                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, token_slice], numbers_smem.at[1], own_full.at[0])
+                plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem, own_full.at[0])
 
-        def work(turn, done, item, following):
+        def work(turn, steps_before, item, following):
             row, head, base = side.place(item)
             plgpu.barrier_wait(own_full.at[0])
             stat = plgpu.load(numbers_smem.at[0], layout=rows)
             delta = plgpu.load(numbers_smem.at[1], layout=rows)
             lower = plgpu.load(lower_smem, layout=rows)
-            last_lower = lower_smem[own - 1]
+            last_lower = lower_smem[own_tokens - 1]
 
             def step(i, acc):
-                number, zero = done + i, unknown_zero(i)
+                number, zero = steps_before + i, unknown_zero(i)
 
                 weight_operands = do_smem, v_smem, v_full, v_free
                 score_operands = q_smem, k_smem, k_full
@@ -384,16 +385,16 @@ def half_query_kernel(
                 plgpu.barrier_arrive(k_free.at[slot])
                 return acc
 
-            acc = lax.fori_loop(0, item[4], step, filled((own, HALF), 0.0, plgpu.Layout.WGMMA))
+            acc = lax.fori_loop(0, item[4], step, filled((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
             meet_other(meet)
-            more = turn + 1 < side.items.rounds
-            pl.when(more)(lambda: fetch_beside(following))
+            has_next = turn + 1 < side.items.rounds
+            pl.when(has_next)(lambda: fetch_beside(following))
             dq = q_smem.at[wg]
             dq[...] = acc.astype(q_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(dq, dq_ref.at[row, pl.ds(base, own), head, columns_of(wg, HALF)])
+            plgpu.copy_smem_to_gmem(dq, dq_ref.at[row, pl.ds(base, own_tokens), head, columns_of(wg, HALF)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(more)(lambda: fetch(following, q_ref, q_smem))
+            pl.when(has_next)(lambda: fetch(following, q_ref, q_smem))
             return item[4]
 
         @pl.when(side.items.rounds > 0)

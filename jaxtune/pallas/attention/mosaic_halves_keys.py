@@ -43,12 +43,12 @@ def _bring_queries(items, group, width, copies):
       copies: starts one block's copies: (blocks before it, row, slice of tokens, query head).
     """
 
-    def work(turn, done, item, following):
+    def work(turn, steps_before, item, following):
         kv_head, row, _, first, count = item
 
         def step(i, _):
             head = kv_head * group + lax.div(i, count)
-            copies(done + i, row, pl.ds((first + lax.rem(i, count)) * width, width), head)
+            copies(steps_before + i, row, pl.ds((first + lax.rem(i, count)) * width, width), head)
             return ()
 
         lax.fori_loop(0, count * group, step, ())
@@ -120,46 +120,51 @@ def half_key_kernel(
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)
-    own, width, stages = blocks.own, blocks.step, q_smem.shape[0]
-    shape = (own, width)
+    own_tokens, width, stages = blocks.own, blocks.step, q_smem.shape[0]
+    shape = (own_tokens, width)
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @bringing(wg)
     def _():
-        def copies(number, row, here, head):
-            place = (row, here, head)
+        def copies(number, row, token_slice, head):
+            block_index = (row, token_slice, head)
             bring_both(
-                (do_ref, place, number, do_smem, do_full, do_free), (q_ref, place, number, q_smem, q_full, q_free)
+                (do_ref, block_index, number, do_smem, do_full, do_free),
+                (q_ref, block_index, number, q_smem, q_full, q_free),
             )
             for half in range(2):
                 slot = slot_of(number, half, q_smem)
                 for target, ref in ((slot, stat_ref), (stages + slot, delta_ref)):
-                    plgpu.copy_gmem_to_smem(ref.at[row, head, here], numbers_smem.at[target], q_full.at[slot])
+                    plgpu.copy_gmem_to_smem(ref.at[row, head, token_slice], numbers_smem.at[target], q_full.at[slot])
 
-        done = _bring_queries(side.items, side.group, width, copies)
-        drain(done * (2 * HALF // PIECE), (do_smem, do_free))
-        drain(done * 2, (q_smem, q_free))
+        total_blocks = _bring_queries(side.items, side.group, width, copies)
+        drain(total_blocks * (2 * HALF // PIECE), (do_smem, do_free))
+        drain(total_blocks * 2, (q_smem, q_free))
 
     @computing(wg)
     def _():
         def fetch(item, ref, target):
-            row, here, kv_head = side.place(item)
-            plgpu.copy_gmem_to_smem(ref.at[row, here, kv_head, columns_of(wg, HALF)], target.at[wg], own_full.at[0])
+            row, token_slice, kv_head = side.place(item)
+            plgpu.copy_gmem_to_smem(
+                ref.at[row, token_slice, kv_head, columns_of(wg, HALF)], target.at[wg], own_full.at[0]
+            )
 
         def fetch_beside(item):
             fetch(item, v_ref, v_smem)
-            row, here, _ = side.place(item)
-            pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(upper_ref.at[row, here], upper_smem, own_full.at[0]))
+            row, token_slice, _ = side.place(item)
+            pl.when(wg == 0)(
+                lambda: plgpu.copy_gmem_to_smem(upper_ref.at[row, token_slice], upper_smem, own_full.at[0])
+            )
 
-        def work(turn, done, item, following):
-            row, here, kv_head = side.place(item)
+        def work(turn, steps_before, item, following):
+            row, token_slice, kv_head = side.place(item)
             steps = item[4] * side.group
             plgpu.barrier_wait(own_full.at[0])
             upper = plgpu.load(upper_smem, layout=rows)
             first_upper = upper_smem[0]
 
             def step(i, dk):
-                number, zero = done + i, unknown_zero(i)
+                number, zero = steps_before + i, unknown_zero(i)
 
                 weight_operands = v_smem, do_smem, do_full, do_free
                 score_operands = k_smem, q_smem, q_full
@@ -179,16 +184,16 @@ def half_key_kernel(
                 plgpu.barrier_arrive(q_free.at[slot])
                 return dk
 
-            dk = lax.fori_loop(0, steps, step, filled((own, HALF), 0.0, plgpu.Layout.WGMMA))
+            dk = lax.fori_loop(0, steps, step, filled((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
             meet_other(meet)
-            more = turn + 1 < side.items.rounds
-            pl.when(more)(lambda: fetch_beside(following))
+            has_next = turn + 1 < side.items.rounds
+            pl.when(has_next)(lambda: fetch_beside(following))
             result = k_smem.at[wg]
             result[...] = dk.astype(k_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(result, dk_ref.at[row, here, kv_head, columns_of(wg, HALF)])
+            plgpu.copy_smem_to_gmem(result, dk_ref.at[row, token_slice, kv_head, columns_of(wg, HALF)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(more)(lambda: fetch(following, k_ref, k_smem))
+            pl.when(has_next)(lambda: fetch(following, k_ref, k_smem))
             return steps
 
         @pl.when(side.items.rounds > 0)
@@ -234,40 +239,44 @@ def half_value_kernel(
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)
-    own, width = blocks.own, blocks.step
-    shape = (own, width)
+    own_tokens, width = blocks.own, blocks.step
+    shape = (own_tokens, width)
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @bringing(wg)
     def _():
-        def copies(number, row, here, head):
-            place = (row, here, head)
-            bring_pieces(q_ref, place, number, q_smem, q_full, q_free)
-            bring_pieces(do_ref, place, number, do_smem, do_full, do_free)
+        def copies(number, row, token_slice, head):
+            block_index = (row, token_slice, head)
+            bring_pieces(q_ref, block_index, number, q_smem, q_full, q_free)
+            bring_pieces(do_ref, block_index, number, do_smem, do_full, do_free)
             for half in range(2):
                 slot = slot_of(number, half, do_smem)
-                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[slot], do_full.at[slot])
+                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[slot], do_full.at[slot])
 
-        done = _bring_queries(side.items, side.group, width, copies)
-        drain(done * (2 * HALF // PIECE), (q_smem, q_free))
-        drain(done * 2, (do_smem, do_free))
+        total_blocks = _bring_queries(side.items, side.group, width, copies)
+        drain(total_blocks * (2 * HALF // PIECE), (q_smem, q_free))
+        drain(total_blocks * 2, (do_smem, do_free))
 
     @computing(wg)
     def _():
         def fetch(item):
-            row, here, kv_head = side.place(item)
-            plgpu.copy_gmem_to_smem(k_ref.at[row, here, kv_head, columns_of(wg, HALF)], k_smem.at[wg], own_full.at[0])
-            pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(upper_ref.at[row, here], upper_smem, own_full.at[0]))
+            row, token_slice, kv_head = side.place(item)
+            plgpu.copy_gmem_to_smem(
+                k_ref.at[row, token_slice, kv_head, columns_of(wg, HALF)], k_smem.at[wg], own_full.at[0]
+            )
+            pl.when(wg == 0)(
+                lambda: plgpu.copy_gmem_to_smem(upper_ref.at[row, token_slice], upper_smem, own_full.at[0])
+            )
 
-        def work(turn, done, item, following):
-            row, here, kv_head = side.place(item)
+        def work(turn, steps_before, item, following):
+            row, token_slice, kv_head = side.place(item)
             steps = item[4] * side.group
             plgpu.barrier_wait(own_full.at[0])
             upper = plgpu.load(upper_smem, layout=rows)
             first_upper = upper_smem[0]
 
             def step(i, dv):
-                number = done + i
+                number = steps_before + i
                 slot = slot_of(number, wg, do_smem)
 
                 def release(slot):
@@ -288,12 +297,12 @@ def half_value_kernel(
                 plgpu.barrier_arrive(do_free.at[slot])
                 return dv
 
-            dv = lax.fori_loop(0, steps, step, filled((own, HALF), 0.0, plgpu.Layout.WGMMA))
+            dv = lax.fori_loop(0, steps, step, filled((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
             meet_other(meet)
             result = k_smem.at[wg]
             result[...] = dv.astype(k_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(result, dv_ref.at[row, here, kv_head, columns_of(wg, HALF)])
+            plgpu.copy_smem_to_gmem(result, dv_ref.at[row, token_slice, kv_head, columns_of(wg, HALF)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             pl.when(turn + 1 < side.items.rounds)(lambda: fetch(following))
             return steps

@@ -173,8 +173,8 @@ class Items:
         self.table_ref, self.heads = table_ref, heads
         self.programs, self.me = lax.axis_size("programs"), lax.axis_index("programs")
         total = table_ref.shape[0] * heads
-        whole = total // self.programs
-        self.rounds = whole + (self._number(jnp.int32(whole)) < total).astype(jnp.int32)
+        full_rounds = total // self.programs
+        self.rounds = full_rounds + (self._number(jnp.int32(full_rounds)) < total).astype(jnp.int32)
 
     def _number(self, turn):
         """Number (line * heads + head) of this program's item in a turn; it may be past the last."""
@@ -191,18 +191,18 @@ class Items:
         return [lax.rem(number, jnp.int32(self.heads)), *columns]
 
     def each(self, work):
-        """Calls work(turn, done, item, following) for every item in order, and returns the steps of all, int32[].
+        """Calls work(turn, steps_before, item, following) for every item in order, and returns the steps of all,
+        int32[].
 
-        work: returns its steps. `done` are the steps before this item, from which slots follow; `following` is the
-          next item.
+          work: returns its steps. Slots follow from `steps_before`; `following` is the next item.
         """
 
-        def one(turn, state):
-            done, item = state
+        def run_item(turn, state):
+            steps_before, item = state
             following = self.at(turn + 1)
-            return done + work(turn, done, item, following), following
+            return steps_before + work(turn, steps_before, item, following), following
 
-        return lax.fori_loop(0, self.rounds, one, (jnp.int32(0), self.at(jnp.int32(0))))[0]
+        return lax.fori_loop(0, self.rounds, run_item, (jnp.int32(0), self.at(jnp.int32(0))))[0]
 
 
 def computing(wg, number: int | None = None):
@@ -277,16 +277,16 @@ class QuerySide:
         """(row of the batch, query head, first query): the `blocks.own` queries of an item that warpgroup `wg` computes
         (None: the calling one).
         """
-        own, wg = self.blocks.own, self.wg if wg is None else wg
+        own_tokens, wg = self.blocks.own, self.wg if wg is None else wg
         if self.shared:
-            return item[1], self._head(item), pl.multiple_of(item[2], own)
+            return item[1], self._head(item), pl.multiple_of(item[2], own_tokens)
         if self.pairs:
-            return item[1], self._head(item) * WARPGROUPS + wg, pl.multiple_of(item[2], own)
-        first = item[2] + wg * own
-        if self.length % (WARPGROUPS * own):
+            return item[1], self._head(item) * WARPGROUPS + wg, pl.multiple_of(item[2], own_tokens)
+        first = item[2] + wg * own_tokens
+        if self.length % (WARPGROUPS * own_tokens):
             # The row's last tile may have queries for one warpgroup only; the other repeats its work, bit for bit.
-            first = jnp.minimum(first, self.length - own)
-        return item[1], self._head(item), pl.multiple_of(first, own)
+            first = jnp.minimum(first, self.length - own_tokens)
+        return item[1], self._head(item), pl.multiple_of(first, own_tokens)
 
     def _head(self, item):
         """Query head of an item, or its pair of heads if `pairs`."""
@@ -309,11 +309,11 @@ class QuerySide:
         def mask(values):
             if self.blocks.lean:
                 query_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
-                seen = within(shape, 1, keys, lower, query_ids + 1 - lower)
+                visible = within(shape, 1, keys, lower, query_ids + 1 - lower)
             else:
                 key_ids = ids(shape, 1, keys)
-                seen = (key_ids <= ids(shape, 0, base)) & (key_ids >= rows_of(lower, shape))
-            return jnp.where(seen, values, fill)
+                visible = (key_ids <= ids(shape, 0, base)) & (key_ids >= rows_of(lower, shape))
+            return jnp.where(visible, values, fill)
 
         crossed = (keys + self.blocks.step > base + 1) | (keys < last_lower)
         return lax.cond(crossed, mask, lambda values: values, values)
@@ -323,11 +323,14 @@ class QuerySide:
         far ahead as slots allow.
         """
 
-        def work(turn, done, item, following):
+        def work(turn, steps_before, item, following):
             def step(i, _):
-                here = self.keys(item, i)
-                copies = ((k_ref.at[here], k_smem, k_full, k_free), (v_ref.at[here], v_smem, v_full, v_free))
-                bring(done + i, copies)
+                block_index = self.keys(item, i)
+                copies = (
+                    (k_ref.at[block_index], k_smem, k_full, k_free),
+                    (v_ref.at[block_index], v_smem, v_full, v_free),
+                )
+                bring(steps_before + i, copies)
                 return ()
 
             lax.fori_loop(0, item[4], step, ())

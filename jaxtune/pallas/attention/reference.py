@@ -78,7 +78,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     chunk, padded = _chunked(length, rows * heads * length)
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
 
-    def one(state, item):
+    def attend_chunk(state, item):
         first, q, start, end = item
         scores, _ = _scores(q, key, scale, soft_cap)
         visible = _visible(start, end, first, length, window)
@@ -108,10 +108,10 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         _split(layout.doc_end, chunk, padded),
     )
     if len(firsts) == 1:
-        _, (out, lse) = one(None, jax.tree.map(lambda a: a[0], items))
+        _, (out, lse) = attend_chunk(None, jax.tree.map(lambda a: a[0], items))
         out, lse = out[:, :length], lse[:, :length]
     else:
-        _, (out, lse) = jax.lax.scan(one, None, items)
+        _, (out, lse) = jax.lax.scan(attend_chunk, None, items)
         out, lse = _join(out, length), _join(lse, length)
     return out.reshape(query.shape), jnp.moveaxis(lse.reshape(rows, length, heads), 2, 1)
 
@@ -132,7 +132,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     chunk, padded = _chunked(length, rows * heads * length)
     precision = _precision(query.dtype)
 
-    def one(state, item):
+    def chunk_gradients(state, item):
         dkey, dvalue = state
         first, q, do, stat, delt, start, end = item
         scores, dcap = _scores(q, key, scale, soft_cap)
@@ -163,10 +163,10 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     )
     zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
     if len(firsts) == 1:
-        (dkey, dvalue), dquery = one(zeros, jax.tree.map(lambda a: a[0], items))
+        (dkey, dvalue), dquery = chunk_gradients(zeros, jax.tree.map(lambda a: a[0], items))
         dquery = dquery[:, :length]
     else:
-        (dkey, dvalue), dquery = jax.lax.scan(one, zeros, items)
+        (dkey, dvalue), dquery = jax.lax.scan(chunk_gradients, zeros, items)
         dquery = _join(dquery, length)
     dsinks = None
     if sinks is not None:

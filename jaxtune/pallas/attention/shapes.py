@@ -47,12 +47,12 @@ def log_normal_segments(rows: int, length: int, mean: float, sigma: float, seed:
     rng = np.random.default_rng(seed)
     segments = np.zeros((rows, length), np.int32)
     for row in range(rows):
-        at = number = 0
-        while at < length:
+        offset = number = 0
+        while offset < length:
             number += 1
-            size = int(np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma), 1, length - at))
-            segments[row, at : at + size] = number
-            at += size
+            size = int(np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma), 1, length - offset))
+            segments[row, offset : offset + size] = number
+            offset += size
     return segments
 
 

@@ -97,11 +97,13 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
     return None
 
 
-def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap):
+def _call(
+    kernel, tile: Tile, program_tokens: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap
+):
     """Runs a kernel of triton_kernels.py and returns its outputs. ValueError unless scale is above 0: the forward takes
     the largest product before it multiplies by scale. (`refusal` does not get scale, so nothing else is tried then.)
 
-      own: tokens of a program: tile.queries in the forward and dq, tile.keys in dk and dv.
+      program_tokens: tile.queries in the forward and dq, tile.keys in dk and dv.
       grid_heads: query heads in the forward and dq, key heads in dk and dv.
       arguments: input arrays, query first.
     """
@@ -112,7 +114,7 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
         kernel,
         arguments,
         out_types,
-        (grid_heads, math.ceil(length / own), rows),
+        (grid_heads, math.ceil(length / program_tokens), rows),
         warps=tile.warps,
         stages=tile.stages,
         LENGTH=length,

@@ -138,13 +138,13 @@ def _attend(
         scores, _ = _capped(tl.dot(query, tl.trans(k)), SCALE, CAP)
         if MASKED:
             columns = first + tl.arange(0, KEYS)
-            seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
-            scores = tl.where(seen, scores, _MASKED)
+            visible = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
+            scores = tl.where(visible, scores, _MASKED)
         new = tl.maximum(top, tl.max(scores, 1) * UNIT)
         weights = tl.exp2(scores * UNIT - new[:, None])
         if MASKED:
             # Where a query has seen nothing yet, the fused multiply-add above leaves the rounding of a huge product.
-            weights = tl.where(seen, weights, 0.0)
+            weights = tl.where(visible, weights, 0.0)
         fade = tl.exp2(top - new)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
@@ -258,8 +258,8 @@ def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end
         weights = tl.exp2(scores * UNIT - stat[:, None])
         if MASKED:
             columns = first + tl.arange(0, KEYS)
-            seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
-            weights = tl.where(seen, weights, 0.0)
+            visible = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
+            weights = tl.where(visible, weights, 0.0)
         dweights = tl.dot(dout, tl.trans(v))
         dscores = weights * (dweights - delta[:, None])
         if CAP > 0.0:
@@ -333,8 +333,8 @@ def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
         scores, slope = _capped(tl.dot(k, tl.trans(q)), SCALE, CAP)
         weights = tl.exp2(scores * UNIT - stat[None, :])
         if MASKED:
-            seen = (rows[None, :] >= columns[:, None]) & (rows[None, :] < upper[:, None])
-            weights = tl.where(seen, weights, 0.0)
+            visible = (rows[None, :] >= columns[:, None]) & (rows[None, :] < upper[:, None])
+            weights = tl.where(visible, weights, 0.0)
         do = _block(dout, first, LENGTH, STRIDE, DIM, WIDTH, QUERIES, MASKED)
         dv = tl.dot(weights.to(do.dtype), do, dv)
         dweights = tl.dot(v, tl.trans(do))

@@ -36,9 +36,11 @@ def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
             forms += [dict(form, value_stages=1) for form in forms]
         if kernel == "dkey":  # its warpgroups hand work to each other and do not take turns
             forms = [form for form in forms if not form["turns"]]
-    found = [mosaic.Blocks(64, *sizes, **form) for form in forms for sizes in itertools.product((64, 128), stages)]
-    found = [b for b in found if b != first and (b.value_stages is None or b.value_stages < b.stages)]
-    return [blocks.as_dict() for blocks in [first, *found]]
+    block_choices = [
+        mosaic.Blocks(64, *sizes, **form) for form in forms for sizes in itertools.product((64, 128), stages)
+    ]
+    block_choices = [b for b in block_choices if b != first and (b.value_stages is None or b.value_stages < b.stages)]
+    return [blocks.as_dict() for blocks in [first, *block_choices]]
 
 
 def tune(
@@ -66,35 +68,35 @@ def tune(
     ]
     query, key, value, dout = (jax.random.normal(k, shape).astype(dtype) for k, shape in zip(keys, shapes, strict=True))
     segments = case.segments()
-    given = () if segments is None else (jnp.asarray(segments),)
+    segment_arrays = () if segments is None else (jnp.asarray(segments),)
     options = dict(scale=case.dim**-0.5, window=case.window, soft_cap=case.soft_cap)
     blocks = {f"attention {kernel}": candidates(kernel, dim)[0] for kernel in kernels}
     problem = first_use.refusal("mosaic", mosaic, query, case.kv_heads, case.soft_cap, blocks)
     if problem is not None:
         raise RuntimeError(f"attention, {blocks}: {problem}")
 
-    def layout(given):
-        return packed_layout((case.rows, case.length), *given)
+    def layout(segment_arrays):
+        return packed_layout((case.rows, case.length), *segment_arrays)
 
-    def forward(query, key, value, given):
-        return mosaic.forward(query, key, value, layout(given), **options)
+    def forward(query, key, value, segment_arrays):
+        return mosaic.forward(query, key, value, layout(segment_arrays), **options)
 
-    def backward(kept: slice, query, key, value, out, lse, dout, given):
-        return mosaic.backward(query, key, value, out, lse, dout, layout(given), **options)[kept]
+    def backward(output_slice: slice, query, key, value, out, lse, dout, segment_arrays):
+        return mosaic.backward(query, key, value, out, lse, dout, layout(segment_arrays), **options)[output_slice]
 
     def prepare(function, *arguments):
         # A new function for each trace, because jit's cache does not know the blocks.
         compiled = jax.jit(lambda *arguments: function(*arguments)).lower(*arguments).compile()
         return lambda: compiled(*arguments)
 
-    inputs = (query, key, value, given)
+    inputs = (query, key, value, segment_arrays)
     work: dict[str, Callable[[], Callable[[], Any]]] = {"forward": lambda: prepare(forward, *inputs)}
     if set(kernels) - {"forward"}:
-        saved = (query, key, value, *prepare(forward, *inputs)(), dout, given)
+        saved = (query, key, value, *prepare(forward, *inputs)(), dout, segment_arrays)
         work["dquery"] = lambda: prepare(lambda *a: backward(slice(0, 1), *a), *saved)
         # dv is the same kernel's, or for heads of 512 another one's.
-        both = slice(1, 2 if dim == mosaic.HALVED else 3)
-        work["dkey"] = lambda: prepare(lambda *a: backward(both, *a), *saved)
+        key_outputs = slice(1, 2 if dim == mosaic.HALVED else 3)
+        work["dkey"] = lambda: prepare(lambda *a: backward(key_outputs, *a), *saved)
         work["dvalue"] = lambda: prepare(lambda *a: backward(slice(2, 3), *a), *saved)
     return {kernel: _measured(kernel, case, dtype, work[kernel], say, path) for kernel in kernels}
 

@@ -46,14 +46,14 @@ def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
     def compare():
         lengths = jnp.asarray([0, 1, 64, room + 88, room - 212, room + 1], jnp.int32)
         shapes = (len(lengths), 2 * group, dim), *((len(lengths), 2, room, dim),) * 2
-        drawn = zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
-        query, key, value = (jax.random.normal(seed, shape).astype(dtype) for seed, shape in drawn)
+        draws = zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
+        query, key, value = (jax.random.normal(seed, shape).astype(dtype) for seed, shape in draws)
         key, value = key.astype(keys.dtype), value.astype(keys.dtype)
         options = dict(scale=dim**-0.5, window=room - 12, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
-        got = jax.jit(lambda *given: module.decode(*given, **options))(query, key, value, lengths)
+        kernel_result = jax.jit(lambda *operands: module.decode(*operands, **options))(query, key, value, lengths)
         exact = dispatch.exactly(functools.partial(reference.decode, **options))
         query, key, value = (array.astype(jnp.float32) for array in (query, key, value))
-        return [got], [exact(query, key, value, lengths)]
+        return [kernel_result], [exact(query, key, value, lengths)]
 
     return dispatch.first_use("decode_attention", name, call, compare)
 
@@ -103,12 +103,16 @@ def decode_attention(
     check.number("soft_cap", soft_cap, above=0, optional=True)
     if sinks is not None:
         check.array("sinks", sinks, "heads", FLOATS)
-    chosen = dispatch.choose("decode_attention", implementations(query, keys, soft_cap=soft_cap), implementation)
-    function = functools.partial(IMPLEMENTATIONS[chosen].decode, scale=scale, window=window, soft_cap=soft_cap)
+    implementation_name = dispatch.choose(
+        "decode_attention", implementations(query, keys, soft_cap=soft_cap), implementation
+    )
+    function = functools.partial(
+        IMPLEMENTATIONS[implementation_name].decode, scale=scale, window=window, soft_cap=soft_cap
+    )
 
     def run(query, keys, values, lengths, sinks):
         return function(query, keys, values, lengths, sinks=sinks)
 
     # XLA divides the reference over the mesh.
-    run = run if chosen == "reference" else meshes.on_each_device(run, rows=4)
+    run = run if implementation_name == "reference" else meshes.on_each_device(run, rows=4)
     return run(query, keys, values, jnp.asarray(lengths, jnp.int32), sinks)

@@ -24,8 +24,8 @@ def cache_capacity(tokens: int, window: int | None = None) -> int:
     check = Arguments("cache_capacity")
     check.number("tokens", tokens, whole=True, least=1)
     check.number("window", window, whole=True, least=1, optional=True)
-    needed = tokens if window is None else min(tokens, window)
-    return -(-needed // CAPACITY_STEP) * CAPACITY_STEP
+    live_tokens = tokens if window is None else min(tokens, window)
+    return -(-live_tokens // CAPACITY_STEP) * CAPACITY_STEP
 
 
 @on_any_mesh
@@ -41,12 +41,12 @@ def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
     check.number("capacity", capacity, whole=True, least=1)
     length = tokens.shape[1]
     if capacity >= length:
-        kept = jnp.pad(tokens, ((0, 0), (0, capacity - length), (0, 0), (0, 0)))
+        cached_tokens = jnp.pad(tokens, ((0, 0), (0, capacity - length), (0, 0), (0, 0)))
     else:
         last = jnp.asarray(lengths, jnp.int32)[:, None] - 1
         position = last - (last - jnp.arange(capacity, dtype=jnp.int32)) % capacity  # the latest position at each index
-        kept = jnp.take_along_axis(tokens, jnp.maximum(position, 0)[..., None, None], axis=1)
-    return jnp.swapaxes(kept, 1, 2)
+        cached_tokens = jnp.take_along_axis(tokens, jnp.maximum(position, 0)[..., None, None], axis=1)
+    return jnp.swapaxes(cached_tokens, 1, 2)
 
 
 @on_any_mesh

@@ -61,11 +61,11 @@ def chunk_attention(
         return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32, precision=precision)
 
     def block(operands):
-        query, at = operands  # [B, n, heads, D], int32[B, n]
+        query, query_positions = operands  # [B, n, heads, D], int32[B, n]
         scores = product("bqkgd,bktd->bkgqt", query.reshape(rows, -1, kv_heads, heads // kv_heads, dim), keys) * scale
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
-        age = at[..., None] - positions[:, None]  # [B, n, keys]
+        age = query_positions[..., None] - positions[:, None]  # [B, n, keys]
         visible = (positions[:, None] >= 0) & (age >= 0)
         if window is not None:
             visible &= age < window

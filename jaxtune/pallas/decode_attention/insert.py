@@ -34,8 +34,8 @@ def inserted(
     def compare():
         shapes = ((5, 2, 256, 64), (4, 2, 128, 64))
         old, new = (jax.random.normal(jax.random.key(i), s).astype(cache.dtype) for i, s in enumerate(shapes))
-        given = old, new, jnp.asarray([3, 0, 0], jnp.int32), jnp.asarray([1, 4, 5], jnp.int32)
-        return [jax.jit(_by_kernel)(*given)], [_by_scatter(*given)]
+        operands = old, new, jnp.asarray([3, 0, 0], jnp.int32), jnp.asarray([1, 4, 5], jnp.int32)
+        return [jax.jit(_by_kernel)(*operands)], [_by_scatter(*operands)]
 
     def refusal():
         if cache.dtype not in (jnp.bfloat16, jnp.float16):
@@ -43,8 +43,8 @@ def inserted(
         call = str(cache.dtype)
         return compat.triton_refusal() or dispatch.first_use("inserted", "triton", call, compare)
 
-    chosen = dispatch.choose("inserted", {"triton": refusal, "reference": lambda: None}, implementation)
-    return (_by_kernel if chosen == "triton" else _by_scatter)(cache, staged, rows, slots)
+    implementation_name = dispatch.choose("inserted", {"triton": refusal, "reference": lambda: None}, implementation)
+    return (_by_kernel if implementation_name == "triton" else _by_scatter)(cache, staged, rows, slots)
 
 
 def _by_scatter(cache, staged, rows, slots):

@@ -50,8 +50,8 @@ HEURISTIC = {64: Blocks(64, 4, 3), 96: Blocks(64, 3, 3), 128: Blocks(64, 3, 2), 
 
 def blocks_of(dim: int, dtype) -> Blocks:
     """HEURISTIC's blocks, or those forced or measured (tuning.py; no measurements are packaged)."""
-    found = tuning.tuned("decode attention", f"head_dim={dim}", dtype, Blocks)
-    return Blocks(**found) if found else HEURISTIC[dim]
+    measured = tuning.tuned("decode attention", f"head_dim={dim}", dtype, Blocks)
+    return Blocks(**measured) if measured else HEURISTIC[dim]
 
 
 def refusal(query, keys) -> str | None:
@@ -87,7 +87,7 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
     first, tiles = live_tiles(lengths, capacity, window, step)
     row, split = (jax.lax.broadcasted_iota(jnp.int32, tiles.shape, axis) for axis in (0, 1))
     of_row = (newest_of(lengths, capacity), seen_of(lengths, window))
-    columns = (row, split, first, tiles, *(jnp.broadcast_to(each[:, None], tiles.shape) for each in of_row))
+    columns = (row, split, first, tiles, *(jnp.broadcast_to(column[:, None], tiles.shape) for column in of_row))
     table = jnp.stack(columns, -1).reshape(tiles.size, -1)
     table = table[jnp.argsort(-tiles.reshape(-1), stable=True)]
     return table, (tiles > 0).sum(dtype=jnp.int32)[None], *order_of(tiles)
@@ -136,12 +136,12 @@ def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
     )(query, keys, values, table, lines)
 
 
-def _combine(parts, lse, order, count, sinks, group: int, dtype):
+def _combine(split_outputs, lse, order, count, sinks, group: int, dtype):
     """[B, kv_heads, group, D] in dtype, of _split's and work_of's results.
 
     sinks: float32[kv_heads, padded heads] in log2; MASKED for none.
     """
-    rows, kv_heads, splits, padded, dim = parts.shape
+    rows, kv_heads, splits, padded, dim = split_outputs.shape
     heads = min(group, MOST_HEADS)
     programs = -(-group // heads)
     lines = programs * -(-heads * dim // LINE)
@@ -153,7 +153,7 @@ def _combine(parts, lse, order, count, sinks, group: int, dtype):
         grid=(rows, kv_heads, programs),
         grid_names=("row", "kv_head", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(parts.reshape(rows, kv_heads, splits, padded * dim // LINE, LINE), lse, order, count, sinks)
+    )(split_outputs.reshape(rows, kv_heads, splits, padded * dim // LINE, LINE), lse, order, count, sinks)
     return out.reshape(rows, kv_heads, -1)[..., : group * dim].reshape(rows, kv_heads, group, dim)
 
 
@@ -166,6 +166,6 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
     # Heads are padded to whole lines of partial results, and many heads to whole programs.
     padding = -group % (MOST_HEADS if group > MOST_HEADS else LINE // math.gcd(LINE, dim))
     grouped = jnp.pad(query.reshape(rows, kv_heads, group, dim), ((0, 0), (0, 0), (0, padding), (0, 0)))
-    parts, lse = _split(grouped, keys, values, table, lines, blocks, scale, soft_cap)
+    split_outputs, lse = _split(grouped, keys, values, table, lines, blocks, scale, soft_cap)
     sinks = jnp.pad(log2_sinks(sinks, heads).reshape(kv_heads, group), ((0, 0), (0, padding)), constant_values=MASKED)
-    return _combine(parts, lse, order, count, sinks, group, query.dtype).reshape(query.shape)
+    return _combine(split_outputs, lse, order, count, sinks, group, query.dtype).reshape(query.shape)

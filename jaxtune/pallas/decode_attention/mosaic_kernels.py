@@ -68,8 +68,8 @@ def split_kernel(
 
         @pl.when(turn < rounds)
         def _():
-            here = pl.ds(pl.multiple_of((first + tile) * step, step), step)
-            plgpu.copy_gmem_to_smem(source.at[row, head, here], target.at[slot], full.at[slot])
+            token_slice = pl.ds(pl.multiple_of((first + tile) * step, step), step)
+            plgpu.copy_gmem_to_smem(source.at[row, head, token_slice], target.at[slot], full.at[slot])
 
     def advance(cursor):
         turn, tile, item, following = cursor
@@ -97,20 +97,20 @@ def split_kernel(
             mosaic_lanes.store_rows(out, lse, out_ref, lse_ref, chunk, heads)
 
     def attend(turn, state):
-        done, cursor, item = state
-        _, _, _, first, tiles, newest, seen = item
+        steps_before, cursor, item = state
+        _, _, _, first, tiles, newest, visible_tokens = item
         query = query_of(item)
 
-        def one(i, state):
+        def attend_tile(i, state):
             cursor, acc, top, total = state
-            slot = slot_of(done + i)
+            slot = slot_of(steps_before + i)
             plgpu.barrier_wait(k_full.at[slot])
             scores = product(query, k_smem.at[slot].transpose((1, 0)), (TILE, step), interpreted)
             fetch(k_ref, k_smem, k_full, cursor, slot)
             scores, _ = capped(scores, scale, soft_cap)
             age = newest - ids(scores.shape, 1, (first + i) * step)
             age = jnp.where(age < 0, age + capacity, age)
-            scores = jnp.where(age < seen, scores, MASKED)
+            scores = jnp.where(age < visible_tokens, scores, MASKED)
             new = jnp.maximum(top, scores.max(axis=1))
             fade = jnp.exp2(top - new)
             weights = jnp.exp2(scores - rows_of(new, scores.shape))
@@ -127,9 +127,9 @@ def split_kernel(
             filled((TILE,), MASKED, layout),
             filled((TILE,), 0.0, layout),
         )
-        cursor, acc, top, total = lax.fori_loop(0, tiles, one, begin)
+        cursor, acc, top, total = lax.fori_loop(0, tiles, attend_tile, begin)
         store(item, acc * rows_of(1.0 / total, acc.shape), top + jnp.log2(total))
-        return done + tiles, cursor, item_of(turn + 1)
+        return steps_before + tiles, cursor, item_of(turn + 1)
 
     first_item = item_of(jnp.int32(0))
     cursor = (jnp.int32(0), jnp.int32(0), first_item, item_of(jnp.int32(1)))
@@ -166,26 +166,28 @@ def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, 
       sinks_ref: float32[kv_heads, padded heads], in log2; MASKED: none.
       out_ref: [B, kv_heads, lines, LINE]; heads of whole programs, some perhaps padding.
     """
-    row, head, part = (lax.axis_index(name) for name in ("row", "kv_head", "part"))
+    row, head, head_block = (lax.axis_index(name) for name in ("row", "kv_head", "part"))
     count, lines, vector = count_ref[row], -(-heads * dim // LINE), plgpu.Layout.WG_STRIDED((LINE,), 1)
 
     def over_line(line, numbers):
         """A vector with its head's number at each position of the line."""
-        first, last = (min(place // dim, heads - 1) for place in (line * LINE, (line + 1) * LINE - 1))
-        found = filled((LINE,), numbers[first], vector)
-        for other in range(first + 1, last + 1):
-            place = plgpu.broadcasted_iota(jnp.int32, (LINE,), 0, layout=vector)
-            found = jnp.where(place >= other * dim - line * LINE, filled((LINE,), numbers[other], vector), found)
-        return found
+        first, last = (min(position // dim, heads - 1) for position in (line * LINE, (line + 1) * LINE - 1))
+        line_numbers = filled((LINE,), numbers[first], vector)
+        for member in range(first + 1, last + 1):
+            position = plgpu.broadcasted_iota(jnp.int32, (LINE,), 0, layout=vector)
+            line_numbers = jnp.where(
+                position >= member * dim - line * LINE, filled((LINE,), numbers[member], vector), line_numbers
+            )
+        return line_numbers
 
     def partial(split, line):
-        return plgpu.load(part_ref.at[row, head, split, part * lines + line], layout=vector, optimized=False)
+        return plgpu.load(part_ref.at[row, head, split, head_block * lines + line], layout=vector, optimized=False)
 
     def add(number, state):
         accs, tops, totals = state
         splits = [order_ref[row, jnp.minimum(number * AHEAD + i, count - 1)] for i in range(AHEAD)]
-        parts = [[partial(split, line) for line in range(lines)] for split in splits]
-        lses = [[lse_ref[row, head, split, part * heads + i] for i in range(heads)] for split in splits]
+        partials = [[partial(split, line) for line in range(lines)] for split in splits]
+        lses = [[lse_ref[row, head, split, head_block * heads + i] for i in range(heads)] for split in splits]
         for ahead in range(AHEAD):
             live = number * AHEAD + ahead < count
             new, fades, weights = [], [], []
@@ -196,13 +198,13 @@ def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, 
                 weights.append(jnp.where(live, jnp.exp2(lse - best), 0.0))
             totals = [total * fade + weight for total, fade, weight in zip(totals, fades, weights, strict=True)]
             accs = [
-                acc * over_line(line, fades) + parts[ahead][line] * over_line(line, weights)
+                acc * over_line(line, fades) + partials[ahead][line] * over_line(line, weights)
                 for line, acc in enumerate(accs)
             ]
             tops = new
         return accs, tops, totals
 
-    sinks = [sinks_ref[head, part * heads + i] for i in range(heads)]
+    sinks = [sinks_ref[head, head_block * heads + i] for i in range(heads)]
     begin = (
         [filled((LINE,), 0.0, vector) for _ in range(lines)],
         sinks,
@@ -211,4 +213,4 @@ def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, 
     accs, _, totals = lax.fori_loop(0, lax.div(count + (AHEAD - 1), jnp.int32(AHEAD)), add, begin)
     inverse = [1.0 / jnp.maximum(total, 1e-30) for total in totals]
     for line, acc in enumerate(accs):
-        out_ref[row, head, part * lines + line] = (acc * over_line(line, inverse)).astype(out_ref.dtype)
+        out_ref[row, head, head_block * lines + line] = (acc * over_line(line, inverse)).astype(out_ref.dtype)

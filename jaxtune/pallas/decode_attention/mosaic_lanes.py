@@ -57,16 +57,16 @@ def load_rows(ref, chunk, shape: tuple[int, int]):
         element = utils.dtype_to_ir_type(dtype)
         start = ir_chunk(ref, ir_scalar(chunk), rows * columns, element)
         layout = plgpu.Layout.WGMMA.to_mgpu()
-        found = np.empty(layout.registers_shape((TILE, columns)), dtype=object)
+        registers = np.empty(layout.registers_shape((TILE, columns)), dtype=object)
         for half in (0, 1) if rows > 8 else (0,):
             row = arith.minui(_row(half), ir_const(rows - 1))
-            own = ir_add(ir_mul(row, columns), _column())
+            lane_offset = ir_add(ir_mul(row, columns), _column())
             for tile in range(columns // 8):
-                pointer = utils.getelementptr(start, [ir_add(own, ir_const(8 * tile))], element)
-                found[0, tile, 0, 0, half] = llvm.load(ir.VectorType.get((2,), element), pointer)
+                pointer = utils.getelementptr(start, [ir_add(lane_offset, ir_const(8 * tile))], element)
+                registers[0, tile, 0, 0, half] = llvm.load(ir.VectorType.get((2,), element), pointer)
         if rows <= 8:
-            found[:, :, :, :, 1] = found[:, :, :, :, 0]
-        return mgpu.FragmentedArray(_registers=found, _layout=layout, _is_signed=None)
+            registers[:, :, :, :, 1] = registers[:, :, :, :, 0]
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return load(chunk, ref)
 
@@ -90,9 +90,9 @@ def store_rows(values, numbers, out_ref, numbers_ref, chunk, rows: int):
         for half in (0, 1) if rows > 8 else (0,):
             row = _row(half)
             with utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, ir_const(rows))):
-                own = ir_add(ir_mul(row, columns), _column())
+                lane_offset = ir_add(ir_mul(row, columns), _column())
                 for tile in range(columns // 8):
-                    pointer = utils.getelementptr(start, [ir_add(own, ir_const(8 * tile))], f32)
+                    pointer = utils.getelementptr(start, [ir_add(lane_offset, ir_const(8 * tile))], f32)
                     llvm.store(values.registers[0, tile, 0, 0, half].flat[0], pointer)
                 number = numbers.registers.reshape(-1)[half]
                 number = ir_item(number, 0) if isinstance(number.type, ir.VectorType) else number

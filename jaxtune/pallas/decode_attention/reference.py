@@ -26,9 +26,9 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
     scores = product("bkgd,bktd->bkgt", query.reshape(rows, kv_heads, -1, dim), keys) * scale
     if soft_cap is not None:
         scores = jnp.tanh(scores / soft_cap) * soft_cap
-    seen = lengths if window is None else jnp.minimum(lengths, window)
+    visible_tokens = lengths if window is None else jnp.minimum(lengths, window)
     age = (lengths[:, None] - 1 - jnp.arange(capacity, dtype=jnp.int32)) % capacity
-    visible = (age < seen[:, None])[:, None, None]
+    visible = (age < visible_tokens[:, None])[:, None, None]
     scores = jnp.where(visible, scores, _MASKED)
     top = scores.max(-1, keepdims=True)
     if sinks is not None:

@@ -30,8 +30,8 @@ class Case:
 
     def live_bytes(self) -> int:
         """Bytes of the 16-bit keys and values that the rows see, which a kernel must read."""
-        seen = np.minimum(self.lengths(), min(self.window or self.capacity, self.capacity))
-        return int(seen.sum()) * self.kv_heads * self.dim * 2 * 2
+        visible_tokens = np.minimum(self.lengths(), min(self.window or self.capacity, self.capacity))
+        return int(visible_tokens.sum()) * self.kv_heads * self.dim * 2 * 2
 
 
 CASES = (

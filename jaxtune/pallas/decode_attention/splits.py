@@ -21,13 +21,13 @@ def live_tiles(lengths, capacity: int, window: int | None, step: int):
     and step divides SPLIT.
     """
     splits, per_split = -(-capacity // SPLIT), SPLIT // step
-    seen = jnp.minimum(seen_of(lengths, window), capacity)[:, None]
+    visible_tokens = jnp.minimum(seen_of(lengths, window), capacity)[:, None]
     end = newest_of(lengths, capacity)[:, None] + 1
     begins = jnp.arange(splits * per_split, dtype=jnp.int32) * step
-    # The visible indices are [end - seen, end); those below 0 are at the end of the ring.
-    below = (begins < end) & (begins + step > end - seen)
-    above = (begins + step > capacity + end - seen) & (begins < capacity)
-    live = ((below | above) & (seen > 0)).reshape(len(lengths), splits, per_split)
+    # The visible indices are [end - visible_tokens, end); those below 0 are at the end of the ring.
+    below = (begins < end) & (begins + step > end - visible_tokens)
+    above = (begins + step > capacity + end - visible_tokens) & (begins < capacity)
+    live = ((below | above) & (visible_tokens > 0)).reshape(len(lengths), splits, per_split)
     first = jnp.argmax(live, -1).astype(jnp.int32)
     last = per_split - jnp.argmax(live[..., ::-1], -1).astype(jnp.int32)
     count = jnp.where(live.any(-1), last - first, 0)

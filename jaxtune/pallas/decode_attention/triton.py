@@ -82,7 +82,7 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
         GROUP=max(16, 1 << (group - 1).bit_length()),
         WIDTH=width(dim),
     )
-    parts, lses = call(
+    split_outputs, lses = call(
         triton_kernels.decode_split_kernel,
         (query, keys, values, lengths, first, tiles),
         [
@@ -100,7 +100,7 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
     )
     (out,) = call(
         triton_kernels.decode_combine_kernel,
-        (parts, lses, *order_of(tiles), log2_sinks(sinks, heads)),
+        (split_outputs, lses, *order_of(tiles), log2_sinks(sinks, heads)),
         [jax.ShapeDtypeStruct(query.shape, query.dtype)],
         (kv_heads, rows),
         warps=4,

@@ -25,12 +25,12 @@ def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
-def _scores(q, k, first, newest, seen, SCALE: tl.constexpr, CAP: tl.constexpr, CAPACITY: tl.constexpr):
+def _scores(q, k, first, newest, visible_tokens, SCALE: tl.constexpr, CAP: tl.constexpr, CAPACITY: tl.constexpr):
     """(float32[GROUP, STEP] in log2, _MASKED where invisible; bool[STEP], visible) of q [GROUP, WIDTH], k [STEP,
     WIDTH].
 
       first: index in the cache of k's first key; newest: of the token's own key.
-      seen: keys that the token sees, counted back around the ring; more than CAPACITY means all.
+      visible_tokens: those that the token sees, counted back around the ring; more than CAPACITY means all.
     """
     scores = tl.dot(q, tl.trans(k)) * SCALE
     if CAP > 0.0:
@@ -38,7 +38,7 @@ def _scores(q, k, first, newest, seen, SCALE: tl.constexpr, CAP: tl.constexpr, C
         scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP * _LOG2E))))
     age = newest - (first + tl.arange(0, k.shape[0]))
     age = tl.where(age < 0, age + CAPACITY, age)
-    visible = age < seen
+    visible = age < visible_tokens
     return tl.where(visible[None, :], scores * _LOG2E, _MASKED), visible
 
 
@@ -78,10 +78,10 @@ def decode_split_kernel(
         OWN: tl.constexpr = HEADS // KV_HEADS
         members, columns = tl.arange(0, GROUP), tl.arange(0, WIDTH)
         real = (members < OWN)[:, None] & (columns < DIM)[None, :]
-        places = members[:, None] * DIM + columns[None, :]
-        q = tl.load(query + (row * HEADS + head * OWN) * DIM + places, mask=real, other=0.0)
+        offsets = members[:, None] * DIM + columns[None, :]
+        q = tl.load(query + (row * HEADS + head * OWN) * DIM + offsets, mask=real, other=0.0)
         length = tl.load(lengths + row)
-        seen = tl.minimum(length, WINDOW) if WINDOW > 0 else length
+        visible_tokens = tl.minimum(length, WINDOW) if WINDOW > 0 else length
         newest = (length - 1) % CAPACITY
         first = tl.load(firsts + row * SPLITS + split) * STEP
         cache = (row * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM
@@ -90,7 +90,7 @@ def decode_split_kernel(
         acc = tl.zeros([GROUP, WIDTH], tl.float32)
         for begin in range(first, first + count * STEP, STEP):
             k = _tile(keys + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
-            scores, _ = _scores(q, k, begin, newest, seen, SCALE, CAP, CAPACITY)
+            scores, _ = _scores(q, k, begin, newest, visible_tokens, SCALE, CAP, CAPACITY)
             new = tl.maximum(top, tl.max(scores, 1))
             fade = tl.exp2(top - new)
             weights = tl.exp2(scores - new[:, None])
@@ -98,9 +98,9 @@ def decode_split_kernel(
             v = _tile(values + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
             acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])
             top = new
-        part = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
-        tl.store(parts + part * DIM + places, acc / total[:, None], mask=real)
-        tl.store(lses + part + members, top + tl.log2(total), mask=members < OWN)
+        split_row = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
+        tl.store(parts + split_row * DIM + offsets, acc / total[:, None], mask=real)
+        tl.store(lses + split_row + members, top + tl.log2(total), mask=members < OWN)
 
 
 @triton.jit
@@ -132,20 +132,20 @@ def decode_whole_kernel(
     OWN: tl.constexpr = HEADS // KV_HEADS
     members, columns = tl.arange(0, GROUP), tl.arange(0, WIDTH)
     real = (members < OWN)[:, None] & (columns < DIM)[None, :]
-    places = (row * HEADS + head * OWN) * DIM + members[:, None] * DIM + columns[None, :]
-    q = tl.load(query + places, mask=real, other=0.0)
+    offsets = (row * HEADS + head * OWN) * DIM + members[:, None] * DIM + columns[None, :]
+    q = tl.load(query + offsets, mask=real, other=0.0)
     length = tl.load(lengths + row)
-    seen = tl.minimum(length, WINDOW) if WINDOW > 0 else length
+    visible_tokens = tl.minimum(length, WINDOW) if WINDOW > 0 else length
     newest = (length - 1) % CAPACITY
     # A row that fits the cache has its keys in order; in a longer one every key of the ring may be visible.
-    first = tl.where(length > CAPACITY, 0, (length - seen) // STEP * STEP)
+    first = tl.where(length > CAPACITY, 0, (length - visible_tokens) // STEP * STEP)
     cache = (row * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM
     top = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
     total = tl.where(top > _MASKED, 1.0, 0.0)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
     for begin in tl.range(first, tl.minimum(length, CAPACITY), STEP, num_stages=STAGES):
         k = _tile(keys + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
-        scores, visible = _scores(q, k, begin, newest, seen, SCALE, CAP, CAPACITY)
+        scores, visible = _scores(q, k, begin, newest, visible_tokens, SCALE, CAP, CAPACITY)
         new = tl.maximum(top, tl.max(scores, 1))
         fade = tl.exp2(top - new)
         weights = tl.where(visible[None, :], tl.exp2(scores - new[:, None]), 0.0)
@@ -154,7 +154,7 @@ def decode_whole_kernel(
         acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])
         top = new
     acc = acc / tl.maximum(total, 1e-30)[:, None]
-    tl.store(out + places, acc.to(out.dtype.element_ty), mask=real)
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -183,21 +183,21 @@ def decode_combine_kernel(
     OWN: tl.constexpr = HEADS // KV_HEADS
     members, columns = tl.arange(0, GROUP), tl.arange(0, WIDTH)
     real = (members < OWN)[:, None] & (columns < DIM)[None, :]
-    places = members[:, None] * DIM + columns[None, :]
+    offsets = members[:, None] * DIM + columns[None, :]
     top = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
     total = tl.where(top > _MASKED, 1.0, 0.0)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
     for number in range(tl.load(counts + row)):
         split = tl.load(order + row * SPLITS + number)
-        part = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
-        lse = tl.load(lses + part + members, mask=members < OWN, other=_MASKED)
+        split_row = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
+        lse = tl.load(lses + split_row + members, mask=members < OWN, other=_MASKED)
         new = tl.maximum(top, lse)
         fade, weight = tl.exp2(top - new), tl.exp2(lse - new)
         total = total * fade + weight
-        acc = acc * fade[:, None] + weight[:, None] * tl.load(parts + part * DIM + places, mask=real, other=0.0)
+        acc = acc * fade[:, None] + weight[:, None] * tl.load(parts + split_row * DIM + offsets, mask=real, other=0.0)
         top = new
     acc = acc / tl.maximum(total, 1e-30)[:, None]
-    tl.store(out + (row * HEADS + head * OWN) * DIM + places, acc.to(out.dtype.element_ty), mask=real)
+    tl.store(out + (row * HEADS + head * OWN) * DIM + offsets, acc.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -218,11 +218,11 @@ def insert_kernel(
     `old` is the cache as an input, in the same memory. Grid: (blocks of BLOCK numbers of a head, KV_HEADS, copied
     rows).
     """
-    part, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + number)
     if slot >= 0 and slot < COUNT:
         row = tl.load(rows + number)
-        places = part * BLOCK + tl.arange(0, BLOCK)
-        real = places < ROOM * DIM
-        numbers = tl.load(staged + (row * KV_HEADS + head).to(tl.int64) * ROOM * DIM + places, mask=real)
-        tl.store(cache + (slot * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM + places, numbers, mask=real)
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        real = offsets < ROOM * DIM
+        numbers = tl.load(staged + (row * KV_HEADS + head).to(tl.int64) * ROOM * DIM + offsets, mask=real)
+        tl.store(cache + (slot * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM + offsets, numbers, mask=real)

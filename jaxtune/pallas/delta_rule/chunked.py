@@ -65,22 +65,22 @@ def _run(query, key, value, decay, beta, doc_start, first=None):
     chunk = min(CHUNK, 1 << (length - 1).bit_length())
     count = -(-length // chunk)  # number of chunks
     groups = -(-count // max(1, GROUP_TOKENS // (chunk * rows)))
-    each = -(-count // groups)
-    padded = groups * each * chunk
+    chunks_of_group = -(-count // groups)
+    padded = groups * chunks_of_group * chunk
 
-    def cut(array, filling="constant"):
+    def grouped(array, filling="constant"):
         """[B, T, ...] -> [groups, B, chunks of a group, chunk, ...]"""
         array = jnp.pad(array, ((0, 0), (0, padded - length), *((0, 0),) * (array.ndim - 2)), mode=filling)
-        return jnp.moveaxis(array.reshape(rows, groups, each, chunk, *array.shape[2:]), 1, 0)
+        return jnp.moveaxis(array.reshape(rows, groups, chunks_of_group, chunk, *array.shape[2:]), 1, 0)
 
     # Tokens that pad the last chunk belong to the last document, and write nothing.
-    arrays = (*map(cut, (query, key, value, decay, beta)), cut(doc_start, "edge"))
-    firsts = jnp.arange(0, padded, chunk).reshape(groups, each)
+    arrays = (*map(grouped, (query, key, value, decay, beta)), grouped(doc_start, "edge"))
+    firsts = jnp.arange(0, padded, chunk).reshape(groups, chunks_of_group)
     precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    one = jax.checkpoint(functools.partial(_group, precision), prevent_cse=groups == 1)
+    run_group = jax.checkpoint(functools.partial(_group, precision), prevent_cse=groups == 1)
     shape = rows, key_heads, heads // key_heads, key_dim, value_dim
     first = jnp.zeros(shape, jnp.float32) if first is None else first.reshape(shape)
-    last, out = jax.lax.scan(one, first, (firsts, *arrays))
+    last, out = jax.lax.scan(run_group, first, (firsts, *arrays))
     out = jnp.moveaxis(out, 0, 1).reshape(rows, padded, heads, value_dim)[:, :length]
     return out, last.reshape(rows, heads, key_dim, value_dim)
 
@@ -104,23 +104,23 @@ def _group(precision, state, group):
     key = jnp.moveaxis(unit(key), (1, 0, 3, 2), (0, 1, 2, 3))
     value, decay, beta = by_head(value), by_head(decay), by_head(beta)
     doc_start = doc_start - firsts[:, None]  # [B, chunks, chunk], counted from each chunk's first token
-    places = jnp.arange(chunk)
-    below = places[:, None] > places
-    same = (doc_start[..., None] <= places) & (places[:, None] >= places)
-    same = jnp.moveaxis(same, 1, 0)[:, :, None, None]  # [chunks, B, 1, 1, chunk, chunk]
+    positions = jnp.arange(chunk)
+    below = positions[:, None] > positions
+    visible = (doc_start[..., None] <= positions) & (positions[:, None] >= positions)
+    visible = jnp.moveaxis(visible, 1, 0)[:, :, None, None]  # [chunks, B, 1, 1, chunk, chunk]
     inherits = jnp.moveaxis(doc_start < 0, 1, 0)[:, :, None, None]  # [chunks, B, 1, 1, chunk]
     # D is computed by sums starting at each token, as differences of sums from the chunk's first token round more.
     later = jnp.where(below, decay[..., None], 0.0)
     sums = jnp.matmul((~below.T).astype(jnp.float32), later, precision=jax.lax.Precision.HIGHEST)
-    between = jnp.exp(jnp.where(same, sums, -jnp.inf))
-    total = jnp.where(same, decay[..., None, :], 0.0).sum(-1)  # sums over the document's tokens in the chunk
+    between = jnp.exp(jnp.where(visible, sums, -jnp.inf))
+    total = jnp.where(visible, decay[..., None, :], 0.0).sum(-1)  # sums over the document's tokens in the chunk
     since = jnp.where(inherits, jnp.exp(total), 0.0)  # d
     alike = product("nbhid,nbhjd->nbhij", key, key)[:, :, :, None]
     attended = product("nbhid,nbhjd->nbhij", query, key)[:, :, :, None] * between
     solve = unit_lower_inverse(jnp.where(below, beta[..., None] * alike * between, 0.0), precision)
     after = between[..., -1, :]  # from each token to the chunk's last
 
-    def one(state, inputs):
+    def run_chunk(state, inputs):
         query, key, value, beta, since, attended, solve, after = inputs
         stored = product("bhid,bhgdv->bhgiv", key, state) * since[..., None]
         error = product("bhgij,bhgjv->bhgiv", solve, beta[..., None] * (value - stored))
@@ -129,7 +129,7 @@ def _group(precision, state, group):
         written = product("bhid,bhgiv->bhgdv", key, error * after[..., None])
         return state * since[..., -1, None, None] + written, out
 
-    state, out = jax.lax.scan(one, state, (query, key, value, beta, since, attended, solve, after))
+    state, out = jax.lax.scan(run_chunk, state, (query, key, value, beta, since, attended, solve, after))
     out = jnp.moveaxis(out, (0, 1, 4, 2, 3), (1, 0, 2, 3, 4))
     return state, out.reshape(*out.shape[:3], -1, out.shape[-1])
 

@@ -71,13 +71,13 @@ def _first_use(dtype) -> str | None:
             out, pull = jax.vjp(lambda x: function(x, weight, layout, parts), x)
             return (*out, *pull(douts))
 
-        def exactly(x, weight, layout, parts):
-            return divided(forward(x, weight, layout), parts)
+        def exactly(x, weight, layout, part_sizes):
+            return divided(forward(x, weight, layout), part_sizes)
 
         arrays = x, weight, divided(dout, parts)
-        got = jax.jit(lambda x, weight, douts: run(in_parts, x, weight, douts))(*arrays)
+        kernel_results = jax.jit(lambda x, weight, douts: run(in_parts, x, weight, douts))(*arrays)
         exact = dispatch.exactly(lambda x, weight, douts: run(exactly, x, weight, douts))
-        return got, exact(*jax.tree.map(lambda array: array.astype(jnp.float32), arrays))
+        return kernel_results, exact(*jax.tree.map(lambda array: array.astype(jnp.float32), arrays))
 
     return dispatch.first_use("short_convolution", "triton", dtype.name, compare)
 
@@ -91,38 +91,38 @@ def in_parts(x, weight, layout, parts):
     return meshes.on_each_device(run, rows=3)(x, layout.doc_start, layout.doc_end, weight)
 
 
-def _in_parts_fwd(x, weight, layout, parts):
-    return in_parts(x, weight, layout, parts), (x, weight, layout)
+def _in_parts_fwd(x, weight, layout, part_sizes):
+    return in_parts(x, weight, layout, part_sizes), (x, weight, layout)
 
 
-def _in_parts_bwd(parts, residuals, douts):
+def _in_parts_bwd(part_sizes, residuals, douts):
     """If weight is frozen, XLA removes the computation of its gradient."""
     x, weight, layout = residuals
 
     def run(x, start, end, douts, weight):
-        return _call("convolution_gradient_kernel", x, start, end, weight, douts, parts, (sum(parts),))[0]
+        return _call("convolution_gradient_kernel", x, start, end, weight, douts, part_sizes, (sum(part_sizes),))[0]
 
     dx = meshes.on_each_device(run, rows=4)(x, layout.doc_start, layout.doc_end, douts, weight)
     (dweight,) = jax.vjp(lambda weight: forward(x, weight, layout), weight)[1](jnp.concatenate(douts, axis=-1))
     return dx, dweight, None
 
 
-def _call(kernel: str, x, start, end, weight, others, parts, sizes) -> list[jax.Array]:
+def _call(kernel: str, x, start, end, weight, extra_arrays, part_sizes, sizes) -> list[jax.Array]:
     """Outputs [B, T, size] in x's dtype, for each of `sizes`, of a kernel of convolution_kernel.py."""
     from jaxtune.pallas.delta_rule import convolution_kernel
 
     rows, length, channels = x.shape
     return compat.triton_call(
         getattr(convolution_kernel, kernel),
-        (x, weight, start, end, *others),
+        (x, weight, start, end, *extra_arrays),
         [jax.ShapeDtypeStruct((rows, length, size), x.dtype) for size in sizes],
         (channels // _WIDTH, -(-length // _TOKENS), rows),
         warps=2,
         stages=1,
         LENGTH=length,
         CHANNELS=channels,
-        FIRST=parts[0],
-        SECOND=parts[1],
+        FIRST=part_sizes[0],
+        SECOND=part_sizes[1],
         TOKENS=_TOKENS,
         WIDTH=_WIDTH,
     )
@@ -132,6 +132,6 @@ in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
 
 
 def step(x, weight, window):
-    seen = jnp.concatenate([window, x], axis=1)
-    total = (seen.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
-    return jax.nn.silu(total).astype(x.dtype), seen[:, 1:]
+    tokens = jnp.concatenate([window, x], axis=1)
+    total = (tokens.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
+    return jax.nn.silu(total).astype(x.dtype), tokens[:, 1:]

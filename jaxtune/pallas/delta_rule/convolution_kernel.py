@@ -10,11 +10,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _sum(now, back1, back2, back3, w0, w1, w2, w3, token, start):
+def _sum(current, back1, back2, back3, w0, w1, w2, w3, token, start):
     """A token's sum, float32[WIDTH], of x of itself and the three before; x before `start`, its document's first token,
     does not count.
     """
-    total = now.to(tl.float32) * w0
+    total = current.to(tl.float32) * w0
     total += tl.where(token - 1 >= start, back1.to(tl.float32), 0.0) * w1
     total += tl.where(token - 2 >= start, back2.to(tl.float32), 0.0) * w2
     total += tl.where(token - 3 >= start, back3.to(tl.float32), 0.0) * w3
@@ -28,20 +28,20 @@ def _silu(total, token, end):
 
 
 @triton.jit
-def _of_sum(dout, now, back1, back2, back3, w0, w1, w2, w3, token, start, end):
+def _of_sum(dout, current, back1, back2, back3, w0, w1, w2, w3, token, start, end):
     """Gradient of a token's sum, float32[WIDTH], 0 at padding. dout: [WIDTH], of its silu; 0 past the row."""
-    total = _sum(now, back1, back2, back3, w0, w1, w2, w3, token, start)
+    total = _sum(current, back1, back2, back3, w0, w1, w2, w3, token, start)
     share = tl.sigmoid(total)
     return tl.where(token < end, dout.to(tl.float32) * (share * (1.0 + total * (1.0 - share))), 0.0)
 
 
 @triton.jit
-def _of_token(token, own, after1, after2, after3, w0, w1, w2, w3, start1, start2, start3):
+def _of_token(token, dsum, after1, after2, after3, w0, w1, w2, w3, start1, start2, start3):
     """Gradient of x of a token, float32[WIDTH], from those of the sums of itself and of the three after it.
 
     start1, start2, start3: where the documents of these three begin.
     """
-    total = own * w0
+    total = dsum * w0
     total += tl.where(token >= start1, after1, 0.0) * w1
     total += tl.where(token >= start2, after2, 0.0) * w2
     return total + tl.where(token >= start3, after3, 0.0) * w3
@@ -64,9 +64,9 @@ def _store(array, values, token, stride, LENGTH: tl.constexpr, columns):
 @triton.jit
 def _bounds(doc_start, doc_end, token, LENGTH: tl.constexpr):
     """A token's document bounds; (LENGTH, 0) past the row."""
-    there = tl.minimum(token, LENGTH - 1)
-    start = tl.load(doc_start + there)
-    end = tl.load(doc_end + there)
+    row_token = tl.minimum(token, LENGTH - 1)
+    start = tl.load(doc_start + row_token)
+    end = tl.load(doc_end + row_token)
     return tl.where(token < LENGTH, start, LENGTH), tl.where(token < LENGTH, end, 0)
 
 
@@ -74,12 +74,12 @@ def _bounds(doc_start, doc_end, token, LENGTH: tl.constexpr):
 def _part(first, second, third, begin, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):
     """(pointer to the part that has the channels from `begin` on, minus the channels before the part; its channels)."""
     stride = tl.where(begin < FIRST, FIRST, tl.where(begin < FIRST + SECOND, SECOND, THIRD))
-    part = third - FIRST - SECOND
+    pointer = third - FIRST - SECOND
     if begin < FIRST:
-        part = first
+        pointer = first
     elif begin < FIRST + SECOND:
-        part = second - FIRST
-    return part, stride
+        pointer = second - FIRST
+    return pointer, stride
 
 
 @triton.jit
@@ -121,23 +121,23 @@ def convolution_kernel(
     b2 = _load(x, first - 2, CHANNELS, LENGTH, columns)
     b3 = _load(x, first - 3, CHANNELS, LENGTH, columns)
     for group in range(TOKENS // 4):
-        at = first + 4 * group
-        x0 = _load(x, at, CHANNELS, LENGTH, columns)
-        x1 = _load(x, at + 1, CHANNELS, LENGTH, columns)
-        x2 = _load(x, at + 2, CHANNELS, LENGTH, columns)
-        x3 = _load(x, at + 3, CHANNELS, LENGTH, columns)
-        start0, end0 = _bounds(doc_start, doc_end, at, LENGTH)
-        start1, end1 = _bounds(doc_start, doc_end, at + 1, LENGTH)
-        start2, end2 = _bounds(doc_start, doc_end, at + 2, LENGTH)
-        start3, end3 = _bounds(doc_start, doc_end, at + 3, LENGTH)
-        o0 = _silu(_sum(x0, b1, b2, b3, w0, w1, w2, w3, at, start0), at, end0)
-        o1 = _silu(_sum(x1, x0, b1, b2, w0, w1, w2, w3, at + 1, start1), at + 1, end1)
-        o2 = _silu(_sum(x2, x1, x0, b1, w0, w1, w2, w3, at + 2, start2), at + 2, end2)
-        o3 = _silu(_sum(x3, x2, x1, x0, w0, w1, w2, w3, at + 3, start3), at + 3, end3)
-        _store(out, o0, at, stride, LENGTH, columns)
-        _store(out, o1, at + 1, stride, LENGTH, columns)
-        _store(out, o2, at + 2, stride, LENGTH, columns)
-        _store(out, o3, at + 3, stride, LENGTH, columns)
+        token = first + 4 * group
+        x0 = _load(x, token, CHANNELS, LENGTH, columns)
+        x1 = _load(x, token + 1, CHANNELS, LENGTH, columns)
+        x2 = _load(x, token + 2, CHANNELS, LENGTH, columns)
+        x3 = _load(x, token + 3, CHANNELS, LENGTH, columns)
+        start0, end0 = _bounds(doc_start, doc_end, token, LENGTH)
+        start1, end1 = _bounds(doc_start, doc_end, token + 1, LENGTH)
+        start2, end2 = _bounds(doc_start, doc_end, token + 2, LENGTH)
+        start3, end3 = _bounds(doc_start, doc_end, token + 3, LENGTH)
+        o0 = _silu(_sum(x0, b1, b2, b3, w0, w1, w2, w3, token, start0), token, end0)
+        o1 = _silu(_sum(x1, x0, b1, b2, w0, w1, w2, w3, token + 1, start1), token + 1, end1)
+        o2 = _silu(_sum(x2, x1, x0, b1, w0, w1, w2, w3, token + 2, start2), token + 2, end2)
+        o3 = _silu(_sum(x3, x2, x1, x0, w0, w1, w2, w3, token + 3, start3), token + 3, end3)
+        _store(out, o0, token, stride, LENGTH, columns)
+        _store(out, o1, token + 1, stride, LENGTH, columns)
+        _store(out, o2, token + 2, stride, LENGTH, columns)
+        _store(out, o3, token + 3, stride, LENGTH, columns)
         b1, b2, b3 = x3, x2, x1
 
 
@@ -192,32 +192,32 @@ def convolution_gradient_kernel(
     start6 = last * 0 + LENGTH
     for group in range(TOKENS // 4 + 1):
         # The four tokens at 0 to 3; before them -3 to -1, which the next group has at 1 to 3.
-        at = last - 4 * group
-        b3 = _load(x, at - 3, CHANNELS, LENGTH, columns)
-        b2 = _load(x, at - 2, CHANNELS, LENGTH, columns)
-        b1 = _load(x, at - 1, CHANNELS, LENGTH, columns)
-        x0 = _load(x, at, CHANNELS, LENGTH, columns)
-        g0 = _load(dout, at, stride, LENGTH, columns)
-        g1 = _load(dout, at + 1, stride, LENGTH, columns)
-        g2 = _load(dout, at + 2, stride, LENGTH, columns)
-        g3 = _load(dout, at + 3, stride, LENGTH, columns)
-        start0, end0 = _bounds(doc_start, doc_end, at, LENGTH)
-        start1, end1 = _bounds(doc_start, doc_end, at + 1, LENGTH)
-        start2, end2 = _bounds(doc_start, doc_end, at + 2, LENGTH)
-        start3, end3 = _bounds(doc_start, doc_end, at + 3, LENGTH)
-        d3 = _of_sum(g3, x7, x6, x5, x0, w0, w1, w2, w3, at + 3, start3, end3)
-        d2 = _of_sum(g2, x6, x5, x0, b1, w0, w1, w2, w3, at + 2, start2, end2)
-        d1 = _of_sum(g1, x5, x0, b1, b2, w0, w1, w2, w3, at + 1, start1, end1)
-        d0 = _of_sum(g0, x0, b1, b2, b3, w0, w1, w2, w3, at, start0, end0)
-        o3 = _of_token(at + 3, d3, d4, d5, d6, w0, w1, w2, w3, start4, start5, start6)
-        o2 = _of_token(at + 2, d2, d3, d4, d5, w0, w1, w2, w3, start3, start4, start5)
-        o1 = _of_token(at + 1, d1, d2, d3, d4, w0, w1, w2, w3, start2, start3, start4)
-        o0 = _of_token(at, d0, d1, d2, d3, w0, w1, w2, w3, start1, start2, start3)
-        if at < last:  # the tokens after the program's own are another's
-            _store(dx, o0, at, CHANNELS, LENGTH, columns)
-            _store(dx, o1, at + 1, CHANNELS, LENGTH, columns)
-            _store(dx, o2, at + 2, CHANNELS, LENGTH, columns)
-            _store(dx, o3, at + 3, CHANNELS, LENGTH, columns)
+        token = last - 4 * group
+        b3 = _load(x, token - 3, CHANNELS, LENGTH, columns)
+        b2 = _load(x, token - 2, CHANNELS, LENGTH, columns)
+        b1 = _load(x, token - 1, CHANNELS, LENGTH, columns)
+        x0 = _load(x, token, CHANNELS, LENGTH, columns)
+        g0 = _load(dout, token, stride, LENGTH, columns)
+        g1 = _load(dout, token + 1, stride, LENGTH, columns)
+        g2 = _load(dout, token + 2, stride, LENGTH, columns)
+        g3 = _load(dout, token + 3, stride, LENGTH, columns)
+        start0, end0 = _bounds(doc_start, doc_end, token, LENGTH)
+        start1, end1 = _bounds(doc_start, doc_end, token + 1, LENGTH)
+        start2, end2 = _bounds(doc_start, doc_end, token + 2, LENGTH)
+        start3, end3 = _bounds(doc_start, doc_end, token + 3, LENGTH)
+        d3 = _of_sum(g3, x7, x6, x5, x0, w0, w1, w2, w3, token + 3, start3, end3)
+        d2 = _of_sum(g2, x6, x5, x0, b1, w0, w1, w2, w3, token + 2, start2, end2)
+        d1 = _of_sum(g1, x5, x0, b1, b2, w0, w1, w2, w3, token + 1, start1, end1)
+        d0 = _of_sum(g0, x0, b1, b2, b3, w0, w1, w2, w3, token, start0, end0)
+        o3 = _of_token(token + 3, d3, d4, d5, d6, w0, w1, w2, w3, start4, start5, start6)
+        o2 = _of_token(token + 2, d2, d3, d4, d5, w0, w1, w2, w3, start3, start4, start5)
+        o1 = _of_token(token + 1, d1, d2, d3, d4, w0, w1, w2, w3, start2, start3, start4)
+        o0 = _of_token(token, d0, d1, d2, d3, w0, w1, w2, w3, start1, start2, start3)
+        if token < last:  # the tokens after the program's own are another's
+            _store(dx, o0, token, CHANNELS, LENGTH, columns)
+            _store(dx, o1, token + 1, CHANNELS, LENGTH, columns)
+            _store(dx, o2, token + 2, CHANNELS, LENGTH, columns)
+            _store(dx, o3, token + 3, CHANNELS, LENGTH, columns)
         x5, x6, x7 = b3, b2, b1
         d4, d5, d6 = d0, d1, d2
         start4, start5, start6 = start0, start1, start2

@@ -28,14 +28,14 @@ def forward(query, key, value, decay, beta, layout):
     real = jnp.arange(value.shape[1]) < layout.doc_end
     state = jnp.zeros((rows, heads, key.shape[-1], value.shape[-1]), jnp.float32)
 
-    def one(state, token):
+    def scan_token(state, token):
         query, key, value, decay, beta, begins, real = token
         state = jnp.where(begins[:, None, None, None], 0.0, state)
         out, state = _token(query, key, value, decay, beta, state)
         return state, jnp.where(real[:, None, None], out, 0.0)
 
     by_token = [jnp.moveaxis(array, 1, 0) for array in (query, key, value, decay, beta, begins, real)]
-    return jnp.moveaxis(jax.lax.scan(one, state, tuple(by_token))[1], 0, 1).astype(value.dtype)
+    return jnp.moveaxis(jax.lax.scan(scan_token, state, tuple(by_token))[1], 0, 1).astype(value.dtype)
 
 
 def step(query, key, value, decay, beta, state):

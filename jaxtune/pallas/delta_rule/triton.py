@@ -89,9 +89,9 @@ def _first_use(dtype, group: int) -> str | None:
             return (out, *pull(dout.astype(out.dtype)))
 
         arrays = query, key, value, decay, beta
-        got = jax.jit(lambda *arrays: run(forward, *arrays, dout=dout))(*arrays)
+        kernel_results = jax.jit(lambda *arrays: run(forward, *arrays, dout=dout))(*arrays)
         exact = dispatch.exactly(lambda *arrays: run(reference.forward, *arrays, dout=dout))
-        return got, exact(*(array.astype(jnp.float32) for array in arrays))
+        return kernel_results, exact(*(array.astype(jnp.float32) for array in arrays))
 
     call = f"{dtype.name}, {group} heads of a key head"
     return dispatch.first_use("gated_delta_rule", "triton", call, compare)
@@ -104,23 +104,23 @@ def forward(query, key, value, decay, beta, layout: PackedLayout):
 @jax.custom_vjp
 def _rule(query, key, value, decay, beta, layout):
     """The rule with a derivative by kernels. Without a derivative, neither errors nor states are stored."""
-    made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
-    return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, made)[0]
+    factors = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
+    return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, factors)[0]
 
 
 def _rule_fwd(query, key, value, decay, beta, layout):
     """value, decay and beta are no residuals: the backward needs them only in Made's forms."""
-    made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
-    out, error, states = _by_rows(functools.partial(_states, save=True), 4)(query, key, value, made)
-    return out, (query, key, layout, made, error, states)
+    factors = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
+    out, error, states = _by_rows(functools.partial(_states, save=True), 4)(query, key, value, factors)
+    return out, (query, key, layout, factors, error, states)
 
 
 def _rule_bwd(residuals, dout):
     """Gradients of query, key, value, decay and beta, 0 at padding, where dout may be anything."""
-    query, key, layout, made, error, states = residuals
+    query, key, layout, factors, error, states = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[..., None, None], dout, 0)
-    return (*_by_rows(_backward, 7)(query, key, dout, error, states, layout, made), None)
+    return (*_by_rows(_backward, 7)(query, key, dout, error, states, layout, factors), None)
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)
@@ -190,7 +190,7 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
     numbers = jax.ShapeDtypeStruct((rows, heads, chunks * CHUNK), jnp.float32)
     faded = jax.ShapeDtypeStruct((rows, heads, chunks), jnp.float32)
     bounds = layout.doc_start, layout.doc_end
-    found = _call(
+    token_factors = _call(
         "numbers",
         (query, key, decay, beta, *bounds),
         (*(numbers,) * 8, faded),
@@ -198,7 +198,7 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
         key,
         value,
     )
-    total, share, unit_q, unit_k = found[:4]
+    total, share, unit_q, unit_k = token_factors[:4]
     matrices = jax.ShapeDtypeStruct((rows, heads, chunks, CHUNK, CHUNK), key.dtype)
     inverse, weights = _call(
         "chunk",
@@ -208,10 +208,10 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
         key,
         value,
     )
-    return Made(inverse, weights, *found)
+    return Made(inverse, weights, *token_factors)
 
 
-def _states(query, key, value, made: Made, *, save: bool):
+def _states(query, key, value, factors: Made, *, save: bool):
     """(out [B, T, heads, V], errors z in value's shape and dtype, states before each chunk [B, heads, chunks, V, K] in
     key's dtype).
 
@@ -224,7 +224,17 @@ def _states(query, key, value, made: Made, *, save: bool):
     nothing = jax.ShapeDtypeStruct((rows,), key.dtype)
     return _call(
         "forward",
-        (query, key, value, made.inverse, made.weights, made.kept, made.read, made.written, made.faded),
+        (
+            query,
+            key,
+            value,
+            factors.inverse,
+            factors.weights,
+            factors.kept,
+            factors.read,
+            factors.written,
+            factors.faded,
+        ),
         (like_value, *((like_value, states) if save else (nothing, nothing))),
         (value_dim // _tile("forward")[1], heads, rows),
         key,
@@ -233,7 +243,7 @@ def _states(query, key, value, made: Made, *, save: bool):
     )
 
 
-def _reverse(query, key, dout, made: Made):
+def _reverse(query, key, dout, factors: Made):
     """(dvalue [B, T, heads, V], gradients of the states after each chunk, [B, heads, chunks, V, K] in key's dtype);
     dout is 0 at padding.
     """
@@ -241,7 +251,17 @@ def _reverse(query, key, dout, made: Made):
     states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])
     return _call(
         "reverse",
-        (query, key, dout, made.inverse, made.weights, made.kept, made.read, made.written, made.faded),
+        (
+            query,
+            key,
+            dout,
+            factors.inverse,
+            factors.weights,
+            factors.kept,
+            factors.read,
+            factors.written,
+            factors.faded,
+        ),
         (jax.ShapeDtypeStruct(dout.shape, dout.dtype), jax.ShapeDtypeStruct(states, key.dtype)),
         (value_dim // _tile("reverse")[1], heads, rows),
         key,
@@ -249,30 +269,30 @@ def _reverse(query, key, dout, made: Made):
     )
 
 
-def _backward(query, key, dout, error, states, layout, made: Made):
+def _backward(query, key, dout, error, states, layout, factors: Made):
     """(dquery, dkey, dvalue, ddecay, dbeta); the last two float32. dout is 0 at padding; error and states are those of
     `_states`.
     """
-    dvalue, dstates = _reverse(query, key, dout, made)
+    dvalue, dstates = _reverse(query, key, dout, factors)
     bounds = layout.doc_start, layout.doc_end
-    matrices = jax.ShapeDtypeStruct(made.inverse.shape, made.inverse.dtype)
-    numbers = jax.ShapeDtypeStruct(made.total.shape, made.total.dtype)
-    fading = jax.ShapeDtypeStruct(made.faded.shape, made.faded.dtype)
+    matrices = jax.ShapeDtypeStruct(factors.inverse.shape, factors.inverse.dtype)
+    numbers = jax.ShapeDtypeStruct(factors.total.shape, factors.total.dtype)
+    fading = jax.ShapeDtypeStruct(factors.faded.shape, factors.faded.dtype)
     like_query = jax.ShapeDtypeStruct(query.shape, query.dtype)
     rows, length, heads = dout.shape[:3]
     rates = jax.ShapeDtypeStruct((rows, length, heads), jnp.float32)
     chunks, key_heads = math.ceil(length / CHUNK), key.shape[2]
     to_weights, to_system, flow, dbeta = _call(
         "pairs",
-        (query, key, *bounds, error, dvalue, dout, made.total, made.share, made.unit_q, made.unit_k),
+        (query, key, *bounds, error, dvalue, dout, factors.total, factors.share, factors.unit_q, factors.unit_k),
         (matrices, matrices, numbers, numbers),
         (heads, chunks, rows),
         key,
         dout,
     )
-    dquery, asked = _call(
+    dquery, query_flow = _call(
         "dquery",
-        (query, key, dout, states, made.read, to_weights),
+        (query, key, dout, states, factors.read, to_weights),
         (like_query, numbers),
         (key_heads, chunks, rows),
         key,
@@ -280,7 +300,7 @@ def _backward(query, key, dout, error, states, layout, made: Made):
     )
     dkey, *of_states = _call(
         "dkey",
-        (query, key, error, dvalue, states, dstates, made.kept, made.written, to_weights, to_system),
+        (query, key, error, dvalue, states, dstates, factors.kept, factors.written, to_weights, to_system),
         (like_query, numbers, numbers, fading),
         (key_heads, chunks, rows),
         key,
@@ -288,7 +308,7 @@ def _backward(query, key, dout, error, states, layout, made: Made):
     )
     ddecay, dbeta = _call(
         "rates",
-        (made.share, *bounds, made.kept, made.faded, made.reach, flow, dbeta, asked, *of_states),
+        (factors.share, *bounds, factors.kept, factors.faded, factors.reach, flow, dbeta, query_flow, *of_states),
         (rates, rates),
         (heads, chunks, rows),
         key,

@@ -126,37 +126,37 @@ def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
     """(int32[CHUNK], the first token of each token's document; bool[CHUNK], False at padding) for tokens from `first`
     on. Padding and tokens past the row get their own number.
     """
-    places = first + tl.arange(0, CHUNK)
-    start = tl.load(starts + places, mask=places < LENGTH, other=0)
-    end = tl.load(ends + places, mask=places < LENGTH, other=0)
-    real = places < end
-    return tl.where(real, start, places), real
+    positions = first + tl.arange(0, CHUNK)
+    start = tl.load(starts + positions, mask=positions < LENGTH, other=0)
+    end = tl.load(ends + positions, mask=positions < LENGTH, other=0)
+    real = positions < end
+    return tl.where(real, start, positions), real
 
 
 @triton.jit
-def _reads(start, places):
+def _reads(start, positions):
     """bool[CHUNK, CHUNK]: whether a token (row) sees another of the chunk (column); padding sees itself only."""
-    return (start[:, None] <= places[None, :]) & (places[:, None] >= places[None, :])
+    return (start[:, None] <= positions[None, :]) & (positions[:, None] >= positions[None, :])
 
 
 @triton.jit
-def _left(sums, seen):
+def _left(sums, visible):
     """float32[CHUNK, CHUNK]: what is left, 0 to 1, of what one token (column) wrote when another (row) reads; 0 where
-    not `seen`.
+    not `visible`.
 
       sums: float32[CHUNK], logarithms of decays, summed over each token's document within the chunk, up to the token.
     """
-    return tl.where(seen, tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
+    return tl.where(visible, tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
 
 
 @triton.jit
-def _after(sums, start, places, is_last):
+def _after(sums, start, positions, is_last):
     """float32[CHUNK]: factor of what each token writes in the state after the chunk; 0 for other documents than the
     last token's. sums: as in `_left`.
     """
     last = tl.sum(tl.where(is_last, sums, 0.0), 0)
     last_start = tl.sum(tl.where(is_last, start, 0), 0)
-    return tl.where(places >= last_start, tl.exp(tl.minimum(last - sums, 0.0)), 0.0)
+    return tl.where(positions >= last_start, tl.exp(tl.minimum(last - sums, 0.0)), 0.0)
 
 
 @triton.jit
@@ -189,9 +189,9 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     first = chunk * CHUNK
-    places = first + tl.arange(0, CHUNK)
-    inside = places < LENGTH
-    is_last = places == first + CHUNK - 1
+    positions = first + tl.arange(0, CHUNK)
+    inside = positions < LENGTH
+    is_last = positions == first + CHUNK - 1
     GROUP: tl.constexpr = HEADS // KEY_HEADS
     start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
     offset = (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM
@@ -200,22 +200,22 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
     of_key = _inverse_length(key + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
     for member in range(GROUP):
         head = key_head * GROUP + member
-        tokens = (batch * LENGTH + places) * HEADS + head
+        tokens = (batch * LENGTH + positions) * HEADS + head
         g = tl.maximum(tl.load(decay + tokens, mask=inside & real, other=0.0), _LEAST)
         b = tl.load(beta + tokens, mask=inside & real, other=0.0)
-        sums, _ = tl.associative_scan((g, (places == start).to(tl.int32)), 0, _sum_from_begin)
+        sums, _ = tl.associative_scan((g, (positions == start).to(tl.int32)), 0, _sum_from_begin)
         since = tl.where(start < first, tl.exp(sums), 0.0)
-        after = _after(sums, start, places, is_last) * of_key
+        after = _after(sums, start, positions, is_last) * of_key
         line = (batch * HEADS + head) * CHUNKS + chunk
-        at = line * CHUNK + tl.arange(0, CHUNK)
-        tl.store(total + at, sums)
-        tl.store(share + at, b)
-        tl.store(unit_q + at, of_query)
-        tl.store(unit_k + at, of_key)
-        tl.store(kept + at, since * of_key)
-        tl.store(read + at, since * of_query)
-        tl.store(written + at, after * b)
-        tl.store(reach + at, after)
+        offsets = line * CHUNK + tl.arange(0, CHUNK)
+        tl.store(total + offsets, sums)
+        tl.store(share + offsets, b)
+        tl.store(unit_q + offsets, of_query)
+        tl.store(unit_k + offsets, of_key)
+        tl.store(kept + offsets, since * of_key)
+        tl.store(read + offsets, since * of_query)
+        tl.store(written + offsets, after * b)
+        tl.store(reach + offsets, after)
         tl.store(faded + line, tl.sum(tl.where(is_last, since, 0.0), 0))
 
 
@@ -228,13 +228,13 @@ def _inverse(lower, CHUNK: tl.constexpr):
     LEVELS: tl.constexpr = 6 if CHUNK == 64 else 5
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
-    whole = tl.where(row == column, 1.0, tl.where(row >> 1 == column >> 1, -lower, 0.0))
+    inverse = tl.where(row == column, 1.0, tl.where(row >> 1 == column >> 1, -lower, 0.0))
     for level in tl.static_range(1, LEVELS):
-        narrow = whole.to(tl.float16)
+        narrow = inverse.to(tl.float16)
         # Shifted before they are combined: for most, the compiler knows the result for a whole warp.
         corner = tl.dot(narrow, tl.where((row >> level) ^ (column >> level) == 1, lower, 0.0).to(tl.float16))
-        whole -= tl.dot(corner.to(tl.float16), narrow)
-    return whole
+        inverse -= tl.dot(corner.to(tl.float16), narrow)
+    return inverse
 
 
 @triton.jit
@@ -264,20 +264,20 @@ def chunk_kernel(
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     first = chunk * CHUNK
-    places = first + tl.arange(0, CHUNK)
+    positions = first + tl.arange(0, CHUNK)
     offset = (batch * LENGTH * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
     line = (batch * HEADS + head) * CHUNKS + chunk
-    at = line * CHUNK + tl.arange(0, CHUNK)
+    offsets = line * CHUNK + tl.arange(0, CHUNK)
     q = _tokens(query + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
     k = _tokens(key + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
-    sums = tl.load(total + at)
-    columns = tl.load(share + at) * tl.load(unit_k + at)
+    sums = tl.load(total + offsets)
+    columns = tl.load(share + offsets) * tl.load(unit_k + offsets)
     start, _ = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    between = _left(sums, _reads(start, places)) * columns[None, :]
-    attended = tl.dot(q, tl.trans(k)) * between * tl.load(unit_q + at)[:, None]
+    between = _left(sums, _reads(start, positions)) * columns[None, :]
+    attended = tl.dot(q, tl.trans(k)) * between * tl.load(unit_q + offsets)[:, None]
     _put_matrix(weights + line * CHUNK * CHUNK, attended, CHUNK, CHUNK)
-    alike = tl.dot(k, tl.trans(k)) * between * tl.load(unit_k + at)[:, None]
-    below = places[:, None] > places[None, :]
+    alike = tl.dot(k, tl.trans(k)) * between * tl.load(unit_k + offsets)[:, None]
+    below = positions[:, None] > positions[None, :]
     _put_matrix(inverse + line * CHUNK * CHUNK, _inverse(tl.where(below, alike, 0.0), CHUNK), CHUNK, CHUNK)
 
 
@@ -295,11 +295,16 @@ def _walk(
     offset of its key head's first token, offset of its columns' first token in value, number of its first chunk among
     all).
     """
-    part = tl.program_id(0) * WIDTH
+    first_column = tl.program_id(0) * WIDTH
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     keys = (batch * LENGTH * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
-    return part, keys, (batch * LENGTH * HEADS + head) * VALUE_DIM + part, (batch * HEADS + head) * CHUNKS
+    return (
+        first_column,
+        keys,
+        (batch * LENGTH * HEADS + head) * VALUE_DIM + first_column,
+        (batch * HEADS + head) * CHUNKS,
+    )
 
 
 @triton.jit
@@ -314,13 +319,13 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
       SAVE: also stores `error` (z, before the factor beta, in value's shape and dtype) and `states` (before each chunk,
         in key's dtype); otherwise these are not written.
     """
-    part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
+    first_column, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     state = tl.zeros([WIDTH, KEY_DIM], tl.float32)
     for chunk in range(CHUNKS):
         first = chunk * CHUNK
-        at = line * CHUNK + first + tl.arange(0, CHUNK)
+        offsets = line * CHUNK + first + tl.arange(0, CHUNK)
         # Triton prefetches only operands of products, so these are loaded before the products that wait.
-        reading = tl.load(read + at)
+        reading = tl.load(read + offsets)
         fade = tl.load(faded + line + chunk)
         k = _tokens(key + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
         q = _tokens(query + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
@@ -329,10 +334,10 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
         attend = _matrix(weights + (line + chunk) * CHUNK * CHUNK, CHUNK, CHUNK)
         narrow = state.to(k.dtype)
         if SAVE:
-            _put_matrix(states + ((line + chunk) * VALUE_DIM + part) * KEY_DIM, narrow, WIDTH, KEY_DIM)
+            _put_matrix(states + ((line + chunk) * VALUE_DIM + first_column) * KEY_DIM, narrow, WIDTH, KEY_DIM)
         recalled = tl.dot(narrow, tl.trans(k))
-        wanted = v.to(tl.float32) - recalled * tl.load(kept + at)[None, :]
-        wrong = tl.dot(wanted.to(k.dtype), tl.trans(solve))
+        target = v.to(tl.float32) - recalled * tl.load(kept + offsets)[None, :]
+        wrong = tl.dot(target.to(k.dtype), tl.trans(solve))
         narrow_wrong = wrong.to(k.dtype)
         if SAVE:
             _put_tokens_turned(error + values, narrow_wrong, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
@@ -340,7 +345,7 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
         result = tl.dot(narrow_wrong, tl.trans(attend), result)
         _put_tokens_turned(out + values, result, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
         state = state * fade
-        state = tl.dot((wrong * tl.load(written + at)[None, :]).to(k.dtype), k, state)
+        state = tl.dot((wrong * tl.load(written + offsets)[None, :]).to(k.dtype), k, state)
 
 
 @triton.jit
@@ -351,13 +356,13 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
     """dvalue, and dstates, the gradients of the states after each chunk, in key's dtype, from the row's end back, WIDTH
     columns of a value head. Grid: (VALUE_DIM / WIDTH, heads, B).
     """
-    part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
+    first_column, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     dstate = tl.zeros([WIDTH, KEY_DIM], tl.float32)
     for step in range(CHUNKS):
         chunk = CHUNKS - 1 - step
         first = chunk * CHUNK
-        at = line * CHUNK + first + tl.arange(0, CHUNK)
-        writing = tl.load(written + at)
+        offsets = line * CHUNK + first + tl.arange(0, CHUNK)
+        writing = tl.load(written + offsets)
         fade = tl.load(faded + line + chunk)
         k = _tokens(key + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
         q = _tokens(query + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
@@ -365,14 +370,14 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
         solve = _matrix(inverse + (line + chunk) * CHUNK * CHUNK, CHUNK, CHUNK)
         attend = _matrix(weights + (line + chunk) * CHUNK * CHUNK, CHUNK, CHUNK)
         narrow = dstate.to(k.dtype)
-        _put_matrix(dstates + ((line + chunk) * VALUE_DIM + part) * KEY_DIM, narrow, WIDTH, KEY_DIM)
+        _put_matrix(dstates + ((line + chunk) * VALUE_DIM + first_column) * KEY_DIM, narrow, WIDTH, KEY_DIM)
         derror = tl.dot(narrow, tl.trans(k)) * writing[None, :]
         derror = tl.dot(do, attend, derror)
         dv = tl.dot(derror.to(k.dtype), solve)
         _put_tokens_turned(dvalue + values, dv, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
         dstate = dstate * fade
-        dstate = tl.dot((do.to(tl.float32) * tl.load(read + at)[None, :]).to(k.dtype), q, dstate)
-        dstate = tl.dot((dv * -tl.load(kept + at)[None, :]).to(k.dtype), k, dstate)
+        dstate = tl.dot((do.to(tl.float32) * tl.load(read + offsets)[None, :]).to(k.dtype), q, dstate)
+        dstate = tl.dot((dv * -tl.load(kept + offsets)[None, :]).to(k.dtype), k, dstate)
 
 
 @triton.jit
@@ -393,7 +398,7 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     first = chunk * CHUNK
-    places = first + tl.arange(0, CHUNK)
+    positions = first + tl.arange(0, CHUNK)
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     VALUES: tl.constexpr = HEADS * VALUE_DIM
     keys = (batch * LENGTH * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
@@ -404,33 +409,33 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
     dvalue += values
     dout += values
     line = (batch * HEADS + head) * CHUNKS + chunk
-    at = line * CHUNK + tl.arange(0, CHUNK)
+    offsets = line * CHUNK + tl.arange(0, CHUNK)
     attended = tl.zeros([CHUNK, CHUNK], tl.float32)
     alike = tl.zeros([CHUNK, CHUNK], tl.float32)
     pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
     system = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for part in range(0, KEY_DIM, WIDTH):
-        q = _tokens(query + part, first, KEYS, WIDTH, LENGTH, CHUNK)
-        k = _tokens(key + part, first, KEYS, WIDTH, LENGTH, CHUNK)
-        do = _tokens(dout + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-        e = _tokens(error + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-        dv = _tokens(dvalue + part, first, VALUES, WIDTH, LENGTH, CHUNK)
+    for column in range(0, KEY_DIM, WIDTH):
+        q = _tokens(query + column, first, KEYS, WIDTH, LENGTH, CHUNK)
+        k = _tokens(key + column, first, KEYS, WIDTH, LENGTH, CHUNK)
+        do = _tokens(dout + column, first, VALUES, WIDTH, LENGTH, CHUNK)
+        e = _tokens(error + column, first, VALUES, WIDTH, LENGTH, CHUNK)
+        dv = _tokens(dvalue + column, first, VALUES, WIDTH, LENGTH, CHUNK)
         attended = tl.dot(q, tl.trans(k), attended)
         alike = tl.dot(k, tl.trans(k), alike)
         pairs = tl.dot(do, tl.trans(e), pairs)
         system = tl.dot(dv, tl.trans(e), system)
-    b = tl.load(share + at)
+    b = tl.load(share + offsets)
     start, _ = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    left = _left(tl.load(total + at), _reads(start, places)) * tl.load(unit_k + at)[None, :]
-    pairs *= left * tl.load(unit_q + at)[:, None]
+    decays = _left(tl.load(total + offsets), _reads(start, positions)) * tl.load(unit_k + offsets)[None, :]
+    pairs *= decays * tl.load(unit_q + offsets)[:, None]
     _put_matrix(to_weights + line * CHUNK * CHUNK, pairs * b[None, :], CHUNK, CHUNK)
-    system *= tl.where(places[:, None] > places[None, :], left, 0.0) * -tl.load(unit_k + at)[:, None]
+    system *= tl.where(positions[:, None] > positions[None, :], decays, 0.0) * -tl.load(unit_k + offsets)[:, None]
     _put_matrix(to_system + line * CHUNK * CHUNK, system * b[None, :], CHUNK, CHUNK)
     # Both sums are over one float32 matrix, so that pairs on the same side of a decay cancel exactly.
     shares = pairs * attended + system * alike
     columns = tl.sum(shares, 0)
-    tl.store(flow + at, tl.sum(shares * b[None, :], 1) - columns * b)
-    tl.store(dbeta + at, columns)
+    tl.store(flow + offsets, tl.sum(shares * b[None, :], 1) - columns * b)
+    tl.store(dbeta + offsets, columns)
 
 
 @triton.jit
@@ -472,15 +477,15 @@ def dquery_kernel(
     dq = tl.zeros([CHUNK, KEY_DIM], tl.float32)
     for member in range(GROUP):
         line = lines + member * CHUNKS
-        at = line * CHUNK + tl.arange(0, CHUNK)
-        part = tl.zeros([CHUNK, KEY_DIM], tl.float32)
+        offsets = line * CHUNK + tl.arange(0, CHUNK)
+        member_dq = tl.zeros([CHUNK, KEY_DIM], tl.float32)
         for column in range(0, VALUE_DIM, WIDTH):
             do = _tokens(dout + values + member * VALUE_DIM + column, first, VALUES, WIDTH, LENGTH, CHUNK)
             state = _matrix(states + (line * VALUE_DIM + column) * KEY_DIM, WIDTH, KEY_DIM)
-            part = tl.dot(do, state, part)
-        part *= tl.load(read + at)[:, None]
-        tl.store(asked + at, _along(part, query, first, KEYS, KEY_DIM, LENGTH, CHUNK))
-        dq += part
+            member_dq = tl.dot(do, state, member_dq)
+        member_dq *= tl.load(read + offsets)[:, None]
+        tl.store(asked + offsets, _along(member_dq, query, first, KEYS, KEY_DIM, LENGTH, CHUNK))
+        dq += member_dq
         k = _tokens(key + keys, first, KEYS, KEY_DIM, LENGTH, CHUNK)
         dq = tl.dot(_matrix(to_weights + line * CHUNK * CHUNK, CHUNK, CHUNK), k, dq)
     wide = _tokens(query, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
@@ -519,38 +524,38 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
     lines = (batch * HEADS + key_head * GROUP) * CHUNKS + chunk
     column = tl.arange(0, PIECE)[:, None] + tl.arange(0, CHUNK)[None, :] * CHUNK
     dk = tl.zeros([KEY_DIM, CHUNK], tl.float32)
-    into = tl.zeros([KEY_DIM, CHUNK], tl.float32)
-    back = tl.zeros([KEY_DIM, CHUNK], tl.float32)
-    both = tl.zeros([KEY_DIM, WIDTH], tl.float32)
+    of_dstates = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+    of_states = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+    state_products = tl.zeros([KEY_DIM, WIDTH], tl.float32)
     for step in range(GROUP * PARTS):
         member = step // PARTS
-        part = step % PARTS
+        column_block = step % PARTS
         line = lines + member * CHUNKS
-        offset = values + member * VALUE_DIM + part * WIDTH
-        state = _turned(states + (line * VALUE_DIM + part * WIDTH) * KEY_DIM, WIDTH, KEY_DIM)
-        dstate = _turned(dstates + (line * VALUE_DIM + part * WIDTH) * KEY_DIM, WIDTH, KEY_DIM)
+        offset = values + member * VALUE_DIM + column_block * WIDTH
+        state = _turned(states + (line * VALUE_DIM + column_block * WIDTH) * KEY_DIM, WIDTH, KEY_DIM)
+        dstate = _turned(dstates + (line * VALUE_DIM + column_block * WIDTH) * KEY_DIM, WIDTH, KEY_DIM)
         dv = _tokens_turned(dvalue + offset, first, VALUES, WIDTH, LENGTH, CHUNK)
         e = _tokens_turned(error + offset, first, VALUES, WIDTH, LENGTH, CHUNK)
-        both += state.to(tl.float32) * dstate.to(tl.float32)
-        back = tl.dot(state, dv, back)
-        into = tl.dot(dstate, e, into)
-        begin = part * PIECE
+        state_products += state.to(tl.float32) * dstate.to(tl.float32)
+        of_states = tl.dot(state, dv, of_states)
+        of_dstates = tl.dot(dstate, e, of_dstates)
+        begin = column_block * PIECE
         k = _piece_turned(key, first, begin, KEYS, KEY_DIM, LENGTH, CHUNK, PIECE)
         q = _piece_turned(query, first, begin, KEYS, KEY_DIM, LENGTH, CHUNK, PIECE)
         square = line * CHUNK * CHUNK
         dk = tl.dot(k, _matrix(to_system + square + begin * CHUNK, PIECE, CHUNK), dk)
         dk = tl.dot(k, tl.load(to_system + square + begin + column), dk)
         dk = tl.dot(q, _matrix(to_weights + square + begin * CHUNK, PIECE, CHUNK), dk)
-        if part == PARTS - 1:
-            at = line * CHUNK + tl.arange(0, CHUNK)
-            tl.store(fading + line, tl.sum(tl.sum(both, 0), 0))
-            whole = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
-            tl.store(gained + at, tl.sum(into * whole, 0))
-            tl.store(lost + at, tl.sum(back * whole, 0))
-            dk += into * tl.load(written + at)[None, :] - back * tl.load(kept + at)[None, :]
-            into = tl.zeros([KEY_DIM, CHUNK], tl.float32)
-            back = tl.zeros([KEY_DIM, CHUNK], tl.float32)
-            both = tl.zeros([KEY_DIM, WIDTH], tl.float32)
+        if column_block == PARTS - 1:
+            offsets = line * CHUNK + tl.arange(0, CHUNK)
+            tl.store(fading + line, tl.sum(tl.sum(state_products, 0), 0))
+            keys_wide = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
+            tl.store(gained + offsets, tl.sum(of_dstates * keys_wide, 0))
+            tl.store(lost + offsets, tl.sum(of_states * keys_wide, 0))
+            dk += of_dstates * tl.load(written + offsets)[None, :] - of_states * tl.load(kept + offsets)[None, :]
+            of_dstates = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+            of_states = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+            state_products = tl.zeros([KEY_DIM, WIDTH], tl.float32)
     wide = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
     dk -= wide * (tl.sum(dk * wide, 0) / (tl.sum(wide * wide, 0) + _EPS))[None, :]
     _put_tokens_turned(dkey + keys, dk, first, KEYS, KEY_DIM, LENGTH, CHUNK)
@@ -572,17 +577,22 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     first = chunk * CHUNK
-    places = first + tl.arange(0, CHUNK)
-    tokens = (batch * LENGTH + places) * HEADS + head
+    positions = first + tl.arange(0, CHUNK)
+    tokens = (batch * LENGTH + positions) * HEADS + head
     line = (batch * HEADS + head) * CHUNKS + chunk
-    at = line * CHUNK + tl.arange(0, CHUNK)
-    b = tl.load(share + at)
+    offsets = line * CHUNK + tl.arange(0, CHUNK)
+    b = tl.load(share + offsets)
     _, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    through = tl.load(gained + at) * tl.load(reach + at)
-    own = tl.load(flow + at) + tl.load(asked + at) - tl.load(lost + at) * tl.load(kept + at) - through * b
+    through = tl.load(gained + offsets) * tl.load(reach + offsets)
+    token_flow = (
+        tl.load(flow + offsets)
+        + tl.load(asked + offsets)
+        - tl.load(lost + offsets) * tl.load(kept + offsets)
+        - through * b
+    )
     across = tl.sum(through * b, 0) + tl.load(fading + line) * tl.load(faded + line)
-    own += tl.where(places == first + CHUNK - 1, across, 0.0)
+    token_flow += tl.where(positions == first + CHUNK - 1, across, 0.0)
     following, _ = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first + 1, LENGTH, CHUNK)
-    later, _ = tl.associative_scan((own, (following > places).to(tl.int32)), 0, _sum_to_end, reverse=True)
-    tl.store(ddecay + tokens, tl.where(real, later, 0.0), mask=places < LENGTH)
-    tl.store(dbeta + tokens, tl.where(real, tl.load(dbeta_of_pairs + at) + through, 0.0), mask=places < LENGTH)
+    later, _ = tl.associative_scan((token_flow, (following > positions).to(tl.int32)), 0, _sum_to_end, reverse=True)
+    tl.store(ddecay + tokens, tl.where(real, later, 0.0), mask=positions < LENGTH)
+    tl.store(dbeta + tokens, tl.where(real, tl.load(dbeta_of_pairs + offsets) + through, 0.0), mask=positions < LENGTH)

@@ -104,9 +104,9 @@ def products(
     def compare():
         rows, columns, sizes = triton.padded(len(x)), 2048, (tile.rows, 2 * tile.rows, tile.rows)
         weights = [drawn(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
-        given = drawn(0, rows, columns, dtype=x.dtype), weights
-        given = *given, _small_adapters([*loras, None, None][:3] if loras else [], sizes, columns, x.dtype)
-        return [jax.jit(triton.products)(*given).sum(0)], [dispatch.exactly(reference.products)(*wide(given))[0]]
+        operands = drawn(0, rows, columns, dtype=x.dtype), weights
+        operands = *operands, _small_adapters([*loras, None, None][:3] if loras else [], sizes, columns, x.dtype)
+        return [jax.jit(triton.products)(*operands).sum(0)], [dispatch.exactly(reference.products)(*wide(operands))[0]]
 
     def first_use():
         call = f"{x.dtype}, {triton.padded(len(x))} rows{_adapters_text(loras)}, {tile}"
@@ -117,8 +117,8 @@ def products(
     def refusal():
         return triton.products_refusal(x, weights, loras, most)
 
-    chosen = _chosen_product("products", x, most, refusal, first_use, implementation)
-    if chosen == "triton":
+    implementation_name = _chosen_product("products", x, most, refusal, first_use, implementation)
+    if implementation_name == "triton":
         return triton.products(x, weights, loras)
     return reference.products(x, weights, loras, 1 if implementation else triton.splits_of_many(x, weights, loras))
 
@@ -153,13 +153,16 @@ def gated_product(
     tile = triton.gated_tile(size)
 
     def compare():
-        given = drawn(0, rows, columns, dtype=x.dtype), *(0.02 * drawn(i, size, columns, dtype=x.dtype) for i in (1, 2))
-        adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, (128, 128), columns, x.dtype))
-        got, want = (
-            lambda x, gate, up, loras, own=own: own.gated_product(x, gate, up, activation, loras)
-            for own in (triton, reference)
+        operands = (
+            drawn(0, rows, columns, dtype=x.dtype),
+            *(0.02 * drawn(i, size, columns, dtype=x.dtype) for i in (1, 2)),
         )
-        return [jax.jit(got)(*given, adapters)], [dispatch.exactly(want)(*wide((*given, adapters)))]
+        adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, (128, 128), columns, x.dtype))
+        kernel, plain = (
+            lambda x, gate, up, loras, module=module: module.gated_product(x, gate, up, activation, loras)
+            for module in (triton, reference)
+        )
+        return [jax.jit(kernel)(*operands, adapters)], [dispatch.exactly(plain)(*wide((*operands, adapters)))]
 
     def first_use():
         call = f"{x.dtype}, {activation}, {rows} rows{_adapters_text(loras)}, {tile}"
@@ -168,13 +171,13 @@ def gated_product(
     def refusal():
         return triton.gated_refusal(x, (gate, up), loras, activation)
 
-    chosen = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
-    if chosen == "reference" and not implementation and len(x) > triton.MOST_ROWS:
+    implementation_name = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
+    if implementation_name == "reference" and not implementation and len(x) > triton.MOST_ROWS:
         if not triton.padded_rank(loras) and _by_mosaic(x, gate, activation):
             return gated_mosaic.gated_product(x, gate, up, activation)
         gate, up = reference.each_product(x, (gate, up), loras)
         return _activated(gate, up, activation)
-    return IMPLEMENTATIONS[chosen].gated_product(x, gate, up, activation, loras)
+    return IMPLEMENTATIONS[implementation_name].gated_product(x, gate, up, activation, loras)
 
 
 def _by_mosaic(x, gate, activation: str) -> bool:
@@ -183,33 +186,35 @@ def _by_mosaic(x, gate, activation: str) -> bool:
         # One pair of programs has fewer tiles than the others, there are more steps than are loaded ahead, and the
         # halves of the rows overlap.
         sizes = 200, 67 * (gated_mosaic.columns_of(gate.shape[0]) or 0), 1024
-        given = [drawn(0, sizes[0], sizes[2], dtype=x.dtype)]
-        given += [0.03 * drawn(i, *sizes[1:], dtype=x.dtype) for i in (1, 2)]
-        got, want = (functools.partial(each.gated_product, activation=activation) for each in (gated_mosaic, reference))
-        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+        operands = [drawn(0, sizes[0], sizes[2], dtype=x.dtype)]
+        operands += [0.03 * drawn(i, *sizes[1:], dtype=x.dtype) for i in (1, 2)]
+        kernel, exact = (
+            functools.partial(module.gated_product, activation=activation) for module in (gated_mosaic, reference)
+        )
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
 
     def first_use():
         call = f"{x.dtype}, {activation}, tiles of {gated_mosaic.columns_of(gate.shape[0])}"
         return dispatch.first_use("gated_product", "mosaic", call, compare)
 
     plain = "reference" if gated_mosaic.refusal(x, gate, activation) else None
-    ways = {"mosaic": first_use, "reference": lambda: None}
-    return dispatch.choose("gated_product", ways, plain) == "mosaic"
+    table = {"mosaic": first_use, "reference": lambda: None}
+    return dispatch.choose("gated_product", table, plain) == "mosaic"
 
 
 def _activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
 
     def compare():
-        given = drawn(0, 33, 200, dtype=gate.dtype), drawn(1, 33, 200, dtype=gate.dtype)
-        got, want = (functools.partial(each.activated, activation=activation) for each in (triton, reference))
-        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+        operands = drawn(0, 33, 200, dtype=gate.dtype), drawn(1, 33, 200, dtype=gate.dtype)
+        kernel, exact = (functools.partial(module.activated, activation=activation) for module in (triton, reference))
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
 
     def first_use():
         return dispatch.first_use("activated", "triton", f"{gate.dtype}, {activation}", compare)
 
     plain = "reference" if triton.activated_refusal(gate, activation) else None
-    chosen = dispatch.choose("activated", {"triton": first_use, "reference": lambda: None}, plain)
-    return (triton if chosen == "triton" else reference).activated(gate, up, activation)
+    implementation_name = dispatch.choose("activated", {"triton": first_use, "reference": lambda: None}, plain)
+    return (triton if implementation_name == "triton" else reference).activated(gate, up, activation)
 
 
 def added_norm(
@@ -238,15 +243,15 @@ def added_norm(
     options = dict(eps=eps, offset=offset, float32=float32)
 
     def compare():
-        given = drawn(0, 5, 768, dtype=x.dtype), drawn(1, 3, 5, 768, dtype=jnp.float32), drawn(2, 768, dtype=x.dtype)
-        got, want = (functools.partial(each.added_norm, **options) for each in (triton, reference))
-        return list(jax.jit(got)(*given)), list(dispatch.exactly(want)(*wide(given)))
+        operands = drawn(0, 5, 768, dtype=x.dtype), drawn(1, 3, 5, 768, dtype=jnp.float32), drawn(2, 768, dtype=x.dtype)
+        kernel, exact = (functools.partial(module.added_norm, **options) for module in (triton, reference))
+        return list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*wide(operands)))
 
     def first_use():
         return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}", compare)
 
-    chosen = _chosen("added_norm", lambda: triton.added_norm_refusal(x), first_use, implementation)
-    return IMPLEMENTATIONS[chosen].added_norm(x, parts, weight, **options)
+    implementation_name = _chosen("added_norm", lambda: triton.added_norm_refusal(x), first_use, implementation)
+    return IMPLEMENTATIONS[implementation_name].added_norm(x, parts, weight, **options)
 
 
 def placed(
@@ -282,8 +287,8 @@ def placed(
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
     check.array("positions", positions, "N", INTEGERS)
     check.sizes["D/2"] = keys.shape[3] // 2, ""
-    for name, given, shape in (("table", table, "N D/2"), ("norms", norms, "D")):
-        for index, array in enumerate(given or ()):
+    for name, pair, shape in (("table", table, "N D/2"), ("norms", norms, "D")):
+        for index, array in enumerate(pair or ()):
             check.array(f"{name}[{index}]", array, shape, FLOATS)
     positions = jnp.asarray(positions, jnp.int32)
     options = dict(eps=eps, offset=offset, float32=float32)
@@ -295,9 +300,9 @@ def placed(
         angles = drawn(3, 5, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
-        given = drawn(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
-        got, want = (functools.partial(each.placed, **options) for each in (triton, reference))
-        got, want = list(jax.jit(got)(*given)), list(dispatch.exactly(want)(*wide(given)))
+        operands = drawn(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
+        got, want = (functools.partial(module.placed, **options) for module in (triton, reference))
+        got, want = list(jax.jit(got)(*operands)), list(dispatch.exactly(want)(*wide(operands)))
         live = rows[:, None, None] >= 0
         return [jnp.where(live, got[0], 0), *got[1:]], [jnp.where(live, want[0], 0), *want[1:]]
 
@@ -305,5 +310,5 @@ def placed(
         call = f"{dtype}, head dim {dim}, {options}, {table is not None}, {norms is not None}"
         return dispatch.first_use("placed", "triton", call, compare)
 
-    chosen = _chosen("placed", lambda: triton.placed_refusal(keys), first_use, implementation)
-    return IMPLEMENTATIONS[chosen].placed(parts, keys, values, positions, table, norms, **options)
+    implementation_name = _chosen("placed", lambda: triton.placed_refusal(keys), first_use, implementation)
+    return IMPLEMENTATIONS[implementation_name].placed(parts, keys, values, positions, table, norms, **options)

@@ -72,8 +72,8 @@ def attended(
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
     check.array("positions", positions, "N", INTEGERS)
     check.sizes["D/2"] = keys.shape[3] // 2, ""
-    for name, given, shape in (("table", table, "N D/2"), ("norms", norms, "D")):
-        for index, array in enumerate(given or ()):
+    for name, pair, shape in (("table", table, "N D/2"), ("norms", norms, "D")):
+        for index, array in enumerate(pair or ()):
             check.array(f"{name}[{index}]", array, shape, FLOATS)
     positions = jnp.asarray(positions, jnp.int32)
     rounding = dict(eps=eps, offset=offset, float32=float32)
@@ -87,8 +87,8 @@ def attended(
         return _first_use(parts, keys, table, norms, window, soft_cap, rounding, tile, _shares(keys, tile))
 
     reasons = {"triton": lambda: reason or first_use()}
-    chosen = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
-    if chosen == "triton":
+    implementation_name = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
+    if implementation_name == "triton":
         tile = _tile(parts, keys, batch_invariant)
         how: dict = dict(tile=tile, shares=_shares(keys, tile), rounding=rounding, masking=masking)
         return _by_kernel(parts, keys, values, positions, table, norms, **how)
@@ -116,10 +116,10 @@ def refusal(parts, keys, batch_invariant: bool) -> str | None:
     return None
 
 
-def _tile(parts, keys, batch_invariant: bool) -> Tile:
+def _tile(partial_sums, keys, batch_invariant: bool) -> Tile:
     """Tile, warps and stages of the kernel. A result's bits depend on the tile and the warps, not on the stages."""
     rows, kv_heads, capacity, dim = keys.shape
-    if _by_single_warps(parts, keys, batch_invariant):
+    if _by_single_warps(partial_sums, keys, batch_invariant):
         return _MANY_TILE
     tile = WHOLE_TILES[dim]
     if dispatch.compute_capability() != (9, 0):
@@ -128,17 +128,17 @@ def _tile(parts, keys, batch_invariant: bool) -> Tile:
     tile = dataclasses.replace(tile, stages=3) if dim == 128 else tile
     if batch_invariant or rows * kv_heads > _CORES:
         return tile
-    other = _FEW_TILES.get(dim, tile)
-    return tile if capacity % other.step else other
+    few_tile = _FEW_TILES.get(dim, tile)
+    return tile if capacity % few_tile.step else few_tile
 
 
-def _by_single_warps(parts, keys, batch_invariant: bool) -> bool:
+def _by_single_warps(partial_sums, keys, batch_invariant: bool) -> bool:
     rows, kv_heads, capacity, dim = keys.shape
     if batch_invariant or dim != _MANY_DIM or dispatch.compute_capability() != (9, 0):
         return False
     programs = rows * kv_heads
     longest = _MANY_CAPACITY if programs > 2 * _CORES else WHOLE
-    group = parts.shape[2] // dim // kv_heads - 2
+    group = partial_sums.shape[2] // dim // kv_heads - 2
     fits = group <= _MANY_GROUP and capacity <= longest and not capacity % _MANY_TILE.step
     return fits and programs > _CORES and _has_gluon()
 
@@ -159,12 +159,14 @@ def _shares(keys, tile: Tile) -> int:
     return min(capacity // tile.step, _CORES // (rows * kv_heads)) if tile in _FEW_TILES.values() else 1
 
 
-def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile: Tile, shares: int) -> str | None:
+def _first_use(
+    partial_sums, keys, table, norms, window, soft_cap, rounding: dict, tile: Tile, shares: int
+) -> str | None:
     """The case has rows without a token, rows that end within and at the end of a tile, and rows longer than the cache;
     each program that shares a head has four tiles, more than it reads ahead; a window begins within a tile.
     """
     dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
-    group = parts.shape[2] // dim // kv_heads - 2
+    group = partial_sums.shape[2] // dim // kv_heads - 2
 
     def compare():
         capacity = max(128, 4 * shares * tile.step)
@@ -174,17 +176,17 @@ def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile
         angles = drawn(3, count, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
-        given = drawn(0, 2, count, 2 * (group + 2) * dim, dtype=jnp.float32), *caches, rows, tables, weights
+        operands = drawn(0, 2, count, 2 * (group + 2) * dim, dtype=jnp.float32), *caches, rows, tables, weights
         masking = dict(scale=dim**-0.5, window=window and capacity - 28, soft_cap=soft_cap)
         masking["sinks"] = jnp.linspace(-1, 1, 2 * group)
 
-        def wanted(parts, keys, values, positions, table, norms):
-            query, keys, values = reference.placed(parts, keys, values, positions, table, norms, **rounding)
+        def reference_run(partial_sums, keys, values, positions, table, norms):
+            query, keys, values = reference.placed(partial_sums, keys, values, positions, table, norms, **rounding)
             return attention_reference.decode(query, keys, values, positions + 1, **masking), keys, values
 
         how: dict = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
-        got = jax.jit(functools.partial(_by_kernel, **how))(*given)
-        return each_row(*got), each_row(*dispatch.exactly(wanted)(*wide(given)))
+        kernel_results = jax.jit(functools.partial(_by_kernel, **how))(*operands)
+        return each_row(*kernel_results), each_row(*dispatch.exactly(reference_run)(*wide(operands)))
 
     def each_row(out, keys, values):
         """Each row of many keys stands alone, because its numbers are small."""
@@ -195,20 +197,22 @@ def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile
     return dispatch.first_use("attended", "triton", call, compare)
 
 
-def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, shares: int, rounding: dict, masking: dict):
+def _by_kernel(
+    partial_sums, keys, values, positions, table, norms, *, tile: Tile, shares: int, rounding: dict, masking: dict
+):
     """rounding: eps, offset, float32. masking: scale, window, soft_cap, sinks."""
-    splits, count, width = parts.shape
+    splits, count, width = partial_sums.shape
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim - 2 * kv_heads
-    weights = (parts, parts) if norms is None else norms
+    weights = (partial_sums, partial_sums) if norms is None else norms
     # cos and sin, and behind them zeros, in which programs count. Each call leaves zeros there, so that one kernel of
     # XLA's makes the array for all layers of a step.
     turns = [] if table is None else [jnp.concatenate(table, axis=-1).reshape(-1)]
     turns += [jnp.zeros(count * kv_heads, jnp.float32)] if shares > 1 else []
-    turns = jnp.concatenate(turns) if turns else parts
+    turns = jnp.concatenate(turns) if turns else partial_sums
     # No sinks are no array, which XLA would fill in each step.
     sinks = () if masking["sinks"] is None else (log2_sinks(masking["sinks"], heads),)
-    before = parts, *weights, turns, positions, *sinks
+    before = partial_sums, *weights, turns, positions, *sinks
     results = [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
     results += [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
     constants: dict = {} if sinks else {"sinks": None}

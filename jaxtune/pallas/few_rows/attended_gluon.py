@@ -81,7 +81,7 @@ def _seen(
     acc,
     begin,
     newest,
-    seen,
+    visible_tokens,
     SCALE: gl.constexpr,
     CAP: gl.constexpr,
     CAPACITY: gl.constexpr,
@@ -93,7 +93,7 @@ def _seen(
     keys, values: [STEP, 128] in shared memory; query: [128, 8], a right operand.
     top: float32[8], about the largest score so far in log2, subtracted from all.
     total: float32[STEP, 8], sums of weights, not yet added over the first axis; acc: float32[128, 8].
-    begin, newest: indices in the cache of the first key and of the new token. seen: tokens that it sees.
+    begin, newest: indices in the cache of the first key and of the new token, which sees `visible_tokens`.
     MASKS: 0: all keys are visible.
     """
     scores = mma_v2(keys.load(_LEFT), query, gl.full([STEP, 8], 0.0, gl.float32, _SUMS))
@@ -104,7 +104,7 @@ def _seen(
     if MASKS:
         age = newest - begin - gl.arange(0, STEP, gl.SliceLayout(1, _SUMS))
         age = gl.where(age < 0, age + CAPACITY, age)
-        scores = gl.where((age < seen)[:, None], scores, _MASKED)
+        scores = gl.where((age < visible_tokens)[:, None], scores, _MASKED)
     above = scores - top[None, :]
     # The largest number of all threads is found by one instruction if they are integers.
     if gl.max(above.to(gl.int32, bitcast=True).reshape([STEP * 8]), 0) > _LAZY:
@@ -114,7 +114,7 @@ def _seen(
         above = scores - top[None, :]
     weights = gl.exp2(above)
     if MASKS:  # a head without visible keys so far has _MASKED as its maximum
-        weights = gl.where((age < seen)[:, None], weights, 0.0)
+        weights = gl.where((age < visible_tokens)[:, None], weights, 0.0)
     total += weights
     weights = _transposed(weights.to(query.dtype), STEP)
     return top, total, mma_v2(values.permute([1, 0]).load(_LEFT), weights, acc)
@@ -122,7 +122,7 @@ def _seen(
 
 @gluon.jit
 def _own_parts(
-    parts,
+    partial_sums,
     q_weight,
     k_weight,
     turns,
@@ -154,26 +154,26 @@ def _own_parts(
     q_half = gl.arange(0, 64, gl.SliceLayout(1, _RIGHT))[:, None]
     member = gl.arange(0, 8, gl.SliceLayout(0, _RIGHT))[None, :]
     real = (member < OWN) & (q_half < 64)
-    places = (row * ALL + head * OWN + member) * 128 + q_half
-    own = (row * ALL + HEADS + head) * 128
+    offsets = (row * ALL + head * OWN + member) * 128 + q_half
+    key_offset = (row * ALL + HEADS + head) * 128
 
     # All is read before anything that threads exchange, as a program waits for memory only once then.
     k_turn = _loaded(turns, turns + 64, row * 128 + half, ROTATES)
     q_turn = _loaded(turns, turns + 64, row * 128 + q_half, ROTATES)
     k_norm = _loaded(k_weight, k_weight + 64, half, NORMS)
     q_norm = _loaded(q_weight, q_weight + 64, q_half, NORMS)
-    k_low = _sum(parts, own + half, half < 64, stride, SPLITS, DTYPE)
-    k_high = _sum(parts, own + 64 + half, half < 64, stride, SPLITS, DTYPE)
-    value = _sum(parts, own + KV_HEADS * 128 + column, column < 128, stride, SPLITS, DTYPE)
-    q_low = _sum(parts, places, real, stride, SPLITS, DTYPE)
-    q_high = _sum(parts, places + 64, real, stride, SPLITS, DTYPE)
+    k_low = _sum(partial_sums, key_offset + half, half < 64, stride, SPLITS, DTYPE)
+    k_high = _sum(partial_sums, key_offset + 64 + half, half < 64, stride, SPLITS, DTYPE)
+    value = _sum(partial_sums, key_offset + KV_HEADS * 128 + column, column < 128, stride, SPLITS, DTYPE)
+    q_low = _sum(partial_sums, offsets, real, stride, SPLITS, DTYPE)
+    q_high = _sum(partial_sums, offsets + 64, real, stride, SPLITS, DTYPE)
 
     inverse = gl.rsqrt((gl.sum(k_low * k_low, 0) + gl.sum(k_high * k_high, 0)) / 128 + EPS)
     k_low, k_high = _turned(k_low, k_high, inverse, k_norm, k_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
-    place = ((row * KV_HEADS + head).to(gl.int64) * CAPACITY + newest) * 128
-    gl.store(keys + place + half, k_low.to(DTYPE))
-    gl.store(keys + place + 64 + half, k_high.to(DTYPE))
-    gl.store(values + place + column, value.to(DTYPE))
+    cache_offset = ((row * KV_HEADS + head).to(gl.int64) * CAPACITY + newest) * 128
+    gl.store(keys + cache_offset + half, k_low.to(DTYPE))
+    gl.store(keys + cache_offset + 64 + half, k_high.to(DTYPE))
+    gl.store(values + cache_offset + column, value.to(DTYPE))
     inverse = gl.rsqrt((gl.sum(q_low * q_low, 0) + gl.sum(q_high * q_high, 0)) / 128 + EPS)[None, :]
     q_low, q_high = _turned(q_low, q_high, inverse, q_norm, q_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
     query = gl.join(q_low.to(DTYPE), q_high.to(DTYPE)).permute([2, 0, 1]).reshape([128, 8])
@@ -230,12 +230,12 @@ def many_kernel(
     else:
         newest = position % CAPACITY
         length = position + 1
-        seen = gl.minimum(length, WINDOW) if WINDOW > 0 else length
+        visible_tokens = gl.minimum(length, WINDOW) if WINDOW > 0 else length
         end = gl.minimum(length, CAPACITY)
         # A row that fits the cache has its keys in order. In a longer one every key of the ring may be visible; the
         # oldest ones come first, and those in the tile of the new token last.
         last = newest // STEP * STEP
-        first = (length - seen) // STEP * STEP
+        first = (length - visible_tokens) // STEP * STEP
         before = (last - first) // STEP
         if length > CAPACITY:
             first = gl.where(last + STEP == CAPACITY, 0, last + STEP)
@@ -291,12 +291,12 @@ def many_kernel(
         slot, begin = 0, first
         for index in range(before):
             async_copy.wait_group(STAGES - 2)  # all groups but those of tiles after this one
-            into = gl.where(slot == 0, STAGES - 1, slot - 1)
+            free_slot = gl.where(slot == 0, STAGES - 1, slot - 1)
             if index + (STAGES - 1) < before:
-                _copied(key_lines, value_lines, key_ring, value_ring, into, ahead, end, STEP, 0)
+                _copied(key_lines, value_lines, key_ring, value_ring, free_slot, ahead, end, STEP, 0)
             else:
                 if index + (STAGES - 1) == before:
-                    _copied(key_lines, value_lines, key_ring, value_ring, into, last, end, STEP, 1)
+                    _copied(key_lines, value_lines, key_ring, value_ring, free_slot, last, end, STEP, 1)
             async_copy.commit_group()
             top, total, acc = _seen(
                 key_ring.index(slot),
@@ -307,7 +307,7 @@ def many_kernel(
                 acc,
                 begin,
                 newest,
-                seen,
+                visible_tokens,
                 SCALE,
                 CAP,
                 CAPACITY,
@@ -327,7 +327,7 @@ def many_kernel(
             acc,
             last,
             newest,
-            seen,
+            visible_tokens,
             SCALE,
             CAP,
             CAPACITY,

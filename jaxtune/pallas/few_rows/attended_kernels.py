@@ -21,7 +21,7 @@ def _in_log2(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def _own_parts(
-    parts,
+    partial_sums,
     q_weight,
     k_weight,
     turns,
@@ -66,8 +66,8 @@ def _own_parts(
     stride: tl.constexpr = COUNT * ALL * DIM
     half, columns, members = tl.arange(0, HALF), tl.arange(0, DIM), tl.arange(0, GROUP)
     real = (members < OWN)[:, None] & (half < HALF)[None, :]
-    places = (row * ALL + head * OWN + members)[:, None] * DIM + half[None, :]
-    own = (row * ALL + HEADS + head) * DIM
+    offsets = (row * ALL + head * OWN + members)[:, None] * DIM + half[None, :]
+    key_offset = (row * ALL + HEADS + head) * DIM
 
     # All is read before anything that threads exchange, as a program waits for memory only once then.
     if sinks is None:
@@ -80,11 +80,11 @@ def _own_parts(
     q_weight, k_weight = q_weight + later, k_weight + later
     q_norm = _loaded(q_weight, q_weight + HALF, half[None, :], NORMS)
     k_norm = _loaded(k_weight, k_weight + HALF, half, NORMS)
-    q_low = _sum(parts, places, real, stride, SPLITS, DTYPE)
-    q_high = _sum(parts, places + HALF, real, stride, SPLITS, DTYPE)
-    k_low = _sum(parts, own + half, half < HALF, stride, SPLITS, DTYPE)
-    k_high = _sum(parts, own + HALF + half, half < HALF, stride, SPLITS, DTYPE)
-    value = _sum(parts, own + KV_HEADS * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
+    q_low = _sum(partial_sums, offsets, real, stride, SPLITS, DTYPE)
+    q_high = _sum(partial_sums, offsets + HALF, real, stride, SPLITS, DTYPE)
+    k_low = _sum(partial_sums, key_offset + half, half < HALF, stride, SPLITS, DTYPE)
+    k_high = _sum(partial_sums, key_offset + HALF + half, half < HALF, stride, SPLITS, DTYPE)
+    value = _sum(partial_sums, key_offset + KV_HEADS * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
 
     inverse = tl.rsqrt((tl.sum(q_low * q_low, 1) + tl.sum(q_high * q_high, 1)) / DIM + EPS)[:, None]
     q_low, q_high = _turned(q_low, q_high, inverse, q_norm, q_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
@@ -93,10 +93,10 @@ def _own_parts(
     q_low, q_high = q_low.to(DTYPE), q_high.to(DTYPE)
     k_low, k_high = k_low.to(DTYPE), k_high.to(DTYPE)
     if (position >= 0) & (share == 0):
-        place = ((row * KV_HEADS + head).to(tl.int64) * CAPACITY + newest) * DIM
-        tl.store(keys + place + half, k_low)
-        tl.store(keys + place + HALF + half, k_high)
-        tl.store(values + place + columns, value.to(DTYPE))
+        cache_offset = ((row * KV_HEADS + head).to(tl.int64) * CAPACITY + newest) * DIM
+        tl.store(keys + cache_offset + half, k_low)
+        tl.store(keys + cache_offset + HALF + half, k_high)
+        tl.store(values + cache_offset + columns, value.to(DTYPE))
 
     score = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)[None, :], 1)
     score += tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32)[None, :], 1)
@@ -118,7 +118,7 @@ def _added_shares(
     acc,
     sums,
     arrived,
-    at,
+    head_index,
     share,
     DIM: tl.constexpr,
     OWN: tl.constexpr,
@@ -130,25 +130,25 @@ def _added_shares(
 
       sums: float32[heads of all rows, SHARES, OWN, DIM + 2], global memory for acc, top, total.
       arrived: float32[heads of all rows], programs that have written their sums: 0 before and after.
-      at: the head's index among all rows'.
+      head_index: among all rows' heads.
     """
     columns, members = tl.arange(0, DIM), tl.arange(0, GROUP)
     real, row = members < OWN, DIM + 2
-    lines = sums + (at * SHARES * OWN + members) * row
+    lines = sums + (head_index * SHARES * OWN + members) * row
     mine = lines + share * OWN * row
     tl.store(mine[:, None] + columns[None, :], acc, mask=real[:, None])
     tl.store(mine + DIM, top, mask=real)
     tl.store(mine + DIM + 1, total, mask=real)
     tl.debug_barrier()  # all threads have written before one of them counts; the last program reads after it counted
-    last = tl.atomic_add(arrived + at, 1.0, sem="acq_rel") == SHARES - 1
+    last = tl.atomic_add(arrived + head_index, 1.0, sem="acq_rel") == SHARES - 1
     if last:
-        tl.store(arrived + at, 0.0)
+        tl.store(arrived + head_index, 0.0)
         top = tl.full([GROUP], _MASKED, tl.float32)
-        for other in tl.static_range(SHARES):
-            top = tl.maximum(top, tl.load(lines + other * OWN * row + DIM, mask=real, other=_MASKED))
+        for peer in tl.static_range(SHARES):
+            top = tl.maximum(top, tl.load(lines + peer * OWN * row + DIM, mask=real, other=_MASKED))
         total, acc = tl.full([GROUP], 0.0, tl.float32), tl.full([GROUP, DIM], 0.0, tl.float32)
-        for other in tl.static_range(SHARES):
-            line = lines + other * OWN * row
+        for peer in tl.static_range(SHARES):
+            line = lines + peer * OWN * row
             fade = tl.exp2(tl.load(line + DIM, mask=real, other=_MASKED) - top)
             total += tl.load(line + DIM + 1, mask=real, other=0.0) * fade
             acc += tl.load(line[:, None] + columns[None, :], mask=real[:, None], other=0.0) * fade[:, None]
@@ -193,8 +193,7 @@ def attended_kernel(
     SHARES-th tile.
 
     The new token's key and value come from registers, as this kernel writes them; older keys are read in the cache's
-    order, STEP at a time, STAGES tiles in flight. Halves of a head, which the rotation needs apart, are multiplied
-    apart.
+    order, STEP at a time, STAGES tiles in flight.
 
       turns: float32[COUNT, DIM], cos then sin, if ROTATES; behind them, unless SHARES is 1, `arrived` of _added_shares.
       sinks: float32[HEADS] in log2, or None. sums: of _added_shares; None if SHARES is 1.
@@ -210,9 +209,9 @@ def attended_kernel(
     cache = (row * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM
     newest = tl.maximum(position, 0) % CAPACITY
     length = position + 1
-    seen = tl.minimum(length, WINDOW) if WINDOW > 0 else length
+    visible_tokens = tl.minimum(length, WINDOW) if WINDOW > 0 else length
     # A row that fits the cache has its keys in order; in a longer one every key of the ring may be visible.
-    first = tl.where(length > CAPACITY, 0, (length - seen) // STEP * STEP) if WINDOW > 0 else 0
+    first = tl.where(length > CAPACITY, 0, (length - visible_tokens) // STEP * STEP) if WINDOW > 0 else 0
     end = tl.where(length > CAPACITY, CAPACITY, position)
     share = 0
     if SHARES > 1:
@@ -276,7 +275,7 @@ def attended_kernel(
         scores = tl.dot(q_high, tl.trans(high), tl.dot(q_low, tl.trans(low)))
         age = newest - tokens
         age = tl.where(age < 0, age + CAPACITY, age)
-        visible = ((age > 0) & (age < seen))[None, :]
+        visible = ((age > 0) & (age < visible_tokens))[None, :]
         if SHARES > 1:  # a share's first tile may begin after the row's end
             visible &= (tokens < end)[None, :]
         scores = tl.where(visible, _in_log2(scores, SCALE, CAP), _MASKED)
@@ -290,10 +289,10 @@ def attended_kernel(
         later = 16  # a multiple of a vector's numbers, by which the compiler knows that loads are aligned
     last = True
     if SHARES > 1:
-        at = row * KV_HEADS + head
+        head_index = row * KV_HEADS + head
         arrived = turns + COUNT * DIM * ROTATES
-        total, acc, last = _added_shares(top, total, acc, sums, arrived, at, share, DIM, OWN, GROUP, SHARES)
+        total, acc, last = _added_shares(top, total, acc, sums, arrived, head_index, share, DIM, OWN, GROUP, SHARES)
     if last:
         acc = acc / tl.maximum(total, 1e-30)[:, None]
-        places = (row * HEADS + head * OWN + members)[:, None] * DIM + columns[None, :]
-        tl.store(out + places, acc.to(DTYPE), mask=(members < OWN)[:, None] & (columns < DIM)[None, :])
+        offsets = (row * HEADS + head * OWN + members)[:, None] * DIM + columns[None, :]
+        tl.store(out + offsets, acc.to(DTYPE), mask=(members < OWN)[:, None] & (columns < DIM)[None, :])

@@ -45,10 +45,10 @@ def looked_up(scores: jax.Array, likeliest: jax.Array, uniform: jax.Array) -> ja
     real = tokens < scores.shape[1]
     weights = jnp.exp(jnp.take_along_axis(scores, jnp.minimum(tokens, scores.shape[1] - 1), axis=1) - top[:, None])
     weights = jnp.where(real, weights, 0.0)
-    place = jnp.minimum((before + jnp.cumsum(weights, axis=1) <= target).sum(1, keepdims=True), _BLOCK - 1)
+    offset = jnp.minimum((before + jnp.cumsum(weights, axis=1) <= target).sum(1, keepdims=True), _BLOCK - 1)
     # Where rounding leads past the last token that has a probability, the likeliest one is taken.
-    possible = jnp.take_along_axis(weights, place, axis=1)[:, 0] > 0
-    return jnp.where(possible, (block * _BLOCK + place)[:, 0], likeliest).astype(jnp.int32)
+    possible = jnp.take_along_axis(weights, offset, axis=1)[:, 0] > 0
+    return jnp.where(possible, (block * _BLOCK + offset)[:, 0], likeliest).astype(jnp.int32)
 
 
 def chosen_token(
@@ -85,18 +85,19 @@ def chosen_token(
         case = drawn(0, rows, size + 8, dtype=logits.dtype), size, heat, jnp.ones(rows), numbers
         if uniform is None:
             case = *case[:4], None
-        got, want = (
-            jax.jit(lambda logits, own=own: own(logits, *case[1:])) for own in (_by_kernels, reference_chosen_token)
+        kernel, exact = (
+            jax.jit(lambda logits, function=function: function(logits, *case[1:]))
+            for function in (_by_kernels, reference_chosen_token)
         )
-        return list(got(case[0])), list(want(case[0]))
+        return list(kernel(case[0])), list(exact(case[0]))
 
     def reason():
         call = f"{logits.dtype}, {uniform is not None}"
         return compat.triton_refusal() or dispatch.first_use("chosen_token", "triton", call, compare)
 
     table = {"triton": reason, "reference": lambda: None}
-    chosen = dispatch.choose("chosen_token", table, implementation)
-    run = _by_kernels if chosen == "triton" else reference_chosen_token
+    implementation_name = dispatch.choose("chosen_token", table, implementation)
+    run = _by_kernels if implementation_name == "triton" else reference_chosen_token
     token, logprob, peak, total = run(logits, vocab_size, temperature, logprob_temperature, uniform)
     return token, logprob, peak, total
 
@@ -108,9 +109,9 @@ def reference_chosen_token(logits, vocab_size: int, temperature, logprob_tempera
     if uniform is not None:
         token = looked_up(logits / temperature[:, None], likeliest, jnp.maximum(uniform, 0.0))
         token = jnp.where(uniform >= 0, token, likeliest)
-    peak, chosen = (jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0] for place in (likeliest, token))
+    peak, token_logit = (jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0] for column in (likeliest, token))
     total = jnp.log(block_sums(logits / logprob_temperature[:, None], peak / logprob_temperature).sum(-1))
-    return token, (chosen - peak) / logprob_temperature - total, peak, total
+    return token, (token_logit - peak) / logprob_temperature - total, peak, total
 
 
 def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, uniform) -> Sequence[jax.Array]:
@@ -121,7 +122,7 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
     draws = int(uniform is not None)
     shape = jax.ShapeDtypeStruct((count, chunks), jnp.float32)
     blocks = jax.ShapeDtypeStruct((count, chunks * of_chunk if draws else 1), jnp.float32)
-    tops, places, sums, blocks = compat.triton_graph_call(
+    tops, top_tokens, sums, blocks = compat.triton_graph_call(
         drawing_kernels.chunk_kernel,
         (logits, temperature, logprob_temperature),
         [shape, jax.ShapeDtypeStruct(shape.shape, jnp.int32), shape, blocks],
@@ -138,7 +139,7 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
     numbers = jax.ShapeDtypeStruct((count,), jnp.float32)
     return compat.triton_graph_call(
         drawing_kernels.token_kernel,
-        (logits, temperature, logprob_temperature, uniform if draws else temperature, tops, places, sums, blocks),
+        (logits, temperature, logprob_temperature, uniform if draws else temperature, tops, top_tokens, sums, blocks),
         [jax.ShapeDtypeStruct((count,), jnp.int32), numbers, numbers, numbers],
         (count,),
         warps=4,

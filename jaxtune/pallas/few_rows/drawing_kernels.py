@@ -37,21 +37,21 @@ def chunk_kernel(
     wide = tl.load(logits + row.to(tl.int64) * STRIDE + tokens, mask=tokens < VOCAB, other=float("-inf"))
     wide = wide.to(tl.float32)
     top = tl.max(wide, 0)
-    place = tl.min(tl.where(wide == top, tokens, VOCAB - 1), 0)  # a token even where all numbers are NaN
+    top_token = tl.min(tl.where(wide == top, tokens, VOCAB - 1), 0)  # a token even where all numbers are NaN
     least = tl.where(top == float("-inf"), 0.0, top)
-    at = row * CHUNKS + chunk
-    tl.store(tops + at, top)
-    tl.store(places + at, place)
+    cell = row * CHUNKS + chunk
+    tl.store(tops + cell, top)
+    tl.store(places + cell, top_token)
     # Instructions decide here beside memory: a division for each number would cost as much as all else.
-    own = tl.load(logprob_temperature + row)
-    weights = tl.exp2((wide - least) * (_LOG2E / own))
-    tl.store(sums + at, tl.sum(weights, 0))
+    logprob_heat = tl.load(logprob_temperature + row)
+    weights = tl.exp2((wide - least) * (_LOG2E / logprob_heat))
+    tl.store(sums + cell, tl.sum(weights, 0))
     if DRAWS:
         count: tl.constexpr = CHUNK // BLOCK
         heat = tl.load(temperature + row)
-        if heat != own:
+        if heat != logprob_heat:
             weights = tl.exp2((wide - least) * (_LOG2E / heat))
-        tl.store(blocks + at * count + tl.arange(0, count), tl.sum(tl.reshape(weights, [count, BLOCK]), 1))
+        tl.store(blocks + cell * count + tl.arange(0, count), tl.sum(tl.reshape(weights, [count, BLOCK]), 1))
 
 
 @triton.jit
@@ -90,9 +90,11 @@ def token_kernel(
     highs = tl.load(tops + row * CHUNKS + chunks, mask=real, other=float("-inf"))
     top, chunk = tl.max(highs, 0, return_indices=True)
     likeliest = tl.minimum(tl.load(places + row * CHUNKS + chunk), VOCAB - 1)
-    own = tl.load(logprob_temperature + row)
-    whole = tl.sum(tl.load(sums + row * CHUNKS + chunks, mask=real, other=0.0) * tl.exp((highs - top) / own), 0)
-    chosen = likeliest
+    logprob_heat = tl.load(logprob_temperature + row)
+    total_weight = tl.sum(
+        tl.load(sums + row * CHUNKS + chunks, mask=real, other=0.0) * tl.exp((highs - top) / logprob_heat), 0
+    )
+    next_token = likeliest
     if DRAWS:
         target = tl.load(uniform + row)
         if target >= 0.0:
@@ -100,20 +102,24 @@ def token_kernel(
             numbers = tl.arange(0, BLOCKS_PADDED)
             exists = numbers < BLOCKS
             high = tl.load(tops + row * CHUNKS + numbers // (BLOCKS // CHUNKS), mask=exists, other=float("-inf"))
-            parts = tl.load(blocks + row * BLOCKS + numbers, mask=exists, other=0.0) * tl.exp((high - top) / heat)
-            cumulative = tl.cumsum(parts, 0)
+            block_weights = tl.load(blocks + row * BLOCKS + numbers, mask=exists, other=0.0) * tl.exp(
+                (high - top) / heat
+            )
+            cumulative = tl.cumsum(block_weights, 0)
             target = target * tl.max(cumulative, 0)
             block = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), BLOCKS - 1)
             before = tl.sum(tl.where(numbers == block - 1, cumulative, 0.0), 0)
             tokens = block * BLOCK + tl.arange(0, BLOCK)
             wide = tl.load(logits + line + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
             weights = tl.exp((wide - top) / heat)
-            place = tl.sum((before + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
-            place = tl.minimum(place, BLOCK - 1)
+            offset = tl.sum((before + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
+            offset = tl.minimum(offset, BLOCK - 1)
             # Where rounding leads past the last token that has a probability, the likeliest one is taken.
-            possible = tl.sum(tl.where(tl.arange(0, BLOCK) == place, weights, 0.0), 0) > 0.0
-            chosen = tl.where(possible, block * BLOCK + place, likeliest)
-    tl.store(token + row, chosen)
-    tl.store(logprob + row, (tl.load(logits + line + chosen).to(tl.float32) - top) / own - tl.log(whole))
+            possible = tl.sum(tl.where(tl.arange(0, BLOCK) == offset, weights, 0.0), 0) > 0.0
+            next_token = tl.where(possible, block * BLOCK + offset, likeliest)
+    tl.store(token + row, next_token)
+    tl.store(
+        logprob + row, (tl.load(logits + line + next_token).to(tl.float32) - top) / logprob_heat - tl.log(total_weight)
+    )
     tl.store(peak + row, top)
-    tl.store(total + row, tl.log(whole))
+    tl.store(total + row, tl.log(total_weight))

@@ -25,9 +25,9 @@ def _case(count: int, choices: int, experts: int, dtype) -> tuple[jax.Array, jax
     first token has no expert; all others have expert 0, whose matrix multiplies nearly all tokens, perhaps in several
     passes, and further experts in turn.
     """
-    tokens, places = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
-    turn = 1 + (tokens + places) % max(experts - 1, 1)
-    choice = jnp.where(tokens == 0, experts, jnp.where(places == choices - 1, 0, turn))
+    tokens, choice_index = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
+    turn = 1 + (tokens + choice_index) % max(experts - 1, 1)
+    choice = jnp.where(tokens == 0, experts, jnp.where(choice_index == choices - 1, 0, turn))
     return drawn(0, count, _CASE, dtype=dtype), choice, jax.nn.softmax(drawn(1, count, choices, dtype=jnp.float32))
 
 
@@ -51,12 +51,14 @@ def _gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora 
         experts = len(gate_up)
         rows, choice, weights = _case(triton.padded(len(x)), choices, experts, x.dtype)
         matrices = 0.1 * drawn(2, experts, _CASE, _CASE, dtype=x.dtype)
-        given = rows, matrices, jax.tree.map(lambda side: 0.3 * side, _case_adapters(lora, matrices, x.dtype))
-        got, want = (
-            lambda x, matrices, lora, own=own: own.experts_gated(x, matrices, choice, weights, activation, lora)
-            for own in (experts_triton, reference)
+        operands = rows, matrices, jax.tree.map(lambda side: 0.3 * side, _case_adapters(lora, matrices, x.dtype))
+        kernel, exact = (
+            lambda x, matrices, lora, module=module: module.experts_gated(
+                x, matrices, choice, weights, activation, lora
+            )
+            for module in (experts_triton, reference)
         )
-        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
 
     reason = experts_triton.gated_refusal(x, gate_up, choices, activation, lora)
     call = f"{_call_text(len(x), x.dtype, gate_up, choices, lora)}, {activation}"
@@ -72,12 +74,12 @@ def _down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | Non
         rows, choice, _ = _case(triton.padded(count), choices, experts, dtype)
         rows = jnp.repeat(rows[:, : _CASE // 2], choices, axis=0)
         matrices = drawn(2, experts, 3 * tile.rows, _CASE // 2, dtype=dtype)
-        given = rows, matrices, _case_adapters(lora, matrices, dtype)
-        got, want = (
-            lambda rows, matrices, lora, own=own: own.experts_down(rows, matrices, choice, lora)
-            for own in (experts_triton, reference)
+        operands = rows, matrices, _case_adapters(lora, matrices, dtype)
+        kernel, exact = (
+            lambda rows, matrices, lora, module=module: module.experts_down(rows, matrices, choice, lora)
+            for module in (experts_triton, reference)
         )
-        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
 
     reason = experts_triton.down_refusal(count, dtype, down, choices, lora)
     call = f"{_call_text(count, dtype, down, choices, lora)}, tiles of {tile.rows}"
@@ -144,8 +146,8 @@ def experts_gated(
         "triton": lambda: _gated_refusal(x, gate_up, choice.shape[1], activation, lora),
         "reference": lambda: None,
     }
-    chosen = dispatch.choose("experts_gated", refusals, implementation)
-    return _IMPLEMENTATIONS[chosen].experts_gated(x, gate_up, choice, weights, activation, lora)
+    implementation_name = dispatch.choose("experts_gated", refusals, implementation)
+    return _IMPLEMENTATIONS[implementation_name].experts_gated(x, gate_up, choice, weights, activation, lora)
 
 
 def experts_down(
@@ -175,5 +177,5 @@ def experts_down(
         "triton": lambda: _down_refusal(len(choice), h.dtype, down, choice.shape[1], lora),
         "reference": lambda: None,
     }
-    chosen = dispatch.choose("experts_down", refusals, implementation)
-    return _IMPLEMENTATIONS[chosen].experts_down(h, down, choice, lora)
+    implementation_name = dispatch.choose("experts_down", refusals, implementation)
+    return _IMPLEMENTATIONS[implementation_name].experts_down(h, down, choice, lora)

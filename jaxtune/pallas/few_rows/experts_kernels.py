@@ -42,9 +42,8 @@ def expert_kernel(
         activation(gate) * up * factor, gate and up rounded to x's dtype, the rest float32.
       choice: int32[COUNT, CHOICES], a token's experts, all different; numbers outside of 0 to EXPERTS - 1 are none.
       factors: float32[COUNT, CHOICES]; not read if ACTIVATION is 0.
-      a, b: [EXPERTS, A_RANK, INNER], [EXPERTS, SIZE or 2 * SIZE, A_RANK] in x's dtype, or None: then W + SCALE B A is
-        multiplied; SCALE A x is rounded to x's dtype.
-      INNER, SIZE: multiples of DEPTH (columns of a step) and ROWS.
+      a, b: [EXPERTS, A_RANK, INNER], [EXPERTS, SIZE or 2 * SIZE, A_RANK] in x's dtype, for W + SCALE B A in place of
+        each matrix W; SCALE A x is rounded to x's dtype. None if RANK is 0.
       TOKENS, PLACES: COUNT and CHOICES as powers of two, TOKENS at least 16.
       SLOTS: tokens multiplied at once; the matrix is read again for each further SLOTS.
       RANK: 0 or 64, the rows that a warp group multiplies; those from A_RANK on are 0.
@@ -52,20 +51,20 @@ def expert_kernel(
     DTYPE: tl.constexpr = x.dtype.element_ty
     begin, expert = tl.program_id(0) * ROWS, tl.program_id(1)
     rows = begin + tl.arange(0, ROWS)
-    tokens, places = tl.arange(0, TOKENS), tl.arange(0, PLACES)
+    tokens, choice_index = tl.arange(0, TOKENS), tl.arange(0, PLACES)
     if expert == EXPERTS:
         for index in range(CHOICES):
-            one = tl.load(choice + tokens * CHOICES + index, mask=tokens < COUNT, other=0)
-            none = (one < 0) | (one >= EXPERTS)
+            experts_at_index = tl.load(choice + tokens * CHOICES + index, mask=tokens < COUNT, other=0)
+            none = (experts_at_index < 0) | (experts_at_index >= EXPERTS)
             empty = tokens * CHOICES + index if ACTIVATION else index * COUNT + tokens
             zeros = tl.zeros([TOKENS, ROWS], out.dtype.element_ty)
             tl.store(out + empty[:, None] * SIZE + rows[None, :], zeros, mask=none[:, None])
     else:
         # The pair of token and choice of each token that chose this expert, and its number among them.
-        real = (tokens < COUNT)[:, None] & (places < CHOICES)[None, :]
-        chosen = tl.load(choice + tokens[:, None] * CHOICES + places[None, :], mask=real, other=-1)
-        place = tl.max(tl.where(chosen == expert, places[None, :], -1), axis=1)
-        member = (place >= 0).to(tl.int32)
+        real = (tokens < COUNT)[:, None] & (choice_index < CHOICES)[None, :]
+        experts_of_tokens = tl.load(choice + tokens[:, None] * CHOICES + choice_index[None, :], mask=real, other=-1)
+        choice_of_token = tl.max(tl.where(experts_of_tokens == expert, choice_index[None, :], -1), axis=1)
+        member = (choice_of_token >= 0).to(tl.int32)
         count, number = tl.sum(member), tl.cumsum(member) - 1
         SIDES: tl.constexpr = 2 if ACTIVATION else 1
         wide = expert.to(tl.int64)
@@ -77,9 +76,9 @@ def expert_kernel(
             exists = ranks < A_RANK
         for first in range(0, count, SLOTS):
             slots = first + tl.arange(0, SLOTS)
-            found = (member > 0)[:, None] & (number[:, None] == slots[None, :])
-            pairs = tl.sum(tl.where(found, (tokens * CHOICES + place)[:, None], 0), axis=0)
-            filled = slots < count
+            in_slot = (member > 0)[:, None] & (number[:, None] == slots[None, :])
+            pairs = tl.sum(tl.where(in_slot, (tokens * CHOICES + choice_of_token)[:, None], 0), axis=0)
+            occupied = slots < count
             lines = pairs // CHOICES if ACTIVATION else pairs
             total = tl.zeros([ROWS, SLOTS], tl.float32)
             up = tl.zeros([ROWS, SLOTS], tl.float32)
@@ -87,14 +86,14 @@ def expert_kernel(
                 inner = tl.zeros([RANK, SLOTS], tl.float32)
             for step in tl.range(0, INNER // DEPTH, num_stages=STAGES):
                 columns = step * DEPTH + tl.arange(0, DEPTH)
-                part = tl.load(x + lines[None, :] * INNER + columns[:, None], mask=filled[None, :], other=0.0)
+                token_block = tl.load(x + lines[None, :] * INNER + columns[:, None], mask=occupied[None, :], other=0.0)
                 tile = matrix + rows[:, None] * INNER + columns[None, :]
-                total = tl.dot(tl.load(tile, eviction_policy="evict_first"), part, total)
+                total = tl.dot(tl.load(tile, eviction_policy="evict_first"), token_block, total)
                 if ACTIVATION:
-                    up = tl.dot(tl.load(tile + SIZE * INNER, eviction_policy="evict_first"), part, up)
+                    up = tl.dot(tl.load(tile + SIZE * INNER, eviction_policy="evict_first"), token_block, up)
                 if RANK > 0:
                     thin = tl.load(thin_lines + columns[None, :], mask=exists[:, None], other=0.0)
-                    inner = tl.dot(thin, part, inner)
+                    inner = tl.dot(thin, token_block, inner)
             if RANK > 0:
                 scaled = (inner * SCALE).to(DTYPE)
                 total = tl.dot(tl.load(sides, mask=exists[None, :], other=0.0), scaled, total)
@@ -105,7 +104,7 @@ def expert_kernel(
             if ACTIVATION:
                 line = pairs
                 gate = _activated(total.to(DTYPE).to(tl.float32), ACTIVATION)
-                factor = tl.load(factors + pairs, mask=filled, other=0.0)
+                factor = tl.load(factors + pairs, mask=occupied, other=0.0)
                 total = gate * up.to(DTYPE).to(tl.float32) * factor[None, :]
             result = tl.trans(total).to(out.dtype.element_ty)
-            tl.store(out + line[:, None] * SIZE + rows[None, :], result, mask=filled[:, None])
+            tl.store(out + line[:, None] * SIZE + rows[None, :], result, mask=occupied[:, None])

@@ -3,8 +3,7 @@
 Such a product is bound by multiplications, and these by the GPU's power. Two programs, a cluster, multiply the halves
 of the rows by the same tile of the weights, which one read brings to both. A tile has `columns` rows of gate and as
 many of up, so a warpgroup has both numbers of each result in registers, and no product is written. Its size makes the
-tiles occupy the multiprocessors evenly (112 + 112 for the 14,336 of Llama-3.1-8B). One warpgroup loads 64 columns at a
-time, as far ahead as fits, while two others, with 64 rows each, multiply or store.
+tiles occupy the multiprocessors evenly (112 + 112 for the 14,336 of Llama-3.1-8B).
 """
 
 from __future__ import annotations
@@ -87,8 +86,8 @@ def _kernel(x_ref, gate_ref, up_ref, out_ref, x_smem, w_smem, out_smem, full, fr
     first_row = half * (rows - ROWS)
     sharing = None if gpu_kernel.interpreter() is not None else "half"
 
-    def slot_of(at):
-        return lax.rem(at, jnp.int32(stages))
+    def slot_of(counter):
+        return lax.rem(counter, jnp.int32(stages))
 
     def column_of(index):
         return (pair + index * pairs) * columns
@@ -96,46 +95,46 @@ def _kernel(x_ref, gate_ref, up_ref, out_ref, x_smem, w_smem, out_smem, full, fr
     def bring():
         plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
-        def item(index, at):
-            here = pl.ds(column_of(index), columns)
+        def item(index, counter):
+            weight_rows = pl.ds(column_of(index), columns)
 
-            def step(number, at):
-                slot, along = slot_of(at), pl.ds(number * STEP, STEP)
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            def step(number, counter):
+                slot, along = slot_of(counter), pl.ds(number * STEP, STEP)
+                pl.when(counter >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(first_row, ROWS), along], x_smem.at[slot], full.at[slot])
-                for place, ref in ((0, gate_ref), (columns, up_ref)):
-                    part = w_smem.at[slot, pl.ds(place, columns)]
-                    plgpu.copy_gmem_to_smem(ref.at[here, along], part, full.at[slot], collective_axes=sharing)
-                return at + 1
+                for first_row_of_weight, ref in ((0, gate_ref), (columns, up_ref)):
+                    target = w_smem.at[slot, pl.ds(first_row_of_weight, columns)]
+                    plgpu.copy_gmem_to_smem(ref.at[weight_rows, along], target, full.at[slot], collective_axes=sharing)
+                return counter + 1
 
-            return lax.fori_loop(0, steps, step, at)
+            return lax.fori_loop(0, steps, step, counter)
 
         total = lax.fori_loop(0, mine, item, jnp.int32(0))
         # Every arrival is waited for: a barrier must not be left in the middle of a phase, nor may a program end that
         # the other one of its cluster still writes to.
         last = jnp.maximum(total - stages, 0)
-        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+        lax.fori_loop(last, total, lambda counter, _: plgpu.barrier_wait(free.at[slot_of(counter)]), None)
 
     def compute():
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-        own = pl.ds(wg * _OWN, _OWN)
+        row_slice = pl.ds(wg * _OWN, _OWN)
 
-        def item(index, at):
+        def item(index, counter):
             def accumulate(acc):
-                def step(number, at):
-                    slot = slot_of(at)
+                def step(number, counter):
+                    slot = slot_of(counter)
                     plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(acc, x_smem.at[slot, own], w_smem.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(acc, x_smem.at[slot, row_slice], w_smem.at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(1)  # the previous product is done
-                    pl.when(number > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(at - 1)]))
-                    return at + 1
+                    pl.when(number > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(counter - 1)]))
+                    return counter + 1
 
-                lax.fori_loop(0, steps, step, at)
+                lax.fori_loop(0, steps, step, counter)
                 plgpu.wgmma_wait(0)
                 return acc[...]
 
             total = pl.run_scoped(accumulate, plgpu.ACC((_OWN, 2 * columns), jnp.float32))
-            plgpu.barrier_arrive(free.at[slot_of(at + steps - 1)])
+            plgpu.barrier_arrive(free.at[slot_of(counter + steps - 1)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy of the last tile has been read
             for first in range(0, columns, _STORED):
                 gate, up = (
@@ -145,9 +144,9 @@ def _kernel(x_ref, gate_ref, up_ref, out_ref, x_smem, w_smem, out_smem, full, fr
                 stored = out_smem.at[wg, :, pl.ds(first, _STORED)]
                 stored[...] = (_activated(gate, activation, dtype) * up).astype(dtype)
             plgpu.commit_smem()
-            place = out_ref.at[pl.ds(first_row + wg * _OWN, _OWN), pl.ds(column_of(index), columns)]
-            plgpu.copy_smem_to_gmem(out_smem.at[wg], place)
-            return at + steps
+            target = out_ref.at[pl.ds(first_row + wg * _OWN, _OWN), pl.ds(column_of(index), columns)]
+            plgpu.copy_smem_to_gmem(out_smem.at[wg], target)
+            return counter + steps
 
         lax.fori_loop(0, mine, item, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)

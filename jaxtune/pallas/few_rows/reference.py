@@ -76,11 +76,11 @@ def experts_down(h, down, choice, lora):
     return _of_experts(rows, down, choice, lora, jnp.float32).swapaxes(0, 1)
 
 
-def _sum(parts, dtype):
+def _sum(partial_sums, dtype):
     """Adds partial sums [splits, ...] in ascending order, as the kernels do."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
+    total = partial_sums[0]
+    for partial_sum in partial_sums[1:]:
+        total = total + partial_sum
     return total.astype(dtype)
 
 
@@ -92,14 +92,14 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
     kv_heads, dim, rows = keys.shape[1], keys.shape[3], parts.shape[1]
     heads = parts.shape[2] // dim - 2 * kv_heads
-    each = _sum(parts, keys.dtype).reshape(rows, -1, dim)
-    query, key, value = jnp.split(each, (heads, heads + kv_heads), axis=1)
+    projected = _sum(parts, keys.dtype).reshape(rows, -1, dim)
+    query, key, value = jnp.split(projected, (heads, heads + kv_heads), axis=1)
     if norms is not None:
         query, key = (
             normed(array, weight, eps, offset, float32) for array, weight in zip((query, key), norms, strict=True)
         )
     if table is not None:
-        cos, sin = (part[:, None, :] for part in table)
+        cos, sin = (angles[:, None, :] for angles in table)
 
         def rotated(array):
             low, high = jnp.split(array.astype(jnp.float32), 2, axis=-1)

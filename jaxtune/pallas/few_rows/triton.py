@@ -74,8 +74,8 @@ def most_rows(weights: Sequence, loras: Sequence) -> int:
     """Most rows of x of a product: 256 without adapters for several weights or one of at most 25 million numbers, else
     128.
     """
-    others = len(weights) > 1 or weights[0].size <= _SMALL
-    return MOST_ROWS_OF_OTHERS if others and not padded_rank(loras) else MOST_ROWS
+    several_or_small = len(weights) > 1 or weights[0].size <= _SMALL
+    return MOST_ROWS_OF_OTHERS if several_or_small and not padded_rank(loras) else MOST_ROWS
 
 
 def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int = MOST_ROWS) -> str | None:
@@ -185,11 +185,11 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
 
 
 def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
-    count, whole = len(x), all(weight.shape[0] % _MANY.rows == 0 for weight in weights)
+    count, divisible = len(x), all(weight.shape[0] % _MANY.rows == 0 for weight in weights)
     if count > MOST_ROWS:
-        return _MANY if whole else _MANY_UNEVEN
+        return _MANY if divisible else _MANY_UNEVEN
     if padded(count) > 64:
-        return _ADAPTED if padded_rank(loras) and whole else _PLAIN
+        return _ADAPTED if padded_rank(loras) and divisible else _PLAIN
     if padded(count) > 16:
         return _AHEAD
     programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows

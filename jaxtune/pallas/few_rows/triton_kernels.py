@@ -102,23 +102,23 @@ def product_kernel(
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
     begin = tl.program_id(0) * ROWS
     split = tl.program_id(1)
-    weight, own = first, begin
+    weight, first_row = first, begin
     a, b = first_a, first_b
     rank, scale = tl.full([], FIRST_RANK, tl.int32), tl.full([], FIRST_SCALE, tl.float32)
     if not ACTIVATION:
         if SECOND > 0:
             if begin >= FIRST:
-                weight, own = second, begin - FIRST
+                weight, first_row = second, begin - FIRST
                 if RANK > 0:
                     a, b = second_a, second_b
                     rank, scale = tl.full([], SECOND_RANK, tl.int32), tl.full([], SECOND_SCALE, tl.float32)
         if THIRD > 0:
             if begin >= FIRST + SECOND:
-                weight, own = third, begin - FIRST - SECOND
+                weight, first_row = third, begin - FIRST - SECOND
                 if RANK > 0:
                     a, b = third_a, third_b
                     rank, scale = tl.full([], THIRD_RANK, tl.int32), tl.full([], THIRD_SCALE, tl.float32)
-    rows = own + tl.arange(0, ROWS)
+    rows = first_row + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     if COUNT > TOKENS:
         tokens += tl.program_id(2) * TOKENS
@@ -139,13 +139,13 @@ def product_kernel(
         inner = tl.zeros([TOKENS, THIN], tl.float32)
     for step in tl.range(split * steps, (split + 1) * steps, num_stages=STAGES):
         columns = step * DEPTH + tl.arange(0, DEPTH)
-        part = tl.load(x + tokens[None, :] * INNER + columns[:, None], mask=real, other=0.0)
-        total = tl.dot(tl.load(weight + lines + columns[None, :], eviction_policy="evict_first"), part, total)
+        x_tile = tl.load(x + tokens[None, :] * INNER + columns[:, None], mask=real, other=0.0)
+        total = tl.dot(tl.load(weight + lines + columns[None, :], eviction_policy="evict_first"), x_tile, total)
         if ACTIVATION:
-            up = tl.dot(tl.load(second + lines + columns[None, :], eviction_policy="evict_first"), part, up)
+            up = tl.dot(tl.load(second + lines + columns[None, :], eviction_policy="evict_first"), x_tile, up)
         if RANK > 0:
             thin = tl.load(thin_lines[:, None] + columns[None, :], mask=exists[:, None], other=0.0)
-            inner = tl.dot(tl.trans(part), tl.trans(thin), inner)
+            inner = tl.dot(tl.trans(x_tile), tl.trans(thin), inner)
     if RANK > 0:
         inner = tl.trans((_rounded(inner, DTYPE) * scale).to(DTYPE))
         side = _rows_of_b(b, rows, ranks, rank)
@@ -159,30 +159,30 @@ def product_kernel(
             up = tl.dot(up_side, inner, up)
     if ACTIVATION:
         total = _activated_in_steps(_rounded(total, DTYPE), ACTIVATION, DTYPE) * _rounded(up, DTYPE)
-    places = (split * COUNT + tokens[:, None]) * WIDTH + begin + tl.arange(0, ROWS)[None, :]
-    tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=(tokens < COUNT)[:, None])
+    offsets = (split * COUNT + tokens[:, None]) * WIDTH + begin + tl.arange(0, ROWS)[None, :]
+    tl.store(out + offsets, tl.trans(total).to(out.dtype.element_ty), mask=(tokens < COUNT)[:, None])
 
 
 @triton.jit
 def activated_kernel(gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr):
     """Writes activation(gate) * up, SIZE numbers, BLOCK a program, rounded as product_kernel rounds."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = places < SIZE
-    wide = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
-    factor = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = offsets < SIZE
+    wide = tl.load(gate + offsets, mask=real, other=0.0).to(tl.float32)
+    factor = tl.load(up + offsets, mask=real, other=0.0).to(tl.float32)
     wide = _activated_in_steps(wide, ACTIVATION, DTYPE) * factor
-    tl.store(out + places, wide.to(DTYPE), mask=real)
+    tl.store(out + offsets, wide.to(DTYPE), mask=real)
 
 
 @triton.jit
-def _sum(parts, places, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
-    """float32 sum over SPLITS splits at `places`, offsets from `parts`, rounded to DTYPE; 0 where `real` is False.
-    STRIDE: numbers from split to split.
+def _sum(partial_sums, offsets, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
+    """float32 sum over SPLITS splits, STRIDE numbers apart, at `offsets` from `partial_sums`, rounded to DTYPE; 0 where
+    `real` is False.
     """
-    total = tl.load(parts + places, mask=real, other=0.0).to(tl.float32)
+    total = tl.load(partial_sums + offsets, mask=real, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(parts + split * STRIDE + places, mask=real, other=0.0)
+        total += tl.load(partial_sums + split * STRIDE + offsets, mask=real, other=0.0)
     return total.to(DTYPE).to(tl.float32)
 
 
@@ -226,10 +226,10 @@ def _turned(
 
 
 @triton.jit
-def _loaded(low, high, places, READS: tl.constexpr):
-    """The numbers at `places` from the pointers low and high; zeros, without a read, if READS is 0."""
+def _loaded(low, high, offsets, READS: tl.constexpr):
+    """The numbers at `offsets` from the pointers low and high; zeros, without a read, if READS is 0."""
     if READS:
-        return tl.load(low + places), tl.load(high + places)
+        return tl.load(low + offsets), tl.load(high + offsets)
     else:
         return 0.0, 0.0
 
@@ -256,16 +256,16 @@ def added_norm_kernel(
     row = tl.program_id(0)
     columns = tl.arange(0, WIDTH)
     real = columns < SIZE
-    places = row * SIZE + columns
+    offsets = row * SIZE + columns
     # Read before the sum over the row, for which a program waits.
     factors = tl.load(weight + columns, mask=real, other=0.0)
-    wide = tl.load(x + places, mask=real, other=0.0).to(tl.float32)
-    wide += _sum(parts, places, real, COUNT * SIZE, SPLITS, DTYPE)
+    wide = tl.load(x + offsets, mask=real, other=0.0).to(tl.float32)
+    wide += _sum(parts, offsets, real, COUNT * SIZE, SPLITS, DTYPE)
     wide = wide.to(DTYPE).to(tl.float32)
-    tl.store(added + places, wide.to(DTYPE), mask=real)
+    tl.store(added + offsets, wide.to(DTYPE), mask=real)
     wide = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + EPS)
     wide = _times_weight(wide, factors, OFFSET, FLOAT32, DTYPE)
-    tl.store(normed + places, wide.to(DTYPE), mask=real)
+    tl.store(normed + offsets, wide.to(DTYPE), mask=real)
 
 
 @triton.jit
@@ -308,9 +308,9 @@ def placed_kernel(
     head, row = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, HALF)
     real = columns < HALF
-    places = (row * ALL + head) * DIM + columns
-    low = _sum(parts, places, real, COUNT * ALL * DIM, SPLITS, DTYPE)
-    high = _sum(parts, places + HALF, real, COUNT * ALL * DIM, SPLITS, DTYPE)
+    offsets = (row * ALL + head) * DIM + columns
+    low = _sum(parts, offsets, real, COUNT * ALL * DIM, SPLITS, DTYPE)
+    high = _sum(parts, offsets + HALF, real, COUNT * ALL * DIM, SPLITS, DTYPE)
     if head < HEADS + KV_HEADS:
         inverse = tl.rsqrt((tl.sum(low * low) + tl.sum(high * high)) / DIM + EPS)
         weight = q_weight
@@ -320,16 +320,16 @@ def placed_kernel(
         turn = _loaded(cos, sin, row * HALF + columns, ROTATES)
         low, high = _turned(low, high, inverse, weights, turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
     if head < HEADS:
-        to = query + (row * HEADS + head) * DIM + columns
-        tl.store(to, low.to(DTYPE))
-        tl.store(to + HALF, high.to(DTYPE))
+        target = query + (row * HEADS + head) * DIM + columns
+        tl.store(target, low.to(DTYPE))
+        tl.store(target + HALF, high.to(DTYPE))
     else:
         position = tl.load(positions + row)
         if position >= 0:
-            own = (head - HEADS) % KV_HEADS
-            place = ((row * KV_HEADS + own).to(tl.int64) * CAPACITY + position % CAPACITY) * DIM
+            kv_head = (head - HEADS) % KV_HEADS
+            cache_offset = ((row * KV_HEADS + kv_head).to(tl.int64) * CAPACITY + position % CAPACITY) * DIM
             cache = keys
             if head >= HEADS + KV_HEADS:
                 cache = values
-            tl.store(cache + place + columns, low.to(DTYPE))
-            tl.store(cache + place + HALF + columns, high.to(DTYPE))
+            tl.store(cache + cache_offset + columns, low.to(DTYPE))
+            tl.store(cache + cache_offset + HALF + columns, high.to(DTYPE))

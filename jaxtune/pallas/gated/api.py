@@ -36,14 +36,14 @@ def gated_backward(
     check.array("dgated", dgated, shape, gate.dtype)
     check.choice("activation", activation, tuple(reference.ACTIVATIONS))
 
-    def chosen(gate):
+    def implementation_name(gate):
         return dispatch.choose("gated_backward", implementations(gate.dtype, gate.size, activation), implementation)
 
     def run(gate, up, dgated):
-        return IMPLEMENTATIONS[chosen(gate)].gated_backward(gate, up, dgated, activation)
+        return IMPLEMENTATIONS[implementation_name(gate)].gated_backward(gate, up, dgated, activation)
 
     # XLA divides the reference by itself.
-    return (run if chosen(gate) == "reference" else meshes.on_each_device(run, rows=3))(gate, up, dgated)
+    return (run if implementation_name(gate) == "reference" else meshes.on_each_device(run, rows=3))(gate, up, dgated)
 
 
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
@@ -61,9 +61,9 @@ def _first_use(activation: str) -> str | None:
 
     def compare():
         gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)
-        got = jax.jit(mosaic.gated_backward, static_argnums=3)(gate, up, dgated, activation)
-        gate, up, dgated = (each.astype(jnp.float32) for each in (gate, up, dgated))
-        return got, reference.gated_backward(gate, up, dgated, activation)
+        kernel_results = jax.jit(mosaic.gated_backward, static_argnums=3)(gate, up, dgated, activation)
+        gate, up, dgated = (array.astype(jnp.float32) for array in (gate, up, dgated))
+        return kernel_results, reference.gated_backward(gate, up, dgated, activation)
 
     return dispatch.first_use("gated_backward", "mosaic", activation, compare)
 

@@ -110,21 +110,21 @@ def gated_rows_gradient_kernel(
     """
     DTYPE: tl.constexpr = gated.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    there = rows < ROWS
-    weight = tl.load(weights + rows, mask=there, other=0.0)[:, None]
+    row_mask = rows < ROWS
+    weight = tl.load(weights + rows, mask=row_mask, other=0.0)[:, None]
     # Added up over the columns at the end only, as threads must wait for each other to do so.
     sums = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
     for start in range(0, SIZE, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        real = there[:, None] & (columns < SIZE)[None, :]
+        real = row_mask[:, None] & (columns < SIZE)[None, :]
         inner = rows[:, None] * SIZE + columns[None, :]
         pairs = 2 * start + tl.arange(0, 2 * BLOCK)
         paired = rows[:, None] * (2 * SIZE) + pairs[None, :]
-        real_pairs = there[:, None] & (pairs < 2 * SIZE)[None, :]
+        real_pairs = row_mask[:, None] & (pairs < 2 * SIZE)[None, :]
         first = rows[:, None] * (2 * SIZE) + columns[None, :]
         if INTERLEAVED:
-            both = tl.load(gate_up + paired, mask=real_pairs, other=0.0)
-            x, y = tl.split(tl.reshape(both, [BLOCK_ROWS, BLOCK, 2]))
+            gate_up_pairs = tl.load(gate_up + paired, mask=real_pairs, other=0.0)
+            x, y = tl.split(tl.reshape(gate_up_pairs, [BLOCK_ROWS, BLOCK, 2]))
         else:
             x = tl.load(gate_up + first, mask=real, other=0.0)
             y = tl.load(gate_up + SIZE + first, mask=real, other=0.0)
@@ -138,4 +138,4 @@ def gated_rows_gradient_kernel(
         else:
             tl.store(dgate_up + first, dx.to(DTYPE), mask=real)
             tl.store(dgate_up + SIZE + first, dy.to(DTYPE), mask=real)
-    tl.store(dweights + rows, tl.sum(sums, 1), mask=there)
+    tl.store(dweights + rows, tl.sum(sums, 1), mask=row_mask)

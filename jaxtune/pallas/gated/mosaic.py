@@ -1,8 +1,6 @@
 """Backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, which writes its three results over its
-three inputs.
-
-Its time is that of memory. A lane reads 16 bytes of each array and writes 16 bytes of each result to the same address;
-it needs few registers, so many warps run on each multiprocessor and keep the memory busy.
+three inputs. A lane reads 16 bytes of each array and writes 16 bytes to the same address; it needs few registers, so
+many warps run on each multiprocessor and keep the memory busy.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ def _share(x, activation: str):
 
 
 def _results(values, activation: str):
-    gate, up, dgated = (each.astype(jnp.float32) for each in values)
+    gate, up, dgated = (value.astype(jnp.float32) for value in values)
     share, slope = _share(gate, activation)
     active = gate * share
     return active * up, dgated * up * (share + gate * slope), dgated * active
@@ -87,7 +85,7 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
 
 def gated_backward(gate, up, dgated, activation: str):
     """As api.gated_backward, with float32 inside. XLA copies arguments first that something else reads."""
-    refs = [jax.new_ref(each.reshape(-1, CHUNK)) for each in (gate, up, dgated)]
+    refs = [jax.new_ref(array.reshape(-1, CHUNK)) for array in (gate, up, dgated)]
     gpu_kernel.kernel(
         functools.partial(_kernel, activation=activation),
         "gated_backward",

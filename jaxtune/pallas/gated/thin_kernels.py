@@ -22,16 +22,16 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _store_rounded(x, codes, scales, places, real, places_of_scales, there):
+def _store_rounded(x, codes, scales, code_offsets, real, scale_offsets, row_mask):
     """Rounds a tile x [BLOCK, 128] of 16 bits to e4m3, each row by its own scale (scale_of).
 
-    places, real: of each number's code, where to write and whether.
-    places_of_scales, there: [BLOCK, 1], the same of each row's scale.
+    code_offsets, real: of each number's code, where to write and whether.
+    scale_offsets, row_mask: [BLOCK, 1], the same of each row's scale.
     """
     number = x.to(tl.float32)
     scale = scale_of(tl.reduce(tl.abs(number), 1, larger, keep_dims=True))
-    tl.store(scales + places_of_scales, scale, mask=there)
-    tl.store(codes + places, (number * inverse_of(scale)).to(codes.dtype.element_ty), mask=real)
+    tl.store(scales + scale_offsets, scale, mask=row_mask)
+    tl.store(codes + code_offsets, (number * inverse_of(scale)).to(codes.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -63,25 +63,25 @@ def gated_thin_kernel(
     DTYPE: tl.constexpr = gate.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     ranks = tl.arange(0, WIDTH)
-    there = rows < ROWS
+    row_mask = rows < ROWS
     sums = tl.zeros([BLOCK, WIDTH], tl.float32)
     for start in range(0, SIZE, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)[None, :]
-        places, real = rows * SIZE + columns, there & (columns < SIZE)
-        x = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
-        y = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
+        offsets, real = rows * SIZE + columns, row_mask & (columns < SIZE)
+        x = tl.load(gate + offsets, mask=real, other=0.0).to(tl.float32)
+        y = tl.load(up + offsets, mask=real, other=0.0).to(tl.float32)
         sides, real_sides = ranks[:, None] * SIZE + columns, (ranks < RANK)[:, None] & (columns < SIZE)
         side = tl.load(a + sides, mask=real_sides, other=0.0)
         share, _ = share_of(x, ACTIVATION, 1.0, 1)
         product = _rounded(x * share * y, DTYPE)
         if RESULT == 1:
-            tl.store(result + places, product, mask=real)
+            tl.store(result + offsets, product, mask=real)
         if RESULT == 2:
             # As many codes a thread as it has numbers of gate, which it would read in halves of sectors otherwise.
-            coded, scaled = tl.max_contiguous(places, [1, 8]), (start // 128) * ROWS + rows
-            _store_rounded(product, result, scales, coded, real, scaled, there)
+            coded, scaled = tl.max_contiguous(offsets, [1, 8]), (start // 128) * ROWS + rows
+            _store_rounded(product, result, scales, coded, real, scaled, row_mask)
         sums = tl.dot(product, tl.trans(side), sums)
-    tl.store(inner + rows * RANK + ranks[None, :], sums.to(DTYPE), mask=there & (ranks < RANK)[None, :])
+    tl.store(inner + rows * RANK + ranks[None, :], sums.to(DTYPE), mask=row_mask & (ranks < RANK)[None, :])
 
 
 @triton.jit
@@ -112,24 +112,24 @@ def gated_thin_backward_kernel(
     DTYPE: tl.constexpr = gate.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, WIDTH)[None, :]
-    within, real_ranks = columns < SIZE, ranks < RANK
+    column_mask, real_ranks = columns < SIZE, ranks < RANK
     sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     number = tl.arange(0, BLOCK)[:, None]
     for step in range(STEPS):
         first = (tl.program_id(1).to(tl.int64) * STEPS + step) * BLOCK
-        there = number < ROWS - first
-        places, real = first * SIZE + number * SIZE + columns[None, :], there & within[None, :]
-        dout = tl.load(dgated + places, mask=real, other=0.0).to(tl.float32)
-        x = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
-        y = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
-        thin = tl.load(dinner + first * RANK + number * RANK + ranks, mask=there & real_ranks, other=0.0)
+        row_mask = number < ROWS - first
+        offsets, real = first * SIZE + number * SIZE + columns[None, :], row_mask & column_mask[None, :]
+        dout = tl.load(dgated + offsets, mask=real, other=0.0).to(tl.float32)
+        x = tl.load(gate + offsets, mask=real, other=0.0).to(tl.float32)
+        y = tl.load(up + offsets, mask=real, other=0.0).to(tl.float32)
+        thin = tl.load(dinner + first * RANK + number * RANK + ranks, mask=row_mask & real_ranks, other=0.0)
         share, slope = share_of(x, ACTIVATION, 1.0, 1)
         active = x * share
         sums = tl.dot(tl.trans((active * y).to(DTYPE)), thin, sums)
-        tl.store(dgate + places, (dout * y * (share + x * slope)).to(DTYPE), mask=real)
-        tl.store(dup + places, (dout * active).to(DTYPE), mask=real)
-    part = da + tl.program_id(1).to(tl.int64) * RANK * SIZE
-    tl.store(part + ranks * SIZE + columns[:, None], sums, mask=within[:, None] & real_ranks)
+        tl.store(dgate + offsets, (dout * y * (share + x * slope)).to(DTYPE), mask=real)
+        tl.store(dup + offsets, (dout * active).to(DTYPE), mask=real)
+    range_sums = da + tl.program_id(1).to(tl.int64) * RANK * SIZE
+    tl.store(range_sums + ranks * SIZE + columns[:, None], sums, mask=column_mask[:, None] & real_ranks)
 
 
 @triton.jit
@@ -170,8 +170,8 @@ def rounded_gradients_kernel(
     FILLED: tl.constexpr = (SIZE + 127) // 128 * 128
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     ranks = tl.arange(0, WIDTH)[:, None]
-    within, real_ranks = columns < SIZE, ranks < RANK
-    wide, real_wide = ranks * SIZE + columns, real_ranks & within
+    column_mask, real_ranks = columns < SIZE, ranks < RANK
+    wide, real_wide = ranks * SIZE + columns, real_ranks & column_mask
     side_gate = tl.load(sides + wide, mask=real_wide, other=0.0)
     side_up = tl.load(sides + RANK * SIZE + wide, mask=real_wide, other=0.0)
     sums_down = tl.zeros([WIDTH, COLUMNS], tl.float32)
@@ -180,11 +180,11 @@ def rounded_gradients_kernel(
     number, row = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     for step in range(STEPS):
         first = (tl.program_id(1).to(tl.int64) * STEPS + step) * BLOCK
-        there = number < ROWS - first
-        places, real = first * SIZE + number * SIZE + columns, there & within
-        dout = tl.load(dgated + places, mask=real, other=0.0).to(tl.float32)
-        x = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
-        y = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
+        row_mask = number < ROWS - first
+        offsets, real = first * SIZE + number * SIZE + columns, row_mask & column_mask
+        dout = tl.load(dgated + offsets, mask=real, other=0.0).to(tl.float32)
+        x = tl.load(gate + offsets, mask=real, other=0.0).to(tl.float32)
+        y = tl.load(up + offsets, mask=real, other=0.0).to(tl.float32)
         long, real_long = first + ranks * ROWS + row, real_ranks & (row < ROWS - first)
         thin_down = tl.load(thins + long, mask=real_long, other=0.0)
         thin_gate = tl.load(thins + RANK * ROWS + long, mask=real_long, other=0.0)
@@ -197,14 +197,14 @@ def rounded_gradients_kernel(
         coded = tl.max_contiguous(first * (2 * FILLED) + number * (2 * FILLED) + columns, [1, 8])
         further = tl.max_contiguous(coded + FILLED, [1, 8])
         scaled = tl.program_id(0) * ROWS + first + number
-        part = parts + (tl.program_id(0).to(tl.int64) * ROWS + first) * (2 * RANK) + number * (2 * RANK)
-        part, real_part = part + tl.trans(ranks), there & tl.trans(real_ranks)
+        block_products = parts + (tl.program_id(0).to(tl.int64) * ROWS + first) * (2 * RANK) + number * (2 * RANK)
+        block_products, real_part = block_products + tl.trans(ranks), row_mask & tl.trans(real_ranks)
         # The products of `sides` are the first: Triton divides the warps for all products as for the last one, whose
         # columns are enough for them.
-        _store_rounded(of_gate, codes, scales, coded, there, scaled, there)
-        tl.store(part, tl.trans(tl.dot(side_gate, tl.trans(of_gate))), mask=real_part)
-        _store_rounded(of_up, codes, scales, further, there, scaled + FILLED // 128 * ROWS, there)
-        tl.store(part + RANK, tl.trans(tl.dot(side_up, tl.trans(of_up))), mask=real_part)
+        _store_rounded(of_gate, codes, scales, coded, row_mask, scaled, row_mask)
+        tl.store(block_products, tl.trans(tl.dot(side_gate, tl.trans(of_gate))), mask=real_part)
+        _store_rounded(of_up, codes, scales, further, row_mask, scaled + FILLED // 128 * ROWS, row_mask)
+        tl.store(block_products + RANK, tl.trans(tl.dot(side_up, tl.trans(of_up))), mask=real_part)
         sums_gate = tl.dot(thin_gate, of_gate, sums_gate)
         sums_up = tl.dot(thin_up, of_up, sums_up)
         sums_down = tl.dot(thin_down, product, sums_down)

@@ -79,7 +79,7 @@ def _first_use(dtype, width: int, activation: str) -> str | None:
         a, dinner = (jax.random.normal(key, shape) for key, shape in zip(keys[3:], ((width, 1352), (333, width))))
         gate, up, dgated, a, dinner = (array.astype(dtype) for array in (gate, up, dgated, a, dinner))
 
-        def both(gate, up, dgated, a, dinner):
+        def by_kernels(gate, up, dgated, a, dinner):
             forward = gated_thin(gate, up, a, activation, "gated")
             return *forward, *gated_thin_backward(gate, up, dgated, dinner, activation)
 
@@ -88,7 +88,7 @@ def _first_use(dtype, width: int, activation: str) -> str | None:
             return *forward, *reference.gated_thin_backward(gate, up, dgated, dinner, activation)
 
         wide = (array.astype(jnp.float32) for array in (gate, up, dgated, a, dinner))
-        return jax.jit(both)(gate, up, dgated, a, dinner), dispatch.exactly(exact)(*wide)
+        return jax.jit(by_kernels)(gate, up, dgated, a, dinner), dispatch.exactly(exact)(*wide)
 
     return dispatch.first_use("gated_thin", "triton", f"{dtype}, {width} columns, {activation}", compare)
 
@@ -110,7 +110,7 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
         wide = jax.ShapeDtypeStruct(gate.shape, jnp.float8_e4m3fn if result == "e4m3" else gate.dtype)
     if result == "e4m3":
         scales = jax.ShapeDtypeStruct((-(-size // 128), tokens), jnp.float32)
-    found, scales, inner = compat.triton_call(
+    gated, scales, inner = compat.triton_call(
         thin_kernels.gated_thin_kernel,
         (gate, up, a),
         [wide, scales, jax.ShapeDtypeStruct((tokens, rank), gate.dtype)],
@@ -126,7 +126,7 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
         ACTIVATION=ACTIVATIONS[activation],
         RESULT=("none", "gated", "e4m3").index(result),
     )
-    return {"gated": (found, inner), "e4m3": (found, scales.T, inner), "none": (inner,)}[result]
+    return {"gated": (gated, inner), "e4m3": (gated, scales.T, inner), "none": (inner,)}[result]
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -182,15 +182,17 @@ def rounded_gradients(
     from jaxtune.pallas.gated import thin_kernels
 
     tokens, size = gate.shape
-    ranks = [part.shape[1] for part in (dinner, *inners)]
+    ranks = [thin_array.shape[1] for thin_array in (dinner, *inners)]
     rank = max(ranks)
     blocks, ranges, steps = _divided(tokens, size, shape)
 
-    def lines(parts):
+    def lines(arrays):
         """Transposes and stacks arrays [n, r]: [arrays, the largest rank, n], zeros for missing ranks."""
-        return jnp.stack([jnp.pad(part.astype(gate.dtype).T, ((0, rank - part.shape[1]), (0, 0))) for part in parts])
+        return jnp.stack(
+            [jnp.pad(array.astype(gate.dtype).T, ((0, rank - array.shape[1]), (0, 0))) for array in arrays]
+        )
 
-    codes, scales, parts, da, *dbs = compat.triton_call(
+    codes, scales, block_products, da, *dbs = compat.triton_call(
         thin_kernels.rounded_gradients_kernel,
         (gate, up, dgated, lines((dinner, *inners)), lines(bs)),
         [
@@ -212,7 +214,7 @@ def rounded_gradients(
         STEPS=steps,
         ACTIVATION=ACTIVATIONS[activation],
     )
-    thin = parts.sum(0).astype(gate.dtype).reshape(tokens, 2 * rank)
+    thin = block_products.sum(0).astype(gate.dtype).reshape(tokens, 2 * rank)
     if ranks[1] + ranks[2] < 2 * rank:
         thin = jnp.concatenate([thin[:, : ranks[1]], thin[:, rank : rank + ranks[2]]], axis=1)
     dbs = [db.sum(0)[:, :r] for db, r in zip(dbs, ranks[1:], strict=True)]

@@ -49,10 +49,12 @@ def _first_use(dtype, gate: RowGate) -> str | None:
         gate_up, dgated = (3 * jax.random.normal(key, (37, size)) for key, size in zip(keys, (832, 416)))
         weights = jax.random.uniform(keys[2], (37,))
         arrays = gate_up.astype(dtype), weights, dgated.astype(dtype)
-        got = jax.jit(gated_rows_backward, static_argnums=3)(*arrays, gate)
+        kernel_results = jax.jit(gated_rows_backward, static_argnums=3)(*arrays, gate)
         wide = (array.astype(jnp.float32) for array in arrays)
-        exact = dispatch.exactly(lambda gate_up, by, dout: reference.gated_rows_backward(gate_up, by, dout, gate))
-        return got, exact(*wide)
+        exact = dispatch.exactly(
+            lambda gate_up, row_weights, dout: reference.gated_rows_backward(gate_up, row_weights, dout, gate)
+        )
+        return kernel_results, exact(*wide)
 
     return dispatch.first_use("gated_rows_backward", "triton", f"{dtype}, {gate}", compare)
 

@@ -36,7 +36,9 @@ def _loss_fwd(hidden, head, targets, weights, static):
 
 def _loss_bwd(static, residuals, dloss):
     *gradients, losses = residuals
-    dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * dloss).astype(each.dtype), gradients)
+    dhidden, dhead = jax.tree.map(
+        lambda gradient: (gradient.astype(jnp.float32) * dloss).astype(gradient.dtype), gradients
+    )
     return dhidden, dhead, None, losses * dloss
 
 
@@ -78,8 +80,8 @@ _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs(hidden, head, targets, static):
     """(log-probabilities, entropies in nats), float32[B, T] each; a gradient of the entropies is ignored."""
-    ones = jnp.ones(targets.shape, jnp.float32)
-    results = reference.forward(hidden, head, targets, ones, **dict(static), gradients=False, entropies=True)
+    unit_weights = jnp.ones(targets.shape, jnp.float32)
+    results = reference.forward(hidden, head, targets, unit_weights, **dict(static), gradients=False, entropies=True)
     return -results.losses, results.entropies
 
 
@@ -88,8 +90,8 @@ def _log_probs_fwd(hidden, head, targets, static):
     # The factors of the tokens in the head's gradient are known in the backward only.
     if dict(static)["head_gradient"]:
         return _log_probs(hidden, head, targets, static), (hidden, head, targets)
-    ones = jnp.ones(targets.shape, jnp.float32)
-    results = reference.forward(hidden, head, targets, ones, **dict(static), gradients=True, entropies=True)
+    unit_weights = jnp.ones(targets.shape, jnp.float32)
+    results = reference.forward(hidden, head, targets, unit_weights, **dict(static), gradients=True, entropies=True)
     return (-results.losses, results.entropies), (results.dhidden,)
 
 
@@ -120,8 +122,8 @@ def _log_probs_and_entropies_bwd(static, residuals, gradients):
     and these are known only here.
     """
     (hidden, head, targets), (dlogps, dentropies) = residuals, gradients
-    more = dict(gradients=True, entropies=True, entropy_weights=dentropies)
-    results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **more)
+    options = dict(gradients=True, entropies=True, entropy_weights=dentropies)
+    results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **options)
     return results.dhidden, results.dhead, None
 
 

@@ -76,8 +76,12 @@ def _chunk(
 
     width = max(len(head), len(teacher_head))  # heads of two dtypes may be filled up differently
     log_student, log_teacher = (
-        log_probs(jnp.pad(each, ((0, 0), (0, 0), (0, width - each.shape[-1]))) if each.shape[-1] < width else each)
-        for each in (logits, teacher_logits)
+        log_probs(
+            jnp.pad(model_logits, ((0, 0), (0, 0), (0, width - model_logits.shape[-1])))
+            if model_logits.shape[-1] < width
+            else model_logits
+        )
+        for model_logits in (logits, teacher_logits)
     )
     losses, dlogits = divergence_of(log_student, log_teacher, beta)
     entropies = -(jnp.exp(log_student) * log_student).sum(-1)
@@ -94,8 +98,8 @@ def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **optio
     teacher_hidden, teacher_head = teacher
     heads = filled_up(head.astype(hidden.dtype)), filled_up(teacher_head.astype(teacher_hidden.dtype))
     compute = functools.partial(_chunk, heads=heads, size=len(head), gradients=gradients, **options)
-    filled = heads[0] if gradients and options["head_gradient"] else None
-    return in_chunks(compute, (hidden, teacher_hidden, weights), chunk_length, head, filled, gradients)
+    padded_head = heads[0] if gradients and options["head_gradient"] else None
+    return in_chunks(compute, (hidden, teacher_hidden, weights), chunk_length, head, padded_head, gradients)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
@@ -120,9 +124,11 @@ def _summed_fwd(forward, hidden, head, teacher, weights, static):
 
 
 def _summed_bwd(forward, static, residuals, gradients):
-    *own, losses = residuals
+    *saved_gradients, losses = residuals
     scale = gradients[0]
-    dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * scale).astype(each.dtype), own)
+    dhidden, dhead = jax.tree.map(
+        lambda gradient: (gradient.astype(jnp.float32) * scale).astype(gradient.dtype), saved_gradients
+    )
     return dhidden, dhead, None, losses * scale
 
 
@@ -164,8 +170,6 @@ def linear_divergence(
       head_gradient: False for a frozen head.
       chunk_tokens: tokens that have logits of both models at a time, at most, but at least one of each row; None: 2^26
         logits of each model.
-
-    Raises TypeError or ValueError for wrong arguments; flags and contents of arrays are not checked.
     """
     check = Arguments("linear_divergence")
     check.array("hidden", hidden, "B T D", FLOATS)

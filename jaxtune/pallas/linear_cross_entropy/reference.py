@@ -81,10 +81,10 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
     if dispatch.compute_capability() is None:
         return jax.nn.logsumexp(logits, axis=-1)
 
-    def joined(one, other):
-        (largest, total), (second, more) = one, other
+    def joined(left, right):
+        (largest, total), (second, second_total) = left, right
         scale = jnp.exp(-jnp.abs(largest - second))
-        joint = jnp.where(largest >= second, total + more * scale, total * scale + more)
+        joint = jnp.where(largest >= second, total + second_total * scale, total * scale + second_total)
         return jnp.maximum(largest, second), joint
 
     # A finite number, because the difference of two infinite ones is none; logits of padding are -inf.
@@ -138,24 +138,24 @@ def _chunk(
     if label_smoothing:
         hit = (1.0 - label_smoothing) * hit + label_smoothing * logits.mean(-1, where=real)
     losses = lse - hit + z_loss * lse * lse if z_loss else lse - hit
-    found = None
+    entropy_values = None
     if entropies:
         logps = logits - lse[..., None]
-        found = -jnp.where(logps == -jnp.inf, 0.0, jnp.exp(logps) * logps).sum(-1)
+        entropy_values = -jnp.where(logps == -jnp.inf, 0.0, jnp.exp(logps) * logps).sum(-1)
     if not gradients:
-        return Results(losses, found, None, None)
-    chosen = (jnp.arange(len(head), dtype=targets.dtype) == targets[..., None]).astype(jnp.float32)
-    wanted = chosen * (1.0 - label_smoothing) + label_smoothing / size if label_smoothing else chosen
+        return Results(losses, entropy_values, None, None)
+    one_hot = (jnp.arange(len(head), dtype=targets.dtype) == targets[..., None]).astype(jnp.float32)
+    target_probabilities = one_hot * (1.0 - label_smoothing) + label_smoothing / size if label_smoothing else one_hot
     probabilities = jnp.exp(logits - lse[..., None])
     if z_loss:
         probabilities = probabilities * (1.0 + 2.0 * z_loss * lse[..., None])
-    dlogits = (probabilities - wanted) * weights[..., None]
-    if found is not None and entropy_weights is not None:
-        slopes = jnp.where(logps == -jnp.inf, 0.0, probabilities * (logps + found[..., None]))
+    dlogits = (probabilities - target_probabilities) * weights[..., None]
+    if entropy_values is not None and entropy_weights is not None:
+        slopes = jnp.where(logps == -jnp.inf, 0.0, probabilities * (logps + entropy_values[..., None]))
         dlogits = dlogits - entropy_weights[..., None] * slopes
     dlogits = dlogits * slope
     # Behind the vocabulary the gradients multiply zeros, and those of the head are cut off.
-    return Results(losses, found, *through_head(dlogits, hidden, head, head_gradient))
+    return Results(losses, entropy_values, *through_head(dlogits, hidden, head, head_gradient))
 
 
 def forward(
@@ -173,12 +173,12 @@ def forward(
     cast = filled_up(head.astype(hidden.dtype))
     options |= dict(size=size, gradients=gradients, entropies=entropies)
 
-    def one(h, *others) -> Results:
-        return _chunk(h, cast, *others, **options)
+    def compute(h, *chunk_arrays) -> Results:
+        return _chunk(h, cast, *chunk_arrays, **options)
 
     arrays = (hidden, targets, weights, entropy_weights)
-    filled = cast if gradients and options["head_gradient"] else None
-    return in_chunks(one, arrays, chunk_length, head, filled, gradients)
+    padded_head = cast if gradients and options["head_gradient"] else None
+    return in_chunks(compute, arrays, chunk_length, head, padded_head, gradients)
 
 
 def in_chunks(
@@ -207,25 +207,27 @@ def in_chunks(
     def padded(array):
         return jnp.pad(array, ((0, 0), (0, count * chunk_length - length), (0, 0))[: array.ndim])
 
-    hidden, *others = jax.tree.map(padded, arrays)
+    hidden, *other_arrays = jax.tree.map(padded, arrays)
 
-    def one(so_far, index):
+    def run_chunk(so_far, index):
         dhead, hidden = so_far
-        at = index * chunk_length
-        cut = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, at, chunk_length, 1), [hidden, *others])
-        results = compute(*cut)
+        offset = index * chunk_length
+        chunk_arrays = jax.tree.map(
+            lambda a: jax.lax.dynamic_slice_in_dim(a, offset, chunk_length, 1), [hidden, *other_arrays]
+        )
+        results = compute(*chunk_arrays)
         if results.dhidden is not None:  # over the chunk's hidden states, which nothing reads any more
-            hidden = jax.lax.dynamic_update_slice_in_dim(hidden, results.dhidden, at, 1)
+            hidden = jax.lax.dynamic_update_slice_in_dim(hidden, results.dhidden, offset, 1)
         dhead = None if dhead is None else dhead + results.dhead
         return (dhead, hidden), results._replace(dhidden=None, dhead=None)
 
-    def whole(chunks):  # [count, B, t] -> [B, T]
+    def joined(chunks):  # [count, B, t] -> [B, T]
         return jnp.moveaxis(chunks, 0, 1).reshape(rows, -1)[:, :length]
 
     dhead = None if filled is None else jnp.zeros(filled.shape, jnp.float32)
-    (dhead, hidden), results = jax.lax.scan(one, (dhead, hidden), jnp.arange(count))
+    (dhead, hidden), results = jax.lax.scan(run_chunk, (dhead, hidden), jnp.arange(count))
     dhidden = hidden[:, :length] if gradients else None
-    return _cut(jax.tree.map(whole, results)._replace(dhidden=dhidden, dhead=dhead), head)
+    return _cut(jax.tree.map(joined, results)._replace(dhidden=dhidden, dhead=dhead), head)
 
 
 def _cut(results: Results, head: jax.Array) -> Results:

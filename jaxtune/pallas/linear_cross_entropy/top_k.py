@@ -43,8 +43,8 @@ def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     groups = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*logits.shape[:-1], -1, width)
     _, best = jax.lax.top_k(groups.max(-1), k)
     candidates = jnp.take_along_axis(groups, best[..., None], axis=-2).reshape(*logits.shape[:-1], k * width)
-    values, places = jax.lax.top_k(candidates, k)
-    return values, jnp.take_along_axis(best, places // width, axis=-1) * width + places % width
+    values, positions = jax.lax.top_k(candidates, k)
+    return values, jnp.take_along_axis(best, positions // width, axis=-1) * width + positions % width
 
 
 @jax.vmap
@@ -66,18 +66,18 @@ def _outcomes(logits, ids, log_probs, size: int):
       logits: float32[B, t, V], the student's after the temperature, NOTHING beyond `size`.
       ids: int32[B, t, k], -1 where unused. log_probs: float32[B, t, k], the teacher's.
     """
-    there = ids >= 0
-    ids = jnp.where(there, ids, logits.shape[-1])
+    is_stored = ids >= 0
+    ids = jnp.where(is_stored, ids, logits.shape[-1])
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    others = _put(logits, ids, jnp.full(ids.shape, NOTHING, logits.dtype))
-    of_rest = jax.nn.logsumexp(others, axis=-1, keepdims=True)
+    bucket_logits = _put(logits, ids, jnp.full(ids.shape, NOTHING, logits.dtype))
+    of_rest = jax.nn.logsumexp(bucket_logits, axis=-1, keepdims=True)
     listed = jnp.take_along_axis(logits, jnp.minimum(ids, size - 1), axis=-1) - lse
-    stored = jnp.where(there, log_probs, NOTHING)
-    rest = jnp.log(jnp.maximum(1.0 - jnp.exp(stored).sum(-1, keepdims=True), LEAST_REST))
-    is_rest = there.sum(-1, keepdims=True) < size
-    student = jnp.concatenate([jnp.where(there, listed, NOTHING), jnp.where(is_rest, of_rest - lse, NOTHING)], -1)
-    teacher = jnp.concatenate([stored, jnp.where(is_rest, rest, NOTHING)], -1)
-    return student, teacher, ids, others - of_rest
+    stored = jnp.where(is_stored, log_probs, NOTHING)
+    log_bucket = jnp.log(jnp.maximum(1.0 - jnp.exp(stored).sum(-1, keepdims=True), LEAST_REST))
+    is_rest = is_stored.sum(-1, keepdims=True) < size
+    student = jnp.concatenate([jnp.where(is_stored, listed, NOTHING), jnp.where(is_rest, of_rest - lse, NOTHING)], -1)
+    teacher = jnp.concatenate([stored, jnp.where(is_rest, log_bucket, NOTHING)], -1)
+    return student, teacher, ids, bucket_logits - of_rest
 
 
 def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperature, gradients, head_gradient) -> Results:
@@ -92,12 +92,12 @@ def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperatur
     logits = within(logits, size)
     all_log_probs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     entropies = -(jnp.exp(all_log_probs) * all_log_probs).sum(-1)
-    student, teacher, ids, others = _outcomes(logits, ids, log_probs, size)
+    student, teacher, ids, bucket_log_probs = _outcomes(logits, ids, log_probs, size)
     losses, of_outcomes = divergence_of(student, teacher, beta)
     if not gradients:
         return Results(losses, entropies, None, None)
     # A token of the bucket has its share of the bucket's gradient, its probability among the bucket's tokens.
-    dlogits = _put(jnp.exp(others) * of_outcomes[..., -1:], ids, of_outcomes[..., :-1])
+    dlogits = _put(jnp.exp(bucket_log_probs) * of_outcomes[..., -1:], ids, of_outcomes[..., :-1])
     dlogits = dlogits * weights[..., None] * slope
     return Results(losses, entropies, *through_head(dlogits, hidden, head, head_gradient))
 
@@ -108,8 +108,8 @@ def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **optio
     """
     cast = filled_up(head.astype(hidden.dtype))
     compute = functools.partial(_chunk, head=cast, size=len(head), gradients=gradients, **options)
-    filled = cast if gradients and options["head_gradient"] else None
-    return in_chunks(compute, (hidden, *teacher, weights), chunk_length, head, filled, gradients)
+    padded_head = cast if gradients and options["head_gradient"] else None
+    return in_chunks(compute, (hidden, *teacher, weights), chunk_length, head, padded_head, gradients)
 
 
 @on_any_mesh
@@ -182,19 +182,21 @@ def linear_top_k(
     size = len(head)
     _check_logits(check, size, k, temperature, soft_cap, logit_scale, chunk_tokens)
     rows, length, width = hidden.shape
-    each = length_of_chunks(hidden, size, chunk_tokens)
-    count = -(-length // each)
+    chunk_size = length_of_chunks(hidden, size, chunk_tokens)
+    count = -(-length // chunk_size)
     cast = filled_up(jax.lax.stop_gradient(head).astype(hidden.dtype))
 
-    def one(chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def top_of_chunk(chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits, _ = logits_of(chunk, cast, logit_scale, soft_cap, temperature)
         logits = within(logits, size)
         values, ids = _largest(logits, k)
         return ids.astype(jnp.int32), values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
-    padded = jnp.pad(jax.lax.stop_gradient(hidden), ((0, 0), (0, count * each - length), (0, 0)))
-    chunks = jnp.moveaxis(padded.reshape(rows, count, each, width), 1, 0)
-    ids, log_probs = (jnp.moveaxis(found, 0, 1).reshape(rows, -1, k) for found in jax.lax.map(one, chunks))
+    padded = jnp.pad(jax.lax.stop_gradient(hidden), ((0, 0), (0, count * chunk_size - length), (0, 0)))
+    chunks = jnp.moveaxis(padded.reshape(rows, count, chunk_size, width), 1, 0)
+    ids, log_probs = (
+        jnp.moveaxis(chunk_results, 0, 1).reshape(rows, -1, k) for chunk_results in jax.lax.map(top_of_chunk, chunks)
+    )
     return ids[:, :length], log_probs[:, :length]
 
 

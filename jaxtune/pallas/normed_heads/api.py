@@ -38,8 +38,8 @@ def normed_heads(
     check = Arguments("normed_heads")
     check.array("x", x, "B T heads D", FLOATS)
     check.array("weight", weight, "D", FLOATS)
-    for index, part in enumerate(table):
-        check.array(f"table[{index}]", part, "B T rotary_dim/2", ("float32",))
+    for index, angles in enumerate(table):
+        check.array(f"table[{index}]", angles, "B T rotary_dim/2", ("float32",))
     cos, sin = table
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"normed_heads: table rotates {2 * cos.shape[-1]} numbers of heads of {x.shape[-1]}")

@@ -5,10 +5,10 @@ import triton.language as tl
 
 
 @triton.jit
-def _halves(array, places, real, HALF: tl.constexpr):
-    """Both halves of heads, float32, 0 where `real` is False. places: of the first half; the second is HALF behind."""
-    low = tl.load(array + places, mask=real, other=0.0).to(tl.float32)
-    high = tl.load(array + HALF + places, mask=real, other=0.0).to(tl.float32)
+def _halves(array, offsets, real, HALF: tl.constexpr):
+    """Both halves of heads, float32, 0 where `real` is False. offsets: of the first half; the second is HALF behind."""
+    low = tl.load(array + offsets, mask=real, other=0.0).to(tl.float32)
+    high = tl.load(array + HALF + offsets, mask=real, other=0.0).to(tl.float32)
     return low, high
 
 
@@ -58,8 +58,8 @@ def normed_heads_kernel(
     DTYPE: tl.constexpr = out.dtype.element_ty
     half = tl.arange(0, HALF)[None, :]
     heads = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    real, places = heads < COUNT, heads * (2 * HALF) + half
-    low, high = _halves(x, places, real, HALF)
+    real, offsets = heads < COUNT, heads * (2 * HALF) + half
+    low, high = _halves(x, offsets, real, HALF)
     angles = heads // HEADS * HALF + half
     c = tl.load(cos + angles, mask=real, other=0.0)
     s = tl.load(sin + angles, mask=real, other=0.0)
@@ -67,8 +67,8 @@ def normed_heads_kernel(
     inverse = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + EPS)[:, None]
     low = _scaled(low * inverse, by_low, FLOAT32, DTYPE)
     high = _scaled(high * inverse, by_high, FLOAT32, DTYPE)
-    tl.store(out + places, (low * c - high * s).to(DTYPE), mask=real)
-    tl.store(out + HALF + places, (high * c + low * s).to(DTYPE), mask=real)
+    tl.store(out + offsets, (low * c - high * s).to(DTYPE), mask=real)
+    tl.store(out + HALF + offsets, (high * c + low * s).to(DTYPE), mask=real)
 
 
 @triton.jit
@@ -103,9 +103,9 @@ def normed_heads_gradient_kernel(
     sum_high = tl.zeros([BLOCK, HALF], tl.float32)
     for step in range(STEPS):
         heads = (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)[:, None]
-        real, places = heads < COUNT, heads * (2 * HALF) + half[None, :]
-        low, high = _halves(x, places, real, HALF)
-        first, second = _halves(dout, places, real, HALF)
+        real, offsets = heads < COUNT, heads * (2 * HALF) + half[None, :]
+        low, high = _halves(x, offsets, real, HALF)
+        first, second = _halves(dout, offsets, real, HALF)
         angles = heads // HEADS * HALF + half[None, :]
         c = tl.load(cos + angles, mask=real, other=0.0)
         s = tl.load(sin + angles, mask=real, other=0.0)
@@ -117,8 +117,8 @@ def normed_heads_gradient_kernel(
         sum_high += dhigh * high
         dlow, dhigh = dlow * by_low, dhigh * by_high
         shared = ((tl.sum(dlow * low, 1) + tl.sum(dhigh * high, 1)) / (2 * HALF))[:, None]
-        tl.store(dx + places, ((dlow - low * shared) * inverse).to(DTYPE), mask=real)
-        tl.store(dx + HALF + places, ((dhigh - high * shared) * inverse).to(DTYPE), mask=real)
+        tl.store(dx + offsets, ((dlow - low * shared) * inverse).to(DTYPE), mask=real)
+        tl.store(dx + HALF + offsets, ((dhigh - high * shared) * inverse).to(DTYPE), mask=real)
     sums = dweight + tl.program_id(0) * (2 * HALF) + half
     tl.store(sums, tl.sum(sum_low, 0))
     tl.store(sums + HALF, tl.sum(sum_high, 0))

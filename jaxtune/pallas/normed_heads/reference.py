@@ -44,19 +44,19 @@ def rotated(interleaved, x, cos, sin):
       interleaved: True: numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2.
     """
     half = cos.shape[-1]
-    cos, sin = (part[:, :, None, :] for part in (cos, sin))
+    cos, sin = (angles[:, :, None, :] for angles in (cos, sin))
     if interleaved:
         pairs = x[..., : 2 * half].reshape(*x.shape[:-1], half, 2)
         first, second = pairs[..., 0], pairs[..., 1]
     else:
         first, second = x[..., :half], x[..., half : 2 * half]
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-    parts = [(first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)]
+    halves = [(first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)]
     if interleaved:
-        parts = [jnp.stack(parts, axis=-1).reshape(*x.shape[:-1], 2 * half)]
+        halves = [jnp.stack(halves, axis=-1).reshape(*x.shape[:-1], 2 * half)]
     if x.shape[-1] > 2 * half:
-        parts.append(x[..., 2 * half :])
-    return jnp.concatenate(parts, axis=-1)
+        halves.append(x[..., 2 * half :])
+    return jnp.concatenate(halves, axis=-1)
 
 
 def _rotated_fwd(interleaved, x, cos, sin):

@@ -1,7 +1,5 @@
-"""Norm and rotation of heads by Triton kernels, with a custom derivative.
-
-Their time is that of memory: the forward reads x and writes the result, the backward reads x and dout and writes dx.
-XLA norms in one pass and rotates in another, and needs four passes for dx, with the weight's gradient one more.
+"""Norm and rotation of heads by Triton kernels, with a custom derivative. Their time is that of memory; XLA norms in
+one pass and rotates in another, and needs four passes for dx, with the weight's gradient one more.
 """
 
 from __future__ import annotations
@@ -60,9 +58,9 @@ def _first_use(dtype, weight_dtype, dim: int) -> str | None:
         def exact(x, weight, *table):
             return reference.rotated(False, reference.normed(x, weight, 1e-6, 0.0, True), *table)
 
-        got = jax.jit(functools.partial(run, kernels))(x, weight, dout)
+        kernel_results = jax.jit(functools.partial(run, kernels))(x, weight, dout)
         wide = (array.astype(jnp.float32) for array in (x, weight, dout))
-        return got, dispatch.exactly(functools.partial(run, exact))(*wide)
+        return kernel_results, dispatch.exactly(functools.partial(run, exact))(*wide)
 
     call = f"{dtype}, weight {weight_dtype}, head dim {dim}"
     return dispatch.first_use("normed_heads", "triton", call, compare)
@@ -91,8 +89,8 @@ def _normed_heads_bwd(eps, offset, float32, residuals, dout):
 
     def run(x, cos, sin, dout, weight):
         sums = jax.ShapeDtypeStruct((_programs(x, BACKWARD), x.shape[-1]), jnp.float32)
-        others, steps = ((dout,), (sums,)), BACKWARD.steps
-        dx, sums = _call("normed_heads_gradient_kernel", BACKWARD, x, weight, cos, sin, *others, norm, STEPS=steps)
+        extras, steps = ((dout,), (sums,)), BACKWARD.steps
+        dx, sums = _call("normed_heads_gradient_kernel", BACKWARD, x, weight, cos, sin, *extras, norm, STEPS=steps)
         return dx, sums.sum(0).astype(weight.dtype)
 
     dx, dweight = meshes.on_each_device(run, rows=4, results=1)(x, cos, sin, dout, weight)
@@ -110,17 +108,15 @@ def _programs(x, tile: Tile) -> int:
     return -(-x.size // x.shape[-1] // (_block(x, tile) * tile.steps))
 
 
-def _call(kernel: str, tile: Tile, x, weight, cos, sin, others, outputs, norm, **constants) -> list[jax.Array]:
-    """Outputs of a kernel of kernels.py, the first like x. others, outputs: further arrays, and shapes of further
-    outputs.
-    """
+def _call(kernel: str, tile: Tile, x, weight, cos, sin, extra_arrays, outputs, norm, **constants) -> list[jax.Array]:
+    """Outputs of a kernel of kernels.py, the first like x. outputs: shapes of further outputs."""
     from jaxtune.pallas.normed_heads import kernels
 
     heads, dim = x.shape[2:]
     eps, offset, float32 = norm
     return compat.triton_call(
         getattr(kernels, kernel),
-        (x, weight, cos, sin, *others),
+        (x, weight, cos, sin, *extra_arrays),
         [jax.ShapeDtypeStruct(x.shape, x.dtype), *outputs],
         (_programs(x, tile),),
         warps=tile.warps,

@@ -33,8 +33,8 @@ def normed_stream_gradient_kernel(
     """
     DTYPE: tl.constexpr = dx.dtype.element_ty
     number = tl.arange(0, WIDTH)[None, :]
-    within = number < SIZE
-    factor = tl.load(weight + number, mask=within, other=0.0)
+    column_mask = number < SIZE
+    factor = tl.load(weight + number, mask=column_mask, other=0.0)
     if FLOAT32:
         factor = OFFSET + factor.to(tl.float32)
     else:
@@ -43,12 +43,12 @@ def normed_stream_gradient_kernel(
     sums = tl.zeros([BLOCK, WIDTH], tl.float32)
     for step in range(STEPS):
         rows = (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)[:, None]
-        real, places = (rows < COUNT) & within, rows * SIZE + number
-        given = tl.load(x + places, mask=real, other=0.0)
-        gradient = tl.load(dnormed + places, mask=real, other=0.0)
+        real, offsets = (rows < COUNT) & column_mask, rows * SIZE + number
+        x_tile = tl.load(x + offsets, mask=real, other=0.0)
+        gradient = tl.load(dnormed + offsets, mask=real, other=0.0)
         if PASSED:
-            added = tl.load(passed + places, mask=real, other=0.0)
-        wide = given.to(tl.float32)
+            added = tl.load(passed + offsets, mask=real, other=0.0)
+        wide = x_tile.to(tl.float32)
         inverse = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + EPS)[:, None]
         wide = wide * inverse
         gradient = gradient.to(tl.float32)
@@ -56,9 +56,9 @@ def normed_stream_gradient_kernel(
             sums += gradient * wide
         gradient = gradient * factor
         shared = (tl.sum(gradient * wide, 1) / SIZE)[:, None]
-        found = (gradient - wide * shared) * inverse
+        dx_tile = (gradient - wide * shared) * inverse
         if PASSED:
-            found += added.to(tl.float32)
-        tl.store(dx + places, found.to(DTYPE), mask=real)
+            dx_tile += added.to(tl.float32)
+        tl.store(dx + offsets, dx_tile.to(DTYPE), mask=real)
     if TRAINED:
-        tl.store(dweight + tl.program_id(0) * SIZE + number, tl.sum(sums, 0)[None, :], mask=within)
+        tl.store(dweight + tl.program_id(0) * SIZE + number, tl.sum(sums, 0)[None, :], mask=column_mask)

@@ -51,20 +51,22 @@ def _first_use(dtype, weight_dtype, size: int) -> str | None:
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
-        x, dnormed, passed = (jax.random.normal(key, (37, size)).astype(dtype) for key in keys[:3])
+        x, dnormed, stream_gradient = (jax.random.normal(key, (37, size)).astype(dtype) for key in keys[:3])
         weight = (1 + 0.1 * jax.random.normal(keys[3], (size,))).astype(weight_dtype)
 
-        def run(function, x, weight, passed, dnormed):
+        def run(function, x, weight, stream_gradient, dnormed):
             (_, out), pull = jax.vjp(function, x, weight)
-            return out, *pull((passed, dnormed))
+            return out, *pull((stream_gradient, dnormed))
 
         def exact(x, weight):
             return x, normed(x, weight, 1e-6, 0.0, True)
 
-        given = x, weight, passed, dnormed
-        got = jax.jit(functools.partial(run, lambda x, weight: normed_stream(x, weight, 1e-6, 0.0, True)))(*given)
-        wide = (array.astype(jnp.float32) for array in given)
-        return got, dispatch.exactly(functools.partial(run, exact))(*wide)
+        operands = x, weight, stream_gradient, dnormed
+        kernel_results = jax.jit(functools.partial(run, lambda x, weight: normed_stream(x, weight, 1e-6, 0.0, True)))(
+            *operands
+        )
+        wide = (array.astype(jnp.float32) for array in operands)
+        return kernel_results, dispatch.exactly(functools.partial(run, exact))(*wide)
 
     return dispatch.first_use("normed_stream", "triton", f"{dtype}, weight {weight_dtype}, {size}", compare)
 
@@ -85,15 +87,15 @@ def _normed_stream_bwd(eps, offset, float32, residuals, gradients):
     symbolic zero. XLA adds up the programs' shares of the weight's.
     """
     x, weight, trained = residuals
-    passed, dnormed = (None if _is_zero(gradient) else gradient for gradient in gradients)
+    stream_gradient, dnormed = (None if _is_zero(gradient) else gradient for gradient in gradients)
     if dnormed is None:
-        return jnp.zeros_like(x) if passed is None else passed, None
+        return jnp.zeros_like(x) if stream_gradient is None else stream_gradient, None
 
-    def run(x, dnormed, passed, weight):
-        dx, *sums = gradient(x, dnormed, passed, weight, eps, offset, float32, trained is not None)
-        return dx, *(each.sum(0).astype(weight.dtype) for each in sums)
+    def run(x, dnormed, stream_gradient, weight):
+        dx, *sums = gradient(x, dnormed, stream_gradient, weight, eps, offset, float32, trained is not None)
+        return dx, *(shares.sum(0).astype(weight.dtype) for shares in sums)
 
-    dx, *dweight = meshes.on_each_device(run, rows=3, results=1)(x, dnormed, passed, weight)
+    dx, *dweight = meshes.on_each_device(run, rows=3, results=1)(x, dnormed, stream_gradient, weight)
     return dx, dweight[0] if dweight else None
 
 
@@ -119,7 +121,7 @@ def gradient(x, dnormed, passed, weight, eps, offset, float32, trained: bool) ->
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     # Without a gradient of the weight the kernel gets an array that it leaves as it is, for it has no fewer parameters.
     outputs.append(jax.ShapeDtypeStruct((programs, size) if trained else (1,), jnp.float32))
-    found = compat.triton_call(
+    results = compat.triton_call(
         kernels.normed_stream_gradient_kernel,
         (x, weight, dnormed, dnormed if passed is None else passed),
         outputs,
@@ -137,4 +139,4 @@ def gradient(x, dnormed, passed, weight, eps, offset, float32, trained: bool) ->
         BLOCK=rows,
         STEPS=steps,
     )
-    return found if trained else found[:1]
+    return results if trained else results[:1]

@@ -30,17 +30,19 @@ def thin_pair_kernel(
     DTYPE: tl.constexpr = dout.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, WIDTH)[None, :]
-    within, real_ranks = columns < OUT, ranks < RANK
-    sides, real = columns[:, None] * RANK + ranks, within[:, None] & real_ranks
+    column_mask, real_ranks = columns < OUT, ranks < RANK
+    sides, real = columns[:, None] * RANK + ranks, column_mask[:, None] & real_ranks
     side = tl.load(b + sides, mask=real, other=0.0).to(DTYPE)
     sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     number = tl.arange(0, BLOCK)[:, None]
     for step in range(STEPS):
         first = (tl.program_id(1).to(tl.int64) * STEPS + step) * BLOCK
-        there = number < ROWS - first
-        tile = tl.load(dout + first * OUT + number * OUT + columns[None, :], mask=there & within[None, :], other=0.0)
+        row_mask = number < ROWS - first
+        tile = tl.load(
+            dout + first * OUT + number * OUT + columns[None, :], mask=row_mask & column_mask[None, :], other=0.0
+        )
         thin, thin_places = inner + first * RANK, number * RANK + ranks
-        sums = tl.dot(tl.trans(tile), tl.load(thin + thin_places, mask=there & real_ranks, other=0.0), sums)
-        part = dinner + (tl.program_id(0).to(tl.int64) * ROWS + first) * RANK
-        tl.store(part + thin_places, tl.dot(tile, side), mask=there & real_ranks)
+        sums = tl.dot(tl.trans(tile), tl.load(thin + thin_places, mask=row_mask & real_ranks, other=0.0), sums)
+        block_sums = dinner + (tl.program_id(0).to(tl.int64) * ROWS + first) * RANK
+        tl.store(block_sums + thin_places, tl.dot(tile, side), mask=row_mask & real_ranks)
     tl.store(db + tl.program_id(1).to(tl.int64) * OUT * RANK + sides, sums, mask=real)

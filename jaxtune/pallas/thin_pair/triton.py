@@ -59,9 +59,9 @@ def _first_use(dtype, b_dtype, rank: int, wide: bool) -> str | None:
         keys = jax.random.split(jax.random.key(0), 3)
         dout, inner = (jax.random.normal(key, (333, n)).astype(dtype) for key, n in zip(keys, (size, rank)))
         b = jax.random.normal(keys[2], (size, rank)).astype(b_dtype)
-        got = jax.jit(thin_pair)(dout, inner, b)
+        kernel_results = jax.jit(thin_pair)(dout, inner, b)
         exact = (dout.astype(jnp.float32), b.astype(dtype).astype(jnp.float32), inner.astype(jnp.float32))
-        return got, dispatch.exactly(reference.thin_pair)(*exact)
+        return kernel_results, dispatch.exactly(reference.thin_pair)(*exact)
 
     kind = f"{dtype}, {b_dtype}, rank {rank}{', wide' if wide else ''}"
     return dispatch.first_use("thin_pair", "triton", kind, compare)
