@@ -147,12 +147,12 @@ def store_chunk(array, ref, number, layout):
         element = ir.MemRefType(ref.type).element_type
         rows, columns = array.shape
         strides = array.layout.tiling.tile_strides((columns, 1))
-        (of_warp,), (of_lane,) = (
+        (warp_stride,), (lane_stride,) = (
             [strides[d] for d in dims] for dims in (array.layout.warp_dims, array.layout.lane_dims)
         )
         warp, lane = ir_shift_right(ir_thread(), 5), arith.andi(ir_thread(), ir_const(31))
         pointer = ir_chunk(ref, ir_scalar(number), rows * columns, element)
-        pointer = utils.getelementptr(pointer, [ir_add(ir_mul(warp, of_warp), ir_mul(lane, of_lane))], element)
+        pointer = utils.getelementptr(pointer, [ir_add(ir_mul(warp, warp_stride), ir_mul(lane, lane_stride))], element)
         for position, register in np.ndenumerate(array.registers):
             offset = sum(index * stride for index, stride in zip(position, strides, strict=True))
             llvm.store(register, utils.getelementptr(pointer, [offset], element))

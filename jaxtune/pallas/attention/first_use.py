@@ -101,7 +101,7 @@ def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None
             np.arange(row.size) + 1
         ).repeat(tokens)
         packed = packed_layout(segments.shape, jnp.asarray(segments), max_documents=documents)
-        apart = packed_layout(inside.shape, jnp.asarray(inside, jnp.int32))
+        one_document_layout = packed_layout(inside.shape, jnp.asarray(inside, jnp.int32))
         options = dict(scale=dim**-0.5, window=window, soft_cap=None)
 
         def run(module, layout, real, query, key, value, dout):
@@ -111,7 +111,9 @@ def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None
 
         def expected(*arrays):
             """Each document is a row of its own, as the reference makes the scores of whole rows."""
-            lse, *results = run(reference, apart, inside, *(array.astype(jnp.float32)[token_index] for array in arrays))
+            lse, *results = run(
+                reference, one_document_layout, inside, *(array.astype(jnp.float32)[token_index] for array in arrays)
+            )
             return lse, *(
                 jnp.zeros((rows, length, *result.shape[2:])).at[token_index].add(result) for result in results
             )
@@ -138,5 +140,5 @@ def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarra
         for row in range(rows)
         for number in range(max(1, most - row % 3))
     ]
-    row_of, starts, tokens_of = np.array(documents).T
-    return row_of, starts, tokens_of
+    document_rows, starts, document_tokens = np.array(documents).T
+    return document_rows, starts, document_tokens

@@ -276,13 +276,13 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     own_tokens, pairs = blocks.own, _pairs(query, key)
     if dim == HALVED:
         kernel, buffers, bounds = mosaic_halves.half_forward_kernel, 2 * WARPGROUPS, WARPGROUPS
-        brought = _halved_rings(blocks, query.dtype)
+        ring_smem = _halved_rings(blocks, query.dtype)
         own_dim = mosaic_halves.HALF
         barriers = [plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS), *_pipeline_barriers(blocks, 1)]
     else:
         kernel = mosaic_forward.forward_kernel
         bounds = buffers = 3 if blocks.buffers == 1 else blocks.buffers * WARPGROUPS
-        brought = [smem((blocks.stages, blocks.step, dim), query.dtype)] * 2
+        ring_smem = [smem((blocks.stages, blocks.step, dim), query.dtype)] * 2
         own_dim, barriers = dim, _barriers(blocks, 2, 1, buffers * WARPGROUPS if buffers == 3 else buffers)
     outputs = _call(
         kernel,
@@ -291,7 +291,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
             smem((buffers, own_tokens, own_dim), query.dtype),
             _numbers(bounds, own_tokens, jnp.int32),
             _numbers(WARPGROUPS, own_tokens, jnp.float32),
-            *(*brought, *barriers),
+            *(*ring_smem, *barriers),
         ],
         blocks,
         compiler=dict(
@@ -323,7 +323,7 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
     halves_smem = smem((WARPGROUPS, own_tokens, mosaic_halves.HALF), dtype)
     vector, single = plgpu.SMEM((own_tokens,), jnp.int32), plgpu.Barrier(num_arrivals=WARPGROUPS)
     if kernel is mosaic_halves.half_query_kernel:
-        sides = [
+        side_smem = [
             halves_smem,
             halves_smem,
             _numbers(2, own_tokens, jnp.float32),
@@ -333,13 +333,13 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
         copies, barriers = 2 * WARPGROUPS + 3, _ring_barriers(blocks, (1, 1), (WARPGROUPS, WARPGROUPS))
     elif kernel is mosaic_halves_keys.half_key_kernel:
         numbers = _numbers(2 * blocks.stages, blocks.step, jnp.float32)
-        sides = [halves_smem, halves_smem, vector, *_halved_rings(blocks, dtype, False), numbers]
+        side_smem = [halves_smem, halves_smem, vector, *_halved_rings(blocks, dtype, False), numbers]
         copies, barriers = 2 * WARPGROUPS + 1, _ring_barriers(blocks, (3, 1), (WARPGROUPS, WARPGROUPS))
     else:
         numbers = _numbers(blocks.value_stages, blocks.step, jnp.float32)
-        sides = [halves_smem, vector, *_halved_rings(blocks, dtype), numbers]
+        side_smem = [halves_smem, vector, *_halved_rings(blocks, dtype), numbers]
         copies, barriers = WARPGROUPS + 1, _ring_barriers(blocks, (1, 2), (WARPGROUPS, 1))
-    scratch = [*sides, plgpu.Barrier(num_arrivals=copies, num_barriers=1), *barriers, single]
+    scratch = [*side_smem, plgpu.Barrier(num_arrivals=copies, num_barriers=1), *barriers, single]
     result = jax.ShapeDtypeStruct(like.shape, dtype)
     return _call(kernel, result, scratch, blocks, **options)(*operands, bounds, table)
 
@@ -379,21 +379,21 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
     query, key, value = operands[:3]
     own_tokens, dim = blocks.own, query.shape[-1]
     block = smem((blocks.stages, blocks.step, dim), query.dtype)
-    brought = [block, block, _numbers(2 * blocks.stages, blocks.step, jnp.float32)]
+    ring_smem = [block, block, _numbers(2 * blocks.stages, blocks.step, jnp.float32)]
     wide = dim > NARROW
     if wide:
-        kernel, item_smem, handed = mosaic_backward_wide.wide_key_kernel, smem((own_tokens, dim), query.dtype), 2
+        kernel, item_smem, weight_slots = mosaic_backward_wide.wide_key_kernel, smem((own_tokens, dim), query.dtype), 2
         scratch = [
             *(
                 item_smem,
                 item_smem,
                 plgpu.SMEM((own_tokens,), jnp.int32),
-                smem((handed, own_tokens, blocks.step), jnp.float32),
-                *brought,
+                smem((weight_slots, own_tokens, blocks.step), jnp.float32),
+                *ring_smem,
             ),
             *(plgpu.Barrier(num_arrivals=copies) for copies in (2, 1)),
             *_pipeline_barriers(blocks, 2),
-            *(plgpu.Barrier(num_arrivals=1, num_barriers=handed) for _ in range(2)),
+            *(plgpu.Barrier(num_arrivals=1, num_barriers=weight_slots) for _ in range(2)),
         ]
     else:
         kernel, count = mosaic_backward.key_kernel, 2 * WARPGROUPS
@@ -402,7 +402,7 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
             operand_smem,
             operand_smem,
             _numbers(count, own_tokens, jnp.int32),
-            *brought,
+            *ring_smem,
             *_barriers(blocks, 3, 2, count),
         ]
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)]

@@ -142,9 +142,9 @@ def query_kernel(
                 plgpu.barrier_arrive(v_free.at[value_slot])
 
                 dscores = weights * (dweights * scale - rows_of(delta, shape))  # delta comes times scale
-                narrow = dscores.astype(k_ref.dtype)
+                dscores16 = dscores.astype(k_ref.dtype)
                 turns.swap()
-                acc = add_product(acc, narrow, k_smem.at[slot], interpreted)
+                acc = add_product(acc, dscores16, k_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(k_free.at[slot])
                 return acc
 

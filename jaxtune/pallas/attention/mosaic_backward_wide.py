@@ -109,11 +109,11 @@ def wide_key_kernel(
                 weights = lax.cond(crossed, masked, lambda weights: weights, weights)
                 pl.when(number >= weight_slots)(lambda: plgpu.barrier_wait(weights_free.at[weight_slot]))
                 weights_smem.at[weight_slot][...] = weights if slope is None else weights * slope
-                narrow = weights.astype(v_ref.dtype)
+                weights16 = weights.astype(v_ref.dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(weights_full.at[weight_slot])
                 plgpu.barrier_wait(do_full.at[slot])
-                dv = add_product(dv, narrow, do_smem.at[slot], interpreted)
+                dv = add_product(dv, weights16, do_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(do_free.at[slot])
                 return dv
 
@@ -149,10 +149,10 @@ def wide_key_kernel(
                 dscores = dweights * scale - lax.broadcast_in_dim(delta, shape, [1])
                 plgpu.barrier_wait(weights_full.at[weight_slot])
                 dscores = dscores * plgpu.load(weights_smem.at[weight_slot], layout=plgpu.Layout.WGMMA)
-                narrow = dscores.astype(k_ref.dtype)
+                dscores16 = dscores.astype(k_ref.dtype)
                 plgpu.barrier_arrive(weights_free.at[weight_slot])
                 plgpu.barrier_wait(q_full.at[slot])
-                dk = add_product(dk, narrow, q_smem.at[slot], interpreted)
+                dk = add_product(dk, dscores16, q_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(q_free.at[slot])
                 return dk
 

@@ -59,14 +59,14 @@ class Softmax:
         elif self.soft_cap is not None:
             scores = jnp.tanh(scores * (self.scale / self.soft_cap))
         scores = mask(scores)
-        new = jnp.maximum(top, scores.max(axis=1))
+        new_top = jnp.maximum(top, scores.max(axis=1))
         if self.lean:
-            fade = jnp.exp2((top - new) * self.unit)
-            weights = jnp.exp2(scores * self.unit - rows_of(new * self.unit, scores.shape))
+            fade = jnp.exp2((top - new_top) * self.unit)
+            weights = jnp.exp2(scores * self.unit - rows_of(new_top * self.unit, scores.shape))
         else:
-            fade = jnp.exp2(top - new)
-            weights = jnp.exp2(scores - rows_of(new, scores.shape))
-        return weights, fade, (new, total * fade + weights.sum(axis=1))
+            fade = jnp.exp2(top - new_top)
+            weights = jnp.exp2(scores - rows_of(new_top, scores.shape))
+        return weights, fade, (new_top, total * fade + weights.sum(axis=1))
 
     def end(self, state, sink=None):
         """(factor of the output, log-sum-exp in the natural logarithm), float32[own] each; meaningless for a query that
@@ -79,10 +79,10 @@ class Softmax:
             top = top * self.unit
         if sink is None:
             return 1.0 / total, (top + jnp.log2(total)) * (1.0 / LOG2E)
-        new = jnp.maximum(top, sink)
-        fade = jnp.exp2(top - new)
-        total = total * fade + jnp.exp2(sink - new)
-        return fade / total, (new + jnp.log2(total)) * (1.0 / LOG2E)
+        new_top = jnp.maximum(top, sink)
+        fade = jnp.exp2(top - new_top)
+        total = total * fade + jnp.exp2(sink - new_top)
+        return fade / total, (new_top + jnp.log2(total)) * (1.0 / LOG2E)
 
 
 def forward_kernel(
@@ -189,9 +189,9 @@ def forward_kernel(
                     scores, state, lambda scores: side.masked(scores, item, i, lower, last_lower, MASKED)
                 )
                 acc = acc * rows_of(fade, acc.shape)
-                narrow = weights.astype(v_ref.dtype)
+                weights16 = weights.astype(v_ref.dtype)
                 turns.swap()
-                acc = add_product(acc, narrow, v_smem.at[slot], interpreted)
+                acc = add_product(acc, weights16, v_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, state
 

@@ -95,14 +95,14 @@ def two_products(shape, weight_operands, score_operands, number, zero):
       zero: unknown_zero of the step, the index of the first half in both sides.
     """
     item_side, ring, full, free = weight_operands
-    score_own, score_ring, score_full = score_operands
+    score_side, score_ring, score_full = score_operands
 
     def compute(dweight_acc, score_acc):
         def release(slot):
             plgpu.barrier_arrive(free.at[slot])
 
         multiply(dweight_acc, item_side, zero, ring, full, number, release)
-        multiply(score_acc, score_own, zero, score_ring, score_full, number)
+        multiply(score_acc, score_side, zero, score_ring, score_full, number)
         dweights = plgpu.wgmma_accumulator_load(dweight_acc, wait_n=2)
         release(last_slot(number, ring))
         return score_acc[...], dweights
@@ -242,9 +242,9 @@ def half_forward_kernel(
                     scores, state, lambda scores: side.masked(scores, item, i, lower, last_lower, MASKED)
                 )
                 acc = acc * rows_of(fade, acc.shape)
-                narrow = weights.astype(v_ref.dtype)
+                weights16 = weights.astype(v_ref.dtype)
                 slot = lax.rem(number, jnp.int32(v_smem.shape[0]))
-                acc = add_product(acc, narrow, v_smem.at[slot], interpreted)
+                acc = add_product(acc, weights16, v_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, state
 
@@ -379,9 +379,9 @@ def half_query_kernel(
                 weights = jnp.exp2(raw - rows_of(stat, shape))
                 weights = side.masked(weights if slope is None else weights * slope, item, i, lower, last_lower, 0.0)
                 dscores = weights * (dweights * scale - rows_of(delta, shape))  # delta comes times scale
-                narrow = dscores.astype(k_ref.dtype)
+                dscores16 = dscores.astype(k_ref.dtype)
                 slot = slot_of(number, wg, k_smem)
-                acc = add_product(acc, narrow, k_smem.at[slot], interpreted)
+                acc = add_product(acc, dscores16, k_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(k_free.at[slot])
                 return acc
 

@@ -179,8 +179,8 @@ def half_key_kernel(
                 delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
                 # delta comes times scale
                 dscores = weights * (dweights * scale - lax.broadcast_in_dim(delta, shape, [1]))
-                narrow = dscores.astype(k_ref.dtype)
-                dk = add_product(dk, narrow, q_smem.at[slot], interpreted)
+                dscores16 = dscores.astype(k_ref.dtype)
+                dk = add_product(dk, dscores16, q_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(q_free.at[slot])
                 return dk
 
@@ -292,8 +292,8 @@ def half_value_kernel(
                 raw, _ = capped(scores, scale, soft_cap)
                 stat = plgpu.load(numbers_smem.at[slot], layout=columns)
                 weights = jnp.exp2(raw - lax.broadcast_in_dim(stat, shape, [1]))
-                narrow = side.masked(weights, item, i, upper, first_upper).astype(do_ref.dtype)
-                dv = add_product(dv, narrow, do_smem.at[slot], interpreted)
+                weights16 = side.masked(weights, item, i, upper, first_upper).astype(do_ref.dtype)
+                dv = add_product(dv, weights16, do_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(do_free.at[slot])
                 return dv
 

@@ -78,8 +78,8 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     chunk, padded = _chunked(length, rows * heads * length)
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
 
-    def attend_chunk(state, item):
-        first, q, start, end = item
+    def attend_chunk(state, chunk_input):
+        first, q, start, end = chunk_input
         scores, _ = _scores(q, key, scale, soft_cap)
         visible = _visible(start, end, first, length, window)
         scores = jnp.where(visible, scores, _MASKED)
@@ -101,17 +101,17 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         return state, (out.astype(query.dtype), jnp.moveaxis(top + jnp.log(safe), 3, 1))
 
     firsts = jnp.arange(0, padded, chunk, dtype=jnp.int32)
-    items = (
+    chunk_inputs = (
         firsts,
         _split(grouped, chunk, padded),
         _split(layout.doc_start, chunk, padded),
         _split(layout.doc_end, chunk, padded),
     )
     if len(firsts) == 1:
-        _, (out, lse) = attend_chunk(None, jax.tree.map(lambda a: a[0], items))
+        _, (out, lse) = attend_chunk(None, jax.tree.map(lambda a: a[0], chunk_inputs))
         out, lse = out[:, :length], lse[:, :length]
     else:
-        _, (out, lse) = jax.lax.scan(attend_chunk, None, items)
+        _, (out, lse) = jax.lax.scan(attend_chunk, None, chunk_inputs)
         out, lse = _join(out, length), _join(lse, length)
     return out.reshape(query.shape), jnp.moveaxis(lse.reshape(rows, length, heads), 2, 1)
 
@@ -132,9 +132,9 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     chunk, padded = _chunked(length, rows * heads * length)
     precision = _precision(query.dtype)
 
-    def chunk_gradients(state, item):
+    def chunk_gradients(state, chunk_input):
         dkey, dvalue = state
-        first, q, do, stat, delt, start, end = item
+        first, q, do, stat, delt, start, end = chunk_input
         scores, dcap = _scores(q, key, scale, soft_cap)
         visible = _visible(start, end, first, length, window)
         stat, delt = jnp.moveaxis(stat, 1, 3)[..., None], jnp.moveaxis(delt, 1, 3)[..., None]
@@ -158,15 +158,15 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
         return (dkey, dvalue), dq.astype(query.dtype)
 
     firsts = jnp.arange(0, padded, chunk, dtype=jnp.int32)
-    items = (firsts,) + tuple(
+    chunk_inputs = (firsts,) + tuple(
         _split(a, chunk, padded) for a in (fold(query), fold(dout), stats, delta, layout.doc_start, layout.doc_end)
     )
     zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
     if len(firsts) == 1:
-        (dkey, dvalue), dquery = chunk_gradients(zeros, jax.tree.map(lambda a: a[0], items))
+        (dkey, dvalue), dquery = chunk_gradients(zeros, jax.tree.map(lambda a: a[0], chunk_inputs))
         dquery = dquery[:, :length]
     else:
-        (dkey, dvalue), dquery = jax.lax.scan(chunk_gradients, zeros, items)
+        (dkey, dvalue), dquery = jax.lax.scan(chunk_gradients, zeros, chunk_inputs)
         dquery = _join(dquery, length)
     dsinks = None
     if sinks is not None:

@@ -140,17 +140,17 @@ def _attend(
             columns = first + tl.arange(0, KEYS)
             visible = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
             scores = tl.where(visible, scores, _MASKED)
-        new = tl.maximum(top, tl.max(scores, 1) * UNIT)
-        weights = tl.exp2(scores * UNIT - new[:, None])
+        new_top = tl.maximum(top, tl.max(scores, 1) * UNIT)
+        weights = tl.exp2(scores * UNIT - new_top[:, None])
         if MASKED:
             # Where a query has seen nothing yet, the fused multiply-add above leaves the rounding of a huge product.
             weights = tl.where(visible, weights, 0.0)
-        fade = tl.exp2(top - new)
+        fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
         v = _block(value, first, LENGTH, STRIDE, DIM, WIDTH, KEYS, MASKED)
         acc = tl.dot(weights.to(v.dtype), v, acc)
-        top = new
+        top = new_top
     return acc, top, total
 
 

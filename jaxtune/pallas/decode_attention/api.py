@@ -39,17 +39,17 @@ def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
     call = f"{dtype.name}, {keys.dtype} cache, head dim {dim}, {group} heads a key/value head, {module.variant(query)}"
     if soft_cap is not None:
         call += ", soft cap"
-    room = 512
+    capacity = 512
     if name == "triton" and keys.shape[2] > triton.WHOLE:
-        room, call = 1280, call + ", in splits"
+        capacity, call = 1280, call + ", in splits"
 
     def compare():
-        lengths = jnp.asarray([0, 1, 64, room + 88, room - 212, room + 1], jnp.int32)
-        shapes = (len(lengths), 2 * group, dim), *((len(lengths), 2, room, dim),) * 2
+        lengths = jnp.asarray([0, 1, 64, capacity + 88, capacity - 212, capacity + 1], jnp.int32)
+        shapes = (len(lengths), 2 * group, dim), *((len(lengths), 2, capacity, dim),) * 2
         draws = zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
         query, key, value = (jax.random.normal(seed, shape).astype(dtype) for seed, shape in draws)
         key, value = key.astype(keys.dtype), value.astype(keys.dtype)
-        options = dict(scale=dim**-0.5, window=room - 12, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
+        options = dict(scale=dim**-0.5, window=capacity - 12, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
         kernel_result = jax.jit(lambda *operands: module.decode(*operands, **options))(query, key, value, lengths)
         exact = dispatch.exactly(functools.partial(reference.decode, **options))
         query, key, value = (array.astype(jnp.float32) for array in (query, key, value))

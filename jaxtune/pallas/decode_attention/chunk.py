@@ -50,8 +50,8 @@ def chunk_attention(
     index = jnp.arange(capacity, dtype=jnp.int32)
     last = before[:, None] - 1
     cached = last - (last - index) % capacity  # the position of the token at each index; negative where there is none
-    new = before[:, None] + jnp.arange(count, dtype=jnp.int32)
-    positions = jnp.concatenate([cached, new], axis=1)
+    new_positions = before[:, None] + jnp.arange(count, dtype=jnp.int32)
+    positions = jnp.concatenate([cached, new_positions], axis=1)
     keys, values = (
         jnp.concatenate([cache.astype(query.dtype), jnp.swapaxes(fresh, 1, 2)], axis=2)
         for cache, fresh in ((keys, new_keys), (values, new_values))
@@ -87,7 +87,7 @@ def chunk_attention(
         jnp.moveaxis(
             jnp.pad(a, ((0, 0), (0, padding), *((0, 0),) * (a.ndim - 2))).reshape(rows, -1, size, *a.shape[2:]), 1, 0
         )
-        for a in (query, new)
+        for a in (query, new_positions)
     )
     out = jax.lax.map(block, tuple(blocks))
     return jnp.moveaxis(out, 0, 1).reshape(rows, -1, heads, dim)[:, :count]

@@ -33,8 +33,10 @@ def inserted(
 
     def compare():
         shapes = ((5, 2, 256, 64), (4, 2, 128, 64))
-        old, new = (jax.random.normal(jax.random.key(i), s).astype(cache.dtype) for i, s in enumerate(shapes))
-        operands = old, new, jnp.asarray([3, 0, 0], jnp.int32), jnp.asarray([1, 4, 5], jnp.int32)
+        cache_case, staged_case = (
+            jax.random.normal(jax.random.key(i), s).astype(cache.dtype) for i, s in enumerate(shapes)
+        )
+        operands = cache_case, staged_case, jnp.asarray([3, 0, 0], jnp.int32), jnp.asarray([1, 4, 5], jnp.int32)
         return [jax.jit(_by_kernel)(*operands)], [_by_scatter(*operands)]
 
     def refusal():
@@ -55,19 +57,19 @@ def _by_kernel(cache, staged, rows, slots):
     from jaxtune.pallas.decode_attention import triton_kernels
 
     count, kv_heads, capacity, dim = cache.shape
-    room = staged.shape[2]
+    staged_capacity = staged.shape[2]
     (cache,) = compat.triton_graph_call(
         triton_kernels.insert_kernel,
         (staged, jnp.asarray(rows, jnp.int32), jnp.asarray(slots, jnp.int32), cache),
         [jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
-        (-(-room * dim // _BLOCK), kv_heads, len(rows)),
+        (-(-staged_capacity * dim // _BLOCK), kv_heads, len(rows)),
         warps=4,
         stages=1,
         aliases={3: 0},
         COUNT=count,
         KV_HEADS=kv_heads,
         CAPACITY=capacity,
-        ROOM=room,
+        ROOM=staged_capacity,
         DIM=dim,
         BLOCK=_BLOCK,
     )

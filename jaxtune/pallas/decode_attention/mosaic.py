@@ -86,8 +86,8 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
     """
     first, tiles = live_tiles(lengths, capacity, window, step)
     row, split = (jax.lax.broadcasted_iota(jnp.int32, tiles.shape, axis) for axis in (0, 1))
-    of_row = (newest_of(lengths, capacity), seen_of(lengths, window))
-    columns = (row, split, first, tiles, *(jnp.broadcast_to(column[:, None], tiles.shape) for column in of_row))
+    row_columns = (newest_of(lengths, capacity), seen_of(lengths, window))
+    columns = (row, split, first, tiles, *(jnp.broadcast_to(column[:, None], tiles.shape) for column in row_columns))
     table = jnp.stack(columns, -1).reshape(tiles.size, -1)
     table = table[jnp.argsort(-tiles.reshape(-1), stable=True)]
     return table, (tiles > 0).sum(dtype=jnp.int32)[None], *order_of(tiles)

@@ -111,15 +111,15 @@ def split_kernel(
             age = newest - ids(scores.shape, 1, (first + i) * step)
             age = jnp.where(age < 0, age + capacity, age)
             scores = jnp.where(age < visible_tokens, scores, MASKED)
-            new = jnp.maximum(top, scores.max(axis=1))
-            fade = jnp.exp2(top - new)
-            weights = jnp.exp2(scores - rows_of(new, scores.shape))
+            new_top = jnp.maximum(top, scores.max(axis=1))
+            fade = jnp.exp2(top - new_top)
+            weights = jnp.exp2(scores - rows_of(new_top, scores.shape))
             total = total * fade + weights.sum(axis=1)
             acc = acc * rows_of(fade, acc.shape)
             plgpu.barrier_wait(v_full.at[slot])
             acc = add_product(acc, weights.astype(v_ref.dtype), v_smem.at[slot], interpreted)
             fetch(v_ref, v_smem, v_full, cursor, slot)
-            return advance(cursor), acc, new, total
+            return advance(cursor), acc, new_top, total
 
         begin = (
             cursor,
@@ -190,18 +190,18 @@ def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, 
         lses = [[lse_ref[row, head, split, head_block * heads + i] for i in range(heads)] for split in splits]
         for ahead in range(AHEAD):
             live = number * AHEAD + ahead < count
-            new, fades, weights = [], [], []
+            new_tops, fades, weights = [], [], []
             for top, lse in zip(tops, lses[ahead], strict=True):
-                best = jnp.where(live, jnp.maximum(top, lse), top)
-                new.append(best)
-                fades.append(jnp.exp2(top - best))
-                weights.append(jnp.where(live, jnp.exp2(lse - best), 0.0))
+                new_top = jnp.where(live, jnp.maximum(top, lse), top)
+                new_tops.append(new_top)
+                fades.append(jnp.exp2(top - new_top))
+                weights.append(jnp.where(live, jnp.exp2(lse - new_top), 0.0))
             totals = [total * fade + weight for total, fade, weight in zip(totals, fades, weights, strict=True)]
             accs = [
                 acc * over_line(line, fades) + partials[ahead][line] * over_line(line, weights)
                 for line, acc in enumerate(accs)
             ]
-            tops = new
+            tops = new_tops
         return accs, tops, totals
 
     sinks = [sinks_ref[head, head_block * heads + i] for i in range(heads)]

@@ -32,8 +32,8 @@ TILE = 64  # rows of a tile
 def _row(half: int):
     """MLIR int32: the first (half 0) or second (half 1, 8 rows on) of this lane's two rows of a tile."""
     thread = ir_thread()
-    of_warp = ir_mul(ir_shift_right(thread, 5), 16)
-    return ir_add(of_warp, ir_shift_right(arith.andi(thread, ir_const(31)), 2), ir_const(8 * half))
+    first_row = ir_mul(ir_shift_right(thread, 5), 16)
+    return ir_add(first_row, ir_shift_right(arith.andi(thread, ir_const(31)), 2), ir_const(8 * half))
 
 
 def _column():
@@ -86,7 +86,7 @@ def store_rows(values, numbers, out_ref, numbers_ref, chunk, rows: int):
     def store(_, values, numbers, out_ref, numbers_ref, chunk):
         f32 = ir.F32Type.get()
         start = ir_chunk(out_ref, ir_scalar(chunk), rows * columns, f32)
-        of_numbers = ir_chunk(numbers_ref, ir_scalar(chunk), rows, f32)
+        numbers_start = ir_chunk(numbers_ref, ir_scalar(chunk), rows, f32)
         for half in (0, 1) if rows > 8 else (0,):
             row = _row(half)
             with utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, ir_const(rows))):
@@ -96,6 +96,6 @@ def store_rows(values, numbers, out_ref, numbers_ref, chunk, rows: int):
                     llvm.store(values.registers[0, tile, 0, 0, half].flat[0], pointer)
                 number = numbers.registers.reshape(-1)[half]
                 number = ir_item(number, 0) if isinstance(number.type, ir.VectorType) else number
-                llvm.store(number, utils.getelementptr(of_numbers, [row], f32))
+                llvm.store(number, utils.getelementptr(numbers_start, [row], f32))
 
     store(values, numbers, out_ref, numbers_ref, chunk)

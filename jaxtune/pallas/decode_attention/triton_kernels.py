@@ -91,13 +91,13 @@ def decode_split_kernel(
         for begin in range(first, first + count * STEP, STEP):
             k = _tile(keys + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
             scores, _ = _scores(q, k, begin, newest, visible_tokens, SCALE, CAP, CAPACITY)
-            new = tl.maximum(top, tl.max(scores, 1))
-            fade = tl.exp2(top - new)
-            weights = tl.exp2(scores - new[:, None])
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            fade = tl.exp2(top - new_top)
+            weights = tl.exp2(scores - new_top[:, None])
             total = total * fade + tl.sum(weights, 1)
             v = _tile(values + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
             acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])
-            top = new
+            top = new_top
         split_row = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
         tl.store(parts + split_row * DIM + offsets, acc / total[:, None], mask=real)
         tl.store(lses + split_row + members, top + tl.log2(total), mask=members < OWN)
@@ -146,13 +146,13 @@ def decode_whole_kernel(
     for begin in tl.range(first, tl.minimum(length, CAPACITY), STEP, num_stages=STAGES):
         k = _tile(keys + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
         scores, visible = _scores(q, k, begin, newest, visible_tokens, SCALE, CAP, CAPACITY)
-        new = tl.maximum(top, tl.max(scores, 1))
-        fade = tl.exp2(top - new)
-        weights = tl.where(visible[None, :], tl.exp2(scores - new[:, None]), 0.0)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp2(top - new_top)
+        weights = tl.where(visible[None, :], tl.exp2(scores - new_top[:, None]), 0.0)
         total = total * fade + tl.sum(weights, 1)
         v = _tile(values + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])
-        top = new
+        top = new_top
     acc = acc / tl.maximum(total, 1e-30)[:, None]
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=real)
 
@@ -191,11 +191,11 @@ def decode_combine_kernel(
         split = tl.load(order + row * SPLITS + number)
         split_row = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
         lse = tl.load(lses + split_row + members, mask=members < OWN, other=_MASKED)
-        new = tl.maximum(top, lse)
-        fade, weight = tl.exp2(top - new), tl.exp2(lse - new)
+        new_top = tl.maximum(top, lse)
+        fade, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
         total = total * fade + weight
         acc = acc * fade[:, None] + weight[:, None] * tl.load(parts + split_row * DIM + offsets, mask=real, other=0.0)
-        top = new
+        top = new_top
     acc = acc / tl.maximum(total, 1e-30)[:, None]
     tl.store(out + (row * HEADS + head * OWN) * DIM + offsets, acc.to(out.dtype.element_ty), mask=real)
 

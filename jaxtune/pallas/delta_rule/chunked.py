@@ -163,8 +163,8 @@ def _inverse_bwd(precision, inverse, gradient):
     """-inverse^T gradient inverse^T. Entries on and above the diagonal are not zeroed: the mask that made `lower` drops
     them.
     """
-    turned = jnp.swapaxes(inverse, -1, -2)
-    return (-jnp.matmul(jnp.matmul(turned, gradient, precision=precision), turned, precision=precision),)
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    return (-jnp.matmul(jnp.matmul(transposed, gradient, precision=precision), transposed, precision=precision),)
 
 
 unit_lower_inverse.defvjp(_inverse_fwd, _inverse_bwd)

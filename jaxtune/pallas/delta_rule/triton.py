@@ -298,7 +298,7 @@ def _backward(query, key, dout, error, states, layout, factors: Made):
         key,
         dout,
     )
-    dkey, *of_states = _call(
+    dkey, *state_flows = _call(
         "dkey",
         (query, key, error, dvalue, states, dstates, factors.kept, factors.written, to_weights, to_system),
         (like_query, numbers, numbers, fading),
@@ -308,7 +308,7 @@ def _backward(query, key, dout, error, states, layout, factors: Made):
     )
     ddecay, dbeta = _call(
         "rates",
-        (factors.share, *bounds, factors.kept, factors.faded, factors.reach, flow, dbeta, query_flow, *of_states),
+        (factors.share, *bounds, factors.kept, factors.faded, factors.reach, flow, dbeta, query_flow, *state_flows),
         (rates, rates),
         (heads, chunks, rows),
         key,

@@ -98,8 +98,8 @@ def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: 
 @triton.jit
 def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
     """float32[CHUNK]: 1 over the length of each token's vector; 1000 for a vector of 0."""
-    wide = _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32)
-    return tl.rsqrt(tl.sum(wide * wide, 1) + _EPS)
+    vectors = _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32)
+    return tl.rsqrt(tl.sum(vectors * vectors, 1) + _EPS)
 
 
 @triton.jit
@@ -195,9 +195,9 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
     GROUP: tl.constexpr = HEADS // KEY_HEADS
     start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
     offset = (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM
-    of_query = _inverse_length(query + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
-    of_query = tl.where(real, of_query * SCALE, 0.0)
-    of_key = _inverse_length(key + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
+    query_factor = _inverse_length(query + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
+    query_factor = tl.where(real, query_factor * SCALE, 0.0)
+    key_factor = _inverse_length(key + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
     for member in range(GROUP):
         head = key_head * GROUP + member
         tokens = (batch * LENGTH + positions) * HEADS + head
@@ -205,15 +205,15 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
         b = tl.load(beta + tokens, mask=inside & real, other=0.0)
         sums, _ = tl.associative_scan((g, (positions == start).to(tl.int32)), 0, _sum_from_begin)
         since = tl.where(start < first, tl.exp(sums), 0.0)
-        after = _after(sums, start, positions, is_last) * of_key
+        after = _after(sums, start, positions, is_last) * key_factor
         line = (batch * HEADS + head) * CHUNKS + chunk
         offsets = line * CHUNK + tl.arange(0, CHUNK)
         tl.store(total + offsets, sums)
         tl.store(share + offsets, b)
-        tl.store(unit_q + offsets, of_query)
-        tl.store(unit_k + offsets, of_key)
-        tl.store(kept + offsets, since * of_key)
-        tl.store(read + offsets, since * of_query)
+        tl.store(unit_q + offsets, query_factor)
+        tl.store(unit_k + offsets, key_factor)
+        tl.store(kept + offsets, since * key_factor)
+        tl.store(read + offsets, since * query_factor)
         tl.store(written + offsets, after * b)
         tl.store(reach + offsets, after)
         tl.store(faded + line, tl.sum(tl.where(is_last, since, 0.0), 0))
@@ -230,10 +230,10 @@ def _inverse(lower, CHUNK: tl.constexpr):
     column = tl.arange(0, CHUNK)[None, :]
     inverse = tl.where(row == column, 1.0, tl.where(row >> 1 == column >> 1, -lower, 0.0))
     for level in tl.static_range(1, LEVELS):
-        narrow = inverse.to(tl.float16)
+        inverse16 = inverse.to(tl.float16)
         # Shifted before they are combined: for most, the compiler knows the result for a whole warp.
-        corner = tl.dot(narrow, tl.where((row >> level) ^ (column >> level) == 1, lower, 0.0).to(tl.float16))
-        inverse -= tl.dot(corner.to(tl.float16), narrow)
+        corner = tl.dot(inverse16, tl.where((row >> level) ^ (column >> level) == 1, lower, 0.0).to(tl.float16))
+        inverse -= tl.dot(corner.to(tl.float16), inverse16)
     return inverse
 
 
@@ -332,20 +332,20 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
         v = _tokens_turned(value + values, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
         solve = _matrix(inverse + (line + chunk) * CHUNK * CHUNK, CHUNK, CHUNK)
         attend = _matrix(weights + (line + chunk) * CHUNK * CHUNK, CHUNK, CHUNK)
-        narrow = state.to(k.dtype)
+        state16 = state.to(k.dtype)
         if SAVE:
-            _put_matrix(states + ((line + chunk) * VALUE_DIM + first_column) * KEY_DIM, narrow, WIDTH, KEY_DIM)
-        recalled = tl.dot(narrow, tl.trans(k))
+            _put_matrix(states + ((line + chunk) * VALUE_DIM + first_column) * KEY_DIM, state16, WIDTH, KEY_DIM)
+        recalled = tl.dot(state16, tl.trans(k))
         target = v.to(tl.float32) - recalled * tl.load(kept + offsets)[None, :]
-        wrong = tl.dot(target.to(k.dtype), tl.trans(solve))
-        narrow_wrong = wrong.to(k.dtype)
+        errors = tl.dot(target.to(k.dtype), tl.trans(solve))
+        errors16 = errors.to(k.dtype)
         if SAVE:
-            _put_tokens_turned(error + values, narrow_wrong, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
-        result = tl.dot(narrow, tl.trans(q)) * reading[None, :]
-        result = tl.dot(narrow_wrong, tl.trans(attend), result)
+            _put_tokens_turned(error + values, errors16, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
+        result = tl.dot(state16, tl.trans(q)) * reading[None, :]
+        result = tl.dot(errors16, tl.trans(attend), result)
         _put_tokens_turned(out + values, result, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
         state = state * fade
-        state = tl.dot((wrong * tl.load(written + offsets)[None, :]).to(k.dtype), k, state)
+        state = tl.dot((errors * tl.load(written + offsets)[None, :]).to(k.dtype), k, state)
 
 
 @triton.jit
@@ -369,9 +369,9 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
         do = _tokens_turned(dout + values, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
         solve = _matrix(inverse + (line + chunk) * CHUNK * CHUNK, CHUNK, CHUNK)
         attend = _matrix(weights + (line + chunk) * CHUNK * CHUNK, CHUNK, CHUNK)
-        narrow = dstate.to(k.dtype)
-        _put_matrix(dstates + ((line + chunk) * VALUE_DIM + first_column) * KEY_DIM, narrow, WIDTH, KEY_DIM)
-        derror = tl.dot(narrow, tl.trans(k)) * writing[None, :]
+        dstate16 = dstate.to(k.dtype)
+        _put_matrix(dstates + ((line + chunk) * VALUE_DIM + first_column) * KEY_DIM, dstate16, WIDTH, KEY_DIM)
+        derror = tl.dot(dstate16, tl.trans(k)) * writing[None, :]
         derror = tl.dot(do, attend, derror)
         dv = tl.dot(derror.to(k.dtype), solve)
         _put_tokens_turned(dvalue + values, dv, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
@@ -488,8 +488,8 @@ def dquery_kernel(
         dq += member_dq
         k = _tokens(key + keys, first, KEYS, KEY_DIM, LENGTH, CHUNK)
         dq = tl.dot(_matrix(to_weights + line * CHUNK * CHUNK, CHUNK, CHUNK), k, dq)
-    wide = _tokens(query, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
-    dq -= wide * (tl.sum(dq * wide, 1) / (tl.sum(wide * wide, 1) + _EPS))[:, None]
+    queries = _tokens(query, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
+    dq -= queries * (tl.sum(dq * queries, 1) / (tl.sum(queries * queries, 1) + _EPS))[:, None]
     _put_tokens(dquery + keys, dq, first, KEYS, KEY_DIM, LENGTH, CHUNK)
 
 
@@ -524,8 +524,8 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
     lines = (batch * HEADS + key_head * GROUP) * CHUNKS + chunk
     column = tl.arange(0, PIECE)[:, None] + tl.arange(0, CHUNK)[None, :] * CHUNK
     dk = tl.zeros([KEY_DIM, CHUNK], tl.float32)
-    of_dstates = tl.zeros([KEY_DIM, CHUNK], tl.float32)
-    of_states = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+    write_sums = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+    read_sums = tl.zeros([KEY_DIM, CHUNK], tl.float32)
     state_products = tl.zeros([KEY_DIM, WIDTH], tl.float32)
     for step in range(GROUP * PARTS):
         member = step // PARTS
@@ -537,8 +537,8 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
         dv = _tokens_turned(dvalue + offset, first, VALUES, WIDTH, LENGTH, CHUNK)
         e = _tokens_turned(error + offset, first, VALUES, WIDTH, LENGTH, CHUNK)
         state_products += state.to(tl.float32) * dstate.to(tl.float32)
-        of_states = tl.dot(state, dv, of_states)
-        of_dstates = tl.dot(dstate, e, of_dstates)
+        read_sums = tl.dot(state, dv, read_sums)
+        write_sums = tl.dot(dstate, e, write_sums)
         begin = column_block * PIECE
         k = _piece_turned(key, first, begin, KEYS, KEY_DIM, LENGTH, CHUNK, PIECE)
         q = _piece_turned(query, first, begin, KEYS, KEY_DIM, LENGTH, CHUNK, PIECE)
@@ -550,14 +550,14 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
             offsets = line * CHUNK + tl.arange(0, CHUNK)
             tl.store(fading + line, tl.sum(tl.sum(state_products, 0), 0))
             keys_wide = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
-            tl.store(gained + offsets, tl.sum(of_dstates * keys_wide, 0))
-            tl.store(lost + offsets, tl.sum(of_states * keys_wide, 0))
-            dk += of_dstates * tl.load(written + offsets)[None, :] - of_states * tl.load(kept + offsets)[None, :]
-            of_dstates = tl.zeros([KEY_DIM, CHUNK], tl.float32)
-            of_states = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+            tl.store(gained + offsets, tl.sum(write_sums * keys_wide, 0))
+            tl.store(lost + offsets, tl.sum(read_sums * keys_wide, 0))
+            dk += write_sums * tl.load(written + offsets)[None, :] - read_sums * tl.load(kept + offsets)[None, :]
+            write_sums = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+            read_sums = tl.zeros([KEY_DIM, CHUNK], tl.float32)
             state_products = tl.zeros([KEY_DIM, WIDTH], tl.float32)
-    wide = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
-    dk -= wide * (tl.sum(dk * wide, 0) / (tl.sum(wide * wide, 0) + _EPS))[None, :]
+    unnormed_keys = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
+    dk -= unnormed_keys * (tl.sum(dk * unnormed_keys, 0) / (tl.sum(unnormed_keys * unnormed_keys, 0) + _EPS))[None, :]
     _put_tokens_turned(dkey + keys, dk, first, KEYS, KEY_DIM, LENGTH, CHUNK)
 
 

@@ -301,10 +301,10 @@ def placed(
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
         operands = drawn(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
-        got, want = (functools.partial(module.placed, **options) for module in (triton, reference))
-        got, want = list(jax.jit(got)(*operands)), list(dispatch.exactly(want)(*wide(operands)))
+        kernel, exact = (functools.partial(module.placed, **options) for module in (triton, reference))
+        kernel, exact = list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*wide(operands)))
         live = rows[:, None, None] >= 0
-        return [jnp.where(live, got[0], 0), *got[1:]], [jnp.where(live, want[0], 0), *want[1:]]
+        return [jnp.where(live, kernel[0], 0), *kernel[1:]], [jnp.where(live, exact[0], 0), *exact[1:]]
 
     def first_use():
         call = f"{dtype}, head dim {dim}, {options}, {table is not None}, {norms is not None}"

@@ -139,8 +139,8 @@ def _by_single_warps(partial_sums, keys, batch_invariant: bool) -> bool:
     programs = rows * kv_heads
     longest = _MANY_CAPACITY if programs > 2 * _CORES else WHOLE
     group = partial_sums.shape[2] // dim // kv_heads - 2
-    fits = group <= _MANY_GROUP and capacity <= longest and not capacity % _MANY_TILE.step
-    return fits and programs > _CORES and _has_gluon()
+    supported = group <= _MANY_GROUP and capacity <= longest and not capacity % _MANY_TILE.step
+    return supported and programs > _CORES and _has_gluon()
 
 
 def _has_gluon() -> bool:

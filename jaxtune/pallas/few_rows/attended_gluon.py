@@ -108,9 +108,9 @@ def _seen(
     above = scores - top[None, :]
     # The largest number of all threads is found by one instruction if they are integers.
     if gl.max(above.to(gl.int32, bitcast=True).reshape([STEP * 8]), 0) > _LAZY:
-        new = gl.maximum(top, gl.max(scores, 0))
-        fade = gl.exp2(top - new)[None, :]
-        total, acc, top = total * fade, acc * fade, new
+        new_top = gl.maximum(top, gl.max(scores, 0))
+        fade = gl.exp2(top - new_top)[None, :]
+        total, acc, top = total * fade, acc * fade, new_top
         above = scores - top[None, :]
     weights = gl.exp2(above)
     if MASKS:  # a head without visible keys so far has _MASKED as its maximum

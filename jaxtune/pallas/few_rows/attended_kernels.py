@@ -135,10 +135,10 @@ def _added_shares(
     columns, members = tl.arange(0, DIM), tl.arange(0, GROUP)
     real, row = members < OWN, DIM + 2
     lines = sums + (head_index * SHARES * OWN + members) * row
-    mine = lines + share * OWN * row
-    tl.store(mine[:, None] + columns[None, :], acc, mask=real[:, None])
-    tl.store(mine + DIM, top, mask=real)
-    tl.store(mine + DIM + 1, total, mask=real)
+    share_lines = lines + share * OWN * row
+    tl.store(share_lines[:, None] + columns[None, :], acc, mask=real[:, None])
+    tl.store(share_lines + DIM, top, mask=real)
+    tl.store(share_lines + DIM + 1, total, mask=real)
     tl.debug_barrier()  # all threads have written before one of them counts; the last program reads after it counted
     last = tl.atomic_add(arrived + head_index, 1.0, sem="acq_rel") == SHARES - 1
     if last:
@@ -279,13 +279,13 @@ def attended_kernel(
         if SHARES > 1:  # a share's first tile may begin after the row's end
             visible &= (tokens < end)[None, :]
         scores = tl.where(visible, _in_log2(scores, SCALE, CAP), _MASKED)
-        new = tl.maximum(top, tl.max(scores, 1))
-        fade = tl.exp2(top - new)
-        weights = tl.where(visible, tl.exp2(scores - new[:, None]), 0.0)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp2(top - new_top)
+        weights = tl.where(visible, tl.exp2(scores - new_top[:, None]), 0.0)
         total = total * fade + tl.sum(weights, 1)
         value = tl.load(values + lines + columns[None, :], mask=written, other=0.0)
         acc = tl.dot(weights.to(DTYPE), value, acc * fade[:, None])
-        top = new
+        top = new_top
         later = 16  # a multiple of a vector's numbers, by which the compiler knows that loads are aligned
     last = True
     if SHARES > 1:

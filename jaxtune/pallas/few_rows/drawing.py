@@ -81,8 +81,8 @@ def chosen_token(
     def compare():
         rows, size = 5, 9000
         numbers = jnp.asarray([0.0, 0.3, -1.0, 0.7, 0.99])
-        heat = jnp.asarray([1.0, 0.7, 1.0, 1.5, 0.2])
-        case = drawn(0, rows, size + 8, dtype=logits.dtype), size, heat, jnp.ones(rows), numbers
+        temperatures = jnp.asarray([1.0, 0.7, 1.0, 1.5, 0.2])
+        case = drawn(0, rows, size + 8, dtype=logits.dtype), size, temperatures, jnp.ones(rows), numbers
         if uniform is None:
             case = *case[:4], None
         kernel, exact = (
@@ -118,10 +118,10 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
     from jaxtune.pallas.few_rows import drawing_kernels
 
     count, width = logits.shape
-    chunks, of_chunk = -(-vocab_size // _CHUNK), _CHUNK // _BLOCK
+    chunks, blocks_a_chunk = -(-vocab_size // _CHUNK), _CHUNK // _BLOCK
     draws = int(uniform is not None)
     shape = jax.ShapeDtypeStruct((count, chunks), jnp.float32)
-    blocks = jax.ShapeDtypeStruct((count, chunks * of_chunk if draws else 1), jnp.float32)
+    blocks = jax.ShapeDtypeStruct((count, chunks * blocks_a_chunk if draws else 1), jnp.float32)
     tops, top_tokens, sums, blocks = compat.triton_graph_call(
         drawing_kernels.chunk_kernel,
         (logits, temperature, logprob_temperature),
@@ -145,8 +145,8 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
         warps=4,
         stages=1,
         CHUNKS_PADDED=1 << (chunks - 1).bit_length(),
-        BLOCKS=chunks * of_chunk,
-        BLOCKS_PADDED=1 << (chunks * of_chunk - 1).bit_length(),
+        BLOCKS=chunks * blocks_a_chunk,
+        BLOCKS_PADDED=1 << (chunks * blocks_a_chunk - 1).bit_length(),
         STRIDE=width,
         VOCAB=vocab_size,
         CHUNKS=chunks,

@@ -34,23 +34,23 @@ def chunk_kernel(
     """
     chunk, row = tl.program_id(0), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    wide = tl.load(logits + row.to(tl.int64) * STRIDE + tokens, mask=tokens < VOCAB, other=float("-inf"))
-    wide = wide.to(tl.float32)
-    top = tl.max(wide, 0)
-    top_token = tl.min(tl.where(wide == top, tokens, VOCAB - 1), 0)  # a token even where all numbers are NaN
+    chunk_logits = tl.load(logits + row.to(tl.int64) * STRIDE + tokens, mask=tokens < VOCAB, other=float("-inf"))
+    chunk_logits = chunk_logits.to(tl.float32)
+    top = tl.max(chunk_logits, 0)
+    top_token = tl.min(tl.where(chunk_logits == top, tokens, VOCAB - 1), 0)  # a token even where all numbers are NaN
     least = tl.where(top == float("-inf"), 0.0, top)
     cell = row * CHUNKS + chunk
     tl.store(tops + cell, top)
     tl.store(places + cell, top_token)
     # Instructions decide here beside memory: a division for each number would cost as much as all else.
-    logprob_heat = tl.load(logprob_temperature + row)
-    weights = tl.exp2((wide - least) * (_LOG2E / logprob_heat))
+    logprob_temp = tl.load(logprob_temperature + row)
+    weights = tl.exp2((chunk_logits - least) * (_LOG2E / logprob_temp))
     tl.store(sums + cell, tl.sum(weights, 0))
     if DRAWS:
         count: tl.constexpr = CHUNK // BLOCK
-        heat = tl.load(temperature + row)
-        if heat != logprob_heat:
-            weights = tl.exp2((wide - least) * (_LOG2E / heat))
+        temp = tl.load(temperature + row)
+        if temp != logprob_temp:
+            weights = tl.exp2((chunk_logits - least) * (_LOG2E / temp))
         tl.store(blocks + cell * count + tl.arange(0, count), tl.sum(tl.reshape(weights, [count, BLOCK]), 1))
 
 
@@ -90,28 +90,28 @@ def token_kernel(
     highs = tl.load(tops + row * CHUNKS + chunks, mask=real, other=float("-inf"))
     top, chunk = tl.max(highs, 0, return_indices=True)
     likeliest = tl.minimum(tl.load(places + row * CHUNKS + chunk), VOCAB - 1)
-    logprob_heat = tl.load(logprob_temperature + row)
+    logprob_temp = tl.load(logprob_temperature + row)
     total_weight = tl.sum(
-        tl.load(sums + row * CHUNKS + chunks, mask=real, other=0.0) * tl.exp((highs - top) / logprob_heat), 0
+        tl.load(sums + row * CHUNKS + chunks, mask=real, other=0.0) * tl.exp((highs - top) / logprob_temp), 0
     )
     next_token = likeliest
     if DRAWS:
         target = tl.load(uniform + row)
         if target >= 0.0:
-            heat = tl.load(temperature + row)
+            temp = tl.load(temperature + row)
             numbers = tl.arange(0, BLOCKS_PADDED)
             exists = numbers < BLOCKS
             high = tl.load(tops + row * CHUNKS + numbers // (BLOCKS // CHUNKS), mask=exists, other=float("-inf"))
             block_weights = tl.load(blocks + row * BLOCKS + numbers, mask=exists, other=0.0) * tl.exp(
-                (high - top) / heat
+                (high - top) / temp
             )
             cumulative = tl.cumsum(block_weights, 0)
             target = target * tl.max(cumulative, 0)
             block = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), BLOCKS - 1)
             before = tl.sum(tl.where(numbers == block - 1, cumulative, 0.0), 0)
             tokens = block * BLOCK + tl.arange(0, BLOCK)
-            wide = tl.load(logits + line + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
-            weights = tl.exp((wide - top) / heat)
+            block_logits = tl.load(logits + line + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
+            weights = tl.exp((block_logits - top) / temp)
             offset = tl.sum((before + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
             offset = tl.minimum(offset, BLOCK - 1)
             # Where rounding leads past the last token that has a probability, the likeliest one is taken.
@@ -119,7 +119,7 @@ def token_kernel(
             next_token = tl.where(possible, block * BLOCK + offset, likeliest)
     tl.store(token + row, next_token)
     tl.store(
-        logprob + row, (tl.load(logits + line + next_token).to(tl.float32) - top) / logprob_heat - tl.log(total_weight)
+        logprob + row, (tl.load(logits + line + next_token).to(tl.float32) - top) / logprob_temp - tl.log(total_weight)
     )
     tl.store(peak + row, top)
     tl.store(total + row, tl.log(total_weight))

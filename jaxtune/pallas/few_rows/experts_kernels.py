@@ -67,12 +67,12 @@ def expert_kernel(
         member = (choice_of_token >= 0).to(tl.int32)
         count, number = tl.sum(member), tl.cumsum(member) - 1
         SIDES: tl.constexpr = 2 if ACTIVATION else 1
-        wide = expert.to(tl.int64)
-        matrix = weight + wide * (SIDES * SIZE * INNER)
+        expert64 = expert.to(tl.int64)
+        matrix = weight + expert64 * (SIDES * SIZE * INNER)
         if RANK > 0:
             ranks = tl.arange(0, RANK)
-            thin_lines = a + wide * (A_RANK * INNER) + ranks[:, None] * INNER
-            sides = b + wide * (SIDES * SIZE * A_RANK) + rows[:, None] * A_RANK + ranks[None, :]
+            thin_lines = a + expert64 * (A_RANK * INNER) + ranks[:, None] * INNER
+            b_pointers = b + expert64 * (SIDES * SIZE * A_RANK) + rows[:, None] * A_RANK + ranks[None, :]
             exists = ranks < A_RANK
         for first in range(0, count, SLOTS):
             slots = first + tl.arange(0, SLOTS)
@@ -96,10 +96,10 @@ def expert_kernel(
                     inner = tl.dot(thin, token_block, inner)
             if RANK > 0:
                 scaled = (inner * SCALE).to(DTYPE)
-                total = tl.dot(tl.load(sides, mask=exists[None, :], other=0.0), scaled, total)
+                total = tl.dot(tl.load(b_pointers, mask=exists[None, :], other=0.0), scaled, total)
                 if ACTIVATION:
-                    side = tl.load(sides + SIZE * A_RANK, mask=exists[None, :], other=0.0)
-                    up = tl.dot(side, scaled, up)
+                    up_b = tl.load(b_pointers + SIZE * A_RANK, mask=exists[None, :], other=0.0)
+                    up = tl.dot(up_b, scaled, up)
             line = pairs % CHOICES * COUNT + pairs // CHOICES
             if ACTIVATION:
                 line = pairs

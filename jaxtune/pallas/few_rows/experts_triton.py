@@ -123,12 +123,12 @@ def _with(lora: GroupedLora | None, tile: Tile, at_once: int) -> Tile:
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
-    at_once = slots(choice, len(gate_up))
-    tile = _with(lora, _GATED, at_once)
-    return multiplied(x, gate_up, choice, weights, tile, at_once, ACTIVATIONS[activation], lora)
+    slot_count = slots(choice, len(gate_up))
+    tile = _with(lora, _GATED, slot_count)
+    return multiplied(x, gate_up, choice, weights, tile, slot_count, ACTIVATIONS[activation], lora)
 
 
 def experts_down(h, down, choice, lora):
-    at_once = slots(choice, len(down))
-    tile = _with(lora, down_tile(down.shape[1]), at_once)
-    return multiplied(h, down, choice, choice, tile, at_once, 0, lora)
+    slot_count = slots(choice, len(down))
+    tile = _with(lora, down_tile(down.shape[1]), slot_count)
+    return multiplied(h, down, choice, choice, tile, slot_count, 0, lora)

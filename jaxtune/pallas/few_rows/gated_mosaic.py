@@ -82,7 +82,7 @@ def _kernel(x_ref, gate_ref, up_ref, out_ref, x_smem, w_smem, out_smem, full, fr
     wg, pair, half = lax.axis_index("wg"), lax.axis_index("pair"), lax.axis_index("half")
     (rows, width), columns = x_ref.shape, out_smem.shape[2]
     steps, dtype = width // STEP, out_ref.dtype
-    mine = lax.div(out_ref.shape[1] // columns - pair + (pairs - 1), jnp.int32(pairs))
+    tile_count = lax.div(out_ref.shape[1] // columns - pair + (pairs - 1), jnp.int32(pairs))
     first_row = half * (rows - ROWS)
     sharing = None if gpu_kernel.interpreter() is not None else "half"
 
@@ -109,7 +109,7 @@ def _kernel(x_ref, gate_ref, up_ref, out_ref, x_smem, w_smem, out_smem, full, fr
 
             return lax.fori_loop(0, steps, step, counter)
 
-        total = lax.fori_loop(0, mine, item, jnp.int32(0))
+        total = lax.fori_loop(0, tile_count, item, jnp.int32(0))
         # Every arrival is waited for: a barrier must not be left in the middle of a phase, nor may a program end that
         # the other one of its cluster still writes to.
         last = jnp.maximum(total - stages, 0)
@@ -148,7 +148,7 @@ def _kernel(x_ref, gate_ref, up_ref, out_ref, x_smem, w_smem, out_smem, full, fr
             plgpu.copy_smem_to_gmem(out_smem.at[wg], target)
             return counter + steps
 
-        lax.fori_loop(0, mine, item, jnp.int32(0))
+        lax.fori_loop(0, tile_count, item, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(wg < _WARPGROUPS, compute, bring)

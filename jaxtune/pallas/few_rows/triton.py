@@ -152,17 +152,17 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
     rank = padded_rank(loras)
     stages = _stages(tile, padded(count), 2 if activation else 1, rank) if rank else tile.stages
-    sides, settings = [], {}
+    adapter_arrays, settings = [], {}
     for name, lora in zip(("first", "second", "third"), (*loras, None, None, None), strict=False):
         settings[f"{name.upper()}_RANK"] = 0 if lora is None else lora.a.shape[0]
         settings[f"{name.upper()}_SCALE"] = 1.0 if lora is None else float(lora.scale)
         if not rank:
             settings |= {f"{name}_a": None, f"{name}_b": None}
         else:
-            sides += [x, x] if lora is None else [lora.a.astype(x.dtype), lora.b.astype(x.dtype)]
+            adapter_arrays += [x, x] if lora is None else [lora.a.astype(x.dtype), lora.b.astype(x.dtype)]
     (out,) = compat.triton_graph_call(
         triton_kernels.product_kernel,
-        (x, *weights, *(weights[0],) * padding, *sides),
+        (x, *weights, *(weights[0],) * padding, *adapter_arrays),
         (jax.ShapeDtypeStruct((splits, count, width), dtype),),
         (width // tile.rows, splits, -(-count // tokens)),
         warps=tile.warps,

@@ -148,15 +148,15 @@ def product_kernel(
             inner = tl.dot(tl.trans(x_tile), tl.trans(thin), inner)
     if RANK > 0:
         inner = tl.trans((_rounded(inner, DTYPE) * scale).to(DTYPE))
-        side = _rows_of_b(b, rows, ranks, rank)
+        b_rows = _rows_of_b(b, rows, ranks, rank)
         if ACTIVATION:  # read at the same time
-            up_side = _rows_of_b(second_b, rows, ranks - RANK, SECOND_RANK)
+            up_b_rows = _rows_of_b(second_b, rows, ranks - RANK, SECOND_RANK)
         if SPLITS == 1 and not ACTIVATION:
-            total += _rounded(tl.dot(side, inner), DTYPE)
+            total += _rounded(tl.dot(b_rows, inner), DTYPE)
         else:
-            total = tl.dot(side, inner, total)
+            total = tl.dot(b_rows, inner, total)
         if ACTIVATION:
-            up = tl.dot(up_side, inner, up)
+            up = tl.dot(up_b_rows, inner, up)
     if ACTIVATION:
         total = _activated_in_steps(_rounded(total, DTYPE), ACTIVATION, DTYPE) * _rounded(up, DTYPE)
     offsets = (split * COUNT + tokens[:, None]) * WIDTH + begin + tl.arange(0, ROWS)[None, :]
@@ -169,10 +169,10 @@ def activated_kernel(gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACT
     DTYPE: tl.constexpr = out.dtype.element_ty
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = offsets < SIZE
-    wide = tl.load(gate + offsets, mask=real, other=0.0).to(tl.float32)
+    result = tl.load(gate + offsets, mask=real, other=0.0).to(tl.float32)
     factor = tl.load(up + offsets, mask=real, other=0.0).to(tl.float32)
-    wide = _activated_in_steps(wide, ACTIVATION, DTYPE) * factor
-    tl.store(out + offsets, wide.to(DTYPE), mask=real)
+    result = _activated_in_steps(result, ACTIVATION, DTYPE) * factor
+    tl.store(out + offsets, result.to(DTYPE), mask=real)
 
 
 @triton.jit
@@ -219,9 +219,9 @@ def _turned(
         low = _times_weight(low * inverse, weights[0], OFFSET, FLOAT32, DTYPE)
         high = _times_weight(high * inverse, weights[1], OFFSET, FLOAT32, DTYPE)
     if ROTATES:
-        turned = low * turn[0] - high * turn[1]
+        rotated_low = low * turn[0] - high * turn[1]
         high = high * turn[0] + low * turn[1]
-        low = turned
+        low = rotated_low
     return low, high
 
 
@@ -259,13 +259,13 @@ def added_norm_kernel(
     offsets = row * SIZE + columns
     # Read before the sum over the row, for which a program waits.
     factors = tl.load(weight + columns, mask=real, other=0.0)
-    wide = tl.load(x + offsets, mask=real, other=0.0).to(tl.float32)
-    wide += _sum(parts, offsets, real, COUNT * SIZE, SPLITS, DTYPE)
-    wide = wide.to(DTYPE).to(tl.float32)
-    tl.store(added + offsets, wide.to(DTYPE), mask=real)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + EPS)
-    wide = _times_weight(wide, factors, OFFSET, FLOAT32, DTYPE)
-    tl.store(normed + offsets, wide.to(DTYPE), mask=real)
+    stream = tl.load(x + offsets, mask=real, other=0.0).to(tl.float32)
+    stream += _sum(parts, offsets, real, COUNT * SIZE, SPLITS, DTYPE)
+    stream = stream.to(DTYPE).to(tl.float32)
+    tl.store(added + offsets, stream.to(DTYPE), mask=real)
+    stream = stream * tl.rsqrt(tl.sum(stream * stream) / SIZE + EPS)
+    stream = _times_weight(stream, factors, OFFSET, FLOAT32, DTYPE)
+    tl.store(normed + offsets, stream.to(DTYPE), mask=real)
 
 
 @triton.jit

@@ -28,10 +28,10 @@ def _store_rounded(x, codes, scales, code_offsets, real, scale_offsets, row_mask
     code_offsets, real: of each number's code, where to write and whether.
     scale_offsets, row_mask: [BLOCK, 1], the same of each row's scale.
     """
-    number = x.to(tl.float32)
-    scale = scale_of(tl.reduce(tl.abs(number), 1, larger, keep_dims=True))
+    x32 = x.to(tl.float32)
+    scale = scale_of(tl.reduce(tl.abs(x32), 1, larger, keep_dims=True))
     tl.store(scales + scale_offsets, scale, mask=row_mask)
-    tl.store(codes + code_offsets, (number * inverse_of(scale)).to(codes.dtype.element_ty), mask=real)
+    tl.store(codes + code_offsets, (x32 * inverse_of(scale)).to(codes.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -70,8 +70,8 @@ def gated_thin_kernel(
         offsets, real = rows * SIZE + columns, row_mask & (columns < SIZE)
         x = tl.load(gate + offsets, mask=real, other=0.0).to(tl.float32)
         y = tl.load(up + offsets, mask=real, other=0.0).to(tl.float32)
-        sides, real_sides = ranks[:, None] * SIZE + columns, (ranks < RANK)[:, None] & (columns < SIZE)
-        side = tl.load(a + sides, mask=real_sides, other=0.0)
+        a_offsets, a_mask = ranks[:, None] * SIZE + columns, (ranks < RANK)[:, None] & (columns < SIZE)
+        a_tile = tl.load(a + a_offsets, mask=a_mask, other=0.0)
         share, _ = share_of(x, ACTIVATION, 1.0, 1)
         product = _rounded(x * share * y, DTYPE)
         if RESULT == 1:
@@ -80,7 +80,7 @@ def gated_thin_kernel(
             # As many codes a thread as it has numbers of gate, which it would read in halves of sectors otherwise.
             coded, scaled = tl.max_contiguous(offsets, [1, 8]), (start // 128) * ROWS + rows
             _store_rounded(product, result, scales, coded, real, scaled, row_mask)
-        sums = tl.dot(product, tl.trans(side), sums)
+        sums = tl.dot(product, tl.trans(a_tile), sums)
     tl.store(inner + rows * RANK + ranks[None, :], sums.to(DTYPE), mask=row_mask & (ranks < RANK)[None, :])
 
 
@@ -192,21 +192,21 @@ def rounded_gradients_kernel(
         share, slope = share_of(x, ACTIVATION, 1.0, 1)
         active = x * share
         product = _rounded(active * y, DTYPE)
-        of_gate, of_up = _rounded(dout * y * (share + x * slope), DTYPE), _rounded(dout * active, DTYPE)
+        dgate, dup = _rounded(dout * y * (share + x * slope), DTYPE), _rounded(dout * active, DTYPE)
         # As many codes a thread as it reads numbers of gate, which it would read in halves of sectors otherwise.
         coded = tl.max_contiguous(first * (2 * FILLED) + number * (2 * FILLED) + columns, [1, 8])
-        further = tl.max_contiguous(coded + FILLED, [1, 8])
+        up_coded = tl.max_contiguous(coded + FILLED, [1, 8])
         scaled = tl.program_id(0) * ROWS + first + number
         block_products = parts + (tl.program_id(0).to(tl.int64) * ROWS + first) * (2 * RANK) + number * (2 * RANK)
         block_products, real_part = block_products + tl.trans(ranks), row_mask & tl.trans(real_ranks)
         # The products of `sides` are the first: Triton divides the warps for all products as for the last one, whose
         # columns are enough for them.
-        _store_rounded(of_gate, codes, scales, coded, row_mask, scaled, row_mask)
-        tl.store(block_products, tl.trans(tl.dot(side_gate, tl.trans(of_gate))), mask=real_part)
-        _store_rounded(of_up, codes, scales, further, row_mask, scaled + FILLED // 128 * ROWS, row_mask)
-        tl.store(block_products + RANK, tl.trans(tl.dot(side_up, tl.trans(of_up))), mask=real_part)
-        sums_gate = tl.dot(thin_gate, of_gate, sums_gate)
-        sums_up = tl.dot(thin_up, of_up, sums_up)
+        _store_rounded(dgate, codes, scales, coded, row_mask, scaled, row_mask)
+        tl.store(block_products, tl.trans(tl.dot(side_gate, tl.trans(dgate))), mask=real_part)
+        _store_rounded(dup, codes, scales, up_coded, row_mask, scaled + FILLED // 128 * ROWS, row_mask)
+        tl.store(block_products + RANK, tl.trans(tl.dot(side_up, tl.trans(dup))), mask=real_part)
+        sums_gate = tl.dot(thin_gate, dgate, sums_gate)
+        sums_up = tl.dot(thin_up, dup, sums_up)
         sums_down = tl.dot(thin_down, product, sums_down)
     added = tl.program_id(1).to(tl.int64) * (RANK * SIZE)
     tl.store(da + added + wide, sums_down, mask=real_wide)

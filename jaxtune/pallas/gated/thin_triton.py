@@ -87,8 +87,8 @@ def _first_use(dtype, width: int, activation: str) -> str | None:
             forward = reference.gated_thin(gate, up, a, activation)
             return *forward, *reference.gated_thin_backward(gate, up, dgated, dinner, activation)
 
-        wide = (array.astype(jnp.float32) for array in (gate, up, dgated, a, dinner))
-        return jax.jit(by_kernels)(gate, up, dgated, a, dinner), dispatch.exactly(exact)(*wide)
+        float32_operands = (array.astype(jnp.float32) for array in (gate, up, dgated, a, dinner))
+        return jax.jit(by_kernels)(gate, up, dgated, a, dinner), dispatch.exactly(exact)(*float32_operands)
 
     return dispatch.first_use("gated_thin", "triton", f"{dtype}, {width} columns, {activation}", compare)
 
@@ -105,15 +105,15 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
     (tokens, size), rank = gate.shape, a.shape[0]
     width = width_of(rank)
     shape = tile(width, result)
-    wide, scales = jax.ShapeDtypeStruct((1,), gate.dtype), jax.ShapeDtypeStruct((1,), jnp.float32)  # not written
+    result_type, scales = jax.ShapeDtypeStruct((1,), gate.dtype), jax.ShapeDtypeStruct((1,), jnp.float32)  # not written
     if result != "none":
-        wide = jax.ShapeDtypeStruct(gate.shape, jnp.float8_e4m3fn if result == "e4m3" else gate.dtype)
+        result_type = jax.ShapeDtypeStruct(gate.shape, jnp.float8_e4m3fn if result == "e4m3" else gate.dtype)
     if result == "e4m3":
         scales = jax.ShapeDtypeStruct((-(-size // 128), tokens), jnp.float32)
     gated, scales, inner = compat.triton_call(
         thin_kernels.gated_thin_kernel,
         (gate, up, a),
-        [wide, scales, jax.ShapeDtypeStruct((tokens, rank), gate.dtype)],
+        [result_type, scales, jax.ShapeDtypeStruct((tokens, rank), gate.dtype)],
         (-(-tokens // shape.rows),),
         warps=shape.warps,
         stages=shape.stages,

@@ -50,11 +50,11 @@ def _first_use(dtype, gate: RowGate) -> str | None:
         weights = jax.random.uniform(keys[2], (37,))
         arrays = gate_up.astype(dtype), weights, dgated.astype(dtype)
         kernel_results = jax.jit(gated_rows_backward, static_argnums=3)(*arrays, gate)
-        wide = (array.astype(jnp.float32) for array in arrays)
+        float32_operands = (array.astype(jnp.float32) for array in arrays)
         exact = dispatch.exactly(
             lambda gate_up, row_weights, dout: reference.gated_rows_backward(gate_up, row_weights, dout, gate)
         )
-        return kernel_results, exact(*wide)
+        return kernel_results, exact(*float32_operands)
 
     return dispatch.first_use("gated_rows_backward", "triton", f"{dtype}, {gate}", compare)
 

@@ -52,9 +52,9 @@ def divergence_of(log_student: jax.Array, log_teacher: jax.Array, beta: float) -
         return value, student * (gap - value[..., None])
     mixture = jnp.logaddexp(log_student + np.float32(np.log1p(-beta)), log_teacher + np.float32(np.log(beta)))
     gap = log_student - mixture
-    of_student = (student * gap).sum(-1)
-    value = beta * (teacher * (log_teacher - mixture)).sum(-1) + (1.0 - beta) * of_student
-    return value, (1.0 - beta) * student * (gap - of_student[..., None])
+    student_divergence = (student * gap).sum(-1)
+    value = beta * (teacher * (log_teacher - mixture)).sum(-1) + (1.0 - beta) * student_divergence
+    return value, (1.0 - beta) * student * (gap - student_divergence[..., None])
 
 
 def _chunk(

@@ -102,8 +102,8 @@ def through_head(dlogits: jax.Array, hidden: jax.Array, head: jax.Array, head_gr
     dhidden = jnp.einsum("btv,vd->btd", dlogits, head, precision=precision)
     if not head_gradient:
         return dhidden, None
-    of_head = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32, precision=precision)
-    return dhidden, of_head
+    dhead = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32, precision=precision)
+    return dhidden, dhead
 
 
 def _chunk(
@@ -134,10 +134,10 @@ def _chunk(
     if real is not None:
         logits = jnp.where(real, logits, -jnp.inf)
     lse = log_sum_exp(logits)
-    hit = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     if label_smoothing:
-        hit = (1.0 - label_smoothing) * hit + label_smoothing * logits.mean(-1, where=real)
-    losses = lse - hit + z_loss * lse * lse if z_loss else lse - hit
+        target_logits = (1.0 - label_smoothing) * target_logits + label_smoothing * logits.mean(-1, where=real)
+    losses = lse - target_logits + z_loss * lse * lse if z_loss else lse - target_logits
     entropy_values = None
     if entropies:
         logps = logits - lse[..., None]

@@ -41,10 +41,10 @@ def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         return jax.lax.top_k(logits, k)
     padding = [(0, 0)] * (logits.ndim - 1) + [(0, -size % width)]
     groups = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*logits.shape[:-1], -1, width)
-    _, best = jax.lax.top_k(groups.max(-1), k)
-    candidates = jnp.take_along_axis(groups, best[..., None], axis=-2).reshape(*logits.shape[:-1], k * width)
+    _, best_groups = jax.lax.top_k(groups.max(-1), k)
+    candidates = jnp.take_along_axis(groups, best_groups[..., None], axis=-2).reshape(*logits.shape[:-1], k * width)
     values, positions = jax.lax.top_k(candidates, k)
-    return values, jnp.take_along_axis(best, positions // width, axis=-1) * width + positions % width
+    return values, jnp.take_along_axis(best_groups, positions // width, axis=-1) * width + positions % width
 
 
 @jax.vmap
@@ -70,14 +70,16 @@ def _outcomes(logits, ids, log_probs, size: int):
     ids = jnp.where(is_stored, ids, logits.shape[-1])
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     bucket_logits = _put(logits, ids, jnp.full(ids.shape, NOTHING, logits.dtype))
-    of_rest = jax.nn.logsumexp(bucket_logits, axis=-1, keepdims=True)
+    bucket_lse = jax.nn.logsumexp(bucket_logits, axis=-1, keepdims=True)
     listed = jnp.take_along_axis(logits, jnp.minimum(ids, size - 1), axis=-1) - lse
     stored = jnp.where(is_stored, log_probs, NOTHING)
     log_bucket = jnp.log(jnp.maximum(1.0 - jnp.exp(stored).sum(-1, keepdims=True), LEAST_REST))
-    is_rest = is_stored.sum(-1, keepdims=True) < size
-    student = jnp.concatenate([jnp.where(is_stored, listed, NOTHING), jnp.where(is_rest, of_rest - lse, NOTHING)], -1)
-    teacher = jnp.concatenate([stored, jnp.where(is_rest, log_bucket, NOTHING)], -1)
-    return student, teacher, ids, bucket_logits - of_rest
+    has_bucket = is_stored.sum(-1, keepdims=True) < size
+    student = jnp.concatenate(
+        [jnp.where(is_stored, listed, NOTHING), jnp.where(has_bucket, bucket_lse - lse, NOTHING)], -1
+    )
+    teacher = jnp.concatenate([stored, jnp.where(has_bucket, log_bucket, NOTHING)], -1)
+    return student, teacher, ids, bucket_logits - bucket_lse
 
 
 def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperature, gradients, head_gradient) -> Results:
@@ -93,11 +95,11 @@ def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperatur
     all_log_probs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     entropies = -(jnp.exp(all_log_probs) * all_log_probs).sum(-1)
     student, teacher, ids, bucket_log_probs = _outcomes(logits, ids, log_probs, size)
-    losses, of_outcomes = divergence_of(student, teacher, beta)
+    losses, doutcomes = divergence_of(student, teacher, beta)
     if not gradients:
         return Results(losses, entropies, None, None)
     # A token of the bucket has its share of the bucket's gradient, its probability among the bucket's tokens.
-    dlogits = _put(jnp.exp(bucket_log_probs) * of_outcomes[..., -1:], ids, of_outcomes[..., :-1])
+    dlogits = _put(jnp.exp(bucket_log_probs) * doutcomes[..., -1:], ids, doutcomes[..., :-1])
     dlogits = dlogits * weights[..., None] * slope
     return Results(losses, entropies, *through_head(dlogits, hidden, head, head_gradient))
 

@@ -63,10 +63,10 @@ def normed_heads_kernel(
     angles = heads // HEADS * HALF + half
     c = tl.load(cos + angles, mask=real, other=0.0)
     s = tl.load(sin + angles, mask=real, other=0.0)
-    by_low, by_high = _factors(weight, OFFSET, FLOAT32, HALF, DTYPE)
+    factor_low, factor_high = _factors(weight, OFFSET, FLOAT32, HALF, DTYPE)
     inverse = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + EPS)[:, None]
-    low = _scaled(low * inverse, by_low, FLOAT32, DTYPE)
-    high = _scaled(high * inverse, by_high, FLOAT32, DTYPE)
+    low = _scaled(low * inverse, factor_low, FLOAT32, DTYPE)
+    high = _scaled(high * inverse, factor_high, FLOAT32, DTYPE)
     tl.store(out + offsets, (low * c - high * s).to(DTYPE), mask=real)
     tl.store(out + HALF + offsets, (high * c + low * s).to(DTYPE), mask=real)
 
@@ -96,7 +96,7 @@ def normed_heads_gradient_kernel(
       dweight: float32[programs, 2 HALF].
     """
     DTYPE: tl.constexpr = dx.dtype.element_ty
-    by_low, by_high = _factors(weight, OFFSET, FLOAT32, HALF, DTYPE)
+    factor_low, factor_high = _factors(weight, OFFSET, FLOAT32, HALF, DTYPE)
     half = tl.arange(0, HALF)
     # Added up over the heads of a tile at the end only, as threads must wait for each other to do so.
     sum_low = tl.zeros([BLOCK, HALF], tl.float32)
@@ -115,7 +115,7 @@ def normed_heads_gradient_kernel(
         low, high = low * inverse, high * inverse
         sum_low += dlow * low
         sum_high += dhigh * high
-        dlow, dhigh = dlow * by_low, dhigh * by_high
+        dlow, dhigh = dlow * factor_low, dhigh * factor_high
         shared = ((tl.sum(dlow * low, 1) + tl.sum(dhigh * high, 1)) / (2 * HALF))[:, None]
         tl.store(dx + offsets, ((dlow - low * shared) * inverse).to(DTYPE), mask=real)
         tl.store(dx + HALF + offsets, ((dhigh - high * shared) * inverse).to(DTYPE), mask=real)

@@ -17,12 +17,12 @@ def normed(x, weight, eps, offset, float32):
     float32: True: the normed numbers times the weight are rounded once. False: both are rounded to x's dtype first,
       and the product again.
     """
-    wide = x.astype(jnp.float32)
-    wide = wide * inverse_rms(wide, eps)
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * inverse_rms(x32, eps)
     if float32:
         weight = weight.astype(jnp.float32)
-        return (wide * (offset + weight if offset else weight)).astype(x.dtype)
-    return wide.astype(x.dtype) * weight.astype(x.dtype)
+        return (x32 * (offset + weight if offset else weight)).astype(x.dtype)
+    return x32.astype(x.dtype) * weight.astype(x.dtype)
 
 
 def inverse_rms(x, eps) -> jax.Array:
@@ -31,8 +31,8 @@ def inverse_rms(x, eps) -> jax.Array:
     A differentiated caller that reads x in float32 elsewhere passes that array, so that both uses' gradients are added
     in float32.
     """
-    wide = x.astype(jnp.float32)
-    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    x32 = x.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

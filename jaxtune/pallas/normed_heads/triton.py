@@ -59,8 +59,8 @@ def _first_use(dtype, weight_dtype, dim: int) -> str | None:
             return reference.rotated(False, reference.normed(x, weight, 1e-6, 0.0, True), *table)
 
         kernel_results = jax.jit(functools.partial(run, kernels))(x, weight, dout)
-        wide = (array.astype(jnp.float32) for array in (x, weight, dout))
-        return kernel_results, dispatch.exactly(functools.partial(run, exact))(*wide)
+        float32_operands = (array.astype(jnp.float32) for array in (x, weight, dout))
+        return kernel_results, dispatch.exactly(functools.partial(run, exact))(*float32_operands)
 
     call = f"{dtype}, weight {weight_dtype}, head dim {dim}"
     return dispatch.first_use("normed_heads", "triton", call, compare)

@@ -48,15 +48,15 @@ def normed_stream_gradient_kernel(
         gradient = tl.load(dnormed + offsets, mask=real, other=0.0)
         if PASSED:
             added = tl.load(passed + offsets, mask=real, other=0.0)
-        wide = x_tile.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + EPS)[:, None]
-        wide = wide * inverse
+        normed_x = x_tile.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(normed_x * normed_x, 1) / SIZE + EPS)[:, None]
+        normed_x = normed_x * inverse
         gradient = gradient.to(tl.float32)
         if TRAINED:
-            sums += gradient * wide
+            sums += gradient * normed_x
         gradient = gradient * factor
-        shared = (tl.sum(gradient * wide, 1) / SIZE)[:, None]
-        dx_tile = (gradient - wide * shared) * inverse
+        shared = (tl.sum(gradient * normed_x, 1) / SIZE)[:, None]
+        dx_tile = (gradient - normed_x * shared) * inverse
         if PASSED:
             dx_tile += added.to(tl.float32)
         tl.store(dx + offsets, dx_tile.to(DTYPE), mask=real)

@@ -65,8 +65,8 @@ def _first_use(dtype, weight_dtype, size: int) -> str | None:
         kernel_results = jax.jit(functools.partial(run, lambda x, weight: normed_stream(x, weight, 1e-6, 0.0, True)))(
             *operands
         )
-        wide = (array.astype(jnp.float32) for array in operands)
-        return kernel_results, dispatch.exactly(functools.partial(run, exact))(*wide)
+        float32_operands = (array.astype(jnp.float32) for array in operands)
+        return kernel_results, dispatch.exactly(functools.partial(run, exact))(*float32_operands)
 
     return dispatch.first_use("normed_stream", "triton", f"{dtype}, weight {weight_dtype}, {size}", compare)
 

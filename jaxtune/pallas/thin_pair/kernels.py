@@ -31,8 +31,8 @@ def thin_pair_kernel(
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, WIDTH)[None, :]
     column_mask, real_ranks = columns < OUT, ranks < RANK
-    sides, real = columns[:, None] * RANK + ranks, column_mask[:, None] & real_ranks
-    side = tl.load(b + sides, mask=real, other=0.0).to(DTYPE)
+    b_offsets, real = columns[:, None] * RANK + ranks, column_mask[:, None] & real_ranks
+    b_tile = tl.load(b + b_offsets, mask=real, other=0.0).to(DTYPE)
     sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     number = tl.arange(0, BLOCK)[:, None]
     for step in range(STEPS):
@@ -44,5 +44,5 @@ def thin_pair_kernel(
         thin, thin_places = inner + first * RANK, number * RANK + ranks
         sums = tl.dot(tl.trans(tile), tl.load(thin + thin_places, mask=row_mask & real_ranks, other=0.0), sums)
         block_sums = dinner + (tl.program_id(0).to(tl.int64) * ROWS + first) * RANK
-        tl.store(block_sums + thin_places, tl.dot(tile, side), mask=row_mask & real_ranks)
-    tl.store(db + tl.program_id(1).to(tl.int64) * OUT * RANK + sides, sums, mask=real)
+        tl.store(block_sums + thin_places, tl.dot(tile, b_tile), mask=row_mask & real_ranks)
+    tl.store(db + tl.program_id(1).to(tl.int64) * OUT * RANK + b_offsets, sums, mask=real)
