@@ -3,8 +3,7 @@ and in plain JAX for other devices.
 
 A warp has whole blocks of 256 elements, so a block's new absmax is known before its codes are written. The gradient is
 scaled here and moments are updated in place, so that only the direction is in memory besides the state. While a
-warpgroup computes a chunk of 8 blocks from registers, bulk copies load its next into shared memory; stores to the same
-arrays do not delay them.
+warpgroup computes a chunk of 8 blocks from registers, bulk copies load its next into shared memory.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ def _pairs(query, key) -> bool:
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """lse is 0 at padding, too. The same call gives the same bits."""
+    """As api.attention_forward; lse is 0 at padding, too. The same call gives the same bits."""
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
     query, key, value = (_operand(a) for a in (query, key, value))
@@ -454,7 +454,7 @@ def _sum_of_shares(gradient, shares: int):
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """The same call gives the same bits."""
+    """As api.attention_backward. The same call gives the same bits."""
     _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))

@@ -2,9 +2,9 @@
 
 A kernel runs one program on each multiprocessor: two warpgroups compute, one loads blocks. A program works through
 items: tiles of queries of two heads (or two tiles of one head, if a key head has an odd number of query heads), or a
-tile of keys of one key head. In each step the computing warpgroups process one block of the other side. Some kernels
-divide items otherwise (mosaic_backward_wide.py, mosaic_halves.py). The loading warpgroup runs ahead across items, so
-that their starts and ends overlap with their neighbours' work: on packed rows an item often has two to ten steps.
+tile of keys of one key head. In each step the computing warpgroups process one block of the other side. The loading
+warpgroup runs ahead across items, so that their starts and ends overlap with their neighbours' work: on packed rows an
+item often has two to ten steps.
 
 Common arguments of the kernels' bodies:
 

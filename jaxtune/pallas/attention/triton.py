@@ -131,7 +131,7 @@ def _call(
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """lse is 0 at padding, too. ValueError unless scale is above 0."""
+    """As api.attention_forward; lse is 0 at padding, too. ValueError unless scale is above 0."""
     from jaxtune.pallas.attention import triton_kernels
 
     rows, length, heads, dim = query.shape
@@ -153,7 +153,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """ValueError unless scale is above 0."""
+    """As api.attention_backward. ValueError unless scale is above 0."""
     from jaxtune.pallas.attention import triton_kernels
 
     heads, dim = query.shape[2:]

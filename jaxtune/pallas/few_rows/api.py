@@ -53,7 +53,7 @@ def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes
 
 
 def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
-    """Such as ", adapters of rank 16", or "", in the name of a check at first use; calls of one name share a check."""
+    """Such as ", adapters of rank 16", or "": calls with the same description share a check at first use."""
     rank = triton.padded_rank(loras)
     return f", adapters of rank {rank}" if rank else ""
 

@@ -66,8 +66,7 @@ def chosen_token(
 
       logits: [N, V or more]; columns from vocab_size on are padding.
       temperature, logprob_temperature: float32[N], divide logits before the draw, and before the log-probability.
-      uniform: float32[N] from 0 to 1, decides the draw; negative: the most likely token, the first of several. None:
-        all rows take it.
+      uniform: float32[N] from 0 to 1, decides the draw; negative or None: the most likely token, the first of several.
       implementation: "triton", "reference", or None: the first that supports the call.
     """
     check = Arguments("chosen_token")

@@ -1,7 +1,7 @@
-"""Public functions of a decoding step's mixture of experts. A step of some dozen tokens gives each expert a handful, so
-they need no sort of tokens by expert (jaxtune.pallas.routing) and no padded rows. The plain implementation multiplies
-every token by every expert; a caller with another way first asks `experts_have_kernels`. All raise TypeError or
-ValueError for wrong arguments or an implementation that refuses.
+"""Public functions of a decoding step's mixture of experts, which need no sort of tokens by expert
+(jaxtune.pallas.routing) and no padded rows. The plain implementation multiplies every token by every expert; a caller
+with another way first asks `experts_have_kernels`. All raise TypeError or ValueError for wrong arguments or an
+implementation that refuses.
 """
 
 from __future__ import annotations

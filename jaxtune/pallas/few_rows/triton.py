@@ -34,7 +34,7 @@ _ENOUGH = 96  # programs that occupy them well enough: fewer splits are less to 
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """How a product is divided among programs: each multiplies one tile of rows of the weight by all rows of x, in
-    steps along the columns. Those in use were measured on an H200.
+    steps along the columns.
     """
 
     rows: int  # the number of rows of the weight that a program multiplies; in a gated product, of gate and of up each

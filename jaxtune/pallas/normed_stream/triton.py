@@ -1,7 +1,5 @@
-"""Norm of the residual stream with a derivative by a Triton kernel.
-
-XLA computes the norm itself, in one pass in which it also adds up what is normed. For x's gradient it would need two:
-sums over each row, then the same arrays once more.
+"""Norm of the residual stream with a derivative by a Triton kernel. XLA computes the norm itself, in one pass in which
+it also adds up what is normed; for x's gradient it would need two.
 """
 
 from __future__ import annotations
