@@ -102,8 +102,8 @@ def gated_thin_backward_kernel(
     STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Gradients of gate and up in COLUMNS columns of STEPS tiles, in float32, and these rows' share of dinner^T
-    (activation( gate) * up, rounded). Grid: (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up. dgate may be gate's
+    """Gradients of gate and up in COLUMNS columns of STEPS tiles, in float32, and these rows' share of dinner^T times
+    the rounded activation(gate) * up. Grid: (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up. dgate may be gate's
     memory, and dup up's: a tile is read before it is written.
 
       gate, up, dgated, dgate, dup: [ROWS, SIZE] of 16 bits; dinner: [ROWS, RANK].
