@@ -1,4 +1,4 @@
-"""A conversation with a model in its chat template, which keeps the messages and answers one question at a time."""
+"""A conversation with a model in its chat template."""
 
 from __future__ import annotations
 
@@ -19,24 +19,16 @@ _INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character 
 
 
 class Conversation:
-    """A conversation in which the model sees all earlier questions and answers. An answer ends at a token that ends a
-    turn, or with max_new_tokens tokens (by default generate's number).
+    """A conversation in which the model sees all earlier questions and answers.
 
-    Args:
-      model: with or without an adapter.
-      tokenizer: with a chat template.
-      system: the system message; None: there is none.
-      template_arguments: further variables of the chat template, such as {"enable_thinking": False}.
-      settings: arguments of `generate` (generate.py) for every answer by name, such as max_new_tokens, temperature and
-        top_p; not eos_token_ids, streamer and tokenizer, which are set here.
+      template_arguments: variables of the chat template, such as {"enable_thinking": False}.
+      settings: of `generate` for every answer; not eos_token_ids, streamer and tokenizer.
 
     Attributes:
-      messages: as the chat template takes them, with an answer's thoughts as `reasoning_content`.
-      adapter: True: the next answer is the adapted model's; False: the base model's. It can be set at any time, and is
-        False at first only for a model without an adapter.
+      messages: for the chat template, with an answer's thoughts as `reasoning_content`.
+      adapter: whether the next answer uses the model's adapter; may be set at any time.
 
-    Raises:
-      ValueError: no tokenizer, or one without a chat template.
+    Raises ValueError without a tokenizer or chat template.
     """
 
     def __init__(
@@ -60,27 +52,20 @@ class Conversation:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the model has an adapter, so that the conversation can be continued with it and without it; if it
-        has, the command chat offers /adapter."""
         return self._with is not self._without
 
     def reset(self) -> None:
-        """Removes all messages but the system message, so that a new conversation begins (/reset of the command chat);
-        `adapter` stays as it is."""
+        """Removes all messages but the system message; `adapter` stays."""
         self.messages: list[dict[str, Any]] = list(self._system)
 
     def ask(self, text: str, show: Callable[[str], None] = lambda piece: None) -> str:
-        """The model's answer to a question, as text without thoughts; both are added to the messages, unless an error
-        ends the answer.
+        """The model's answer, as text without thoughts. Question and answer become messages unless an error ends the
+        answer.
 
-        Args:
-          text: the question, as the user's next message.
-          show: called with each piece of the thoughts and the answer, which an empty line separates, in whole
-            characters, as soon as it is known. By default nothing is called.
+          show: called with each piece of the thoughts and, after an empty line, the answer, in whole characters.
 
-        Raises:
-          ValueError: the chat template refuses the messages; the conversation and max_new_tokens are more tokens than
-            the model has positions; a setting that `generate` refuses.
+        Raises ValueError if the chat template refuses the messages, they and max_new_tokens exceed the model's
+        positions, or `generate` refuses a setting.
         """
         messages = read_messages([*self.messages, {"role": "user", "content": text}])
         try:
@@ -98,7 +83,7 @@ class Conversation:
                 last = kind
 
         def take(_: int, tokens: list[int]) -> None:
-            """The streamer of generate: shows what new tokens add to the text, in whole characters."""
+            """Shows what new tokens add to the text, in whole characters."""
             nonlocal shown
             new.extend(tokens)
             known = self._reader.text(new, calls=False)

@@ -1,6 +1,4 @@
-"""Samplers of several devices that share the rows, for a model whose weights every device has, such as one that is
-being trained on them: each device samples a part of the answers, without exchanges. `devices_of` finds the devices,
-`copy_on` makes the model of one of them, and `DividedSampler` has a sampler on each."""
+"""Sampling on several devices that each have a model's whole weights, without exchanges."""
 
 from __future__ import annotations
 
@@ -19,19 +17,15 @@ type Device = Any  # a jax.Device
 
 
 def devices_of(model: Decoder) -> list[Device]:
-    """The devices that have the whole weights of a model, in the order of their numbers, for a DividedSampler; where
-    answers are sampled in training, one device means that a Sampler is enough. model: one whose weights are not divided
-    over devices."""
+    """The devices that have the whole weights, by ascending id."""
     first = jax.tree.leaves(nnx.state(model))[0]
     return sorted(first.sharding.device_set, key=lambda device: device.id)
 
 
 def copy_on(model: Decoder, device: Device) -> Decoder:
-    """A model on one device for a Sampler, made of the arrays of `model` that `device` already has; nothing is copied.
-    model: a model whose weights are whole on each of several devices, this one included."""
+    """The model on one device, from arrays that lie there whole; nothing is copied."""
 
     def own(array: jax.Array) -> jax.Array:
-        """The copy of an array that is on the device."""
         return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
     graph, state = nnx.split(model)
@@ -39,15 +33,11 @@ def copy_on(model: Decoder, device: Device) -> Decoder:
 
 
 class DividedSampler:
-    """Samplers of several devices with methods of one (`Sampler.submit`, `step`, `pending` and `close`). The rows that
-    are submitted first are divided into consecutive parts, one for each device; a later row goes to the device with the
-    fewest rows that are not done.
+    """A Sampler on each device. The first `rows` rows are divided into consecutive shares; a later row goes to the
+    device with the fewest pending ones.
 
-    Args:
-      model: its weights are whole on each device.
-      devices: the devices.
-      rows: the number of rows that are submitted first, at least one.
-      make: makes the sampler of a device from the model with that device's weights.
+      model: whole on each device.
+      make: makes a device's sampler from the model on that device.
     """
 
     def __init__(self, model: Decoder, devices: Sequence[Device], rows: int, make: Callable[[Decoder], Sampler]):
@@ -59,10 +49,9 @@ class DividedSampler:
         self._numbers: list[dict[int, int]] = [{} for _ in devices]  # of each device: {its number of a request: ours}
 
     def submit(self, prompt: Sequence[int], *arguments, **settings) -> int:
-        """Submits a prompt to one of the samplers; returns the request's number (from 0, in the order of submission),
-        which `step` gives with its tokens.
-
-        prompt: token ids. arguments, settings: the other arguments of Sampler.submit, such as max_new_tokens."""
+        """Submits token ids with Sampler.submit's arguments. Returns the request's number, from 0 in the order of
+        submission.
+        """
         number, self._submitted = self._submitted, self._submitted + 1
         count = len(self._samplers)
         place = number * count // self._rows
@@ -80,19 +69,18 @@ class DividedSampler:
         self.close()
 
     def close(self) -> None:
-        """Closes the samplers of all devices."""
         for sampler in self._samplers:
             sampler.close()
 
     @property
     def pending(self) -> int:
-        """The number of requests that are not done, on all devices; the caller calls `step` until it is 0."""
+        """The number of requests that are not done, on all devices."""
         return sum(sampler.pending for sampler in self._samplers)
 
     def step(self) -> list[Piece]:
-        """Makes about one round (a few tokens of each row) of progress on every device that has work. Returns the new
-        Pieces, each with new tokens of one request. A device computes its next round while the results of the others
-        are read."""
+        """Makes about one round of progress (a few tokens of each row) on every device that has work, and returns the
+        new Pieces.
+        """
         found = []
         for device, sampler, numbers in zip(self._devices, self._samplers, self._numbers, strict=True):
             if sampler.pending:

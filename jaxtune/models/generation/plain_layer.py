@@ -1,12 +1,7 @@
 """A decoding step of a plain layer, attention and a feed-forward after RMS norms, in as few kernels as possible.
 
-A step of few rows is bound by the bytes of the weights and by the number of its kernels. The operations of
-pallas/few_rows are one kernel each: the residual stream is added up and normed at once, also across the border of two
-layers, and a token's heads are normed, rotated and written into the caches at once. If any layer of the model is of
-another kind, all run through Block.step, and so do chunks of prompts.
-
-The sampler's steps (slots.py) use it: `is_plain` says which layers `step` can run. A Stream is what one layer hands to
-the next; `norm_before` and `rounding` give the norms that the kernels compute, and their settings.
+A step of few rows is bound by the bytes of the weights and the number of kernels. One kernel adds up and norms the
+residual stream, also across layers; another norms, rotates and caches a token's heads.
 """
 
 from __future__ import annotations
@@ -40,20 +35,18 @@ from jaxtune.pallas.quant_matmul import LoraWeights
 
 
 class Stream(NamedTuple):
-    """The residual stream of one new token a row, between two parts of a layer or two layers, with the norm that the
-    same kernel computed."""
+    """The residual stream of one new token a row, and its norm from the same kernel."""
 
     x: jax.Array  # [N, hidden]
     normed: jax.Array  # [N, hidden]: x after the norm of what reads it next, a part of a layer or the head
 
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
-    """Whether `step` can run this layer (`block`, of the kind `spec`). If it cannot run one layer of a model, all run
-    through Block.step, with more kernels (through_layers). It can if the layer is attention without gates, and
-    then a feed-forward, each after an RMS norm and added to the residual stream without a further norm or factor; if it
-    exchanges nothing with other layers; if its norms have no dtype of their own, queries and keys have none or one norm
-    a head, and values are neither normed nor equal to the keys; and if queries and keys are rotated over the whole head
-    in halves, without a scale by position, or not at all."""
+    """Whether `step` can run a layer: attention without gates, then a feed-forward, each between an RMS norm and a
+    plain residual sum, without exchange with other layers; no norm has a dtype of its own; queries and keys have no
+    norm or one a head, and are rotated over the whole head in halves without a scale by position, or not at all; values
+    have no norm and are not the keys. If one layer is not plain, a model runs none so.
+    """
     parts = [[(part.name, part.norm, part.post_norm) for part in stage.parts] for stage in spec.stages]
     if parts != [[("mixer", True, False)], [("mlp", True, False)]] or any(stage.post_norm for stage in spec.stages):
         return False
@@ -76,15 +69,14 @@ def is_plain(block: Block, spec: LayerSpec) -> bool:
 
 
 def norm_before(block: Block, part: str) -> RMSNorm:
-    """The norm of a layer (`block`) through which `part`, "mixer" or "mlp", reads the residual stream. The kernel that
-    adds up the stream computes this norm too, so its weight is needed before the part runs."""
+    """The norm before `part`, "mixer" or "mlp"."""
     return getattr(block, f"{part}_norm")
 
 
 def rounding(norm: RMSNorm) -> dict:
-    """The settings of an RMSNorm of the model as keyword arguments for the kernels added_norm and attended, which
-    compute the same norm inside another operation: {"eps": added to the mean square, "offset": added to the weight,
-    "float32": whether the product with the weight is computed in fp32}. `step` calls it."""
+    """Arguments for kernels that compute the norm: eps is added to the mean square, offset to the weight; float32: the
+    product with the weight is in fp32.
+    """
     return dict(eps=norm.eps, offset=norm.offset, float32=norm.float32)
 
 
@@ -97,18 +89,14 @@ def step(
     next_weight: jax.Array,
     batch_invariant: bool,
 ) -> tuple[Stream, dict[str, tuple[jax.Array, jax.Array]]]:
-    """Runs the next token of each row through one layer for which `is_plain` holds, for layer_steps._plain_step.
+    """Runs the next token of each row through a plain layer: (output and the same normed with next_weight, {"mixer":
+    updated caches}).
 
-    Args:
-      block: the layer.
-      stream: the layer's input [N, hidden], and that input after the layer's norm before attention (mixer_norm).
-      state: {"mixer": (keys, values)}, the attention's caches of all rows, each [N, kv_heads, capacity, head_dim].
-      at: int32[N], the token's position in each row; -1 for a row that does not decode, whose caches stay as they are.
-      context: the layer's spec, and a layout with the rotary tables of these positions.
+      stream: [N, hidden], with the norm before attention.
+      state: {"mixer": (keys, values)}, each [N, kv_heads, capacity, head_dim].
+      at: int32[N], positions; -1 for a row that does not decode, whose caches stay as they are.
       next_weight: [hidden], of the norm before the next layer or the head, which rounds as this layer's norms do.
-      batch_invariant: whether a row must have the same bits in any batch.
-    Returns:
-      (Stream: the layer's output, and that normed with next_weight; {"mixer": (keys, values) with the new tokens})
+      batch_invariant: a row must have the same bits in any batch.
     """
     attention, norm = block.parts["mixer"], norm_before(block, "mlp")
     options = rounding(norm)
@@ -126,10 +114,7 @@ def step(
 
 
 def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
-    """Computes the output of `feed_forward`, a layer's MLP or experts, for one new token of each of N rows: [splits, N,
-    hidden], partial sums, whose sum over the first axis is the output. The kernel that adds them to the residual stream
-    computes that sum too. stream: the residual stream before the feed-forward. context: the layer's Context, which
-    experts read."""
+    """[splits, N, hidden], partial sums that the kernel of the residual stream adds up."""
     if type(feed_forward) is MLP and not feed_forward.config.fused_gate_up:
         gate, up = feed_forward.gate_proj, feed_forward.up_proj
         if all(_is_plain(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
@@ -149,12 +134,9 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
 
 
 def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
-    """Computes the output of a mixture of experts `moe` for one new token of each of N rows by few_rows' kernels, which
-    need no sort of tokens by expert: [k, N, hidden], partial sums, one for each of a token's k experts. None if there
-    are no kernels for it here: with a shared expert, another router than the plain one (Router), gpt-oss's activation,
-    experts that are not plain ones (_are_plain), or where experts_have_kernels says so, as for many rows.
-    `_feed_forward` then runs the experts' segments. x: [N, hidden], the experts' normed input. context: its layout
-    marks the rows that do not decode as padding; they get no expert, and zeros."""
+    """Experts without a sort of tokens: [k, N, hidden], a partial sum for each of a token's k experts, zeros on
+    padding; None if there are no kernels for them. x: [N, hidden], normed.
+    """
     settings, experts = moe.moe, (moe.experts.gate_up_proj, moe.experts.down_proj)
     other = settings.shared_size is not None or settings.swiglu_limit is not None or settings.interleaved
     if other or type(moe.router) is not Router or not all(_are_plain(matrix, x.dtype) for matrix in experts):
@@ -171,34 +153,31 @@ def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
 
 
 def _are_plain(matrix: ExpertLinear, dtype) -> bool:
-    """Whether the experts' matrices `matrix` are plain arrays [E, out, in] of the dtype `dtype`, with or without
-    adapters, and products with them are nothing else (no bias or rounding, and no dtype of its own), which few_rows'
-    kernels can multiply."""
+    """Whether few_rows' kernels can multiply by the matrices: plain arrays [E, out, in] of `dtype`, at most with
+    adapters.
+    """
     weight, more = matrix.stored_weight, (matrix.bias, matrix.fake_quant, matrix.compute)
     plain = not matrix.transposed and all(part is None for part in more)
     return plain and isinstance(weight, jax.Array) and weight.dtype == dtype
 
 
 def _is_plain(linear: Linear, dtype) -> bool:
-    """Whether a linear is a product with an array of the dtype `dtype`, with or without a LoRA adapter, and nothing
-    else (not quantised, no bias, rounding or DoRA, and no dtype of its own), which few_rows' kernels can multiply."""
+    """Whether few_rows' kernels can multiply by the weight: a plain array of `dtype`, at most with LoRA, not DoRA."""
     more = (linear.bias, linear.fake_quant, linear.compute, None if linear.lora is None else linear.lora.magnitude)
     weight = linear.stored_weight
     return all(part is None for part in more) and isinstance(weight, jax.Array) and weight.dtype == dtype
 
 
 def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:
-    """The adapters of `linears`, for which `_is_plain` holds, as few_rows' kernels take them: for each linear its
-    adapter's arrays or None; an empty list if no linear has an adapter."""
+    """Each plain linear's adapter or None; an empty list if none has one."""
     loras = [None if linear.lora is None else linear.lora.weights(linear.stored_weight) for linear in linears]
     return loras if any(lora is not None for lora in loras) else []
 
 
 def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
-    """The products of x [N, in] with several linears, concatenated: [splits, N, sum of the linears' out], partial sums,
-    whose sum over the first axis is the product. few_rows.products computes them if all linears are plain (_is_plain),
-    adapters included; otherwise the linears compute the product as usual, and splits is 1. `step` calls it for query,
-    key and value and for o_proj, and `_feed_forward` for a plain MLP's down_proj (gate and up have gated_product)."""
+    """Products of x [N, in] with several linears, concatenated: partial sums [splits, N, sum of out]; splits is 1
+    unless all are plain.
+    """
     if all(_is_plain(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears], _adapters(linears))
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]

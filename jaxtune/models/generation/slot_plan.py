@@ -1,8 +1,4 @@
-"""Plans how many rows a sampler decodes at the same time and how long they may be, by the free device memory. The
-memory of one such row, with the caches of its keys and values, is a slot (slots.py). `plan_slots` makes a SlotPlan for
-a sampler, from `room_bytes`, the free memory, and `slot_bytes`, what slots take; `slots_for` makes it for the plan of a
-training run. `prefilled_at_once` says how large a program of prompts may be. `length_bucket` rounds the lengths of
-prompts and caches up."""
+"""Plans by the free device memory how many rows a sampler decodes at a time (slots) and how long they may be."""
 
 from __future__ import annotations
 
@@ -26,11 +22,10 @@ _SPARED = 0.1  # the share of free memory that is left for activations of prefil
 
 
 def length_bucket(tokens: int, least: int = _SHORTEST_CACHE) -> int:
-    """The length to which `tokens` tokens are padded: at least `least`, and the next power of two, or three quarters of
-    one from 384 on. There are few, because each needs programs of its own.
+    """The length to which `tokens` are padded: a power of two, or three quarters of one from 384 on. There are few,
+    because each compiles programs.
 
-    It never falls as `tokens` rises, so that a prompt, padded with any `least` up to that of caches, fits into the
-    cache of its row.
+    It never falls as `tokens` rises, so that a padded prompt fits into the cache of its row.
 
     >>> [length_bucket(tokens) for tokens in (1, 129, 300, 513, 800)], length_bucket(20, least=16)
     ([128, 256, 384, 768, 1024], 32)
@@ -42,8 +37,7 @@ def length_bucket(tokens: int, least: int = _SHORTEST_CACHE) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """The number of slots and the most tokens of a row for which a sampler has device memory, as plan_slots chooses
-    them. The sampler allocates caches of that length only when rows need it. As a string, it is a line for reports."""
+    """The slots and the most tokens of a row for which there is memory; str() is a line for reports."""
 
     slots: int  # the number of rows that decode in one batch
     length: int  # the most tokens that a row may have, its prompt included
@@ -61,14 +55,8 @@ class SlotPlan:
 
 
 def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:
-    """The device bytes of the states of `slots` slots with `length` tokens each, and of the values around the logits of
-    one step (16 bytes for each slot and token of the vocabulary). plan_slots asks it what fits.
-
-    Args:
-      structure: the model without its arrays.
-      shapes: the shape and dtype of each of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)).
-      slots: the number of rows that decode at the same time.
-      length: the most tokens of a row; the capacity of its caches is rounded up (length_bucket).
+    """Device bytes of the states of slots with `length` tokens each, and of the values around a step's logits (16 bytes
+    for each slot and token of the vocabulary). shapes: of jax.tree.leaves(nnx.state(model)).
     """
     states = device.states_shape(structure, shapes, slots, length_bucket(length))
     kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
@@ -76,16 +64,9 @@ def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], s
 
 
 def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, deterministic: bool = False) -> SlotPlan:
-    """The slots with which a sampler would run, for the plan of a training run that samples answers, for its steps or
-    its evaluation. The Trainer limits the run's samplers to these numbers, and `jaxtune train --plan` prints them.
-
-    There are `most_slots` slots of `length` tokens, or half as many, or a quarter, and so on, until they fit into
-    `room_bytes` bytes of device memory, of which a tenth is left for other buffers; and as many converted layers as fit
-    beside these slots, if there are enough slots for conversion to be faster (converted.LEAST_ROWS).
-
-    model: its arrays may be jax.ShapeDtypeStructs, because only shapes and dtypes are read. deterministic: as the
-    sampler's; nothing is converted if it is True. Raises ValueError if there is no room for a single slot, if the model
-    has fewer than `length` positions, or if length or most_slots is not a positive integer.
+    """The slots with which a sampler would run for rows of `length` tokens, at most `most_slots`, in `room_bytes` of
+    device memory. `model` may have jax.ShapeDtypeStructs. Raises ValueError if no slot fits or the model has too few
+    positions.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -108,28 +89,20 @@ def plan_slots(
     most_slots: int = SLOTS,
     convertible: Convertible | None = None,
 ) -> SlotPlan:
-    """Chooses the number of slots, and then the length of rows, for which there is device memory: the slots are
-    `most_slots`, halved until rows of 256 tokens (or of `length`) fit; the length is 256 tokens, doubled as long as it
-    fits and the model has positions. The constructor of Sampler calls it, and slots_for.
+    """Chooses the slots, then the length of rows: `most_slots`, halved until rows of 256 tokens (or of `length`) fit;
+    256 tokens, doubled as long as they fit and the model has positions.
 
-    Weights can also be converted once and kept so in memory (converted.py), those of as many layers as fit into what
-    the slots leave (SlotPlan.converted_layers), if there are enough slots for this to be faster (converted.LEAST_ROWS).
-    Slots never become fewer by it. A planned length is chosen beside the converted weights of all layers if these take
-    at most half of what is free and leave room for the least length; otherwise as if none were converted.
+    If enough slots decode (converted.LEAST_ROWS), as many layers as fit beside them are converted once; slots never
+    become fewer for that. A planned length leaves room for all converted layers if these take at most half of the free
+    memory.
 
-    Args:
-      bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.
-      positions: the most tokens of a row that the model has positions for; no length exceeds it.
-      room_bytes: free device memory in bytes, of which a tenth is left for other buffers; None: it is not known and
-        limits nothing, and nothing is converted.
-      slots: a fixed number of slots; None: it is planned.
-      length: a fixed length of rows in tokens; None: it is planned.
-      most_slots: the limit of a planned number of slots.
-      convertible: what the model's converted weights would take, and what must stay free beside them; None: nothing
-        is converted.
-    Raises:
-      ValueError: slots, length or most_slots that is not a positive integer; a length above `positions`; no room for
-        the fixed slots, or for a single one, of the fixed or the least length.
+      bytes_of: (slots, tokens of a row) -> bytes of their states and of a step's logits.
+      positions: the most tokens of a row.
+      room_bytes: free device memory, a tenth of it for other buffers; None: unknown, which limits and converts nothing.
+      slots, length: fixed; None: planned.
+      convertible: None: nothing is converted.
+
+    Raises ValueError for a number that is not a positive integer, a length above `positions`, or no room.
     """
     for name, value in (("slots", slots), ("length", length), ("most_slots", most_slots)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -152,12 +125,8 @@ def plan_slots(
 
 
 def prefilled_at_once(plan: SlotPlan, room_bytes: float | None, prefill_tokens: int) -> int:
-    """The most tokens that one program of a sampler prefills while most of its slots are free: `prefill_tokens`, or
-    four times as many, if memory for them is left beside the slots and the converted weights. Prompts fill a longer row
-    better. The constructor of Sampler calls it.
-
-    plan: the sampler's. room_bytes: the free memory by which it was planned, in bytes; None: it is not known, and
-    `prefill_tokens` is returned. prefill_tokens: as for the sampler.
+    """The most tokens that one program prefills while most slots are free: four times `prefill_tokens` if memory is
+    left beside `plan`, because prompts fill a longer row better.
     """
     if room_bytes is None:
         return prefill_tokens
@@ -174,20 +143,7 @@ def _planned(
     length: int | None,
     most_slots: int,
 ) -> SlotPlan:
-    """Makes the plan for which `room` bytes suffice, without converted weights: `most_slots` slots, halved until rows
-    of 256 tokens (or of `length`) fit, and rows of 256 tokens, doubled as long as they fit, up to `positions`.
-    plan_slots calls it with all room, and, for the length beside converted weights, again with the room that they leave
-    and the number of slots fixed.
-
-    Args:
-      bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.
-      positions: the most tokens of a row that the model has positions for.
-      room: bytes that may be used; infinity: there is no limit.
-      slots, length: fixed values, which have been checked; None: planned.
-      most_slots: the limit of a planned number of slots.
-    Raises:
-      ValueError: not even the smallest plan fits.
-    """
+    """plan_slots for `room` bytes, without converted weights."""
 
     def fits(slots: int, length: int) -> bool:
         return bytes_of(slots, length) <= room
@@ -208,9 +164,8 @@ def _planned(
 
 
 def room_bytes(share: float = 1.0) -> float | None:
-    """The bytes of device memory by which a sampler plans its slots and converted weights (plan_slots): the fraction
-    `share` (0 to 1) of what is free on this process's first device. None if the device does not report its memory, as a
-    CPU. Only Sampler calls it, when it is made; slots_for, for the plan of a training run, is given its room."""
+    """The share (0 to 1) of the free bytes on this process's first device; None if it does not report them, as a CPU.
+    """
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
