@@ -1,7 +1,4 @@
-"""Writes large files with several threads while the next tensor is computed, and reads them back to verify them. A
-Writer writes a file and gives the checksums (Sums) of each part; is_as_written compares the finished file with them,
-and all_of makes many such checks in several threads. safetensors files (shards.py) and GGUF files are written so, and
-exports verify them."""
+"""Writes large files with several threads while the next tensor is computed, and reads them back to verify them."""
 
 from __future__ import annotations
 
@@ -26,14 +23,10 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Sums:
-    """The checksums of the bytes of one Writer.append, one for each chunk, of about 16 MiB. These bytes are a whole
-    tensor of a safetensors file, or a part of one of a GGUF file. Writer.append returns the checksums while the bytes
-    are still being written; is_as_written compares the finished file with them, in exports only: saving a model does
-    not read it back.
+    """Checksums of the bytes of one Writer.append, one for each chunk of about 16 MiB.
 
-    Args:
-      sizes: the bytes of each chunk, in order; also an attribute. The attribute size_bytes is their sum.
-      futures: for each chunk in order, the future of its checksum, which is done when the chunk is written.
+    sizes: bytes of each chunk; also an attribute, and size_bytes their sum.
+    futures: of each checksum, done when its chunk is written.
     """
 
     def __init__(self, sizes: list[int], futures: list[Future[int]]):
@@ -41,21 +34,18 @@ class Sums:
         self._futures = futures
 
     def values(self) -> list[int]:
-        """The checksum (XXH3-64) of each chunk in order; waits until the bytes are written. If the write of one of
-        these chunks failed, its OSError is raised; a chunk that was not written after another failure has 0."""
+        """The XXH3-64 of each chunk; waits for the writes and raises their OSError. A chunk that was left out after
+        another failure has 0.
+        """
         return [future.result() for future in self._futures]
 
 
 class Writer:
-    """A new file to which threads append data, used as a context manager; safetensors and GGUF files are written by it.
-    Leaving the context waits for all writes, closes the file and raises the first error. If the block itself failed,
-    chunks that wait are not written, and only its error is raised. All is then on its way to the disk: callers may read
-    it back meanwhile, and flush the file (system.files.sync) before they give it its name. `size_bytes` is the number
-    of bytes that were appended so far.
+    """A new file to which threads append data, a context manager. Leaving it waits for all writes, closes the file and
+    raises the first error; if the block failed, waiting chunks are dropped. Data is then on its way to the disk:
+    readers see it, but flush the file (system.files.sync) before giving it its name.
 
-    Args:
-      file: is created or overwritten.
-      advanced: called with the number of bytes that were written, from any thread, for a progress bar.
+      advanced: called with numbers of written bytes, from any thread.
     """
 
     def __init__(self, file: Path, advanced: Callable[[int], Any] = lambda _: None):
@@ -69,13 +59,9 @@ class Writer:
         self.size_bytes = 0
 
     def __enter__(self) -> Writer:
-        """Returns this writer."""
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Waits for the writes and ends their threads. The first error of a write is raised if the block succeeded
-        (`kind` is None); otherwise the block's own error continues, and chunks that wait are not written. The file is
-        closed once all of it is on its way to the disk, which this method does not wait for."""
         if kind is not None:
             self._failed.set()
         try:
@@ -88,12 +74,8 @@ class Writer:
             self._flusher.shutdown(wait=False)
 
     def append(self, data: bytes | np.ndarray) -> Sums:
-        """Writes the bytes (uint8[n]) at the end of the file, in the background, and returns their checksums, which are
-        complete when the bytes are written. GGUF files are appended to by parts of tensors.
-
-        The caller must not change `data` afterwards; the reference to it is dropped once it is written. The method
-        waits for earlier writes while they and `data` are more than IN_FLIGHT_BYTES (256 MiB); if such a write failed,
-        its OSError is raised.
+        """Writes uint8[n] at the end of the file in the background, and returns its checksums. `data` must not change
+        until then. Waits while more than 256 MiB are in flight; raises the OSError of an earlier write.
         """
         whole = np.frombuffer(data, np.uint8)
         self._make_room(len(whole))
@@ -101,12 +83,9 @@ class Writer:
         return self._submit([(len(part), functools.partial(_itself, part)) for part in parts], None)
 
     def append_pieces(self, pieces: Sequence[Piece]) -> Sums:
-        """Writes pieces of a tensor (pieces_of), one after another, at the end of the file, and returns the checksums
-        of all, each piece being a chunk. Safetensors files are appended to by whole tensors so.
-
-        The threads that write the pieces make them first, so that several copy a tensor from its device at the same
-        time. The method returns when all are made: the tensor can then be freed. Errors of earlier writes are raised as
-        by `append`; an error of a piece's function is raised like one of its write.
+        """Writes pieces of a tensor (pieces_of), each a chunk, at the end of the file. Threads make them, so that
+        several copy from the device at a time; returns when all are made, and the tensor can be freed. Errors are
+        raised as by `append`.
         """
         made = threading.Semaphore(0)
         sums = self._submit(pieces, made)
@@ -115,13 +94,12 @@ class Writer:
         return sums
 
     def _make_room(self, size: int) -> None:
-        """Waits for the oldest writes until, with `size` bytes more, at most IN_FLIGHT_BYTES wait to be written."""
+        """Waits for the oldest writes until at most IN_FLIGHT_BYTES wait with `size` more."""
         while self._waiting and sum(self._sizes) + size > IN_FLIGHT_BYTES:
             self._collect()
 
     def _submit(self, pieces: Sequence[Piece], made: threading.Semaphore | None) -> Sums:
-        """Lets the threads write the pieces at the end of the file, for `append` and `append_pieces`, and returns their
-        checksums. made: is released for each piece that has been made, or that could not be; None: nobody waits."""
+        """made: released for each piece that is made or could not be; None: nobody waits."""
         futures = []
         for size, make in pieces:
             if made is not None:
@@ -133,8 +111,7 @@ class Writer:
         return Sums([size for size, _ in pieces], futures)
 
     def _collect(self, raises: bool = True) -> None:
-        """Waits for the oldest write of a chunk that nobody has waited for yet, before more is appended and when the
-        context is left. If that write failed, its error is raised, unless `raises` is False."""
+        """Waits for the oldest write."""
         future = self._waiting.popleft()
         self._sizes.popleft()
         if raises:
@@ -143,14 +120,9 @@ class Writer:
             future.exception()
 
     def _write(self, make: list[Callable[[], np.ndarray]], at: int, made: threading.Semaphore | None) -> int:
-        """Makes one chunk of the data and writes it at the byte `at` of the file, in a thread, has the kernel begin to
-        write it to the disk, calls `advanced`, and returns the chunk's checksum (XXH3-64). After the making or the
-        write of any chunk, or the context's block, has failed, it writes nothing and returns 0, because the file is
-        useless then.
-
-        make: has the function that makes the chunk, which is taken out, so that it holds no tensor while the chunk is
-        written. made: is released once the chunk is made; None: nobody waits. Raises OSError if the write fails, and
-        what the function raises.
+        """Makes a chunk, writes it at the byte `at`, and returns its XXH3-64; 0 without writing after any failure,
+        because the file is useless then. make: the function is taken out of it, so that it holds no tensor during the
+        write.
         """
         try:
             if self._failed.is_set():
@@ -175,16 +147,13 @@ class Writer:
 
 
 def _itself(part: np.ndarray) -> np.ndarray:
-    """A chunk that need not be made."""
     return part
 
 
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether a file has, from the byte `offset` on, the bytes that were written, by their checksums; False if it ends
-    early. It reads the file and waits for `sums`, those that Writer.append returned for these bytes; the OSError of a
-    failed write is raised. Exports verify by it what they wrote: a tensor of a safetensors file by one call, one of a
-    GGUF file by one call for each part that was appended. advanced: called with the number of bytes that were read, for
-    a progress bar."""
+    """Whether the file has the written bytes from `offset` on; False if it ends early. Waits for `sums` and raises
+    their OSError. advanced: called with numbers of read bytes.
+    """
     at, found = offset, []
     data = _buffer(max(sums.sizes, default=0))
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -209,16 +178,15 @@ _own = threading.local()
 
 
 def _buffer(size_bytes: int) -> np.ndarray:
-    """Memory of at least this many bytes, into which this thread reads; it gets the same each time, as long as that is
-    large enough, because touching new memory takes as long as reading."""
+    """This thread's memory of at least `size_bytes`, reused because touching new memory takes as long as reading."""
     if len(found := getattr(_own, "buffer", np.empty(0, np.uint8))) < size_bytes:
         found = _own.buffer = np.empty(size_bytes, np.uint8)
     return found
 
 
 def all_of[Item, Result](check: Callable[[Item], Result], items: list[Item]) -> list[Result]:
-    """[check(item) for item in items], computed by at most eight threads at a time. If checks fail, the error of the
-    first of them in the order of `items` is raised, and checks that have not started by then are left out. With it
-    exports read back and verify the tensors that they wrote."""
+    """[check(item) for item in items] in at most eight threads; raises the first error in the order of `items`, and
+    checks that have not started are dropped.
+    """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-read") as pool:
         return list(pool.map(check, items))
