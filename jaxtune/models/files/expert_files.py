@@ -1,12 +1,8 @@
-"""Translates between a model's expert matrices and the way checkpoints store them: `gather_experts` and `read_stacked`
-when a model is loaded; when it is saved, `pieces_of` names the tensors of files, and `split_experts` plans how a matrix
-that is not quantised is written to them (stored_weights.group plans quantised ones).
+"""Translates between a model's expert matrices and the way checkpoints store them.
 
-A model here, like transformers 5's classes, has one gate_up_proj and one down_proj with the matrices of all experts.
-Checkpoints on the hub have one linear per expert and matrix (Qwen3-MoE, and Mixtral under other names), or all experts
-in MXFP4 (gpt-oss as published). Quantised experts are stored as one linear per expert and matrix too, as transformers 4
-saves and vLLM loads them. They become one tensor here, which requires that no quantisation block crosses from one
-linear into the next. (Transformers 5 has experts as parameters, which its bitsandbytes integration does not quantise.)
+A model, like transformers 5's classes, has one gate_up_proj and one down_proj with the matrices of all experts.
+Checkpoints have one linear per expert and matrix (Qwen3-MoE, Mixtral, and quantised experts as vLLM loads them), or all
+experts in MXFP4 (gpt-oss). Quantised linears become one tensor, so no block may cross from one into the next.
 """
 
 from __future__ import annotations
@@ -29,10 +25,9 @@ _FUSED = re.compile(r"(model\.layers\.\d+\.(?:mlp\.)?experts)\.(gate_up_proj|dow
 
 @dataclasses.dataclass(frozen=True)
 class StackedEntry(headers.TensorEntry):
-    """An expert matrix [E, rows, in] of the model, not quantised, that files store as one tensor for each expert and
-    matrix (gate, up or down). gather_experts makes it, so that the loader handles the matrix like one tensor. The
-    concatenated bytes of the parts are its bytes, which read_stacked reads. `name` and `shape` are the model's, `file`
-    and `offset` are those of the first tensor, and `size_bytes` is the sum."""
+    """An unquantised expert matrix [E, rows, in] that files store as a tensor for each expert and matrix, whose
+    concatenated bytes are its own. `file` and `offset` are the first tensor's.
+    """
 
     parts: tuple[headers.TensorEntry, ...]  # the tensors by expert; of each expert, gate is before up
 
@@ -40,21 +35,14 @@ class StackedEntry(headers.TensorEntry):
 def gather_experts(
     entries: Mapping[str, headers.TensorEntry], files: ExpertFiles | None, num_experts: int
 ) -> dict[str, headers.TensorEntry]:
-    """Combines the entries of single experts' matrices to one entry for each expert matrix [E, rows, in] of the model,
-    under the model's name for it: a StackedEntry, or a StoredEntry if they are quantised. The loader calls it for a
-    mixture of experts. Returns {name: entry} with these and all other entries of the checkpoint. In all names, the
-    family's module of experts (such as block_sparse_moe) is replaced by the model's, mlp; the entries of tensors that
-    are not combined keep the files' names in `name`.
+    """{name: entry} of a checkpoint with one StackedEntry, or StoredEntry if quantised, for each of the model's expert
+    matrices. In all keys the family's module of experts becomes `mlp`; other entries keep the files' names in `name`.
 
-    Args:
-      entries: {name: entry} of the files' tensors, with those of each quantised weight combined
-        (stored_weights.gather).
-      files: how the family names the matrices of single experts in files; None: the family's files store all experts of
-        a layer in one tensor, and nothing is combined or renamed.
-      num_experts: the number of experts of each layer, by the config.
-    Raises:
-      ValueError: the matrix of an expert is missing, is one too many, does not fit the others, or cannot be read
-        (headers.check_entry).
+      entries: of the files, quantised weights combined (stored_weights.gather).
+      files: the family's names; None: its files store a layer's experts in one tensor, and nothing changes.
+      num_experts: of each layer, by the config.
+
+    Raises ValueError if an expert's matrix is missing, one too many, does not fit the others or cannot be read.
     """
     if files is None:
         return dict(entries)
@@ -96,8 +84,8 @@ def gather_experts(
 
 
 def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
-    """The bytes of a stacked tensor (`entry`), counted over all its parts, from `start` to before `stop`: uint8[stop -
-    start]. The loader reads and digests an expert matrix by it. Raises ValueError if a file ends early."""
+    """The bytes from `start` to before `stop`, counted over all parts, uint8. Raises ValueError if a file ends early.
+    """
     data, at = np.empty(stop - start, np.uint8), 0
     for part in entry.parts:
         first, last = max(start, at), min(stop, at + part.size_bytes)
@@ -108,9 +96,7 @@ def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
 
 
 class ExpertPiece(NamedTuple):
-    """One tensor of a checkpoint's files that is a part of the model's expert matrix [E, rows, in]: the gate, up or
-    down matrix of one expert. pieces_of makes the pieces, and returns how many rows each has. They are written when a
-    model is saved."""
+    """A tensor of files that is the gate, up or down matrix of one expert in [E, rows, in]."""
 
     name: str  # the name of the tensor in files
     expert: int  # the expert's index, from 0 to before E
@@ -118,13 +104,8 @@ class ExpertPiece(NamedTuple):
 
 
 def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[ExpertPiece]]:
-    """The tensors in which files store an expert matrix, one for each expert and matrix (gate, up or down): (the number
-    of rows of each, the tensors in the order of experts and rows). When a model is saved or exported, split_experts
-    calls it for a matrix that is not quantised, and hf.py for a quantised one, which stored_weights.group then divides
-    by the result. Another name than that of an expert matrix fails an assertion.
-
-    name: the model's name of the matrix, such as model.layers.0.mlp.experts.gate_up_proj. shape: its shape, (E, rows,
-    in). files: how the family names experts in files.
+    """(rows of each, the tensors in which files store an expert matrix (E, rows, in), by expert and row). name: the
+    model's, such as model.layers.0.mlp.experts.gate_up_proj.
     """
     match = _FUSED.fullmatch(name)
     assert match is not None
@@ -139,20 +120,14 @@ def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[in
 
 
 def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tuple[Piece, ...]:
-    """The Pieces (file_plan.py) as which an expert matrix [E, rows, in] that is not quantised is written to files: one
-    for each expert and matrix (gate, up or down), which is one tensor of the files, as published checkpoints have them.
-
-    Args:
-      name: Hugging Face's name of the matrix of all experts.
-      value: the matrix, of which only the shape is used; the Pieces later cut and cast the matrix that they are given.
-      dtype: of the tensors in files.
-      files: how the family names experts in files.
+    """The Pieces in which an unquantised expert matrix is written, one tensor for each expert and matrix. Of `value`
+    only the shape is used.
     """
     rows, pieces = pieces_of(name, value.shape, files)
     shape = (rows, value.shape[2])
 
     def tensor(expert: int, at: int) -> FileTensor:
-        """The FileTensor of the rows from `at` on of one expert's matrix, cut from the whole matrix and cast."""
+        """One expert's rows from `at` on, cast."""
         return FileTensor(shape, np.dtype(dtype), lambda whole: whole[expert, at : at + rows].astype(dtype))
 
     return tuple(Piece({piece.name: tensor(piece.expert, piece.start)}) for piece in pieces)

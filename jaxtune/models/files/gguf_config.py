@@ -1,5 +1,4 @@
-"""config.json of a model in a GGUF file (`config_of`), from the metadata and tensors by which llama.cpp knows it: the
-inverse of what exports write."""
+"""config.json of a model in a GGUF file, from llama.cpp's metadata and tensors: the inverse of exports."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from jaxtune.models.rope import rotary_frequencies
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """What a GGUF file says of its model; numbers are read as they were before float32 rounded them."""
+    """What a GGUF file says of its model. Numbers are read as they were before float32 rounded them."""
 
     file: str  # for messages
     fields: Config
@@ -31,7 +30,6 @@ class Metadata:
         return str(self.fields.get("general.architecture"))
 
     def get(self, key: str, default: object = None) -> Any:
-        """The value of the architecture's key, or `default`."""
         value = self.fields.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list):
             return [shortest(each) if isinstance(each, float) else each for each in value]
@@ -44,20 +42,18 @@ class Metadata:
         return value
 
     def has(self, ending: str) -> bool:
-        """Whether any tensor's name has this end, such as attn_q.bias."""
+        """Whether a tensor's name has this end, such as attn_q.bias."""
         return any(name.endswith(ending) for name in self.shapes)
 
 
 def shortest(value: float) -> float:
-    """A number of the metadata as its shortest decimal in float32: 1e-5, not 9.99999974e-06."""
+    """The shortest decimal of a float32: 1e-5, not 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 
 def config_of(data: Metadata) -> Fields:
-    """The config.json of the model that a file contains.
-
-    Raises:
-      ValueError: an architecture that no family here has, or metadata that are missing or that the family cannot have.
+    """config.json of the model. Raises ValueError for an unsupported architecture, or metadata that are missing or do
+    not fit it.
     """
     make = _FAMILIES.get(data.architecture)
     if make is None:
@@ -94,7 +90,7 @@ def config_of(data: Metadata) -> Fields:
 
 
 def _scaling(data: Metadata, head_dim: int) -> Fields:
-    """rope_scaling: of the metadata, or fitted to the factors that the file has as a tensor."""
+    """rope_scaling, from metadata or fitted to the file's factors."""
     kind = data.get("rope.scaling.type", "none")
     if ROPE_FREQUENCIES in data.shapes and data.architecture != "gemma4":
         return _llama3(data, head_dim)
@@ -126,8 +122,7 @@ def _scaling(data: Metadata, head_dim: int) -> Fields:
 
 
 def _llama3(data: Metadata, head_dim: int) -> Fields:
-    """rope_scaling of the kind llama3 whose divisors of the frequencies are the file's, whatever original context (a
-    power of two) they were made for."""
+    """rope_scaling of kind llama3 that gives the file's divisors, found by trying original contexts (powers of two)."""
     divisors = data.values(ROPE_FREQUENCIES)
     factor = shortest(divisors.max())
     if factor == 1.0:

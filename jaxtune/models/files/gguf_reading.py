@@ -1,5 +1,4 @@
-"""Models in GGUF files: `metadata` describes one, `gguf_entries` finds the tensors that a model needs, and `reader`
-decodes one. The gguf package parses the files and decodes their blocks."""
+"""Models in GGUF files. The gguf package parses them and decodes their blocks."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ Combine = Callable[[list[np.ndarray]], np.ndarray]  # of a tensor's sources in a
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
-    """A parsed file: its metadata, and gguf's description of each tensor, whose bytes stay mapped."""
+    """A parsed file, whose tensors' bytes stay mapped."""
 
     file: Path
     fields: Config
@@ -51,17 +50,14 @@ class _Opened:
 
 @dataclasses.dataclass(frozen=True)
 class GgufEntry(headers.TensorEntry):
-    """A tensor of the model that a GGUF file contains, as numbers of `dtype` once it is decoded, which is what
-    `size_bytes` counts."""
+    """A tensor of the model in a GGUF file; dtype and size_bytes are those of its decoded numbers."""
 
     assemble: Callable[[], np.ndarray]
 
 
 def opened(file: Path) -> _Opened:
-    """Parses a GGUF file, or returns what was parsed while the file is the same.
-
-    Raises:
-      ValueError: a damaged file, one of several parts, or no gguf package.
+    """Parses a GGUF file, cached while it is the same. Raises ValueError for a damaged file, one of several parts, or
+    without the gguf package.
     """
     there = os.stat(file)
     return _parsed(file, there.st_size, there.st_mtime_ns)
@@ -91,26 +87,24 @@ def _parsed(file: Path, size: int, changed: int) -> _Opened:
 
 
 def metadata(file: Path) -> Metadata:
-    """What a GGUF file says of its model."""
     whole = opened(file)
     shapes = {name: tuple(int(size) for size in tensor.shape[::-1]) for name, tensor in whole.tensors.items()}
     return Metadata(str(file), whole.fields, shapes, lambda name: _decoded(whole.tensors[name]), _tied(whole.tensors))
 
 
 def read_gguf_config(file: Path) -> Fields:
-    """config.json of the model in a GGUF file."""
     return config_of(metadata(file))
 
 
 def end_tokens(file: Path) -> list[int]:
-    """The ids of tokens that end an answer: of a text, a turn and a message."""
+    """Ids of tokens that end a text, a turn or a message."""
     fields = opened(file).fields
     ids = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return list(dict.fromkeys(int(number) for number in ids if number is not None))
 
 
 def _tied(tensors: Mapping[str, ReaderTensor]) -> bool:
-    """Whether the head is the embedding: there is none, or the same bytes."""
+    """Whether there is no head, or one with the embedding's bytes."""
     embedding, head = (tensors.get(name) for name in HEADS)
     if head is None or embedding is None:
         return True
@@ -118,7 +112,7 @@ def _tied(tensors: Mapping[str, ReaderTensor]) -> bool:
 
 
 def _decoded(tensor: ReaderTensor) -> np.ndarray:
-    """A tensor's numbers in its shape: of plain types as they are, else in float32."""
+    """Plain types stay as they are, others become float32."""
     import gguf
 
     shape = tuple(int(size) for size in tensor.shape[::-1])
@@ -132,14 +126,8 @@ def _decoded(tensor: ReaderTensor) -> np.ndarray:
 def gguf_entries(
     file: Path, config: DecoderConfig, wanted: Mapping[str, tuple[int, ...]]
 ) -> dict[str, headers.TensorEntry]:
-    """{Hugging Face's name: entry} of the tensors that a model needs.
-
-    Args:
-      file: the GGUF file.
-      config: of its model.
-      wanted: {name: shape} of the model's tensors.
-    Raises:
-      ValueError: tensors that are missing, of another shape, in a type that gguf does not decode, or not the model's.
+    """{Hugging Face's name: entry} of the model's tensors. Raises ValueError for tensors that are missing, not the
+    model's, of another shape, or in a type that gguf does not decode.
     """
     whole, arch = opened(file), ARCHITECTURES[config.family]
     names, used, missing = Names(arch, config.num_layers), {ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT}, []
@@ -164,7 +152,7 @@ def gguf_entries(
 def _sources(
     name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: Names
 ) -> tuple[list[str], Combine | None]:
-    """(the file's tensors that make a tensor of the model, how they do; None: the tensor is the file's)."""
+    """(the file's tensors that make a tensor of the model, how to combine them; None: as it is)."""
     moe = config.moe
     if ".experts." in name and moe is not None and not name.endswith("per_expert_scale"):
         bias = name.endswith("_bias")
@@ -190,7 +178,7 @@ def _turned(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _joined(arrays: list[np.ndarray], rows: tuple[slice, slice], turned: bool) -> np.ndarray:
-    """gate_up_proj of all experts from gate and up, [E, half, ...] each."""
+    """gate_up_proj of all experts from gate and up, each [E, half, ...]."""
     gate, up = arrays
     whole = np.empty((gate.shape[0], 2 * gate.shape[1], *gate.shape[2:]), np.result_type(gate, up))
     whole[:, rows[0]], whole[:, rows[1]] = gate, up
@@ -198,7 +186,6 @@ def _joined(arrays: list[np.ndarray], rows: tuple[slice, slice], turned: bool) -
 
 
 def _entry(whole: _Opened, name: str, shape: tuple[int, ...], sources: list[str], combine: Combine | None) -> GgufEntry:
-    """The entry of a tensor of the model that these tensors of the file make."""
     tensors = [whole.tensors[source] for source in sources]
     kinds = {tensor.tensor_type.name for tensor in tensors}
     for tensor in tensors:
@@ -218,7 +205,7 @@ def _entry(whole: _Opened, name: str, shape: tuple[int, ...], sources: list[str]
 
 
 def _require_decodable(file: Path, tensor: ReaderTensor) -> None:
-    """Refuses a tensor in a type that gguf does not decode, by its first row."""
+    """Refuses a type that gguf does not decode, by the first row."""
     if tensor.tensor_type.name in headers.DTYPES:
         return
     import gguf
@@ -233,6 +220,6 @@ def _require_decodable(file: Path, tensor: ReaderTensor) -> None:
 
 
 def reader(entry: GgufEntry) -> Callable[[int, int], np.ndarray]:
-    """(start, stop) -> these bytes of a tensor, uint8[n]; the tensor is decoded once."""
+    """(start, stop) -> these bytes of the tensor, which is decoded once."""
     decoded = functools.cache(lambda: entry.assemble().reshape(-1).view(np.uint8))
     return lambda start, stop: decoded()[start:stop]

@@ -1,5 +1,4 @@
-"""Tokenizers in the metadata of GGUF files: the patterns that llama.cpp has by name (WORDS), and `tokenizer_of`, which
-makes a Hugging Face tokenizer of the metadata."""
+"""Hugging Face tokenizers from the metadata of GGUF files."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ _BEGINS = {"llama-bpe"}  # that put BOS first unless the file says otherwise, as
 
 
 def require_known(file: str, fields: Config) -> None:
-    """Raises ValueError unless `tokenizer_of` can make the tokenizer."""
+    """Raises ValueError unless `tokenizer_of` supports the model and pre-tokenizer."""
     model, words = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     fix = "set model.tokenizer (in Python: load the tokenizer yourself) to a folder with the model's tokenizer.json"
     if model not in ("llama", "gpt2"):
@@ -54,10 +53,8 @@ def require_known(file: str, fields: Config) -> None:
 
 
 def tokenizer_of(file: str, fields: Config) -> PreTrainedTokenizerFast:
-    """The fast Hugging Face tokenizer that a file's metadata describe, with its chat templates.
-
-    Raises:
-      ValueError: a model or pre-tokenizer that is not known (`require_known`), or metadata that do not fit each other.
+    """The fast tokenizer with its chat templates. Raises ValueError if it is not supported, or metadata do not fit each
+    other.
     """
     require_known(file, fields)
     from tokenizers import AddedToken
@@ -121,7 +118,7 @@ def _bytes(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
 
 
 def _pieces(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
-    """A tokenizer of SentencePiece's kind ("llama"), whose scores give the order of merges."""
+    """A tokenizer of SentencePiece's kind ("llama"); scores order its merges."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {token: number for number, token in enumerate(tokens) if types[number] != UNUSED}
@@ -137,8 +134,7 @@ def _pieces(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
 
 
 def merges_of(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that make the pieces: of every way to cut a piece in two, the piece of the highest score first, and of
-    one piece that with the longest beginning."""
+    """The merges, by the score of the resulting piece, then by the longest beginning."""
     ordinary = {token: scores[number] for number, token in enumerate(tokens) if types[number] == NORMAL}
     found = [
         (score, cut, len(token) - cut, token)
@@ -151,7 +147,7 @@ def merges_of(tokens: list[str], types: list[int], scores: list[float]) -> list[
 
 
 def _processor(begin: str | None, end: str | None, made: Tokenizer) -> TemplateProcessing | None:
-    """What adds BOS and EOS to a text; None: neither is added."""
+    """Adds BOS and EOS; None if neither is wanted."""
     from tokenizers import processors
 
     if begin is None and end is None:

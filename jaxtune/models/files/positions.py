@@ -19,11 +19,10 @@ _SCALING = frozenset(
 
 
 def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
-    """A config.json with `scaling` (rope_scaling as transformers has it, such as {"rope_type": "yarn", "factor": 4.0})
-    in place of its own, for `positions`; without them, for `factor` times the original context.
+    """A config.json with `scaling`, such as {"rope_type": "yarn", "factor": 4.0}, in place of its own rope_scaling, for
+    `positions` or `factor` times the original context. Of several rotary bases, full attention's changes.
 
-    Where types of layers have rotary bases of their own, that of full attention changes. Raises ValueError for a
-    scaling that cannot be read, or fewer positions than the model has.
+    Raises ValueError for a scaling that cannot be read, or fewer positions than the model has.
     """
     if scaling is None and positions is None:
         return dict(hf)
@@ -38,7 +37,7 @@ def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fiel
 
 
 def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
-    """The same of a text model's config.json."""
+    """`stretched` for a text model's config.json."""
     config, stretched_config = config_from_hf(dict(hf)), dict(hf)
     nested = _by_type(stretched_config.get("rope_parameters"))
     first = config.rotary[0]
@@ -71,7 +70,7 @@ def _by_type(parameters: object) -> bool:
 
 
 def _scaled(hf: Fields, scaling: Fields, original: int, nested: bool) -> Fields:
-    """The config with the scaling under the key that it has its own under."""
+    """The config with the scaling under the key that it uses already."""
     if scaling["rope_type"] in _BY_ORIGINAL:
         scaling.setdefault(ORIGINAL_POSITIONS, original)
         if hf.get(ORIGINAL_POSITIONS) is not None:  # which takes precedence
@@ -86,7 +85,7 @@ def _scaled(hf: Fields, scaling: Fields, original: int, nested: bool) -> Fields:
 
 
 def _pinned(hf: Fields, rope: RopeConfig, positions: int, nested: bool) -> Fields:
-    """The config with what its scaling derives from the number of positions written out."""
+    """Writes out what the scaling derives from the number of positions."""
     scaling = rope_to_hf(rope)
     if scaling is None or rope.kind not in _BY_ORIGINAL:
         return hf
