@@ -1,4 +1,4 @@
-"""GPU kernels written with Pallas and Triton, and the operations built on them, each with a reference implementation in
-plain JAX that runs on any machine, and the formats of quantised weights (formats). Beside jaxtune.system it imports
-only JAX and numpy, and Triton and jax-triton where a Triton kernel runs, so every operation can be used alone in other
-code."""
+"""GPU kernels in Pallas and Triton, and operations on them with a reference in plain JAX that runs anywhere. Beside
+jaxtune.system only JAX and numpy are imported, and Triton and jax-triton for Triton kernels, so that operations can be
+used alone.
+"""

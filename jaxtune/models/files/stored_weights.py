@@ -1,9 +1,5 @@
-"""Quantised weights in checkpoints: finds their tensors by name (`gather`), reads them (`read`) and plans how they are
-written (`group`), for loading, saving and exporting; `stacked` combines the entries of single experts' quantised
-matrices, and `require_alike` checks that single experts' matrices, quantised or not, have one shape and dtype. A
-StoredEntry describes a weight in files.
-
-How each format stores its weights is described by its layouts (jaxtune/pallas/formats/layout.py).
+"""Quantised weights in checkpoints: finds their tensors by name, reads them and plans how they are written, by each
+format's layouts (pallas/formats/layout.py).
 """
 
 from __future__ import annotations
@@ -24,12 +20,11 @@ from jaxtune.pallas.formats.layout import FileTensor, Found
 
 @dataclasses.dataclass(frozen=True)
 class StoredEntry(headers.TensorEntry):
-    """A quantised weight in files: a matrix [out, in], or an experts' matrix [E, rows, in]. The latter is stored in
-    pieces, one matrix (gate, up or down) for each expert, or, in gpt-oss's files, as a whole. It is made from the
-    files' headers, before codes and scales are read, so that the loader handles the weight like one tensor.
+    """A quantised weight in files, [out, in] or an experts' [E, rows, in]: in pieces, one matrix for each expert and
+    projection, or whole in gpt-oss's files.
 
-    `shape` is that of the decoded weight in the model, which for gpt-oss's experts is [E, in, out]. `dtype`, `file` and
-    `offset` are those of the first tensor of codes, and `size_bytes` is the sum over all its tensors.
+    `shape` is the decoded weight's in the model, [E, in, out] for gpt-oss's experts. `dtype`, `file` and `offset` are
+    the first codes', `size_bytes` is the sum over all tensors.
     """
 
     layout: Layout  # how its format stores it
@@ -37,22 +32,14 @@ class StoredEntry(headers.TensorEntry):
 
     @property
     def format_name(self) -> str:
-        """The name of the format in which files store the weight, such as "nf4", a key of FORMATS. The loader refuses a
-        model of which weights that stay quantised are in another format than the one that is asked for; whether a
-        weight stays so is decided by its layout (is_kept_packed), not by this name."""
+        """A key of FORMATS, such as "nf4"."""
         return format_of(self.layout).name
 
 
 def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.TensorEntry]:
-    """The entries of a checkpoint ({name: entry}), with all tensors of each quantised weight, such as codes and scales,
-    combined to one StoredEntry under the weight's name. Tensors that belong to no weight (Layout.left_out) are removed,
-    and other entries stay as they are. The loader sees by it one entry for each weight, whatever its format;
-    gather_experts then combines those of single experts. `entries` is not changed. Only the content of small tensors is
-    read that say how others are stored.
-
-    Raises:
-      ValueError: tensors of a quantised weight that are missing or do not fit each other; a scale, or another tensor
-        that accompanies codes, without codes beside it.
+    """A checkpoint's entries with the tensors of each quantised weight combined to a StoredEntry, and tensors of no
+    weight removed. Reads only small tensors that say how others are stored. Raises ValueError for tensors that are
+    missing or do not fit, or scales without codes.
     """
     left_out = tuple(key for layout in layouts() for key in layout.left_out)
     whole = {name: entry for name, entry in entries.items() if not name.endswith(left_out)}
@@ -75,8 +62,7 @@ def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.Tens
 
 
 def _require_owned(name: str, entry: headers.TensorEntry) -> None:
-    """Raises ValueError if a tensor (`entry`), by the end of its name, is a scale or another one that only accompanies
-    the codes of a quantised weight. `gather` calls it for all tensors that it could not assign to codes."""
+    """Raises ValueError for a tensor that only accompanies codes, which are missing."""
     kinds = [each for each in layouts() if (found := each.key_of(name)) is not None and found[1] in each.others]
     if kinds:
         codes = " or ".join(dict.fromkeys(each.codes_dtype for each in kinds))
@@ -84,15 +70,7 @@ def _require_owned(name: str, entry: headers.TensorEntry) -> None:
 
 
 def _entry(layout: Layout, name: str, tensors: Mapping[str, headers.TensorEntry]) -> StoredEntry:
-    """Combines the entries of all tensors that store one quantised weight, such as codes and scales, to a StoredEntry,
-    for `gather`.
-
-    layout: how the weight's format stores it. name: the weight's name. tensors: {the layout's key of a tensor, which is
-    what its name has after the module's, such as ".weight_scale": its entry}.
-
-    Raises:
-      ValueError: tensors that are missing or do not fit each other.
-    """
+    """tensors: {the layout's key, such as ".weight_scale": entry}."""
     found = layout.describe(name, tensors, lambda key: shards.read_bytes(tensors[key]))
     for key, part in tensors.items():
         if key not in layout.raw:
@@ -103,17 +81,12 @@ def _entry(layout: Layout, name: str, tensors: Mapping[str, headers.TensorEntry]
 
 
 def stacked(name: str, parts: Sequence[headers.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
-    """Combines the entries of an expert matrix [E, rows, in] that files store as quantised matrices, one for each
-    expert and projection (gate, up or down): returns the entry of the whole matrix, for gather_experts.
+    """The entry of an expert matrix (E, rows, in) that files store as quantised matrices.
 
-    Args:
-      name: the model's name of the expert matrix.
-      parts: the entries of the files' matrices, in the order of their rows in the whole one.
-      shape: the shape of the whole matrix, (E, rows, in).
-      per_expert: how many of these matrices are the rows of one expert: 2 for gate_up_proj, 1 for down_proj.
-    Raises:
-      ValueError: pieces in different formats, some of them not quantised, of different shapes, or whose blocks cannot
-        form one tensor.
+      parts: by rows.
+      per_expert: matrices an expert: 2 for gate_up_proj, 1 for down_proj.
+
+    Raises ValueError for different formats or shapes, or blocks that cannot form one tensor.
     """
     packed = [part for part in parts if isinstance(part, StoredEntry)]
     first = parts[0]
@@ -129,8 +102,7 @@ def stacked(name: str, parts: Sequence[headers.TensorEntry], shape: tuple[int, .
 
 
 def require_alike(parts: Sequence[headers.TensorEntry]) -> None:
-    """Raises ValueError unless all entries in `parts`, the matrices of single experts that form one expert matrix, are
-    matrices of the same shape and dtype. gather_experts calls it for plain ones, and `stacked` for quantised ones."""
+    """Raises ValueError unless all are matrices of one shape and dtype."""
     first = parts[0]
     for part in parts:
         if (part.shape, part.dtype) != (first.shape, first.dtype) or len(part.shape) != 2:
@@ -141,14 +113,9 @@ def require_alike(parts: Sequence[headers.TensorEntry]) -> None:
 
 
 def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
-    """Reads a quantised weight from files, when a model is loaded, or when a passthrough tensor is saved in 16 bits:
-    (the weight of this entry with numpy arrays as leaves, the digest of all its tensors). An experts' matrix is one
-    weight [E, rows, in], joined from its pieces.
-
-    dtype_name: the dtype that the model computes in, to which the weight is decoded if its file names no other.
-
-    Raises:
-      ValueError: values that cannot be right, with file and tensor; a file that ends early.
+    """(the weight with numpy leaves, the digest of its tensors); experts are joined to [E, rows, in]. dtype_name: the
+    model's, to which the weight is decoded if its file names no other. Raises ValueError for impossible values, or a
+    file that ends early.
     """
     layout, weights, digests = entry.layout, [], []
     for found in entry.pieces:
@@ -166,23 +133,15 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
 
 
 def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[int, Iterable] | None) -> Group:
-    """Plans how a quantised weight is written to files. The returned Group (file_plan.py) lists the tensors to write,
-    with names, shapes and dtypes, and computes their values later, one weight at a time. Saving and exporting a model
-    calls it for each of its quantised weights (hf.checkpoint_tensors). For experts, a warning is given if the format's
-    layout has one (expert_note), such as that transformers 5 cannot load them.
+    """Plans how a quantised weight is written; values are computed later, one weight at a time. Warns for experts if
+    the layout has an expert_note.
 
-    Args:
-      name: the name of the weight's tensor in the model, such as model.layers.0.mlp.up_proj.weight.
-      weight: the quantised weight, or the same with jax.ShapeDtypeStruct in place of its arrays: shapes and dtypes are
-        enough to plan the files' headers.
-      make: a function that returns the quantised weight with its numbers. It is called when the tensors are written;
-        before that once, if the layout needs a number of the weight for the header (such as NF4) and `weight` has only
-        shapes or is cut into pieces.
-      pieces: for a weight [E, rows, in] of all experts: (the number of rows of a piece, the pieces), as
-        expert_files.pieces_of returns them. A piece is one matrix (gate, up or down) of one expert, which files store
-        as a weight with a name of its own. None: the weight is a single matrix, stored as one.
-    Raises:
-      ValueError: quantisation blocks that cross from one piece into the next.
+      weight: may have jax.ShapeDtypeStructs.
+      make: returns it with numbers; called for writing, and before that once if the header needs one (NF4) and `weight`
+      lacks it or is cut.
+      pieces: for experts [E, rows, in], as pieces_of returns them; None: a single matrix.
+
+    Raises ValueError for blocks that cross from one piece into the next.
     """
     layout = format_of(weight).layout(weight)
     if pieces is None:
@@ -202,20 +161,10 @@ def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[i
 
 
 def _piece(whole: Stored, expert: int, start: int, rows: int) -> Stored:
-    """One matrix (gate, up or down) of one expert: the rows from `start` to before `start + rows` of the matrix of the
-    expert with the index `expert` in `whole` [E, all rows, in]. It stays quantised, in the same format. `group` cuts by
-    it the pieces that files store."""
     return whole.piece(expert, start, rows)
 
 
 def _named(layout: Layout, name: str, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-    """{name in the file: FileTensor} of all tensors in which a file stores a quantised weight, for `group`.
-
-    layout: how files store the weight's format. name: the name of the weight's tensor in the file, such as
-    model.layers.0.mlp.up_proj.weight. weight: the quantised weight; shapes and dtypes are enough in place of its
-    arrays. number: what Layout.header_number gave for it, a number that must be known before the file's header is
-    written (such as NF4's offset of double quantisation); None if the layout needs none. The pieces of an experts'
-    weight all have one number, because they are cut from one weight.
-    """
+    """{name in the file: FileTensor}. number: of Layout.header_number; one for all pieces of an experts' weight."""
     module = name.removesuffix(layout.weight)
     return {module + key: tensor for key, tensor in layout.tensors(weight, number).items()}
