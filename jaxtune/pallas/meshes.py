@@ -1,10 +1,7 @@
-"""Lets the public operations run on a mesh of several devices.
-
-Kernels do not use a mesh: they take the plain local arrays that a shard_map gives them. Training runs in one shard_map
-over the whole mesh, within which this module does nothing. Code may also leave it to XLA how arrays are divided over
-devices. XLA then divides plain JAX operations, but it cannot divide kernels, so `on_each_device` puts a shard_map
-around them. On a mesh whose axes are Explicit (the default of jax.make_mesh), every operation must state the sharding
-of its result; `on_any_mesh` does this for a whole operation.
+"""Lets public operations run on a mesh of several devices. Kernels take the local arrays of a shard_map; within
+training's, which covers the mesh, this module does nothing. Elsewhere XLA divides plain JAX operations but no kernels,
+so `on_each_device` puts a shard_map around them. On Explicit axes (the default of jax.make_mesh) each operation must
+state its result's sharding, which `on_any_mesh` does.
 """
 
 from __future__ import annotations
@@ -19,15 +16,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
 def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A decorator for a public operation, which lets it run on any mesh: the mesh in force, or else that of its first
-    array that has one; meshes of one device do not count. The operation's arrays are the jax.Arrays among its
-    arguments, also those in trees. Within `function`, XLA decides how arrays are divided (all Explicit axes of the mesh
-    become Auto).
+    """Decorates a public operation, so that it runs on any mesh of several devices: the one in force, or that of its
+    first array that has one. Within it all axes are Auto.
 
-    If the mesh has Explicit axes, the arguments are first made whole on every device. Each result gets the sharding of
-    the operation's first array in its leading axes, as far as both have the same sizes; along all other axes, and if
-    the operation has no array, it is whole on every device. Without a mesh of several devices, and on the mesh in force
-    if it has no Explicit axes, `function` is called as it is.
+    With Explicit axes, arguments are first made whole on every device. Results get the sharding of the first array in
+    leading axes of equal size, and are whole along others.
     """
 
     @functools.wraps(function)
@@ -55,22 +48,13 @@ def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) ->
 
 
 def _mesh(arrays: list[Any]) -> AbstractMesh | None:
-    """The mesh over which an operation's arrays are divided: the mesh in force if it has several devices, or else the
-    mesh of the first of `arrays` whose mesh has several. None if there is no such mesh."""
+    """The mesh in force if it has several devices, or that of the first array whose mesh has; else None."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
     return next((mesh for mesh in meshes if not mesh.empty and mesh.size > 1), None)
 
 
 def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
-    """The partition spec that `on_any_mesh` gives to a result of this shape on a mesh with Explicit axes. It is that of
-    the operation's first array for the leading axes, up to before the first axis in which the sizes of array and result
-    differ; all later axes are not divided.
-
-    Args:
-      first: a list with the type (jax.typeof) of the operation's first array, or an empty list if it has none; the
-        result is then whole on every device.
-      shape: the result's.
-    """
+    """The spec of the first array (its type, or []) up to the first axis whose sizes differ."""
     spec = []
     for array in first:
         for axis, size, other in zip(array.sharding.spec, array.shape, shape, strict=False):
@@ -83,24 +67,13 @@ def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
 def on_each_device[**Parameters, Result](
     function: Callable[Parameters, Result], rows: int = 0, results: int | None = None, axis: str = "data"
 ) -> Callable[Parameters, Result]:
-    """Wraps a function that calls a kernel, so that each device runs it on plain local arrays. XLA, which would
-    otherwise divide the arrays over the mesh, cannot divide a kernel.
+    """Wraps a function that calls a kernel, so that each device runs it on local arrays: without a mesh of several
+    devices, or within a shard_map, as it is; otherwise a shard_map divides rows (leading axes) over the mesh's `axis`,
+    if their number is divisible, and devices along other axes repeat the work. It cannot be differentiated.
 
-    The mesh is the one in force (jax.sharding.get_abstract_mesh), which `on_any_mesh` sets. Without a mesh of several
-    devices, and within a shard_map over it, the function is called as it is. Otherwise a shard_map divides rows
-    (entries along the leading axis) over the mesh's axis `axis`, if there is one, and devices along the mesh's other
-    axes all do the same work. If the number of rows is not divisible by the size of that axis, the rows are whole on
-    every device instead.
-
-    Args:
-      function: takes arrays, trees of arrays and other values. It is not differentiated: kernels have no derivative, so
-        an operation that needs one has a custom derivative outside of it.
-      rows: the number of its first arguments whose arrays have rows as leading axis. All other arrays are whole on
-        every device.
-      results: the number of its first results that have rows as leading axis; each result after them is a sum over
-        rows, which is added up over the devices, or None. If `results` is None, all results have rows (or none has, if
-        `rows` is 0).
-      axis: the name of the mesh axis over which rows are divided.
+      rows: the number of first arguments with rows; all others are whole.
+      results: the number of first results with rows; later ones are sums over rows, added up over devices, or None.
+      None: all have rows (none if `rows` is 0).
     """
 
     @functools.wraps(function)
