@@ -1,11 +1,8 @@
-"""What llama.cpp would compute differently of a model (`architecture` refuses it) and the metadata that it needs
-(`hyperparameters`).
+"""What llama.cpp needs to know of a model, and what it would compute differently.
 
-llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute
-differently is refused here, with the reason. A model that it computes correctly in a shorter context only is written
-with a note, and, if a sliding window is the reason, with that context. A note also names yarn without truncation, whose
-logits differ slightly. The rules are those of the oldest llama.cpp that reads the architecture, so that every later one
-reads it too.
+It hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute differently is
+refused; one that it computes only in a shorter context, or with slightly other logits, is written with a note. The
+rules are those of the oldest llama.cpp that reads the architecture.
 """
 
 from __future__ import annotations
@@ -24,12 +21,8 @@ _GEMMA3_LOCAL_THETA = 10_000.0
 
 
 def architecture(config: DecoderConfig) -> Architecture:
-    """Returns llama.cpp's architecture for a model, if llama.cpp computes what the model does. Exports to GGUF, of
-    models and of adapters, call it before they write anything.
-
-    Raises:
-      ValueError: llama.cpp has no architecture for the family of `config`, the model's, or would compute something
-        other than the model does; every reason is a line of the message.
+    """llama.cpp's architecture for a model. Raises ValueError, with a line for every reason, if there is none or it
+    would compute something else.
     """
     arch = ARCHITECTURES.get(config.family)
     if arch is None:
@@ -43,9 +36,7 @@ def architecture(config: DecoderConfig) -> Architecture:
 
 
 def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Returns everything in a model's config that llama.cpp would compute differently, so that `architecture` refuses
-    the model, a clause each for an error message; [] if there is nothing. What the user only gets a note about
-    (`hyperparameters`) is not among it. config: the model's. arch: llama.cpp's architecture for its family."""
+    """A clause for everything that llama.cpp would compute differently."""
     found = []
 
     def check(right: bool, what: str) -> None:
@@ -102,12 +93,10 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
 
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Returns clauses for an error message that say where the model's layers differ from the pattern that llama.cpp
-    hard-codes for the architecture `arch`: which have a sliding window, of one length, which have which position
-    encoding, and in Gemma 3 that the local one is unscaled with the base 10,000. Windows are compared only if
-    arch.period is set, and a model without any windows passes. Of windows, as of position encodings, only the first
-    layer that differs is named. [] if nothing differs. config: the model's. `_problems` calls it for architectures
-    without by_layer."""
+    """Clauses on where layers differ from the pattern that llama.cpp hard-codes: sliding windows, position encodings
+    (the first layer of each that differs), and Gemma 3's unscaled local base of 10,000. A model without any windows
+    passes.
+    """
     found = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}
@@ -138,17 +127,8 @@ def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
 
 def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str, Any], list[str]]:
-    """The metadata by which llama.cpp knows a model's sizes and constants, for the GGUF file of a model.
-
-    Args:
-      config: the model's.
-      arch: its architecture, as `architecture` returns it.
-    Returns:
-      ({key: value}, notes for the user: one if the model has sliding windows and llama.cpp's architecture none, so that
-        no longer context than the smallest window is written; one for longrope, whose factors llama.cpp chooses by the
-        size of its context; and one for yarn without truncation, whose logits differ slightly). In the file a key
-        begins with the architecture's name and a dot, which these keys do not have; ints are stored as uint32, floats
-        as float32, and texts as such. A list (Gemma 4) has a value for each layer; its ints are stored as int32.
+    """({key: value} of a GGUF file, notes for the user). Keys lack the architecture's name and a dot. Ints are stored
+    as uint32, floats as float32; a list (Gemma 4) has a value a layer, ints as int32.
     """
     notes = []
     context = config.context_length
@@ -201,15 +181,8 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
 
 
 def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dict[str, Any]:
-    """The metadata of a rotary embedding's scaling, {key: value} with keys rope.scaling.* that do not have the prefix
-    with the architecture's name. It is {} for kinds other than linear, yarn and longrope: their frequencies follow from
-    the base, or from factors that are tensors of the file (`rope_factors`).
-
-    Args:
-      config: the model's, of which max_position_embeddings and the head size are read.
-      rope: its rotary embedding, the first one if it has several.
-      notes: sentences for the user on where llama.cpp computes otherwise. It is changed in place: one is appended for
-        longrope, and for a yarn whose bounds are not rounded.
+    """Keys rope.scaling.* of linear, yarn and longrope; other kinds follow from the base or from tensors. Appends to
+    `notes`.
     """
     original = rope.original_max_position_embeddings or config.max_position_embeddings
     if rope.kind == "linear":

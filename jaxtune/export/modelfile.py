@@ -1,8 +1,8 @@
-"""A Modelfile, of which `ollama create` makes a model: a GGUF file, its chat template and its stop texts.
+"""A Modelfile, of which `ollama create` makes a model.
 
-Ollama reads a chat template as a Go template, and takes a Jinja template of a GGUF file only where it knows it. Here
-the texts around the messages are read off conversations that the Jinja template writes. They become a Go template if
-it writes the same text for every conversation that is drawn.
+Ollama reads Go templates, and a GGUF file's Jinja only where it knows it. The texts around messages are read off
+conversations that the Jinja template writes, and become a Go template if that writes the same for every drawn
+conversation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ type Pair = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """The texts that a chat template writes around the messages of a conversation, which ends with a question."""
+    """The texts that a chat template writes around the messages of a conversation that ends with a question."""
 
     begin: str  # before the first question, without a system message
     system: Pair | None  # in its place, around the system message; None: the template refuses one
@@ -61,7 +61,7 @@ class Turns:
     late: Pair | None = None  # in place of the last `asked`, around the system message that the template writes there
 
     def text(self, system: str | None, turns: Sequence[str]) -> str:
-        """A conversation of questions and answers in turn, the last one a question."""
+        """A conversation; turns: questions and answers in turn, the last a question."""
         late = self.late is not None and len(turns) > 1
         around = self.system if system is not None and not late else None
         text = self.begin if around is None else f"{around[0]}{system}{around[1]}"
@@ -76,7 +76,7 @@ class Turns:
         return text + self.prompt
 
     def to_go(self) -> str:
-        """The Go template that writes the same from Ollama's .System and .Messages."""
+        """The Go template for Ollama's .System and .Messages."""
 
         def around(pair: Pair) -> str:
             return f"{_literal(pair[0])}{{{{ $.System }}}}{_literal(pair[1])}"
@@ -98,7 +98,7 @@ class Turns:
 
 
 def modelfile(model: Decoder, tokenizer: Tokenizer, file: str) -> tuple[str, list[str]]:
-    """(the text of the Modelfile for the GGUF file `file` beside it, notes for the user)."""
+    """(the Modelfile for the GGUF file `file` beside it, notes)."""
     turns, why = turns_of(tokenizer)
     lines = [f"FROM ./{file}"]
     notes = []
@@ -122,13 +122,13 @@ def modelfile(model: Decoder, tokenizer: Tokenizer, file: str) -> tuple[str, lis
 
 
 def create_command(folder: str | os.PathLike, name: str) -> str:
-    """The command line that makes an Ollama model of the Modelfile in `folder`, with a name like `name`."""
+    """The command line that makes an Ollama model of `folder`."""
     allowed = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
     return f"ollama create {allowed} -f {shlex.quote(os.path.join(folder, MODELFILE))}"
 
 
 def turns_of(tokenizer: Tokenizer) -> tuple[Turns | None, str]:
-    """(the texts around messages that the tokenizer's chat template writes, ""), or (None, why there are none)."""
+    """(Turns of the chat template, ""), or (None, why there are none)."""
     template = template_for(tokenizer.chat_template, None)
     if template is None:
         return None, "the model has no chat template"
@@ -157,7 +157,7 @@ def _conversation(system: str | None, turns: Sequence[str]) -> list[Message]:
 
 
 def _read(write: Callable[[Sequence[Message]], str]) -> Turns | None:
-    """The texts around the marks of three conversations; None if a mark is missing or in another order."""
+    """Turns of three conversations; None if a mark is missing or in another order."""
     short, long = _USERS[:1], (_USERS[0], _ANSWER, _USERS[1])
     alone = _split(write(_conversation(None, short)), short)
     whole = _split(write(_conversation(None, long)), long)
@@ -179,7 +179,7 @@ def _read(write: Callable[[Sequence[Message]], str]) -> Turns | None:
 
 
 def _split(text: str, marks: Sequence[str]) -> list[str] | None:
-    """The texts between marks that the text has once each, in this order; else None."""
+    """The texts between marks that occur once each, in this order; else None."""
     pieces = []
     for mark in marks:
         if text.count(mark) != 1:
@@ -190,8 +190,8 @@ def _split(text: str, marks: Sequence[str]) -> list[str] | None:
 
 
 def _is_same(turns: Turns, write: Callable[[Sequence[Message]], str], draw: random.Random) -> bool:
-    """Whether a drawn conversation is written alike. Its messages have no white space around them, which many
-    templates remove."""
+    """Whether a drawn conversation is written alike, without white space around messages, which many templates remove.
+    """
 
     def content() -> str:
         return draw.choice((" ", "\n", "")).join(draw.choices(_WORDS, k=draw.randint(1, 8))).strip() or "Hello"
@@ -202,7 +202,7 @@ def _is_same(turns: Turns, write: Callable[[Sequence[Message]], str], draw: rand
 
 
 def _literal(text: str) -> str:
-    """A text as a Go template writes it, within the quotes of a Modelfile."""
+    """A text in a Go template in a Modelfile's quotes."""
     if "{{" in text or '"""' in text or text.endswith("{"):
         return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}"
     return text

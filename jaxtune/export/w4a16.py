@@ -1,13 +1,9 @@
-"""Exports of weights in four bits for vLLM (`write`; `quantization_config` makes the entry of config.json, and `unpack`
-decodes a linear for the check): compressed-tensors' `pack-quantized` format with activations in 16 bits (w4a16), and
-its `int-quantized` format with activations that servers round to int8 by token (w4a8).
+"""Exports in four bits for vLLM: compressed-tensors' `pack-quantized` with 16-bit activations (w4a16), and
+`int-quantized` with activations that servers round to int8 by token (w4a8). jaxtune does not load such folders.
 
-The numbers of a group within a row are codes of -8..7 times the group's scale, as quantisation-aware training rounds
-them (fake_quant.int4). Weights that were trained so are stored exactly. `_piece` describes the tensors of a linear,
-which `_encode` quantises, `_pack` packs and `_check` compares with the weight. The format has three tensors for a
-linear X: `X.weight_packed` int32[out, in / 8], each of which contains eight codes plus 8, the first in its lowest bits;
-`X.weight_scale` [out, in / group], in the model's dtype; and `X.weight_shape` int64[2]. With w4a8 it has two: the codes
-`X.weight` int8[out, in], and `X.weight_scale`. api.py calls `write`; jaxtune itself does not load such folders.
+Numbers of a group within a row are codes of -8..7 times its scale, as QAT rounds them (fake_quant.int4). A linear X has
+`X.weight_packed` int32[out, in / 8], eight codes plus 8 each, the first in the lowest bits, `X.weight_scale` [out, in /
+group] in the model's dtype and `X.weight_shape` int64[2]; with w4a8 `X.weight` int8[out, in] and `X.weight_scale`.
 """
 
 from __future__ import annotations
@@ -34,30 +30,14 @@ _PACKED = 8  # codes in an int32
 
 
 def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, activations: bool = False) -> list[str]:
-    """For export_model's formats w4a16 and w4a8: writes a model into a folder in compressed-tensors' pack-quantized
-    format, or its int-quantized one: the weights of linears and experts in int4, with a scale for each group of
-    neighbouring weights of a row.
+    """Writes linears and experts in int4, those of QAT exactly in its groups, others rounded in groups of 128, and
+    verifies the folder. SERVED_IN_16_BITS, rows that are not whole groups, routers, embeddings and head stay in the
+    model's dtype. Returns notes.
 
-    Quantised weights are decoded first. If the model was trained with QAT, its weights are stored exactly, in the
-    groups of QAT; otherwise they are rounded here, in groups of 128. The folder is verified by reading it back. Linears
-    named in SERVED_IN_16_BITS stay in the model's dtype, as do linears whose rows cannot be divided into whole groups,
-    routers, embeddings and the head.
+      activations: w4a8.
 
-    Args:
-      weights: the model's weights.
-      folder: an empty folder.
-      tokenizer: written too; None: none is written.
-      max_shard_bytes: weights above this size are divided into several files.
-      activations: True: config.json says that servers round activations to int8 by token (w4a8); False: they do not
-        (w4a16).
-    Returns:
-      notes for the user: one sentence with the number of linears (of experts, each expert's) whose rows are not whole
-        groups; [] if there are none.
-    Raises:
-      ValueError: the format cannot represent the model (its experts are one tensor, or no linear has whole groups); the
-        model says that QAT rounded its weights, and they were changed since; the disk has no room.
-      ArithmeticError: what was packed does not decode to the model's weights, or what was read back differs from what
-        was written.
+    Raises ValueError for experts in one tensor, no whole groups, or weights that left QAT's grid; ArithmeticError for
+    codes that do not decode to the weights, or a difference read back.
     """
     weights = weights.dequantized()
     model = weights.model
@@ -99,10 +79,7 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, 
 
 
 def quantization_config(group: int, ignored: list[str], activations: bool) -> dict[str, Any]:
-    """The quantization_config of config.json in compressed-tensors' form, by which readers such as vLLM know the
-    format: "pack-quantized", or with `activations` (w4a8) "int-quantized". `group` is how many numbers of a row share a
-    scale, `ignored` are the names of the modules that stay in 16 bits, and `activations` says whether servers round
-    activations to int8 by token."""
+    """config.json's entry. group: numbers of a row that share a scale. ignored: modules in 16 bits."""
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     weights = {
         "num_bits": 4,
@@ -134,19 +111,11 @@ def quantization_config(group: int, ignored: list[str], activations: bool) -> di
 
 
 def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, to: str) -> Piece:
-    """Describes the tensors that files store in place of the weight of one linear, or of one expert. They are encoded
-    and compared with the weight (`_check`) when the file is written, which raises ArithmeticError if the codes do not
-    decode to it within the rounding.
+    """The tensors in place of a linear's weight [out, in], `in` a multiple of group; encoded and checked when they are
+    written.
 
-    Args:
-      name: the linear's name.
-      tensor: its weight [out, in], not quantised, as a tensor of the file; `group` must divide `in`, which the caller
-        checks.
-      group: how many numbers of a row share a scale.
-      dtype: of the scales, the model's.
-      exact: True: quantisation-aware training rounded the weight to this grid already, and a number that is not on it
-        is a ValueError when the tensors are made. False: the weight is rounded here.
-      to: "w4a16", whose codes are packed eight in a number, or "w4a8", whose codes are int8.
+      exact: QAT rounded the weight to this grid; a number off it raises ValueError.
+      to: "w4a16" or "w4a8".
     """
 
     def cut(whole: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -179,15 +148,10 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, t
 
 
 def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.Array, int]:
-    """Quantises a linear's weight [out, in] to int4. Returns (codes int8[out, in], scales [out, in / group] in dtype,
-    the number of groups in which codes * scales, rounded to dtype, are not the weight). After QAT, `_piece` raises
-    ValueError if that number is not 0. group: how many numbers of a row share a scale. dtype: of the scales, the
-    model's (of 16 bits, or float32).
+    """(codes int8[out, in], scales [out, in / group] in dtype, groups in which codes * scales are not the weight).
 
-    For weights that are on such a grid already, the scale is recovered from the extreme values of the group
-    (fake_quant.int4_scales), which were themselves rounded; the result may be a neighbour of the scale. Where a
-    neighbour gives the exact weights, it is taken. The function is not jitted, because XLA would remove the rounding to
-    dtype within one program.
+    On a grid, the scale follows from the group's extreme values (int4_scales), which were rounded themselves, so a
+    neighbour is taken where it is exact. Not jitted: XLA would remove the rounding to dtype.
     """
     groups = weight.astype(jnp.float32).reshape(len(weight), -1, group)
     first = int4_scales(groups, dtype)
@@ -210,38 +174,21 @@ def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.A
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:
-    """Packs codes int8[out, in] of -8..7 into int32[out, in / 8], as w4a16 files store them: eight codes plus 8, four
-    bits each, the first in the lowest bits."""
+    """int8[out, in] of -8..7 -> int32[out, in / 8]."""
     places = (codes.astype(np.int32) + 8).astype(np.uint32).reshape(len(codes), -1, _PACKED)
     return (places << (4 * np.arange(_PACKED, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    """Decodes the weight of a linear, float32[out, in], from the three tensors that a w4a16 file has for it, as its
-    readers do. The export compares the result with the weight (`_check`): exactly after QAT, else within half a step
-    and the scale's rounding. Tests decode written files with it. packed: int32[out, in / 8]; each number has eight
-    codes plus 8, four bits each, the first in the lowest bits (`_pack`). scales: [out, in / group]. shape: int64[2],
-    which is (out, in)."""
+    """float32[out, in] from a linear's three tensors of w4a16."""
     codes = (packed.view(np.uint32)[..., None] >> (4 * np.arange(_PACKED, dtype=np.uint32))) & 15
     codes = codes.reshape(len(packed), -1)[:, : int(shape[1])].astype(np.float32) - 8
     return codes * np.repeat(scales.astype(np.float32), codes.shape[1] // scales.shape[1], axis=1)
 
 
 def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array, group: int, exact: bool) -> None:
-    """Unpacks a linear as the readers of w4a16 do and compares it with the model's weight. `_piece` calls it for each
-    linear that is written, for w4a8 with the same codes packed.
-
-    Args:
-      name: the format and the linear's name, for the message.
-      packed: int32[out, in / 8], its codes, eight in a number.
-      scales: [out, in / group], the scales of its groups.
-      weight: the model's weight [out, in].
-      group: how many numbers of a row share a scale.
-      exact: True: any difference is an error, after rounding to the model's dtype. False: differences by rounding to
-        int4 are none.
-    Raises:
-      ArithmeticError: a number is further from the weight than half a step of its group plus the rounding of the scale;
-        with `exact`, any difference.
+    """Raises ArithmeticError unless a linear unpacks to the weight within half a step of its group plus the scale's
+    rounding; with `exact`, to the same numbers in the model's dtype.
     """
     found = unpack(packed, scales, np.asarray(weight.shape))
     steps = np.repeat(scales.astype(np.float32), group, axis=1)
