@@ -92,8 +92,7 @@ def export_model(
 
 
 def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> None:
-    """Raises ValueError for a format, outtype or path with which no model can be exported, or GGUF without its package.
-    """
+    """Raises ValueError for a format, outtype or path with which no model can be exported, or without the gguf package."""
     if to not in FORMATS:
         raise ValueError(f"export: to = {to!r} is unknown; it can be {', '.join(FORMATS)}")
     if outtype is not None and not to.startswith("gguf"):
@@ -121,8 +120,7 @@ class _Job:
 
 
 def _merged(model: Decoder) -> Weights:
-    """The weights with the adapter merged when each is written, and quantised ones decoded then; unchanged without one.
-    """
+    """The weights, merged with an adapter when each is written, quantised ones then decoded."""
     return merged_weights(model) if has_adapter(model) else Weights(model)
 
 
@@ -220,8 +218,7 @@ def _name(job: _Job, notes: list[str]) -> str:
 
 
 def _like(model: Decoder) -> jax.ShapeDtypeStruct | None:
-    """The weights' dtype and place, for programs compiled before they are there; None if they are on several devices.
-    """
+    """The weights' dtype and place, for programs compiled ahead; None if they are on several devices."""
     array = next(leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array))
     if len(array.sharding.device_set) > 1:
         return None

@@ -22,8 +22,7 @@ def _attention(layer: LayerSpec) -> AttentionShape:
 
 
 def _slides(layer: LayerSpec) -> bool:
-    """Whether a layer is of the sliding type, by its rotary base: a window as long as the context is none in LayerSpec.
-    """
+    """Whether a layer slides, by its rotary base: a window as long as the context is none in LayerSpec."""
     return layer.rotary == _SLIDING
 
 

@@ -170,8 +170,7 @@ def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> tuple[ja
 
 @functools.cache
 def _places(rows: int, block: int) -> np.ndarray:
-    """Indices of sampled blocks, from a run's first to its last: of 2^16 numbers, or of one in 2^8 if these are more.
-    """
+    """Indices of sampled blocks, first to last: of 2^16 numbers, or of one in 2^8 if these are more."""
     least, share = _SAMPLED
     return np.linspace(0, rows - 1, min(max(least, rows * block // share), rows * block) // block).astype(np.int32)
 

@@ -60,8 +60,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Tensors computed from one value of the model, such as gate and up from a fused matrix, so that it is made once.
-    """
+    """Tensors computed from one value of the model, such as gate and up from a fused matrix, which is made once."""
 
     make: Callable[[], Any]  # returns the value; called when these tensors are written, and the value is then freed
     tensors: tuple[Tensor, ...]  # the tensors that are computed from it, in the order of the file

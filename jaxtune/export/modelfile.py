@@ -190,8 +190,7 @@ def _split(text: str, marks: Sequence[str]) -> list[str] | None:
 
 
 def _is_same(turns: Turns, write: Callable[[Sequence[Message]], str], draw: random.Random) -> bool:
-    """Whether a drawn conversation is written alike, without white space around messages, which many templates remove.
-    """
+    """Whether a drawn conversation is written alike, without white space around messages, which many templates drop."""
 
     def content() -> str:
         return draw.choice((" ", "\n", "")).join(draw.choices(_WORDS, k=draw.randint(1, 8))).strip() or "Hello"

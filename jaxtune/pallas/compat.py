@@ -1,5 +1,4 @@
-"""Calls Triton kernels from JAX. The one place that knows how jax-triton 0.3 (triton 3.6) and 0.4 (triton 3.7) differ.
-"""
+"""Calls Triton kernels from JAX; the one place that knows how jax-triton 0.3 (triton 3.6) and 0.4 (3.7) differ."""
 
 from __future__ import annotations
 

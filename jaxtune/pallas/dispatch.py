@@ -242,8 +242,7 @@ def multiprocessors() -> int:
 
 @contextlib.contextmanager
 def compile_for(capability: tuple[int, int]):
-    """A context in which all threads choose implementations as for a GPU of this capability, without checks, for tests.
-    """
+    """A context in which all threads choose implementations as for a GPU of this capability, unchecked, for tests."""
     global _target
     before, _target = _target, capability
     try:

@@ -1,5 +1,4 @@
-"""Lists which implementation runs typical calls of a training step's operations on this machine, and why others refuse.
-"""
+"""Lists which implementation runs typical calls of a training step's operations here, and why others refuse."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class KernelChoice:
     refusals: dict[str, str | None]
 
     def to_text(self) -> str:
-        """The operation and call, then a line for each implementation: "chosen", "refuses: " and why, or "not needed".
-        """
+        """A line for the call, then one for each implementation: "chosen", "refuses: " and why, or "not needed"."""
         lines = [f"{self.op}: {self.call}"]
         for name, refusal in self.refusals.items():
             verdict = "chosen" if name == self.chosen else f"refuses: {refusal}" if refusal else "not needed"

@@ -84,8 +84,7 @@ def gather_experts(
 
 
 def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
-    """The bytes from `start` to before `stop`, counted over all parts, uint8. Raises ValueError if a file ends early.
-    """
+    """The bytes from `start` to before `stop`, over all parts, uint8. Raises ValueError if a file ends early."""
     data, at = np.empty(stop - start, np.uint8), 0
     for part in entry.parts:
         first, last = max(start, at), min(stop, at + part.size_bytes)

@@ -64,8 +64,7 @@ def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
 
 
 def _make_locked(path: Path) -> tuple[Path, int]:
-    """(a temporary folder beside `path`, a descriptor whose lock keeps other processes from removing it as a leftover).
-    """
+    """(temporary folder beside `path`, descriptor whose lock keeps processes from removing it as a leftover)."""
     while True:
         temporary = temporary_path(path)
         temporary.mkdir()

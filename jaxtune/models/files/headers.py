@@ -90,8 +90,7 @@ def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> Tensor
 
 
 def check_entry(entry: TensorEntry) -> None:
-    """Raises ValueError unless the tensor is an unquantised weight (16- or 32-bit floats) with the size of its shape.
-    """
+    """Raises ValueError unless the tensor is an unquantised weight (16- or 32-bit floats) of its shape's size."""
     if entry.dtype not in DTYPES:
         raise ValueError(
             f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "

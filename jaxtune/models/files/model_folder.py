@@ -38,8 +38,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON object; the file has its old content or the new one, never a part. Not durable: new_folder flushes.
-    """
+    """Writes a JSON object; the file never has a part of it. Not durable: new_folder flushes."""
     atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
 
 

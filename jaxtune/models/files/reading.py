@@ -63,8 +63,7 @@ def compile_are_finite(tensor: object, dtype: str | None = None) -> None:
 def _computed(
     entries: Mapping[str, headers.TensorEntry], dtype: str, encoded: Mapping[str, str], dtypes: Mapping[str, str]
 ) -> dict[str, jax.ShapeDtypeStruct | Stored]:
-    """{name: shapes} of tensors that are quantised, cast or decoded on devices; others are placed as they are stored.
-    """
+    """{name: shapes} of tensors that are quantised, cast or decoded on devices; others are placed as stored."""
     found = {}
     for name, entry in entries.items():
         own = dtypes.get(name, dtype)

@@ -73,7 +73,7 @@ class Conversation:
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error.__cause__ or error}") from error
         new: list[int] = []
-        opening, shown, last = self._reader.opening(prompt), "", ""
+        opening, shown_text, last = self._reader.opening(prompt), "", ""
         stream = self._reader.stream(None, opening)
 
         def tell(pieces: Pieces) -> None:
@@ -84,18 +84,18 @@ class Conversation:
 
         def take(_: int, tokens: list[int]) -> None:
             """Shows what new tokens add to the text, in whole characters."""
-            nonlocal shown
+            nonlocal shown_text
             new.extend(tokens)
-            known = self._reader.text(new, calls=False)
-            if not known.endswith(_INCOMPLETE) and known.startswith(shown):
-                tell(stream.add(known[len(shown) :]))
-                shown = known
+            answer_text = self._reader.text(new, calls=False)
+            if not answer_text.endswith(_INCOMPLETE) and answer_text.startswith(shown_text):
+                tell(stream.add(answer_text[len(shown_text) :]))
+                shown_text = answer_text
 
         model = self._with if self.adapter else self._without
         [answer] = generate(
             model, [prompt], eos_token_ids=self._ends, streamer=take, tokenizer=self._tokenizer, **self._settings
         )
-        tell(stream.add(self._reader.text(answer, calls=False)[len(shown) :]))
+        tell(stream.add(self._reader.text(answer, calls=False)[len(shown_text) :]))
         tell(stream.end())
         message = self._reader.read(answer, opening=opening).message
         self.messages = [*messages, message]

@@ -135,8 +135,7 @@ def _decoded(weight: Stored, dtype: str) -> jax.Array:
 
 
 class _Form(NamedTuple):
-    """How a converted model's arrays follow from the model's. A place is an index in jax.tree.leaves(nnx.state(model)).
-    """
+    """How a converted model's arrays follow from the model's. A place: an index in jax.tree.leaves(nnx.state(model))."""
 
     structure: Structure  # of the model with converted weights
     dtype: str  # in which weights are decoded
@@ -152,34 +151,34 @@ class _Form(NamedTuple):
 def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers: int) -> _Form:
     """How the first `layers` layers of models of one structure are converted."""
     marks = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
-    place_of = {id(mark): place for place, mark in enumerate(marks)}
+    index_of = {id(mark): index for index, mark in enumerate(marks)}
     model, form = structure.model(marks), _Form(structure, "", [], [], [])
 
-    def made(shape, dtype) -> jax.ShapeDtypeStruct:
+    def new_mark(shape, dtype) -> jax.ShapeDtypeStruct:
         """The mark of a new array, behind all others."""
         marks.append(jax.ShapeDtypeStruct(shape, dtype))
-        place_of[id(marks[-1])] = len(marks) - 1
+        index_of[id(marks[-1])] = len(marks) - 1
         return marks[-1]
 
     for linear, weight in itertools.chain(*_quantised(model)[:layers]):
         arrays, tree = jax.tree.flatten(weight)
-        form.weights.append((tree, [place_of[id(array)] for array in arrays]))
-        linear.weight = frozen(linear.weight.replace(made(weight.shape, model.dtype)))
+        form.weights.append((tree, [index_of[id(array)] for array in arrays]))
+        linear.weight = frozen(linear.weight.replace(new_mark(weight.shape, model.dtype)))
     for matrix in itertools.chain(*_adapted(model)[:layers]):
         lora, dtype = matrix.lora, matrix.compute or model.dtype
         assert lora is not None
         scale = lora.scale
         for name, axis in (("a", 1), ("b", 2)):
             side = getattr(lora, name)
-            given = side.get_value()
-            form.adapters.append((place_of[id(given)], axis, dtype))
-            filled = jax.eval_shape(lambda a, axis=axis, dtype=dtype: filled_adapter(a, axis, dtype), given)
-            setattr(lora, name, side.replace(made(filled.shape, dtype)))
+            value = side.get_value()
+            form.adapters.append((index_of[id(value)], axis, dtype))
+            padded = jax.eval_shape(lambda a, axis=axis, dtype=dtype: filled_adapter(a, axis, dtype), value)
+            setattr(lora, name, side.replace(new_mark(padded.shape, dtype)))
         lora.alpha, lora.rslora = scale * lora.rank, False  # which leaves the scale as it is
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    places = [place_of[id(leaf)] for leaf in leaves]
-    return form._replace(structure=structure_of(graph, treedef, model.config), dtype=model.dtype, places=places)
+    indices = [index_of[id(leaf)] for leaf in leaves]
+    return form._replace(structure=structure_of(graph, treedef, model.config), dtype=model.dtype, places=indices)
 
 
 class Converted:
@@ -196,25 +195,24 @@ class Converted:
         freed.
         """
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        form, every, kept = _form(structure, shapes, self._layers), list(leaves), {}
-        for tree, places in form.weights:
-            codes = leaves[places[0]]
+        form, arrays, cache = _form(structure, shapes, self._layers), list(leaves), {}
+        for tree, indices in form.weights:
+            codes = leaves[indices[0]]
             # The codes are kept, so that no other array gets their id.
-            found = self._kept.get(id(codes))
-            if found is None:
-                weight = jax.tree.unflatten(tree, [leaves[place] for place in places])
-                found = codes, _decoded(weight, form.dtype)
-            kept[id(codes)] = found
-            every.append(found[1])
-        every += _filled(
-            [leaves[place] for place, *_ in form.adapters], tuple((axis, dtype) for _, axis, dtype in form.adapters)
+            entry = self._kept.get(id(codes))
+            if entry is None:
+                weight = jax.tree.unflatten(tree, [leaves[index] for index in indices])
+                entry = codes, _decoded(weight, form.dtype)
+            cache[id(codes)] = entry
+            arrays.append(entry[1])
+        arrays += _filled(
+            [leaves[index] for index, *_ in form.adapters], tuple((axis, dtype) for _, axis, dtype in form.adapters)
         )
-        self._kept = kept
-        return form.structure, [every[place] for place in form.places]
+        self._kept = cache
+        return form.structure, [arrays[index] for index in form.places]
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _filled(sides: list[jax.Array], how) -> list[jax.Array]:
-    """Casts and pads the A [E, r, in] or B [E, out, r] of experts' adapters. how: for each (the axis of r, the dtype).
-    """
+    """Casts and pads the A [E, r, in] or B [E, out, r] of experts' adapters. how: for each (axis of r, dtype)."""
     return [filled_adapter(side, axis, dtype) for side, (axis, dtype) in zip(sides, how, strict=True)]

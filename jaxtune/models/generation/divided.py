@@ -25,11 +25,11 @@ def devices_of(model: Decoder) -> list[Device]:
 def copy_on(model: Decoder, device: Device) -> Decoder:
     """The model on one device, from arrays that lie there whole; nothing is copied."""
 
-    def own(array: jax.Array) -> jax.Array:
+    def on_device(array: jax.Array) -> jax.Array:
         return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
     graph, state = nnx.split(model)
-    return nnx.merge(graph, jax.tree.map(own, state))
+    return nnx.merge(graph, jax.tree.map(on_device, state))
 
 
 class DividedSampler:
@@ -54,12 +54,12 @@ class DividedSampler:
         """
         number, self._submitted = self._submitted, self._submitted + 1
         count = len(self._samplers)
-        place = number * count // self._rows
+        device_index = number * count // self._rows
         if number >= self._rows:
-            place = min(range(count), key=lambda index: self._samplers[index].pending)
-        with jax.default_device(self._devices[place]):
-            own = self._samplers[place].submit(prompt, *arguments, **settings)
-        self._numbers[place][own] = number
+            device_index = min(range(count), key=lambda index: self._samplers[index].pending)
+        with jax.default_device(self._devices[device_index]):
+            device_request = self._samplers[device_index].submit(prompt, *arguments, **settings)
+        self._numbers[device_index][device_request] = number
         return number
 
     def __enter__(self) -> Self:
@@ -81,10 +81,10 @@ class DividedSampler:
         """Makes about one round of progress (a few tokens of each row) on every device that has work, and returns the
         new Pieces.
         """
-        found = []
+        renumbered = []
         for device, sampler, numbers in zip(self._devices, self._samplers, self._numbers, strict=True):
             if sampler.pending:
                 with jax.default_device(device):
                     pieces = sampler.step()
-                found += [dataclasses.replace(piece, request=numbers[piece.request]) for piece in pieces]
-        return found
+                renumbered += [dataclasses.replace(piece, request=numbers[piece.request]) for piece in pieces]
+        return renumbered

@@ -26,13 +26,13 @@ def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
     place. Ids beyond the vocabulary are left out, and a model made from no files stays as it is.
     """
     source, ends = model.source, end_token_ids(model)
-    more = [token for token in dict.fromkeys(tokens) if token not in ends and token < model.config.vocab_size]
-    if source is None or not more:
+    new_ends = [token for token in dict.fromkeys(tokens) if token not in ends and token < model.config.vocab_size]
+    if source is None or not new_ends:
         return model
     config = json.loads(source.config)
-    others = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
-    settings = others if source.generation_config is None else json.loads(source.generation_config)
-    text = json.dumps(settings | {"eos_token_id": [*ends, *more]}, indent=2) + "\n"
+    special_ids = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+    settings = special_ids if source.generation_config is None else json.loads(source.generation_config)
+    text = json.dumps(settings | {"eos_token_id": [*ends, *new_ends]}, indent=2) + "\n"
     model.source = dataclasses.replace(source, generation_config=text)
     return model
 

@@ -114,8 +114,8 @@ def generate(
     logprobs: list[list[float]] = [[] for _ in rows]
     with sampler:
         row_of = {
-            sampler.submit(row, max_new_tokens, temperature, own, index=place, **settings): index
-            for index, (row, (own, place)) in enumerate(zip(rows, seeds, strict=True))
+            sampler.submit(row, max_new_tokens, temperature, row_seed, index=seed_index, **settings): index
+            for index, (row, (row_seed, seed_index)) in enumerate(zip(rows, seeds, strict=True))
         }
         while sampler.pending:
             for piece in sampler.step():
@@ -150,8 +150,8 @@ def training_logprobs(
         lengths[index] = len(row) + len(answer)
         tokens[index, : lengths[index]] = [*row, *answer]
     graph, state = nnx.split(model)
-    found = np.asarray(_token_logprobs(graph, state, tokens, lengths))
-    return [found[i, len(row) : lengths[i]].tolist() for i, row in enumerate(rows)]
+    logprobs = np.asarray(_token_logprobs(graph, state, tokens, lengths))
+    return [logprobs[i, len(row) : lengths[i]].tolist() for i, row in enumerate(rows)]
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=AS_TRAINED)
@@ -164,7 +164,7 @@ def _token_logprobs(graph, state, tokens, lengths) -> jax.Array:
     model = nnx.merge(graph, state)
     real = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
     hidden = model.hidden_states(tokens, real)
-    targets, weights = (jnp.pad(part[:, 1:], ((0, 0), (0, 1))) for part in (tokens, real))
+    targets, weights = (jnp.pad(array[:, 1:], ((0, 0), (0, 1))) for array in (tokens, real))
     head, hidden = model.head_operands(hidden)
     losses = linear_token_losses(
         hidden,

@@ -73,8 +73,8 @@ class JaxtuneLM(TemplateLM):
         if not isinstance(pretrained, Decoder):
             from jaxtune.models.hf import from_pretrained
 
-            pretrained, found = from_pretrained(pretrained, dtype=dtype, load_in=load_in)
-            tokenizer = tokenizer or found
+            pretrained, folder_tokenizer = from_pretrained(pretrained, dtype=dtype, load_in=load_in)
+            tokenizer = tokenizer or folder_tokenizer
         if not pretrained.config.head.is_text:
             raise ValueError(f"JaxtuneLM: {pretrained.config.head.what} and has no log-probabilities")
         if tokenizer is None:
@@ -132,7 +132,7 @@ class JaxtuneLM(TemplateLM):
         """(log-probability of the continuation in nats, whether it is greedy) for each request (cache key or None,
         context ids, continuation ids). Tokens beyond max_length + 1 are cut off at the front and not scored.
         """
-        found: list[Any] = [None] * len(requests)
+        scores: list[Any] = [None] * len(requests)
         # The longest first, so that a row that needs too much memory fails at once, and neighbours have one length.
         order = sorted(range(len(requests)), key=lambda index: -len(requests[index][1]) - len(requests[index][2]))
         for start in range(0, len(order), self.batch_size):
@@ -146,11 +146,14 @@ class JaxtuneLM(TemplateLM):
             logprobs, greedy = map(np.asarray, _scored(self._graph, self._state, tokens, targets, segments))
             for slot, index in enumerate(indices):
                 end = len(rows[slot]) - 1
-                own = slice(max(end - len(requests[index][2]), 0), end)
-                found[index] = float(logprobs[slot, own].sum(dtype=np.float64)), bool(greedy[slot, own].all())
+                continuation = slice(max(end - len(requests[index][2]), 0), end)
+                scores[index] = (
+                    float(logprobs[slot, continuation].sum(dtype=np.float64)),
+                    bool(greedy[slot, continuation].all()),
+                )
                 if requests[index][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
-        return found
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], scores[index])
+        return scores
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each whole text in nats, summed over windows of at most max_length tokens."""
@@ -234,20 +237,20 @@ def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.A
     rows, chunk = hidden.reshape(-1, hidden.shape[-1]), min(_CHUNK, tokens.size)
     padding = -len(rows) % chunk
 
-    def one(part):
-        hidden, target = part
+    def chunk_scores(operands):
+        hidden, target = operands
         logits = model.logits(hidden)
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == target
+        target_logits = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
+        return target_logits - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == target
 
-    parts = [
+    chunks = [
         jnp.pad(array, ((0, padding), *((0, 0),) * (array.ndim - 1))).reshape(-1, chunk, *array.shape[1:])
         for array in (rows, targets.reshape(-1))
     ]
 
-    def whole(part):
+    def unpadded(results):
         """Joins chunks to [B, T], without the padding."""
-        return part.reshape(-1)[: len(rows)].reshape(tokens.shape)
+        return results.reshape(-1)[: len(rows)].reshape(tokens.shape)
 
-    logprobs, greedy = jax.lax.map(one, tuple(parts))
-    return whole(logprobs), whole(greedy)
+    logprobs, greedy = jax.lax.map(chunk_scores, tuple(chunks))
+    return unpadded(logprobs), unpadded(greedy)

@@ -1,5 +1,4 @@
-"""A step of generation through all layers: with few kernels if all are plain (plain_layer.py), otherwise by Block.step.
-"""
+"""A step of generation through all layers: with few kernels if all are plain (plain_layer.py), else by Block.step."""
 
 from __future__ import annotations
 
@@ -36,38 +35,42 @@ def through_layers(
     tables: rotary tables, one for each rotary base.
     batch_invariant: a row must have the same bits beside any other rows.
     """
-    x, after, shared = model.embed(tokens), [], {}
+    x, new_states, shared = model.embed(tokens), [], {}
     layers = list(zip(model.layers, model.config.layers, strict=True))
     plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
     if tokens.shape[1] == 1 and plain:
         norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]
         stream = plain_layer.Stream(x[:, 0], norms[0](x[:, 0]))
-        for (graph, *state), (_, spec), kept, norm in zip(splits, layers, states, norms[1:], strict=True):
+        for (graph, *state), (_, spec), layer_state, norm in zip(splits, layers, states, norms[1:], strict=True):
             weight = norm.weight[...]
-            stream, kept = _plain_step(graph, spec, batch_invariant, *state, stream, tables, kept, at, real, weight)
+            stream, layer_state = _plain_step(
+                graph, spec, batch_invariant, *state, stream, tables, layer_state, at, real, weight
+            )
             stream = jax.lax.optimization_barrier(stream)
-            after.append(kept)
-        return stream.normed[:, None], after
-    given = model.given(tokens, x) or [{}] * len(model.layers)
-    for (graph, *state), (layer, spec), kept, own in zip(splits, layers, states, given, strict=True):
-        taken = own | {name: shared[name] for name in layer.takes if name not in own}
-        x, kept, more = _layer_step(graph, spec, *state, x, tables, kept, at, real, taken)
-        shared |= more
+            new_states.append(layer_state)
+        return stream.normed[:, None], new_states
+    decoder_values = model.given(tokens, x) or [{}] * len(model.layers)
+    for (graph, *state), (layer, spec), layer_state, layer_values in zip(
+        splits, layers, states, decoder_values, strict=True
+    ):
+        inputs = layer_values | {name: shared[name] for name in layer.takes if name not in layer_values}
+        x, layer_state, outputs = _layer_step(graph, spec, *state, x, tables, layer_state, at, real, inputs)
+        shared |= outputs
         # Otherwise XLA lets each reader of the residual stream add up all layers below it again.
         x = jax.lax.optimization_barrier(x)
-        after.append(kept)
-    return model.norm(x), after
+        new_states.append(layer_state)
+    return model.norm(x), new_states
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, at, real, taken):
+def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, positions, real, inputs):
     """Runs one layer: (output [N, C, hidden], new state, {name: value} for later layers). Jitted, so that layers of one
     kind are traced once.
 
-      taken: {name: value} from the decoder and earlier layers (Block.step).
+      inputs: {name: value} from the decoder and earlier layers (Block.step).
     """
     context = _context(spec, layer_input.shape[1], tables, real)
-    return nnx.merge(graph, trainable, frozen).step(layer_input, state, at, context, taken)
+    return nnx.merge(graph, trainable, frozen).step(layer_input, state, positions, context, inputs)
 
 
 def _context(spec: LayerSpec, length: int, tables, real) -> Context:
@@ -79,11 +82,21 @@ def _context(spec: LayerSpec, length: int, tables, real) -> Context:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _plain_step(
-    graph, spec: LayerSpec, batch_invariant: bool, trainable, frozen, stream, tables, state, at, real, next_weight
+    graph,
+    spec: LayerSpec,
+    batch_invariant: bool,
+    trainable,
+    frozen,
+    stream,
+    tables,
+    state,
+    positions,
+    real,
+    next_weight,
 ):
     """Runs one layer for one new token a row in fewer kernels: (output Stream, new state). next_weight: [hidden], of
     the next norm, which the same kernel applies.
     """
     context = _context(spec, 1, tables, real)
     layer = nnx.merge(graph, trainable, frozen)
-    return plain_layer.step(layer, stream, state, at, context, next_weight, batch_invariant)
+    return plain_layer.step(layer, stream, state, positions, context, next_weight, batch_invariant)

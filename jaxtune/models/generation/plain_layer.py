@@ -47,8 +47,10 @@ def is_plain(block: Block, spec: LayerSpec) -> bool:
     norm or one a head, and are rotated over the whole head in halves without a scale by position, or not at all; values
     have no norm and are not the keys. If one layer is not plain, a model runs none so.
     """
-    parts = [[(part.name, part.norm, part.post_norm) for part in stage.parts] for stage in spec.stages]
-    if parts != [[("mixer", True, False)], [("mlp", True, False)]] or any(stage.post_norm for stage in spec.stages):
+    stage_layout = [[(part.name, part.norm, part.post_norm) for part in stage.parts] for stage in spec.stages]
+    if stage_layout != [[("mixer", True, False)], [("mlp", True, False)]] or any(
+        stage.post_norm for stage in spec.stages
+    ):
         return False
     attention = block.parts["mixer"]
     if block.takes or block.gives or block.layer_scalar is not None or block.residual_scale != 1.0:
@@ -64,8 +66,8 @@ def is_plain(block: Block, spec: LayerSpec) -> bool:
     plain = config.qk_norm in (None, "head") and not config.interleaved_rotary
     plain &= not (config.attention_gate or config.values_are_keys or config.value_norm)
     rope = None if spec.rotary is None else config.rotary[spec.rotary]
-    whole = rope is None or not (rope.llama_4_scaling_beta or rope.partial_rotary_factor != 1.0)
-    return plain and whole and all(type(norm) is RMSNorm and norm.compute is None for norm in norms)
+    whole_heads = rope is None or not (rope.llama_4_scaling_beta or rope.partial_rotary_factor != 1.0)
+    return plain and whole_heads and all(type(norm) is RMSNorm and norm.compute is None for norm in norms)
 
 
 def norm_before(block: Block, part: str) -> RMSNorm:
@@ -100,17 +102,17 @@ def step(
     """
     attention, norm = block.parts["mixer"], norm_before(block, "mlp")
     options = rounding(norm)
-    table = None if context.rotary is None else tuple(part[:, 0] for part in context.rotary)
-    own, norms = options, None
+    table = None if context.rotary is None else tuple(angles[:, 0] for angles in context.rotary)
+    head_options, norms = options, None
     if attention.config.qk_norm:
-        own, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
-    parts = _parts(stream.normed, [getattr(attention, name) for name in attention.in_matrices])
+        head_options, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
+    partial_sums = _parts(stream.normed, [getattr(attention, name) for name in attention.in_matrices])
     masking = attention.options(context.spec.window)
     masking["batch_invariant"] = batch_invariant
-    out, keys, values = attended(parts, *state["mixer"], at, table, norms, **own, **masking)
+    out, keys, values = attended(partial_sums, *state["mixer"], at, table, norms, **head_options, **masking)
     x, normed = added_norm(stream.x, _parts(out.reshape(len(out), -1), [attention.o_proj]), norm.weight[...], **options)
-    parts = _feed_forward(block.parts["mlp"], Stream(x, normed), context)
-    return Stream(*added_norm(x, parts, next_weight, **options)), {"mixer": (keys, values)}
+    partial_sums = _feed_forward(block.parts["mlp"], Stream(x, normed), context)
+    return Stream(*added_norm(x, partial_sums, next_weight, **options)), {"mixer": (keys, values)}
 
 
 def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
@@ -122,9 +124,9 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
             gated = gated_product(stream.normed, gate.weight[...], up.weight[...], activation, loras)
             return _parts(gated, [feed_forward.down_proj])
     if type(feed_forward) is MoE:
-        parts = _of_experts(feed_forward, stream.normed, context)
-        if parts is not None:
-            return parts
+        partial_sums = _of_experts(feed_forward, stream.normed, context)
+        if partial_sums is not None:
+            return partial_sums
     values = {INPUT: stream.normed[:, None], STREAM: stream.x[:, None]}
     for segment in feed_forward.segments():
         if not segment.aux:
@@ -138,8 +140,8 @@ def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
     padding; None if there are no kernels for them. x: [N, hidden], normed.
     """
     settings, experts = moe.moe, (moe.experts.gate_up_proj, moe.experts.down_proj)
-    other = settings.shared_size is not None or settings.swiglu_limit is not None or settings.interleaved
-    if other or type(moe.router) is not Router or not all(_are_plain(matrix, x.dtype) for matrix in experts):
+    unsupported = settings.shared_size is not None or settings.swiglu_limit is not None or settings.interleaved
+    if unsupported or type(moe.router) is not Router or not all(_are_plain(matrix, x.dtype) for matrix in experts):
         return None
     gate_up, down = (matrix.weight[...] for matrix in experts)
     loras = experts[0].adapter(), experts[1].adapter()
@@ -156,16 +158,16 @@ def _are_plain(matrix: ExpertLinear, dtype) -> bool:
     """Whether few_rows' kernels can multiply by the matrices: plain arrays [E, out, in] of `dtype`, at most with
     adapters.
     """
-    weight, more = matrix.stored_weight, (matrix.bias, matrix.fake_quant, matrix.compute)
-    plain = not matrix.transposed and all(part is None for part in more)
+    weight, extras = matrix.stored_weight, (matrix.bias, matrix.fake_quant, matrix.compute)
+    plain = not matrix.transposed and all(extra is None for extra in extras)
     return plain and isinstance(weight, jax.Array) and weight.dtype == dtype
 
 
 def _is_plain(linear: Linear, dtype) -> bool:
     """Whether few_rows' kernels can multiply by the weight: a plain array of `dtype`, at most with LoRA, not DoRA."""
-    more = (linear.bias, linear.fake_quant, linear.compute, None if linear.lora is None else linear.lora.magnitude)
+    extras = (linear.bias, linear.fake_quant, linear.compute, None if linear.lora is None else linear.lora.magnitude)
     weight = linear.stored_weight
-    return all(part is None for part in more) and isinstance(weight, jax.Array) and weight.dtype == dtype
+    return all(extra is None for extra in extras) and isinstance(weight, jax.Array) and weight.dtype == dtype
 
 
 def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:

@@ -41,9 +41,9 @@ class Batch:
             return states
         size = len(arrays[0])
         for first in range(0, len(placed), size):
-            some = [*placed[first : first + size]]
-            some += [(0, _NO_SLOT)] * (size - len(some))  # so that one program serves any number
-            rows, slots = (np.array(part, np.int32) for part in zip(*some, strict=True))
+            pairs = [*placed[first : first + size]]
+            pairs += [(0, _NO_SLOT)] * (size - len(pairs))  # so that one program serves any number
+            rows, slots = (np.array(column, np.int32) for column in zip(*pairs, strict=True))
             states = programs.insert(states, self.states, rows, slots)
         return states
 
@@ -111,8 +111,7 @@ class Prefills:
         return key
 
     def unwanted(self, request: Request) -> None:
-        """Registers that a request was cancelled or gets a slot. Drops batches and long prompts for which nobody waits.
-        """
+        """Registers that a request was cancelled or gets a slot. Drops prompts for which nobody waits."""
         self._wanted[request.key] -= 1
         if self._wanted[request.key] <= 0:
             del self._wanted[request.key]
@@ -167,26 +166,28 @@ class Prefills:
             self._long = _Long(first, self._prefill(leaves, [first], begin, length_bucket(count)), begin)
             return _padded(begin)
         width = _padded(count)
-        others = {r.key: r for r in nearest if len(r.tokens) > 1 and _padded(len(r.tokens) - 1) <= capacity}
-        others = [request for request in others.values() if self.ready(request) is None]
+        candidates = {r.key: r for r in nearest if len(r.tokens) > 1 and _padded(len(r.tokens) - 1) <= capacity}
+        candidates = [request for request in candidates.values() if self.ready(request) is None]
         if self._packs and _SHORTEST_PACKED <= _power(count) <= self._chunk // 2:
-            alike = [request for request in others if _power(len(request.tokens) - 1) == _power(count)]
+            alike = [request for request in candidates if _power(len(request.tokens) - 1) == _power(count)]
             if (size := self._packed(leaves, alike, _power(count), left)) is not None:
                 return size
-            others = [first]
-        alike = [request for request in others if _padded(len(request.tokens) - 1) == width]
+            candidates = [first]
+        alike = [request for request in candidates if _padded(len(request.tokens) - 1) == width]
         rows = max(1, self._chunk // width)
         # Either a full batch or a single prompt; every other number of prompts would need a program of its own.
-        chosen = alike[: rows if len(alike) >= rows and not self._one else 1]
-        self._keep(Batch(self._prefill(leaves, chosen, width, width), {r.key: i for i, r in enumerate(chosen)}))
-        return width * len(chosen)
+        batch_requests = alike[: rows if len(alike) >= rows and not self._one else 1]
+        self._keep(
+            Batch(self._prefill(leaves, batch_requests, width, width), {r.key: i for i, r in enumerate(batch_requests)})
+        )
+        return width * len(batch_requests)
 
-    def _packed(self, leaves, alike: Sequence[Request], power: int, left: float) -> int | None:
+    def _packed(self, leaves, alike: Sequence[Request], power: int, budget: float) -> int | None:
         """Packs the first of `alike`, prompts of power / 2 + 1 to `power` tokens: the row's tokens, or None if they are
         too few.
         """
         # (tokens of a row, the least that prompts must fill of it): the largest row must leave room for none.
-        sizes = [(self._at_once, self._at_once - power)] if self._chunk < self._at_once <= left else []
+        sizes = [(self._at_once, self._at_once - power)] if self._chunk < self._at_once <= budget else []
         sizes += [(size, size / 2) for size in (self._chunk, self._chunk // 2)]
         for size, least in sizes:
             packed = self._fitting(alike, 2 * size // power, size)
@@ -202,9 +203,9 @@ class Prefills:
         tokens = np.zeros((len(requests), _padded(count)), np.int32)
         lengths, totals = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
         for row, request in enumerate(requests):
-            some = request.tokens[:-1][:count]
-            tokens[row, : len(some)] = some
-            lengths[row], totals[row] = len(some), len(request.tokens)
+            prompt = request.tokens[:-1][:count]
+            tokens[row, : len(prompt)] = prompt
+            lengths[row], totals[row] = len(prompt), len(request.tokens)
         return self._programs.prefill(self._structure, capacity, leaves, tokens, lengths, totals)
 
     def _fitting(self, requests: Sequence[Request], most: int, size: int) -> list[Request]:
@@ -217,19 +218,19 @@ class Prefills:
         tokens = np.zeros((1, size), np.int32)
         room = 2 * size // _power(width)
         starts, lengths, totals = np.full(room, size, np.int32), *np.zeros((2, room), np.int32)
-        at = 0
+        offset = 0
         for row, request in enumerate(requests):
             count = len(request.tokens) - 1
-            tokens[0, at : at + count] = request.tokens[:-1]
-            starts[row], lengths[row], totals[row] = at, count, count + 1
-            at += count
+            tokens[0, offset : offset + count] = request.tokens[:-1]
+            starts[row], lengths[row], totals[row] = offset, count, count + 1
+            offset += count
         return self._programs.pack(self._structure, width, leaves, tokens, starts, lengths, totals)
 
     def _next_chunk(self, leaves, long: _Long) -> int:
         """Prefills the next chunk of a long prompt, which becomes a Batch with the last one."""
         tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
-        at, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
-        long.states = self._programs.extend(self._structure, leaves, long.states, tokens, at, totals)
+        start, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
+        long.states = self._programs.extend(self._structure, leaves, long.states, tokens, start, totals)
         long.done += self._chunk
         if long.done == len(long.request.tokens) - 1:
             self._long = None

@@ -95,8 +95,7 @@ class StopStrings:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A row that waits for a slot, decodes in one, or is done. The sampler changes its last five fields and `tokens`.
-    """
+    """A row that waits for a slot, decodes in one, or is done."""
 
     number: int  # by which the sampler's pieces and `cancel` name the request
     tokens: list[int]  # the prompt and the new tokens
@@ -121,13 +120,13 @@ class Request:
         """Adds the device's new tokens, up to the one that completes a stop string. Returns (the added ids, "stop" or
         "length" if the row ends with them).
         """
-        known = len(self.tokens) - self.start
+        count_before = len(self.tokens) - self.start
         self.tokens += tokens
         if self.stops is not None and tokens:
-            end = self.stops.end(self.tokens[self.start :], known)
+            end = self.stops.end(self.tokens[self.start :], count_before)
             if end is not None:
                 del self.tokens[self.start + end :]
-                return self.tokens[self.start + known :], "stop"
+                return self.tokens[self.start + count_before :], "stop"
         if tokens and tokens[-1] in self.ends:
             return tokens, "stop"
         return tokens, "length" if len(self.tokens) >= self.limit else None
@@ -176,4 +175,4 @@ def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int
     seeds = np.asarray(seed)
     if seeds.shape != (count,) or not np.issubdtype(seeds.dtype, np.integer):
         raise ValueError(f"{what}: seed = {seed!r}: must be an integer, or {count} of them, one a prompt")
-    return [(int(own), 0) for own in seeds]
+    return [(int(row_seed), 0) for row_seed in seeds]

@@ -145,9 +145,9 @@ class Sampler:
             self._structure, self._leaves = self._converted.of(self._structure, self._leaves)
             self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
-        count, one = self.plan.slots, deterministic or prefills_alone
+        count, alone = self.plan.slots, deterministic or prefills_alone
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
-        self._prefills = Prefills(self._programs, self._structure, self._shapes, prefill_tokens, at_once, one=one)
+        self._prefills = Prefills(self._programs, self._structure, self._shapes, prefill_tokens, at_once, one=alone)
         self._waiting: collections.deque[Request] = collections.deque()
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
@@ -238,9 +238,9 @@ class Sampler:
 
     def cancel(self, request: int) -> None:
         """Ends a request that waits or decodes; the next step returns an empty last piece. Other numbers do nothing."""
-        found = self._requests.get(request)
-        if found is not None:
-            self._finish(found, [], [], "cancelled")
+        live_request = self._requests.get(request)
+        if live_request is not None:
+            self._finish(live_request, [], [], "cancelled")
 
     @property
     def pending(self) -> int:
@@ -293,8 +293,8 @@ class Sampler:
         rows: dict[int, Row] = {}
         earlier, self._pieces = self._pieces, []
         try:
-            for index, (prompt, limit, (own, place)) in enumerate(zip(prompts, limits, seeds, strict=True)):
-                number = self.submit(prompt, limit, temperature, own, index=place, **settings)
+            for index, (prompt, limit, (row_seed, seed_index)) in enumerate(zip(prompts, limits, seeds, strict=True)):
+                number = self.submit(prompt, limit, temperature, row_seed, index=seed_index, **settings)
                 rows[number] = Row(index, [], [], "length")
             self._runs = True
             yield from self._ended(rows, in_order)
@@ -305,9 +305,8 @@ class Sampler:
             self._pieces = [*earlier, *(piece for piece in self._pieces if piece.request not in rows)]
 
     def _ended(self, rows: dict[int, Row], in_order: bool) -> Iterator[Row]:
-        """Steps until all rows have ended, and yields them. rows: {request's number: its row}, whose lists are filled.
-        """
-        ended: dict[int, Row] = {}
+        """Steps until all rows have ended, and yields them. rows: {request's number: its row}, whose lists it fills."""
+        ended_rows: dict[int, Row] = {}
         following = 0
         while following < len(rows) and (self._requests or self._pieces):
             for piece in self.step():
@@ -316,9 +315,9 @@ class Sampler:
                 row.logprobs.extend(piece.logprobs)
                 row.top_logprobs.extend(piece.top_logprobs)
                 if piece.finish_reason is not None:
-                    ended[row.index] = dataclasses.replace(row, finish_reason=piece.finish_reason)
-            while ended and (not in_order or following in ended):
-                row = ended.pop(following if in_order else next(iter(ended)))
+                    ended_rows[row.index] = dataclasses.replace(row, finish_reason=piece.finish_reason)
+            while ended_rows and (not in_order or following in ended_rows):
+                row = ended_rows.pop(following if in_order else next(iter(ended_rows)))
                 following += 1
                 self._runs = following < len(rows)
                 yield row
@@ -354,14 +353,14 @@ class Sampler:
         free = [slot for slot, request in enumerate(self._slots) if request is None]
         if not free or not self._waiting:
             return
-        left = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
+        budget = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
         self._reserve(list(itertools.islice(self._waiting, len(free))))
         while free and self._waiting:
             batch = self._prefills.ready(self._waiting[0])
             if batch is None:
-                if left <= 0:
+                if budget <= 0:
                     break
-                left -= self._prefills.advance(self._leaves, self._waiting, len(free), left, self._capacity)
+                budget -= self._prefills.advance(self._leaves, self._waiting, len(free), budget, self._capacity)
                 continue
             placed = []
             while free and self._waiting and self._prefills.ready(self._waiting[0]) is batch:
@@ -395,12 +394,14 @@ class Sampler:
             padded[: len(request.tokens)] = request.tokens
             self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
 
-    def _widen_ends(self, needed: int) -> None:
-        """Gives the array of end tokens at least `needed` columns, padded with -1."""
-        have = self._rows.ends.shape[1]
-        if needed > have:
-            more = (1 << (needed - 1).bit_length()) - have
-            self._rows = self._rows._replace(ends=np.pad(self._rows.ends, ((0, 0), (0, more)), constant_values=-1))
+    def _widen_ends(self, columns: int) -> None:
+        """Gives the array of end tokens at least `columns` columns, padded with -1."""
+        present_columns = self._rows.ends.shape[1]
+        if columns > present_columns:
+            added_columns = (1 << (columns - 1).bit_length()) - present_columns
+            self._rows = self._rows._replace(
+                ends=np.pad(self._rows.ends, ((0, 0), (0, added_columns)), constant_values=-1)
+            )
 
     def _change(self, slot: int, token: int, length: int, active: bool) -> None:
         """Sets a slot's newest token, its row's length and whether it decodes, for the next round."""
@@ -419,8 +420,8 @@ class Sampler:
         """
         if all(request.limit <= self._capacity for request in nearest):
             return
-        everybody = [*self._waiting, *(request for request in self._slots if request is not None)]
-        most = self.plan.length if self._deterministic else max(request.limit for request in everybody)
+        unfinished = [*self._waiting, *(request for request in self._slots if request is not None)]
+        most = self.plan.length if self._deterministic else max(request.limit for request in unfinished)
         capacity = length_bucket(most)
         if self._states is None:
             self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)
@@ -428,9 +429,9 @@ class Sampler:
             shapes = device.states_shape(self._structure, self._shapes, len(self._slots), capacity)
             leaves, treedef = jax.tree.flatten(self._states)
             self._states = None  # so that each array is freed after its copy
-            for at, new in enumerate(jax.tree.leaves(shapes)):
-                if leaves[at].shape != new.shape:
-                    leaves[at] = device.grown(leaves[at], new.shape)
+            for index, new in enumerate(jax.tree.leaves(shapes)):
+                if leaves[index].shape != new.shape:
+                    leaves[index] = device.grown(leaves[index], new.shape)
             self._states = jax.tree.unflatten(treedef, leaves)
         self._capacity = capacity
 
@@ -445,8 +446,8 @@ class Sampler:
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
-        before = self._structure, self._kind, self._steps, self._leaves, self._states, self._live, self._seen
-        self._states, self._live, self._seen, emitted = self._programs.decode(*before, *self._changes(), rows)
+        arguments = self._structure, self._kind, self._steps, self._leaves, self._states, self._live, self._seen
+        self._states, self._live, self._seen, emitted = self._programs.decode(*arguments, *self._changes(), rows)
         if not self._on_host:
             for array in jax.tree.leaves(emitted):
                 array.copy_to_host_async()
@@ -468,25 +469,27 @@ class Sampler:
         """Reads the oldest round: makes pieces of its tokens and ends complete rows. A row that paused, because a
         longrope model changes its factors at its length, waits again at the head of the queue.
         """
-        done = self._rounds.popleft()
-        tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, done.emitted)
-        for slot, (request, placed) in done.requests.items():
+        oldest = self._rounds.popleft()
+        tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, oldest.emitted)
+        for slot, (request, placed) in oldest.requests.items():
             request.rounds -= 1
             if request.done:  # by a stop string or a cancellation that the device did not know of yet
                 continue
             count = int(counts[slot])
-            made, reason = request.take(tokens[:count, slot].tolist())
-            values = logprobs[: len(made), slot].tolist()
-            wanted = request.sampling.top_logprobs
+            new_tokens, reason = request.take(tokens[:count, slot].tolist())
+            values = logprobs[: len(new_tokens), slot].tolist()
+            top_count = request.sampling.top_logprobs
             tops = [
-                list(zip(ids[slot, :wanted].tolist(), of_ids[slot, :wanted].tolist(), strict=True))
-                for ids, of_ids in (zip(*(part[: len(made)] for part in ranked), strict=True) if wanted else ())
+                list(zip(ids[slot, :top_count].tolist(), of_ids[slot, :top_count].tolist(), strict=True))
+                for ids, of_ids in (
+                    zip(*(array[: len(new_tokens)] for array in ranked), strict=True) if top_count else ()
+                )
             ]
             if reason is not None:
-                self._finish(request, made, values, reason, tops)
+                self._finish(request, new_tokens, values, reason, tops)
                 continue
-            if made:
-                self._pieces.append(Piece(request.number, made, values, None, tops))
+            if new_tokens:
+                self._pieces.append(Piece(request.number, new_tokens, values, None, tops))
             # It paused, so that its states are computed anew. In a round that was dispatched before that was known, it
             # made no token either, but has left its slot.
             if count < self._steps and request.placed == placed and self._slots[slot] is request:

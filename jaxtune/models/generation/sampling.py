@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 
     def __or__(self, other: Kind) -> Kind:  # type: ignore[override]
         """The operations that either needs."""
-        return Kind(*(one or another for one, another in zip(self, other, strict=True)))
+        return Kind(*(a or b for a, b in zip(self, other, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +109,13 @@ def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
     """
     top_k, top_p, min_p = (jnp.reshape(a, (-1, 1)) for a in (numbers.top_k, numbers.top_p, numbers.min_p))
     descending = -jnp.sort(-logits, axis=-1)
-    within = descending >= jnp.take_along_axis(descending, jnp.broadcast_to(top_k - 1, (len(logits), 1)), axis=-1)
-    probabilities = jax.nn.softmax(jnp.where(within, descending, -jnp.inf), axis=-1)
+    in_top_k = descending >= jnp.take_along_axis(descending, jnp.broadcast_to(top_k - 1, (len(logits), 1)), axis=-1)
+    probabilities = jax.nn.softmax(jnp.where(in_top_k, descending, -jnp.inf), axis=-1)
     # The total probability of the tokens that are more likely. The most likely token always remains.
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = within & ((before < top_p) | (top_p >= 1))
-    kept = kept.at[:, 0].set(True) & (probabilities >= min_p * probabilities[:, :1])
-    lowest = jnp.where(kept, descending, jnp.inf).min(-1, keepdims=True)
+    remaining = in_top_k & ((before < top_p) | (top_p >= 1))
+    remaining = remaining.at[:, 0].set(True) & (probabilities >= min_p * probabilities[:, :1])
+    lowest = jnp.where(remaining, descending, jnp.inf).min(-1, keepdims=True)
     return jnp.where(logits >= lowest, logits, -jnp.inf)
 
 

@@ -30,9 +30,9 @@ def length_bucket(tokens: int, least: int = _SHORTEST_CACHE) -> int:
     >>> [length_bucket(tokens) for tokens in (1, 129, 300, 513, 800)], length_bucket(20, least=16)
     ([128, 256, 384, 768, 1024], 32)
     """
-    whole = max(least, 1 << (tokens - 1).bit_length())
-    shorter = whole * 3 // 4
-    return shorter if whole > 256 and shorter >= max(tokens, least) else whole
+    power = max(least, 1 << (tokens - 1).bit_length())
+    shorter = power * 3 // 4
+    return shorter if power > 256 and shorter >= max(tokens, least) else power
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,8 @@ def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], s
     for each slot and token of the vocabulary). shapes: of jax.tree.leaves(nnx.state(model)).
     """
     states = device.states_shape(structure, shapes, slots, length_bucket(length))
-    kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
-    return kept + 16 * slots * structure.config.vocab_size
+    state_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
+    return state_bytes + 16 * slots * structure.config.vocab_size
 
 
 def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, deterministic: bool = False) -> SlotPlan:
@@ -116,10 +116,10 @@ def plan_slots(
     # A program that packs prompts keeps states for up to twice the tokens that it prefills.
     prefilled = plan.bytes / plan.slots * max(1.0, 2 * convertible.prefill_tokens / plan.length)
     room = min(room, room_bytes - convertible.buffer_bytes - prefilled)
-    whole = sum(convertible.layers)
+    all_layers_bytes = sum(convertible.layers)
     least = bytes_of(plan.slots, length or min(positions, _LEAST_LENGTH))
-    if 0 < whole <= min(room / 2, room - least):
-        plan = _planned(bytes_of, positions, room - whole, plan.slots, length, most_slots)
+    if 0 < all_layers_bytes <= min(room / 2, room - least):
+        plan = _planned(bytes_of, positions, room - all_layers_bytes, plan.slots, length, most_slots)
     layers, size = convertible.within(room - plan.bytes)
     return dataclasses.replace(plan, converted_bytes=size, converted_layers=layers)
 
@@ -131,8 +131,8 @@ def prefilled_at_once(plan: SlotPlan, room_bytes: float | None, prefill_tokens: 
     if room_bytes is None:
         return prefill_tokens
     # The states have room for up to twice the tokens. As much again is for the activations.
-    needed = 2 * 2 * _AT_ONCE * prefill_tokens * plan.bytes / (plan.slots * plan.length)
-    return (_AT_ONCE if needed <= room_bytes - plan.bytes - plan.converted_bytes else 1) * prefill_tokens
+    needed_bytes = 2 * 2 * _AT_ONCE * prefill_tokens * plan.bytes / (plan.slots * plan.length)
+    return (_AT_ONCE if needed_bytes <= room_bytes - plan.bytes - plan.converted_bytes else 1) * prefill_tokens
 
 
 def _planned(
@@ -148,24 +148,23 @@ def _planned(
     def fits(slots: int, length: int) -> bool:
         return bytes_of(slots, length) <= room
 
-    chosen = slots or most_slots
+    slot_count = slots or most_slots
     shortest = length or min(positions, _LEAST_LENGTH)
-    while slots is None and chosen > 1 and not fits(chosen, shortest):
-        chosen //= 2
-    if not fits(chosen, shortest):
+    while slots is None and slot_count > 1 and not fits(slot_count, shortest):
+        slot_count //= 2
+    if not fits(slot_count, shortest):
         raise ValueError(
-            f"Sampler: {chosen} slots of {shortest} tokens take {bytes_of(chosen, shortest) / 1e9:.2f} GB, and "
+            f"Sampler: {slot_count} slots of {shortest} tokens take {bytes_of(slot_count, shortest) / 1e9:.2f} GB, and "
             f"{room / (1 - _SPARED) / 1e9:.2f} GB of device memory are left beside the model: fewer slots, a shorter "
             "length, or a model in fewer bits (load_in)"
         )
-    while length is None and shortest < positions and fits(chosen, longer := min(positions, 2 * shortest)):
+    while length is None and shortest < positions and fits(slot_count, longer := min(positions, 2 * shortest)):
         shortest = longer
-    return SlotPlan(chosen, shortest, bytes_of(chosen, shortest))
+    return SlotPlan(slot_count, shortest, bytes_of(slot_count, shortest))
 
 
 def room_bytes(share: float = 1.0) -> float | None:
-    """The share (0 to 1) of the free bytes on this process's first device; None if it does not report them, as a CPU.
-    """
+    """The share (0 to 1) of the free bytes on this process's first device; None if it reports none, as a CPU."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None

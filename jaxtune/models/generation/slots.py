@@ -71,18 +71,18 @@ class Rows(NamedTuple):
 def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
     """Numpy arrays of `count` empty slots with room for `ends` end tokens each."""
 
-    def whole(dtype):
+    def zeros(dtype):
         return np.zeros(count, dtype)
 
     off = Sampling().numbers(vocab_size)
     numbers = Numbers(*(np.full(count, value) for value in off))
     return Rows(
-        whole(np.int32),
-        whole(np.int32),
+        zeros(np.int32),
+        zeros(np.int32),
         np.full(count, NEVER, np.int32),
         np.full((count, ends), -1, np.int32),
-        whole(np.uint32),
-        whole(np.uint32),
+        zeros(np.uint32),
+        zeros(np.uint32),
         numbers,
     )
 
@@ -147,8 +147,8 @@ def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], r
 def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int, capacity: int) -> States:
     """The states of `rows` rows of `capacity` tokens as jax.ShapeDtypeStructs."""
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
-    one = jax.eval_shape(functools.partial(_prefill, structure, capacity), list(shapes), tokens, counts, counts)
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), one)
+    row_states = jax.eval_shape(functools.partial(_prefill, structure, capacity), list(shapes), tokens, counts, counts)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), row_states)
 
 
 def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, totals) -> States:
@@ -161,11 +161,11 @@ def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, total
     model = structure.model(leaves)
     layout = _rows_layout(model.config, tokens.shape, lengths, totals)
 
-    def first(layer, spec, kept):
-        return layer.first_state(kept, lengths, capacity - tokens.shape[1], Context(spec, layout))
+    def first_state(layer, spec, residuals):
+        return layer.first_state(residuals, lengths, capacity - tokens.shape[1], Context(spec, layout))
 
     with jax.named_scope("prefill"):
-        return _forward(model, tokens, layout, first)
+        return _forward(model, tokens, layout, first_state)
 
 
 def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals) -> States:
@@ -186,14 +186,14 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
     tables = rotary_tables(model.config, position[None], totals[prompt][None])
     layout = dataclasses.replace(layout, rotary=tables)
     rows = _rows_layout(model.config, (len(starts), width), lengths, totals)
-    places = jnp.minimum(starts[:, None] + jnp.arange(width, dtype=jnp.int32), length - 1)
+    token_indices = jnp.minimum(starts[:, None] + jnp.arange(width, dtype=jnp.int32), length - 1)
 
-    def first(layer, spec, kept):
-        unpacked = {name: value[0][places] for name, value in kept.items()}
+    def first_state(layer, spec, residuals):
+        unpacked = {name: value[0][token_indices] for name, value in residuals.items()}
         return layer.first_state(unpacked, lengths, 0, Context(spec, rows))
 
     with jax.named_scope("prefill"):
-        return _forward(model, tokens, layout, first)
+        return _forward(model, tokens, layout, first_state)
 
 
 def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals) -> PackedLayout:
@@ -209,30 +209,30 @@ def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable
     """
     x = model.embed(tokens)
     states, shared = [], {}
-    given = model.given(tokens, x) or [{}] * len(model.layers)
-    for layer, spec, own in zip(model.layers, model.config.layers, given, strict=True):
+    decoder_values = model.given(tokens, x) or [{}] * len(model.layers)
+    for layer, spec, layer_values in zip(model.layers, model.config.layers, decoder_values, strict=True):
         graph, *state = nnx.split(layer, nnx.Param, ...)
-        taken = own | {name: shared[name] for name in layer.takes if name not in own}
-        wanted = tuple(dict.fromkeys((*layer.state_reads, *layer.gives)))
-        x, kept, *_ = layer_forward(graph, spec, wanted, *state, x, layout, None, taken=taken)
-        shared |= {name: kept[residual] for residual, name in layer.gives.items()}
-        states.append(first_state(layer, spec, kept))
+        inputs = layer_values | {name: shared[name] for name in layer.takes if name not in layer_values}
+        residual_names = tuple(dict.fromkeys((*layer.state_reads, *layer.gives)))
+        x, residuals, *_ = layer_forward(graph, spec, residual_names, *state, x, layout, None, taken=inputs)
+        shared |= {name: residuals[residual] for residual, name in layer.gives.items()}
+        states.append(first_state(layer, spec, residuals))
     return states
 
 
-def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
+def _extend(structure: Structure, leaves, states, tokens, starts, totals) -> States:
     """The states (donated) after C more tokens of each row, a chunk of long prompts.
 
     tokens: int32[R, C], without padding.
-    at: int32[R], tokens that the states contain.
+    starts: int32[R], tokens that the states contain.
     totals: int32[R], as for `_prefill`.
     """
     model = structure.model(leaves)
     with jax.named_scope("extend"):
-        positions = at[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         tables = rotary_tables(model.config, positions, totals[:, None])
-        real = jnp.ones(len(at), bool)
-        return through_layers(model, split_layers(model), tokens, states, at, tables, real)[1]
+        real = jnp.ones(len(starts), bool)
+        return through_layers(model, split_layers(model), tokens, states, starts, tables, real)[1]
 
 
 def _insert(states, staged, rows, slots) -> States:
@@ -240,15 +240,18 @@ def _insert(states, staged, rows, slots) -> States:
     `staged` may be shorter. rows, slots: int32[G].
     """
 
-    def one(kept, new):
-        if len(new) == len(slots) == 1:
-            return jax.lax.dynamic_update_slice(kept, new, (slots[0], *(0,) * (kept.ndim - 1)))
-        heads_alike = kept.ndim == 4 and (kept.shape[1], kept.shape[3]) == (new.shape[1], new.shape[3])
-        if heads_alike and kept.dtype in (jnp.bfloat16, jnp.float16):  # a cache, of keys or of values
-            return inserted(kept, new, rows, slots)
-        return kept.at[(slots, *map(slice, new.shape[1:]))].set(new[rows], mode="drop")
+    def insert_rows(slot_states, staged_states):
+        if len(staged_states) == len(slots) == 1:
+            return jax.lax.dynamic_update_slice(slot_states, staged_states, (slots[0], *(0,) * (slot_states.ndim - 1)))
+        heads_alike = slot_states.ndim == 4 and (slot_states.shape[1], slot_states.shape[3]) == (
+            staged_states.shape[1],
+            staged_states.shape[3],
+        )
+        if heads_alike and slot_states.dtype in (jnp.bfloat16, jnp.float16):  # a cache, of keys or of values
+            return inserted(slot_states, staged_states, rows, slots)
+        return slot_states.at[(slots, *map(slice, staged_states.shape[1:]))].set(staged_states[rows], mode="drop")
 
-    return jax.tree.map(one, states, staged)
+    return jax.tree.map(insert_rows, states, staged)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -274,7 +277,7 @@ def _decode(
     live: Live,
     seen,
     changed,
-    given: Live,
+    new_live: Live,
     rows: Rows,
 ) -> tuple[States, Live, jax.Array | None, Emitted]:
     """Makes `steps` tokens in each active slot, fewer where a row ends or pauses (Rows.pause). Returns (states, live,
@@ -282,9 +285,9 @@ def _decode(
 
       batch_invariant: a row has the same bits beside any other rows, so their number chooses no kernel.
       seen: bool[N, V], whether each row contains a token; None without Kind.penalises.
-      changed, given: bool[N], slots in which the host started or ended a row; their new `live`.
+      changed, new_live: bool[N], slots in which the host started or ended a row; their new `live`.
     """
-    live = Live(*(jnp.where(changed, new, old) for new, old in zip(given, live, strict=True)))
+    live = Live(*(jnp.where(changed, new, old) for new, old in zip(new_live, live, strict=True)))
     model = structure.model(leaves)
     splits = split_layers(model)
     if len(live.token) > 1:  # XLA does not pad the head for a product with a single row
@@ -294,14 +297,16 @@ def _decode(
     order = jnp.arange(steps, dtype=jnp.int32)
     uniform = _uniform(rows, live.length, steps) if kind.draws else None
 
-    def one(before, step):
+    def decode_step(carry, step):
         """Makes a token in each active slot: (the next carry, Emitted.ranked of this step)."""
-        states, live, at, drawn, seen, tokens, logprobs = before
+        states, live, positions, draws, seen, tokens, logprobs = carry
         with jax.named_scope("decode"):
-            tables = rotary_tables(model.config, jnp.maximum(at, 0)[:, None], jnp.maximum(live.length, 1)[:, None])
+            tables = rotary_tables(
+                model.config, jnp.maximum(positions, 0)[:, None], jnp.maximum(live.length, 1)[:, None]
+            )
             new, real = live.token[:, None], live.active
-            hidden, states = through_layers(model, splits, new, states, at, tables, real, batch_invariant)
-            token, logprob, ranked = _chosen(model, kind, hidden, seen, rows.numbers, drawn)
+            hidden, states = through_layers(model, splits, new, states, positions, tables, real, batch_invariant)
+            token, logprob, ranked = _chosen(model, kind, hidden, seen, rows.numbers, draws)
         length = live.length + live.active
         continues = live.active & (length < rows.limit) & (length <= rows.pause)
         for column in range(rows.ends.shape[1]):  # a reduction would be a kernel of its own
@@ -310,21 +315,28 @@ def _decode(
             seen = seen.at[jnp.arange(len(token)), token].max(live.active)
         live = Live(token, length, continues)
         # What a scan slices and stacks would be copied, and the next kernels wait for copies.
-        drawn = None if uniform is None else jnp.where(continues, _of_step(uniform, step + 1), -1.0)
-        own = (order == step)[:, None]
-        tokens, logprobs = jnp.where(own, token, tokens), jnp.where(own, logprob, logprobs)
-        return (states, live, _position(length, continues), drawn, seen, tokens, logprobs), ranked
+        draws = None if uniform is None else jnp.where(continues, _of_step(uniform, step + 1), -1.0)
+        this_step = (order == step)[:, None]
+        tokens, logprobs = jnp.where(this_step, token, tokens), jnp.where(this_step, logprob, logprobs)
+        return (states, live, _position(length, continues), draws, seen, tokens, logprobs), ranked
 
-    made = jnp.zeros((steps, len(live.token)), jnp.int32), jnp.zeros((steps, len(live.token)), jnp.float32)
-    before = states, live, _position(live.length, live.active), None if uniform is None else uniform[0], seen, *made
-    (states, after, _, _, seen, tokens, logprobs), ranked = jax.lax.scan(one, before, order)
+    blank = jnp.zeros((steps, len(live.token)), jnp.int32), jnp.zeros((steps, len(live.token)), jnp.float32)
+    first_carry = (
+        states,
+        live,
+        _position(live.length, live.active),
+        None if uniform is None else uniform[0],
+        seen,
+        *blank,
+    )
+    (states, after, _, _, seen, tokens, logprobs), ranked = jax.lax.scan(decode_step, first_carry, order)
     return states, after, seen, Emitted(tokens, logprobs, jnp.subtract(after.length, live.length), ranked)
 
 
 def _of_step(uniform: jax.Array, step: jax.Array) -> jax.Array:
     """uniform[step], float32[N], or the last. Comparisons fuse into another kernel, a slice would not."""
     return functools.reduce(
-        lambda found, at: jnp.where(step == at, uniform[at], found), range(len(uniform)), uniform[-1]
+        lambda value, index: jnp.where(step == index, uniform[index], value), range(len(uniform)), uniform[-1]
     )
 
 
@@ -337,9 +349,9 @@ def _uniform(rows: Rows, lengths, steps: int) -> jax.Array:
     """float32[steps, N], the random numbers of the next tokens; -1 for rows that do not draw. All at once, because each
     step would take three kernels.
     """
-    made = lengths - rows.start + jnp.arange(steps, dtype=jnp.int32)[:, None]
-    drawn = jax.vmap(uniform_of, (None, None, 0))(rows.seed, rows.index, made)
-    return jnp.where(rows.numbers.draws, drawn, -1.0)
+    counts = lengths - rows.start + jnp.arange(steps, dtype=jnp.int32)[:, None]
+    draws = jax.vmap(uniform_of, (None, None, 0))(rows.seed, rows.index, counts)
+    return jnp.where(rows.numbers.draws, draws, -1.0)
 
 
 def _chosen(model: Decoder, kind: Kind, hidden, seen, numbers: Numbers, uniform):
@@ -351,24 +363,24 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, numbers: Numbers, uniform)
       uniform: float32[N]; None without Kind.draws.
     """
     vocab_size = model.config.vocab_size
-    own, logits = numbers.logprob_temperature, model.logits(hidden)[:, 0]
-    token, logprob, peak, total = chosen_token(logits, vocab_size, numbers.temperature, own, uniform)
+    logprob_temperature, logits = numbers.logprob_temperature, model.logits(hidden)[:, 0]
+    token, logprob, peak, total = chosen_token(logits, vocab_size, numbers.temperature, logprob_temperature, uniform)
     logits = logits[:, :vocab_size].astype(jnp.float32)
     if kind.penalises or kind.filters:
         # Rows without these settings keep their token, so that its bits do not depend on the settings of other rows.
         scores = penalised(logits, seen, numbers.repetition_penalty[:, None]) if kind.penalises else logits
-        other = likeliest = scores.argmax(-1).astype(jnp.int32)
+        filtered_token = likeliest = scores.argmax(-1).astype(jnp.int32)
         if uniform is not None:
             scores = scores / numbers.temperature[:, None]
             scores = filtered(scores, numbers) if kind.filters else scores
-            other = jnp.where(uniform >= 0, looked_up(scores, likeliest, jnp.maximum(uniform, 0.0)), likeliest)
-        concerned = (numbers.repetition_penalty != 1) | (numbers.top_k < vocab_size) | (numbers.top_p < 1)
-        concerned |= numbers.min_p > 0
-        token = jnp.where(concerned, other, token)
+            filtered_token = jnp.where(uniform >= 0, looked_up(scores, likeliest, jnp.maximum(uniform, 0.0)), likeliest)
+        is_filtered = (numbers.repetition_penalty != 1) | (numbers.top_k < vocab_size) | (numbers.top_p < 1)
+        is_filtered |= numbers.min_p > 0
+        token = jnp.where(is_filtered, filtered_token, token)
         of_token = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-        logprob = jnp.where(concerned, (of_token - peak) / own - total, logprob)
+        logprob = jnp.where(is_filtered, (of_token - peak) / logprob_temperature - total, logprob)
     ranked = None
     if kind.ranks:
         values, tokens = jax.lax.top_k(logits, min(MOST_RANKED, vocab_size))
-        ranked = tokens, (values - peak[:, None]) / own[:, None] - total[:, None]
+        ranked = tokens, (values - peak[:, None]) / logprob_temperature[:, None] - total[:, None]
     return token, logprob, ranked

@@ -48,10 +48,10 @@ def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
     leaves, treedef = jax.tree.flatten(state)
     partition.require_undivided(leaves, "Sampler")
     structure = structure_of(graph, treedef, model.config)
-    places = rounded_places(structure, tuple(leaf.shape for leaf in leaves))
-    places = [place for place in places if leaves[place].dtype != model.dtype]
-    for place, value in zip(places, _cast([leaves[place] for place in places], model.dtype), strict=True):
-        leaves[place] = value
+    indices = rounded_places(structure, tuple(leaf.shape for leaf in leaves))
+    indices = [index for index in indices if leaves[index].dtype != model.dtype]
+    for index, value in zip(indices, _cast([leaves[index] for index in indices], model.dtype), strict=True):
+        leaves[index] = value
     return structure, leaves
 
 
@@ -59,8 +59,8 @@ def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
 def rounded_places(structure: Structure, shapes: tuple[tuple[int, ...], ...]) -> list[int]:
     """The indices among jax.tree.leaves of the arrays that a sampler casts."""
     leaves = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    place_of = {id(leaf): place for place, leaf in enumerate(leaves)}
-    return [place_of[id(side.get_value())] for side in _rounded_sides(structure.model(leaves))]
+    index_of = {id(leaf): index for index, leaf in enumerate(leaves)}
+    return [index_of[id(side.get_value())] for side in _rounded_sides(structure.model(leaves))]
 
 
 def _rounded_sides(model: Decoder) -> list[nnx.Variable]:

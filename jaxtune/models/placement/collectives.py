@@ -73,8 +73,8 @@ class CollectiveSchedule:
         self._gathers, self._scatters = list(gathers), list(scatters)
         last, half = len(stages) - 1, 0
         if self._scatters:
-            passed = itertools.accumulate(stages)
-            half = next(stage for stage, work in enumerate(passed) if 2 * work >= sum(stages))
+            elapsed = itertools.accumulate(stages)
+            half = next(stage for stage, work in enumerate(elapsed) if 2 * work >= sum(stages))
             half = min(half + 1, last)
         self._gather_window, self._scatter_window = (half, last), (0, max(half - 1, 0))
         self.gathered: list[jax.Array] = []
@@ -88,8 +88,8 @@ class CollectiveSchedule:
             gradients, values = optimization_barrier(([gradient for _, gradient in self._scatters], values))
             self.scattered = [scatter(s, g) for (s, _), g in zip(self._scatters, gradients, strict=True)]
         if self._gathers and stage == self._gather_window[0]:
-            parts, values = optimization_barrier((self._gathers, values))
-            self.gathered = [gather(part) for part in parts]
+            sources, values = optimization_barrier((self._gathers, values))
+            self.gathered = [gather(shard) for shard in sources]
         return values
 
     def finish(self, stage: int, values: Any) -> Any:

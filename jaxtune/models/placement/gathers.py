@@ -53,16 +53,16 @@ def _rows_of_fwd(take, shard: Shard, index: jax.Array):
     all_index = (
         jax.lax.all_gather(index, TENSORS) - jax.lax.axis_index(TENSORS) * size
     )  # of all devices, relative to this device's first row
-    mine = (all_index >= 0) & (all_index < size)
+    is_own = (all_index >= 0) & (all_index < size)
     rows, back = jax.vjp(lambda table: take(table, jnp.clip(all_index, 0, size - 1)), shard.array)
-    mine = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
-    rows = jax.lax.psum_scatter(jnp.where(mine, rows, 0), TENSORS)  # all but one term of each sum are zero
-    return rows, (back, mine, shard)
+    is_own = is_own.reshape(*is_own.shape, *[1] * (rows.ndim - is_own.ndim))
+    rows = jax.lax.psum_scatter(jnp.where(is_own, rows, 0), TENSORS)  # all but one term of each sum are zero
+    return rows, (back, is_own, shard)
 
 
 def _rows_of_bwd(take, residuals, gradient):
-    back, mine, shard = residuals
-    (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, TENSORS), 0))
+    back, is_own, shard = residuals
+    (gradients,) = back(jnp.where(is_own, jax.lax.all_gather(gradient, TENSORS), 0))
     return dataclasses.replace(shard, array=gradients), None
 
 

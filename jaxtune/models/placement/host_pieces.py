@@ -31,11 +31,11 @@ def pieces_of(array: Array, piece_bytes: int) -> list[Piece]:
     count, columns = array.size // array.shape[-1], array.shape[-1]
     row_bytes = columns * array.dtype.itemsize
     rows = max(1, piece_bytes // row_bytes)
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for first in range(0, count, rows):
-        own = min(rows, count - first)
-        found.append((own * row_bytes, functools.partial(_rows, array, first, own, min(rows, count))))
-    return found
+        row_count = min(rows, count - first)
+        pieces.append((row_count * row_bytes, functools.partial(_rows, array, first, row_count, min(rows, count))))
+    return pieces
 
 
 def copied(array: Array) -> np.ndarray:
@@ -51,15 +51,15 @@ def _bytes(array: Array) -> np.ndarray:
     return np.asarray(copied(array), order="C").reshape(-1).view(np.uint8)
 
 
-def _rows(array: Array, first: int, own: int, rows: int) -> np.ndarray:
-    """The bytes of `own` rows from `first` on. The device always cuts `rows`, earlier at the end, so that each shape
-    compiles one program.
+def _rows(array: Array, first: int, row_count: int, rows: int) -> np.ndarray:
+    """The bytes of row_count rows from `first` on. The device always cuts `rows`, so that each shape compiles one
+    program.
     """
     if isinstance(array, np.ndarray):
-        return _bytes(array.reshape(-1, array.shape[-1])[first : first + own])
+        return _bytes(array.reshape(-1, array.shape[-1])[first : first + row_count])
     count = array.size // array.shape[-1]
     start = min(first, count - rows)
-    return _bytes(copied(_cut(array, start, rows))[first - start : first - start + own])
+    return _bytes(copied(_cut(array, start, rows))[first - start : first - start + row_count])
 
 
 @functools.partial(jax.jit, static_argnums=2)

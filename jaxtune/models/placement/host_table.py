@@ -57,8 +57,7 @@ def has_no_rows(variable: nnx.Variable) -> bool:
 
 
 def tables_of(state: nnx.State, names: Collection[str]) -> dict[str, Array]:
-    """{name: array [vocabulary, size]} of the named tables that a Decoder's state has; a part of a state may lack some.
-    """
+    """{name: array [vocabulary, size]} of the named tables that a Decoder's state has; it may be a part."""
     flat = {path: variable for path, variable in nnx.to_flat_state(state) if path[-1] == "weight"}
     return {name: flat[name, "weight"].get_value() for name in names if (name, "weight") in flat}
 
@@ -66,11 +65,11 @@ def tables_of(state: nnx.State, names: Collection[str]) -> dict[str, Array]:
 def with_tables(state: nnx.State, tables: Mapping[str, Array]) -> nnx.State:
     """A new state with `tables` in place of its own."""
 
-    def one(path, variable):
-        name, *rest = (str(getattr(key, "key", None)) for key in path)
-        return variable.replace(tables[name]) if name in tables and rest == ["weight"] else variable
+    def replaced(path, variable):
+        name, *attributes = (str(getattr(key, "key", None)) for key in path)
+        return variable.replace(tables[name]) if name in tables and attributes == ["weight"] else variable
 
-    return jax.tree_util.tree_map_with_path(one, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree_util.tree_map_with_path(replaced, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def without_rows(state: nnx.State, tables: Mapping[str, Array]) -> nnx.State:

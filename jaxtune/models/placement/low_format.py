@@ -131,7 +131,7 @@ def reduce_scatter(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stre
     must differ between devices. stream: as in `encode`.
     """
     sent = encode(x, format, seed, stream)
-    received = {name: jax.lax.all_to_all(part, axes, 0, 0, tiled=True) for name, part in sent.items()}
+    received = {name: jax.lax.all_to_all(array, axes, 0, 0, tiled=True) for name, array in sent.items()}
     return decode(received, format).sum(0), x - decode(sent, format)
 
 
@@ -140,7 +140,7 @@ def all_gather(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: 
     what rounding took from this x). seed, stream: as in `encode`.
     """
     sent = encode(x, format, seed, stream)
-    gathered = {name: jax.lax.all_gather(part, axes) for name, part in sent.items()}
+    gathered = {name: jax.lax.all_gather(array, axes) for name, array in sent.items()}
     return decode(gathered, format), x - decode(sent, format)
 
 
@@ -153,12 +153,12 @@ def part_of_sum(gradient: jax.Array, axes: Axes, axis: int, count: int, format: 
     """
     wide = gradient.astype(jnp.float32)
     shape = (*wide.shape[:axis], count, wide.shape[axis] // count, *wide.shape[axis + 1 :])
-    parts = jnp.moveaxis(wide.reshape(shape), axis, 0)
-    own, flat = parts.shape[1:], parts.reshape(count, -1)
+    shards = jnp.moveaxis(wide.reshape(shape), axis, 0)
+    shard_shape, flat = shards.shape[1:], shards.reshape(count, -1)
     size = flat.shape[1]
     flat = jnp.pad(flat, ((0, 0), (0, -size % BLOCK)))
     bits = jax.lax.bitcast_convert_type(wide, jnp.uint32)
     checksum = jnp.stack([bits.sum(dtype=jnp.uint32), (bits >> 9).sum(dtype=jnp.uint32)])
     key = jax.random.fold_in(jax.random.wrap_key_data(checksum), jax.lax.axis_index(axes))
     total, _ = reduce_scatter(flat, axes, format, jax.random.key_data(key))
-    return total[:size].reshape(own)
+    return total[:size].reshape(shard_shape)

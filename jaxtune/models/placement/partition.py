@@ -93,15 +93,15 @@ def mesh_shape(*sizes: int) -> MeshShape:
     if -1 not in shape:
         return MeshShape(shape)
     devices = jax.device_count()
-    others = [1 if size == -1 else size for size in shape]
-    used = math.prod(others)
-    if devices % used:
+    fixed = [1 if size == -1 else size for size in shape]
+    fixed_devices = math.prod(fixed)
+    if devices % fixed_devices:
         key = f"mesh.{AXES[shape.index(-1)].name}"
         raise ValueError(
-            f"{key} = -1: {devices} devices are not a multiple of {' x '.join(_keys(others))}; set {key} to the number "
-            f"of devices that are to be used, divided by {used}"
+            f"{key} = -1: {devices} devices are not a multiple of {' x '.join(_keys(fixed))}; set {key} to the number "
+            f"of devices that are to be used, divided by {fixed_devices}"
         )
-    return MeshShape(devices // used if size == -1 else size for size in shape)
+    return MeshShape(devices // fixed_devices if size == -1 else size for size in shape)
 
 
 def make_mesh(*sizes: int) -> Mesh:
@@ -109,12 +109,12 @@ def make_mesh(*sizes: int) -> Mesh:
     several processes has more.
     """
     devices, shape = jax.devices(), mesh_shape(*sizes)
-    asked = " and ".join(_keys(shape)) or f"mesh.{AXES[0].name} = 1"
+    requested = " and ".join(_keys(shape)) or f"mesh.{AXES[0].name} = 1"
     if shape.size > len(devices):
-        raise ValueError(f"{asked}: there are {len(devices)} {devices[0].platform} devices")
+        raise ValueError(f"{requested}: there are {len(devices)} {devices[0].platform} devices")
     if shape.size < len(devices) and jax.process_count() > 1:
         raise ValueError(
-            f"{asked}: the run has {len(devices)} devices in {jax.process_count()} processes, and all of them take "
+            f"{requested}: the run has {len(devices)} devices in {jax.process_count()} processes, and all of them take "
             "part; set mesh.data=-1, or start fewer processes"
         )
     names, kinds = tuple(axis.name for axis in AXES), (AxisType.Auto,) * len(AXES)
@@ -161,9 +161,9 @@ def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
     if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # does not copy on a device that has it
-        here = [jax.device_put(array, device) for device in sharding.addressable_devices]
-        return jax.make_array_from_single_device_arrays(array.shape, sharding, here)
-    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+        copies = [jax.device_put(array, device) for device in sharding.addressable_devices]
+        return jax.make_array_from_single_device_arrays(array.shape, sharding, copies)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -181,16 +181,15 @@ def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
     if all(array.is_fully_replicated for array in elsewhere):
-        own = {id(array): array.addressable_data(0) for array in elsewhere}
-        return jax.tree.map(lambda leaf: own.get(id(leaf), leaf), (trained, rest))
+        local_copies = {id(array): array.addressable_data(0) for array in elsewhere}
+        return jax.tree.map(lambda leaf: local_copies.get(id(leaf), leaf), (trained, rest))
     meshes = (array.sharding.mesh for array in elsewhere if isinstance(array.sharding, NamedSharding))
     mesh = next(mesh for mesh in meshes if isinstance(mesh, Mesh))
     return put(trained, shardings(trained, mesh)), put(rest, shardings(rest, mesh))
 
 
 def addressable(tree: Any) -> list[Any]:
-    """What of a tree this process can check alone: [tree] if it has all of it, else its parts of floating-point arrays.
-    """
+    """What of a tree this process can check alone: [tree] if it has all of it, else its parts of float arrays."""
     leaves = jax.tree.leaves(tree)
     if all(leaf.is_fully_addressable for leaf in leaves):
         return [tree]
@@ -207,13 +206,13 @@ def on_host(array: Any) -> np.ndarray:
     if not array.is_fully_addressable and not array.is_fully_replicated:
         assert isinstance(array.sharding, NamedSharding)
         array = _moves(NamedSharding(array.sharding.mesh, WHOLE))(array)
-    one = array if len(array.sharding.device_set) == 1 else array.addressable_data(0)
+    local = array if len(array.sharding.device_set) == 1 else array.addressable_data(0)
     if array.is_fully_replicated:
-        return np.asarray(jax.make_array_from_single_device_arrays(one.shape, one.sharding, [one]))
-    whole = np.empty(array.shape, array.dtype)
-    for part in array.addressable_shards:
-        whole[part.index] = on_host(part.data)
-    return whole
+        return np.asarray(jax.make_array_from_single_device_arrays(local.shape, local.sharding, [local]))
+    result = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        result[shard.index] = on_host(shard.data)
+    return result
 
 
 @functools.cache
@@ -260,11 +259,11 @@ def _total(sums):
     """`total` inside `divided`; its derivative is the identity."""
     axes = _row_axes()
 
-    def one(leaf):
+    def summed(leaf):
         over = tuple(axis for axis in axes if axis != TENSORS) if isinstance(leaf, Shard) else axes
         return jax.lax.psum(leaf, over) if over else leaf
 
-    return jax.tree.map(one, sums, is_leaf=_is_shard)
+    return jax.tree.map(summed, sums, is_leaf=_is_shard)
 
 
 _total.defvjp(lambda sums: (_total(sums), None), lambda _, gradients: (gradients,))
@@ -318,11 +317,11 @@ def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
 def bytes_per_device(tree: Any, parts: int) -> float:
     """Bytes of a tree of nnx variables (also abstract) on each of `parts` devices that divide tensors."""
 
-    def one(leaf):
+    def bytes_of(leaf):
         size = float(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize)
         return size / leaf.count**2 if isinstance(leaf, Shard) else size  # a Shard's shape is of `count` such arrays
 
-    return sum(map(one, jax.tree.leaves(divided_into(tree, parts), is_leaf=_is_shard)))
+    return sum(map(bytes_of, jax.tree.leaves(divided_into(tree, parts), is_leaf=_is_shard)))
 
 
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
@@ -337,17 +336,19 @@ def divided_into(tree: Any, count: int, sync: SyncFormat | None = None) -> Any:
     if count == 1:
         return tree
 
-    def one(variable):
+    def marked_variable(variable):
         if not isinstance(variable, nnx.Variable):
             return variable
         axes = _axes(variable, count)
         if axes is None:
             return variable
         leaves, structure = jax.tree.flatten(variable.get_value())
-        parts = [leaf if at is None else Shard(leaf, at, count, sync) for leaf, at in zip(leaves, axes, strict=True)]
-        return variable.replace(jax.tree.unflatten(structure, parts))
+        marked = [
+            leaf if axis is None else Shard(leaf, axis, count, sync) for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        return variable.replace(jax.tree.unflatten(structure, marked))
 
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(marked_variable, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
@@ -371,8 +372,8 @@ def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
 
     def declared(path, variable):
         keys: list[Any] = [getattr(key, "key", None) for key in path]
-        there = keys[1] < resident if keys[0] == "layers" else resident == layers
-        if not there:
+        is_resident = keys[1] < resident if keys[0] == "layers" else resident == layers
+        if not is_resident:
             return variable
         value = variable.get_value()
         return variable.replace(value, axes=()) if "axes" in variable.get_metadata() else variable
@@ -385,10 +386,10 @@ def divide_like(divided_tree: Any, tree: Any) -> Any:
     leading axis of devices. No array is cut.
     """
 
-    def one(leaf, array):
+    def marked(leaf, array):
         return dataclasses.replace(leaf, array=array) if isinstance(leaf, Shard) else array
 
-    return jax.tree.map(one, divided_tree, tree, is_leaf=_is_shard)
+    return jax.tree.map(marked, divided_tree, tree, is_leaf=_is_shard)
 
 
 def undivided(tree: Any) -> Any:
@@ -412,12 +413,12 @@ def unsummed_specs(tree: Any) -> Any:
 def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
     """`specs` with further axes in front."""
 
-    def one(leaf):
+    def spec_of(leaf):
         if not isinstance(leaf, Shard):
             return PartitionSpec(*front)
         return dataclasses.replace(leaf, array=PartitionSpec(*front_of_shards, *([None] * leaf.axis), TENSORS))
 
-    return jax.tree.map(one, tree, is_leaf=_is_shard)
+    return jax.tree.map(spec_of, tree, is_leaf=_is_shard)
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
@@ -456,12 +457,12 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     def is_like(tree):
         return jax.tree.structure(tree) == structure
 
-    def one(tree):
+    def sharding_of(tree):
         if not is_like(tree):
             return everywhere
         return jax.tree.unflatten(structure, list(map(beside, tensors, jax.tree.leaves(tree))))
 
-    return jax.tree.map(one, opt_state, is_leaf=is_like)
+    return jax.tree.map(sharding_of, opt_state, is_leaf=is_like)
 
 
 def shards(tree: Any) -> list[Shard]:
@@ -471,5 +472,5 @@ def shards(tree: Any) -> list[Shard]:
 
 def with_whole(tree: Any, arrays: Sequence[jax.Array]) -> Any:
     """The tree with whole arrays, in the order of `shards`, in place of its Shards."""
-    whole = iter(arrays)
-    return jax.tree.map(lambda leaf: next(whole) if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)
+    remaining = iter(arrays)
+    return jax.tree.map(lambda leaf: next(remaining) if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)

@@ -92,35 +92,35 @@ def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -
       whose source is occupied until its end.
     """
     count = len(sizes)
-    needs = [size * _MULTIPLICATIONS_PER_BYTE * _ROOM for size in sizes]
+    copy_times = [size * _MULTIPLICATIONS_PER_BYTE * _ROOM for size in sizes]
     # If the copies take longer than all stages, every stage is stretched by the same factor.
-    longer = max(sum(needs) / sum(stages), 1.0)
-    bounds = [0.0, *itertools.accumulate(stage * longer for stage in stages)]
+    stretch = max(sum(copy_times) / sum(stages), 1.0)
+    bounds = [0.0, *itertools.accumulate(stage * stretch for stage in stages)]
 
     @functools.cache
     def best(first_copy: int, first_stage: int) -> tuple[float, int, int]:
         """(cost of the copies from first_copy on, end of the first window's copies, end of that window)."""
         if first_copy == count:
             return 0.0, count, first_stage
-        found = (math.inf, count, first_stage)
+        best_choice = (math.inf, count, first_stage)
         ends = range(first_stage + 1, len(bounds))
         for end_stage in reversed(ends) if late else ends:  # the longest window among equal ones
             begins, until = bounds[first_stage], bounds[end_stage]
             for end_copy in range(first_copy, count + 1):
-                need = sum(needs[first_copy:end_copy])
+                need = sum(copy_times[first_copy:end_copy])
                 occupied = need * ((bounds[-1] - begins) if late else until) / bounds[-1]
                 cost = max(need - (until - begins), 0.0) + 0.01 * occupied + best(end_copy, end_stage)[0]
-                if cost < found[0]:
-                    found = cost, end_copy, end_stage
-        return found
+                if cost < best_choice[0]:
+                    best_choice = cost, end_copy, end_stage
+        return best_choice
 
-    chosen: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     stage = 0
-    while len(chosen) < count:
-        _, end_copy, end_stage = best(len(chosen), stage)
-        chosen += [(stage, end_stage - 1)] * (end_copy - len(chosen))
+    while len(result) < count:
+        _, end_copy, end_stage = best(len(result), stage)
+        result += [(stage, end_stage - 1)] * (end_copy - len(result))
         stage = end_stage
-    return chosen
+    return result
 
 
 class TransferSchedule:

@@ -24,22 +24,22 @@ def with_copies(frozen: nnx.State) -> nnx.State:
 def without_copies(frozen: nnx.State) -> nnx.State:
     """A new state without these copies, whose memory is freed at once, whoever else refers to `frozen`."""
 
-    def one(weight: Stored) -> Stored:
+    def without_copy(weight: Stored) -> Stored:
         if weight.transposed is not None:
             weight.transposed.delete()
         return weight.with_transposed(lambda _: None)
 
-    return _each(frozen, one)
+    return _each(frozen, without_copy)
 
 
 def _each(frozen: nnx.State, change: Callable[[Stored], Stored]) -> nnx.State:
 
-    def one(path, variable):
+    def changed(path, variable):
         value = variable.get_value()
         in_layers = getattr(path[0], "key", None) == "layers"
         return variable.replace(change(value)) if in_layers and isinstance(value, Stored) else variable
 
-    return jax.tree_util.tree_map_with_path(one, frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree_util.tree_map_with_path(changed, frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def _transposed(codes: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
