@@ -102,7 +102,7 @@ def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, 
     for name, matrix in (*linears(model), *experts(model)):
         if matrix.lora is None:
             continue
-        a, b = (np.asarray(part[...], np.float64) for part in (matrix.lora.a, matrix.lora.b))
+        a, b = (np.asarray(side[...], np.float64) for side in (matrix.lora.a, matrix.lora.b))
         expected = b @ a
         product = _peft_product(peft_name(model, name), found, matrix.num_experts)
         if not np.allclose(product, expected, rtol=1e-5, atol=1e-8):
@@ -117,12 +117,12 @@ def _peft_product(name: str, tensors: Mapping[str, np.ndarray], count: int) -> n
       count: experts; 0 for a linear.
     """
     if not count:
-        a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
+        a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"].astype(np.float64) for side in "AB")
         return b @ a
     module, matrix = name.rsplit(".", 1)
     # The parameter that PEFT wrapped first is the innermost module.
     outer = f"base_model.model.{module}"
-    both = f"{outer}.base_layer.lora_A.weight" in tensors
-    prefix = f"{outer}.base_layer" if both and matrix == "gate_up_proj" else outer
-    a, b = (tensors[f"{prefix}.lora_{part}.weight"].astype(np.float64) for part in "AB")
+    both_wrapped = f"{outer}.base_layer.lora_A.weight" in tensors
+    prefix = f"{outer}.base_layer" if both_wrapped and matrix == "gate_up_proj" else outer
+    a, b = (tensors[f"{prefix}.lora_{side}.weight"].astype(np.float64) for side in "AB")
     return np.einsum("ore,eri->eoi", b.reshape(b.shape[0], -1, count), a.reshape(count, -1, a.shape[1]))

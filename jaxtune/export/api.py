@@ -86,13 +86,15 @@ def export_model(
     if to.startswith("gguf") and not model.config.head.is_text:
         raise ValueError(f"export: to = {to!r}: {model.config.head.what}, for which GGUF has no place; take merged")
     grids.require_representable(model, to, (outtype or _DEFAULT_OUTTYPE[model.dtype]) if to == "gguf" else None)
-    done = FORMATS[to](model, job)
+    exported = FORMATS[to](model, job)
     alone = to in ("adapter", "gguf-adapter")
-    return dataclasses.replace(done, notes=done.notes + grids.notes_on_adapter(model)) if alone else done
+    return dataclasses.replace(exported, notes=exported.notes + grids.notes_on_adapter(model)) if alone else exported
 
 
 def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> None:
-    """Raises ValueError for a format, outtype or path with which no model can be exported, or without the gguf package."""
+    """Raises ValueError for a format, outtype or path with which no model can be exported, or without the gguf package
+    if it is needed.
+    """
     if to not in FORMATS:
         raise ValueError(f"export: to = {to!r} is unknown; it can be {', '.join(FORMATS)}")
     if outtype is not None and not to.startswith("gguf"):
@@ -130,24 +132,24 @@ def _whole(model: Decoder) -> Weights:
     """
     weights = _merged(model)
     variables, like = tensors_of(weights.model), _like(model)
-    made = {
+    makers = {
         name: functools.partial(_finite, name, weights.maker(name, variable), model.dtype)
         for name, variable in variables.items()
     }
     if like is not None:
         _compile_checks([variable.get_value() for variable in variables.values()], model.dtype, like.sharding)
-    return Weights(weights.model, made)
+    return Weights(weights.model, makers)
 
 
 def _compile_checks(tensors: Iterable[object], dtype: str, where: jax.sharding.Sharding | None) -> None:
     """Begins to compile in threads what `_finite` runs, for each form of tensor. where: their sharding."""
-    found = {}
+    forms = {}
     for tensor in tensors:
         form = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tensor)
         leaves, tree = jax.tree.flatten(form)
-        found[tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)] = form
+        forms[tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)] = form
     compilers = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxtune-compile")
-    for form in found.values():
+    for form in forms.values():
         compilers.submit(compile_are_finite, form, dtype)
     compilers.shutdown(wait=False)
 
@@ -191,15 +193,15 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
                 f"{len(short)} tensors have rows that are not whole blocks of {outtype}: they are stored in "
                 f"{', '.join(sorted(set(short)))}"
             )
-        if others := not_trained(tensors, kinds):
+        if fresh := not_trained(tensors, kinds):
             notes.append(
-                f"{', '.join(others)}: rounded now, to {', '.join(sorted({kinds[name] for name in others}))}, because "
+                f"{', '.join(fresh)}: rounded now, to {', '.join(sorted({kinds[name] for name in fresh}))}, because "
                 "quantisation-aware training left them as they were; all other matrices are stored as it saw them"
             )
         file = f"model-{outtype}.gguf"
-        text, more = modelfile(model, job.tokenizer, file)
+        text, more_notes = modelfile(model, job.tokenizer, file)
         texts = {MODELFILE: text}
-        return _write_gguf(job, file, arch.name, fields, sources, outtype, notes + more, compiling.wait, texts)
+        return _write_gguf(job, file, arch.name, fields, sources, outtype, notes + more_notes, compiling.wait, texts)
 
 
 def _name(job: _Job, notes: list[str]) -> str:
@@ -281,8 +283,8 @@ def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
     return export
 
 
-def _stored(to: Format) -> Callable[[Decoder, _Job], Exported]:
-    return _folder(lambda model, *rest: folders.write_stored(to, _whole(model), *rest))
+def _stored(format: Format) -> Callable[[Decoder, _Job], Exported]:
+    return _folder(lambda model, *arguments: folders.write_stored(format, _whole(model), *arguments))
 
 
 FORMATS: dict[str, Callable[[Decoder, _Job], Exported]] = {

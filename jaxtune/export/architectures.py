@@ -37,17 +37,19 @@ def architecture(config: DecoderConfig) -> Architecture:
 
 def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
     """A clause for everything that llama.cpp would compute differently."""
-    found = []
+    problems = []
 
-    def check(right: bool, what: str) -> None:
+    def check(right: bool, difference: str) -> None:
         if not right:
-            found.append(f"{what}: llama.cpp cannot run it")
+            problems.append(f"{difference}: llama.cpp cannot run it")
 
     ordinary = all(part.config is None for layer in config.layers for part in layer.parts)
     check(ordinary or arch.by_layer, "layers of another kind")
     present = {QKV: config.qkv_bias, OUT: config.out_bias, MLP: config.mlp_bias}
-    for place in sorted(place for place, there in present.items() if there and place not in arch.biases):
-        check(False, f"biases of the {place} projections")
+    for projection in sorted(
+        projection for projection, has_bias in present.items() if has_bias and projection not in arch.biases
+    ):
+        check(False, f"biases of the {projection} projections")
     if config.family in ("qwen2", "qwen2_moe"):
         check(config.qkv_bias, "no biases of the q/k/v projections")
     if config.family == "gpt_oss":
@@ -80,7 +82,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         clamped = (_OSS_LIMIT, _OSS_ALPHA) if config.family == "gpt_oss" else (None, config.moe.swiglu_alpha)
         limits = (config.moe.swiglu_limit, config.moe.swiglu_alpha)
         check(limits == clamped, f"swiglu_limit, swiglu_alpha = {limits}")
-    found += gemma4.problems(config) if arch.by_layer else _layer_problems(config, arch)
+    problems += gemma4.problems(config) if arch.by_layer else _layer_problems(config, arch)
     for rope in config.rotary:
         check(rope.kind in arch.ropes, f"rope_type {rope.kind!r}")
         check(rope.head_dim in (None, config.head_dim) or arch.by_layer, f"a rotary head of {rope.head_dim}")
@@ -89,7 +91,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         if rope.kind == "yarn" and rope.attention_factor is not None:
             formula = 0.1 * math.log(rope.factor) + 1.0
             check(math.isclose(rope.attention_factor, formula), f"yarn's attention_factor = {rope.attention_factor}")
-    return found
+    return problems
 
 
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
@@ -97,16 +99,16 @@ def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
     (the first layer of each that differs), and Gemma 3's unscaled local base of 10,000. A model without any windows
     passes.
     """
-    found = []
+    problems = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}
         if len(windows) > 1:
-            found.append(f"sliding_window of {len(windows)} lengths: llama.cpp has one")
+            problems.append(f"sliding_window of {len(windows)} lengths: llama.cpp has one")
         wrong = [i for i, layer in enumerate(config.layers) if layer.window and (i + 1) % arch.period == 0]
         if windows:
             wrong += [i for i, layer in enumerate(config.layers) if not layer.window and (i + 1) % arch.period]
         if wrong:
-            found.append(
+            problems.append(
                 f"layer_types of layer {min(wrong)}: llama.cpp has full attention in every {arch.period}th layer "
                 "and a window in all others"
             )
@@ -117,13 +119,13 @@ def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         elif arch.nope_period is not None and (index + 1) % arch.nope_period == 0:
             expected = None
         if layer.rotary != expected:
-            found.append(f"the position encoding of layer {index}: llama.cpp has another one there")
+            problems.append(f"the position encoding of layer {index}: llama.cpp has another one there")
             break
     if config.family == "gemma3_text":
         local = config.rotary[1]
         if local != RopeConfig(theta=_GEMMA3_LOCAL_THETA):
-            found.append(f"rope_local_base_freq = {local.theta:g}: llama.cpp has {_GEMMA3_LOCAL_THETA:g}")
-    return found
+            problems.append(f"rope_local_base_freq = {local.theta:g}: llama.cpp has {_GEMMA3_LOCAL_THETA:g}")
+    return problems
 
 
 def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str, Any], list[str]]:

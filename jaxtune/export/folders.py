@@ -57,27 +57,30 @@ def write_stored(
     assert to.export is not None
     if to.export.without_experts is not None and weights.model.config.moe is not None:
         raise ValueError(f"{to.export.name}: {to.export.without_experts}")
-    changed, left = grids.quantized(weights, to.name), not_whole(weights, to.name)
+    changed, odd_rows = grids.quantized(weights, to.name), not_whole(weights, to.name)
     changed = changed.changed(
         {name: functools.partial(to.kinds[0].with_input_scale, scale=scale) for name, scale in input_scales.items()}
     )
-    own = [
+    plain = [
         name
         for name, matrix in matrices(changed.model)
-        if matrix.quantizable and not isinstance(matrix.stored_weight, Stored) and name not in left
+        if matrix.quantizable and not isinstance(matrix.stored_weight, Stored) and name not in odd_rows
     ]
-    own = [name for name in own if not any(name_matches(name, each) for each in to.export.keeps)]
+    plain = [name for name in plain if not any(name_matches(name, pattern) for pattern in to.export.keeps)]
     changed = changed.dequantized(to.export.keeps) if to.export.keeps else changed
-    if left and stored_in(changed.model) is None:
+    if odd_rows and stored_in(changed.model) is None:
         raise ValueError(f"{to.export.name}: no linear has rows of whole blocks of {to.kinds[0].row_block}; take fp8")
     config = hf.hf_config_of(changed.model, tokenizer) if says is not None else {}
     extra = {"quantization_config": says(config["quantization_config"])} if says is not None else None
     write_planned(changed, folder, tokenizer, max_shard_bytes, extra=extra)
     reasons = (
-        (left, f"their rows are not whole blocks of {to.kinds[0].row_block}"),
-        (own, f"the model has them so beside its weights in {to.name} (the first is {own[0] if own else ''})"),
+        (odd_rows, f"their rows are not whole blocks of {to.kinds[0].row_block}"),
+        (
+            plain,
+            f"the model has them so beside its weights in {to.name} (the first is {plain[0] if plain else ''})",
+        ),
     )
-    return [f"{len(kept)} matrices are kept in {weights.model.dtype}: {why}" for kept, why in reasons if kept]
+    return [f"{len(names)} matrices are kept in {weights.model.dtype}: {why}" for names, why in reasons if names]
 
 
 def write_nvfp4_activations(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
@@ -106,11 +109,11 @@ def write_mxfp4(
     Raises ValueError for gpt-oss with `activations`, or experts that left QAT's grid, and as write_stored does.
     """
     model, layouts = weights.model, FORMATS["mxfp4"].layouts
-    layout = next((each for each in layouts if each.families == (model.config.family,)), None)
+    layout = next((candidate for candidate in layouts if candidate.families == (model.config.family,)), None)
     if layout is None:
-        of_all = next(each for each in layouts if each.families is None)
-        says = of_all.rounding_activations if activations else None
-        return write_stored(FORMATS["mxfp4"], weights, folder, tokenizer, max_shard_bytes, says)
+        of_all = next(candidate for candidate in layouts if candidate.families is None)
+        config_edit = of_all.rounding_activations if activations else None
+        return write_stored(FORMATS["mxfp4"], weights, folder, tokenizer, max_shard_bytes, config_edit)
     if activations:
         raise ValueError("mxfp4-mxfp4: gpt-oss as it is published says nothing of activations; take mxfp4")
     plain = weights.dequantized()
@@ -121,8 +124,8 @@ def write_mxfp4(
         shapes = jax.eval_shape(layout.encode, jax.ShapeDtypeStruct(matrix.weight.shape, model.dtype))
         tensors = {name + key: tensor for key, tensor in layout.tensors(shapes, None).items()}
         planned[name] = Group(functools.partial(_made, plain.maker(name, variables[name]), encode), (Piece(tensors),))
-    says = {"quantization_config": layout.config((), [], model.dtype)}
-    return write_planned(plain, folder, tokenizer, max_shard_bytes, planned, says)
+    config_edit = {"quantization_config": layout.config((), [], model.dtype)}
+    return write_planned(plain, folder, tokenizer, max_shard_bytes, planned, config_edit)
 
 
 def _made(make: Callable[[], jax.Array], encode: Callable[[jax.Array], Stored]) -> Stored:
@@ -158,8 +161,8 @@ def write_planned(
     planned = hf.checkpoint_tensors(weights) if planned is None else planned
     model = weights.model
     require_space(folder, file_plan.size_bytes(planned))
-    says = hf.hf_config_of(model, tokenizer) | (extra or {})
-    written = hf.write_checkpoint(folder, planned, says, max_shard_bytes)
+    config_json = hf.hf_config_of(model, tokenizer) | (extra or {})
+    written = hf.write_checkpoint(folder, planned, config_json, max_shard_bytes)
     hf.write_companions(folder, model, tokenizer)
     verify(folder, written, model.config, loads)
     return []
@@ -172,21 +175,25 @@ def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderC
     without).
     """
     try:
-        said = text_config(read_config(folder))
+        config_json = text_config(read_config(folder))
         if loads:
             hf.Pretrained(folder)
         else:
-            said.pop("quantization_config")
-        if config_from_hf(said) != config:
+            config_json.pop("quantization_config")
+        if config_from_hf(config_json) != config:
             raise ArithmeticError("config.json, read back, describes another model than this one")
         entries = weight_entries(folder)
-        there = [name for name in written if name in entries]
-        with terminal.progress("reading it back", sum(entries[name].size_bytes for name in there)) as advanced:
-            same = byte_files.all_of(lambda name: shards.is_as_written(entries[name], written[name], advanced), there)
+        present = [name for name in written if name in entries]
+        with terminal.progress("reading it back", sum(entries[name].size_bytes for name in present)) as advanced:
+            matches = byte_files.all_of(
+                lambda name: shards.is_as_written(entries[name], written[name], advanced), present
+            )
     except (ValueError, OSError) as error:
         raise ArithmeticError(f"read back, the folder cannot be loaded: {error}") from error
     wrong = sorted(written.keys() ^ entries.keys())
-    wrong += [name for name, as_written in zip(there, same, strict=True) if not as_written]
+    wrong += [name for name, as_written in zip(present, matches, strict=True) if not as_written]
     if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ArithmeticError(f"{folder.name}: what was read back differs from the model: {', '.join(wrong[:8])}{more}")
+        suffix = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ArithmeticError(
+            f"{folder.name}: what was read back differs from the model: {', '.join(wrong[:8])}{suffix}"
+        )

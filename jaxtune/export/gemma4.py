@@ -34,28 +34,30 @@ def _mlp_size(config: DecoderConfig, layer: LayerSpec) -> int:
 
 def problems(config: DecoderConfig) -> list[str]:
     """A clause for everything that llama.cpp would compute differently."""
-    found, shapes = [], [_attention(layer) for layer in config.layers]
+    reasons, shapes = [], [_attention(layer) for layer in config.layers]
     windows = {layer.window for layer in config.layers if layer.window is not None}
     if len(windows) > 1:
-        found.append(f"sliding_window of {len(windows)} lengths: llama.cpp has one")
+        reasons.append(f"sliding_window of {len(windows)} lengths: llama.cpp has one")
     wrong = [i for i, layer in enumerate(config.layers) if layer.window is not None and not _slides(layer)]
     if wrong:
-        found.append(f"the position encoding of layer {wrong[0]}: llama.cpp has another one there")
+        reasons.append(f"the position encoding of layer {wrong[0]}: llama.cpp has another one there")
     if config.rotary[_GLOBAL].kind != "proportional" or config.rotary[_SLIDING].kind != "default":
-        found.append("rope_type: llama.cpp has 'proportional' in global layers and 'default' in the others")
-    own = sum(shape.takes_keys is None for shape in shapes)
+        reasons.append("rope_type: llama.cpp has 'proportional' in global layers and 'default' in the others")
+    unshared_layers = sum(shape.takes_keys is None for shape in shapes)
     for index, shape in enumerate(shapes):
         # llama.cpp takes the keys and values of the last layer that has its own, or of the one before it.
-        giver = own - (2 if _slides(config.layers[index]) else 1)
+        giver = unshared_layers - (2 if _slides(config.layers[index]) else 1)
         if shape.takes_keys is not None and (giver < 0 or shapes[giver].gives_keys != shape.takes_keys):
-            found.append(f"num_kv_shared_layers: layer {index} does not take the keys of layer {giver}, as llama.cpp's")
+            reasons.append(
+                f"num_kv_shared_layers: layer {index} does not take the keys of layer {giver}, as llama.cpp's"
+            )
             break
     if config.per_layer_size and config.per_layer_vocab_size != config.vocab_size:
-        found.append(
+        reasons.append(
             f"vocab_size_per_layer_input = {config.per_layer_vocab_size}: llama.cpp has vocab_size, "
             f"{config.vocab_size}, there"
         )
-    return found
+    return reasons
 
 
 def hyperparameters(config: DecoderConfig) -> dict[str, Any]:

@@ -99,12 +99,12 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
         yield functools.partial(_unchanged, name, array)
         return
     array, block = jnp.asarray(array), block_size(kind)
-    for part in _parts(array):
-        for at, size, own in _runs(part.size, kind):
-            blocks, sample = _cut(part, at, size, own, block)
+    for section in _parts(array):
+        for start, size, value_count in _runs(section.size, kind):
+            blocks, sample = _cut(section, start, size, value_count, block)
             coded = _encoded(blocks, kind) if grid is None else _exactly(blocks, kind, grid)
             answers = _checked(blocks, coded, kind, grid is not None)
-            yield functools.partial(_fetched, name, kind, coded, own, answers, sample, grid is not None)
+            yield functools.partial(_fetched, name, kind, coded, value_count, answers, sample, grid is not None)
             del blocks, coded, sample
 
 
@@ -112,20 +112,20 @@ def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[t
     """{key: a function that traces a program of `encode`} for an array's shape, dtype and sharding, in order; equal
     keys are one program.
     """
-    found: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
+    lowerings: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
     block, dtype, where = block_size(kind), array.dtype, array.sharding
     rows = _rows_of_parts(array)
     for count in {min(rows, len(array)), len(array) % rows or rows}:
-        part = jax.ShapeDtypeStruct((count, *array.shape[1:]), dtype, sharding=where)
-        for _, size, own in _runs(part.size, kind):
-            cut = functools.partial(_cut.lower, part, 0, size, own, block)
-            found["cut", part.shape, str(dtype), size, own, block] = cut
+        section = jax.ShapeDtypeStruct((count, *array.shape[1:]), dtype, sharding=where)
+        for _, size, value_count in _runs(section.size, kind):
+            lower_cut = functools.partial(_cut.lower, section, 0, size, value_count, block)
+            lowerings["cut", section.shape, str(dtype), size, value_count, block] = lower_cut
             blocks = jax.ShapeDtypeStruct((size // block, block), dtype, sharding=where)
-            encoder, given = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
-            found["encoded", kind, grid, str(dtype), size] = functools.partial(encoder.lower, blocks, *given)
+            encoder, statics = (_encoded, (kind,)) if grid is None else (_exactly, (kind, grid))
+            lowerings["encoded", kind, grid, str(dtype), size] = functools.partial(encoder.lower, blocks, *statics)
             checked = functools.partial(_lowered_check, blocks, kind, grid)
-            found["checked", kind, grid, str(dtype), size] = checked
-    return found
+            lowerings["checked", kind, grid, str(dtype), size] = checked
+    return lowerings
 
 
 def _lowered_check(blocks: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> jax.stages.Lowered:
@@ -141,8 +141,8 @@ def _rows_of_parts(array: jax.Array | jax.ShapeDtypeStruct) -> int:
 def _parts(array: jax.Array) -> Iterator[jax.Array]:
     """Slices along the first axis of at most 2^30 numbers, or one row, because positions are 32-bit integers."""
     rows = _rows_of_parts(array)
-    for at in range(0, len(array), rows):
-        yield array if rows >= len(array) else array[at : at + rows]
+    for start in range(0, len(array), rows):
+        yield array if rows >= len(array) else array[start : start + rows]
 
 
 def _runs(numbers: int, kind: str) -> Iterator[tuple[int, int, int]]:
@@ -150,21 +150,21 @@ def _runs(numbers: int, kind: str) -> Iterator[tuple[int, int, int]]:
     largest that the rest fills to two thirds, or the smallest: 3 * 2^24 values are one run of 2^26 in a quantised type,
     three of 2^24 in a plain one.
     """
-    sizes, at = _RUNS if kind in BLOCK_TYPES else _RUNS[1:], 0
-    while at < numbers:
-        size = max((size for size in sizes if 2 * size <= 3 * (numbers - at)), default=min(sizes))
-        own = min(size, numbers - at)
-        yield at, size, own
-        at += own
+    sizes, start = _RUNS if kind in BLOCK_TYPES else _RUNS[1:], 0
+    while start < numbers:
+        size = max((size for size in sizes if 2 * size <= 3 * (numbers - start)), default=min(sizes))
+        value_count = min(size, numbers - start)
+        yield start, size, value_count
+        start += value_count
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4), compiler_options=UNTUNED)
-def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> tuple[jax.Array, jax.Array]:
-    """A run as [size / block, block], padded with zeros after `own` numbers, and its sampled blocks. Only this small
-    function is compiled for each shape of `array` and each `own`.
+def _cut(array: jax.Array, start: int, size: int, value_count: int, block: int) -> tuple[jax.Array, jax.Array]:
+    """A run as [size / block, block], padded with zeros after its values, and its sampled blocks. Only this small
+    function is compiled for each shape of `array` and `value_count`.
     """
-    run = lax.dynamic_slice(array.reshape(-1), (at,), (own,))
-    blocks = jnp.pad(run, (0, size - own)).reshape(-1, block)
+    run = lax.dynamic_slice(array.reshape(-1), (start,), (value_count,))
+    blocks = jnp.pad(run, (0, size - value_count)).reshape(-1, block)
     return blocks, blocks[_places(len(blocks), block)]
 
 
@@ -179,7 +179,7 @@ def _fetched(
     name: str,
     kind: str,
     coded: jax.Array,
-    own: int,
+    value_count: int,
     answers: jax.Array,
     sample: jax.Array,
     exact: bool,
@@ -191,21 +191,21 @@ def _fetched(
     exact: QAT rounded the values to the type, so no difference is allowed.
     """
     # Few copies, and all started at once: a thread that waits for one has to wait for Python's lock after it too.
-    (finite, fits, near), wide = jax.device_get((answers, sample))
-    whole, shape = copied(coded), (len(coded), block_size(kind))
+    (finite, in_range, near), wide = jax.device_get((answers, sample))
+    host_bytes, shape = copied(coded), (len(coded), block_size(kind))
     if not finite:
         raise _not_finite(name)
-    if not fits:
+    if not in_range:
         raise ArithmeticError(f"gguf: {name} has values above {LARGEST_F16:g}, too large for f16: use bf16")
-    if not near or not _reader_agrees(wide.astype(np.float32), whole[_places(*shape)], kind, exact):
+    if not near or not _reader_agrees(wide.astype(np.float32), host_bytes[_places(*shape)], kind, exact):
         if exact:
             raise ValueError(
                 f"gguf: numbers of {name} are not on the grid of {kind} to which the model says its weights were "
                 'rounded ("qat" in config.json): they were changed since; remove "qat" to have them rounded'
             )
         raise ArithmeticError(f"gguf: {name}: in {kind} its values are further off than that type's rounding explains")
-    found = np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
-    return found[: found.size * own // (len(coded) * block_size(kind))]
+    flat_bytes = np.ascontiguousarray(host_bytes).reshape(-1).view(np.uint8)
+    return flat_bytes[: flat_bytes.size * value_count // (len(coded) * block_size(kind))]
 
 
 def _unchanged(name: str, array: np.ndarray) -> np.ndarray:
@@ -254,10 +254,10 @@ def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> jax.
     exact: no difference is allowed.
     """
     wide = array.astype(jnp.float32)
-    found = BLOCK_TYPES[kind].decode(coded) if kind in BLOCK_TYPES else coded.astype(jnp.float32)
-    fits = (jnp.abs(wide) <= LARGEST_F16).all() if kind == "F16" else jnp.array(True)
-    near = (jnp.abs(found - wide) <= _allowed(wide, kind, jnp, exact)).all()
-    return jnp.stack([jnp.isfinite(wide).all(), fits, near])
+    decoded = BLOCK_TYPES[kind].decode(coded) if kind in BLOCK_TYPES else coded.astype(jnp.float32)
+    in_range = (jnp.abs(wide) <= LARGEST_F16).all() if kind == "F16" else jnp.array(True)
+    near = (jnp.abs(decoded - wide) <= _allowed(wide, kind, jnp, exact)).all()
+    return jnp.stack([jnp.isfinite(wide).all(), in_range, near])
 
 
 def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str, exact: bool) -> bool:
@@ -270,8 +270,8 @@ def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str, exact: bool) 
     as_bytes = kind == "BF16" or kind in BLOCK_TYPES
     # As one row: the package decodes 16 rows at a time, which takes it ten times as long.
     row = (coded.view(np.uint8) if as_bytes else coded).reshape(1, -1)
-    found = dequantize(row, GGMLQuantizationType[kind])
-    return bool((np.abs(found.reshape(wide.shape) - wide) <= _allowed(wide, kind, np, exact)).all())
+    decoded = dequantize(row, GGMLQuantizationType[kind])
+    return bool((np.abs(decoded.reshape(wide.shape) - wide) <= _allowed(wide, kind, np, exact)).all())
 
 
 def _allowed(wide: Floats, kind: str, numpy: ModuleType, exact: bool) -> Floats:

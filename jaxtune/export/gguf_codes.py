@@ -57,8 +57,8 @@ def _halves(codes: jax.Array) -> jax.Array:
 
 def _fifth_bits(codes: jax.Array) -> jax.Array:
     """Fifth bits of uint8[n, 32] in uint8[n, 4]: bit j of byte i is code 8 i + j's."""
-    places = jnp.arange(8, dtype=jnp.uint8)
-    return (codes.reshape(-1, 4, 8) >> 4 << places).sum(-1, dtype=jnp.uint8)
+    shifts = jnp.arange(8, dtype=jnp.uint8)
+    return (codes.reshape(-1, 4, 8) >> 4 << shifts).sum(-1, dtype=jnp.uint8)
 
 
 def _five_bits(high: jax.Array, low: jax.Array) -> jax.Array:

@@ -180,9 +180,9 @@ def _header(
         writer.write_ti_data_to_file()
     finally:
         writer.close()
-    found = file.read_bytes()
+    header = file.read_bytes()
     file.unlink()
-    return found
+    return header
 
 
 def _packed(values: list[str] | list[int] | list[float]) -> bytes:
@@ -190,7 +190,7 @@ def _packed(values: list[str] | list[int] | list[float]) -> bytes:
     if isinstance(values[0], str):
         length = struct.Struct("<Q").pack
         return b"".join(
-            part for value in values for text in [str(value).encode()] for part in (length(len(text)), text)
+            chunk for value in values for text in [str(value).encode()] for chunk in (length(len(text)), text)
         )
     return np.array(values, "<i4" if isinstance(values[0], int) else "<f4").tobytes()
 
@@ -206,21 +206,25 @@ def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Ma
             check = functools.partial(_has_bytes, file, advanced)
             reading = pool.submit(byte_files.all_of, check, list(written.values()))
             reader = _reader(file)
-            found = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+            read_fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
             tensors = {tensor.name: tensor for tensor in reader.tensors}
-            same = dict(zip(written, reading.result(), strict=True))
+            matches = dict(zip(written, reading.result(), strict=True))
     except Exception as error:  # a damaged file can make the reader fail in any way
         raise ArithmeticError(
             f"{file.name}: what was read back is not a GGUF file: {type(error).__name__}: {error}"
         ) from error
-    wanted = {"general.architecture": architecture, **fields}
-    wrong = [key for key in sorted(wanted.keys() | found.keys()) if not _same(wanted.get(key), found.get(key))]
-    wrong += [name for name in tensors if not (same.get(name) and _is_described(tensors[name], written[name]))]
+    expected = {"general.architecture": architecture, **fields}
+    wrong = [
+        key
+        for key in sorted(expected.keys() | read_fields.keys())
+        if not _same(expected.get(key), read_fields.get(key))
+    ]
+    wrong += [name for name in tensors if not (matches.get(name) and _is_described(tensors[name], written[name]))]
     wrong += sorted(written.keys() - tensors.keys())
     if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        suffix = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ArithmeticError(
-            f"{file.name}: what was read back differs from what was written: {', '.join(wrong[:8])}{more}"
+            f"{file.name}: what was read back differs from what was written: {', '.join(wrong[:8])}{suffix}"
         )
 
 
@@ -245,11 +249,11 @@ def _reader(file: Path) -> Any:
                 return super()._get_field_parts(orig_offs, raw_type)
             kind, count = GGUFValueType(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
             if kind == GGUFValueType.STRING:
-                values, at = _texts(memoryview(self._data), orig_offs + 12, count)
+                values, end = _texts(memoryview(self._data), orig_offs + 12, count)
             else:
                 values = [self._get(orig_offs + 12, self.gguf_scalar_to_np[kind], count)]
-                at = orig_offs + 12 + values[0].nbytes
-            return at - orig_offs, values, list(range(len(values))), [GGUFValueType.ARRAY, kind]
+                end = orig_offs + 12 + values[0].nbytes
+            return end - orig_offs, values, list(range(len(values))), [GGUFValueType.ARRAY, kind]
 
     return Reader(file)
 
@@ -263,39 +267,39 @@ class _Text(bytes):
         return self
 
 
-def _texts(data: memoryview, at: int, count: int) -> tuple[list[_Text], int]:
-    """(`count` texts from the byte `at` on, the byte after them); each follows its length, uint64."""
-    found, unpack = [], struct.Struct("<Q").unpack_from
+def _texts(data: memoryview, position: int, count: int) -> tuple[list[_Text], int]:
+    """(`count` texts from the byte `position` on, the byte after them); each follows its length, uint64."""
+    texts, unpack = [], struct.Struct("<Q").unpack_from
     for _ in range(count):
-        first = at + 8
-        at = first + unpack(data, at)[0]
-        found.append(_Text(data[first:at]))
-    return found, at
+        first = position + 8
+        position = first + unpack(data, position)[0]
+        texts.append(_Text(data[first:position]))
+    return texts, position
 
 
-def _has_bytes(file: Path, advanced: Callable[[int], Any], meant: Stored) -> bool:
-    at = meant.offset
-    for sums in meant.sums:
-        if not byte_files.is_as_written(file, at, sums, advanced):
+def _has_bytes(file: Path, advanced: Callable[[int], Any], written: Stored) -> bool:
+    offset = written.offset
+    for sums in written.sums:
+        if not byte_files.is_as_written(file, offset, sums, advanced):
             return False
-        at += sums.size_bytes
+        offset += sums.size_bytes
     return True
 
 
-def _is_described(found: Any, meant: Stored) -> bool:
+def _is_described(described: Any, written: Stored) -> bool:
     """Whether gguf's reader describes the tensor as it was written."""
-    shape = tuple(int(size) for size in found.shape[::-1])
-    place = int(found.data_offset), int(found.n_bytes)
-    size = sum(sums.size_bytes for sums in meant.sums)
-    return (shape, found.tensor_type.name, *place) == (meant.shape, meant.kind, meant.offset, size)
+    shape = tuple(int(size) for size in described.shape[::-1])
+    location = int(described.data_offset), int(described.n_bytes)
+    size = sum(sums.size_bytes for sums in written.sums)
+    return (shape, described.tensor_type.name, *location) == (written.shape, written.kind, written.offset, size)
 
 
-def _same(meant: Any, found: Any) -> bool:
+def _same(written: Any, read_value: Any) -> bool:
     """Whether values are equal, floats in float32."""
-    if isinstance(meant, list) and isinstance(found, list):
-        if meant and isinstance(meant[0], float):
-            return np.array_equal(np.asarray(meant, np.float32), np.asarray(found, np.float32))
-        return meant == found
-    if isinstance(meant, float) and isinstance(found, float):
-        return np.float32(meant) == np.float32(found)
-    return meant == found
+    if isinstance(written, list) and isinstance(read_value, list):
+        if written and isinstance(written[0], float):
+            return np.array_equal(np.asarray(written, np.float32), np.asarray(read_value, np.float32))
+        return written == read_value
+    if isinstance(written, float) and isinstance(read_value, float):
+        return np.float32(written) == np.float32(read_value)
+    return written == read_value

@@ -36,11 +36,13 @@ _SMALLEST_F16 = 2.0**-24  # the smallest scale of a block that is not 0
 
 def encoder(bits: int) -> Callable[[jax.Array], jax.Array]:
     """float32[n, 256] -> uint8[n, bytes of a block]."""
-    one = functools.partial(_signed if bits == 6 else _with_least, bits=bits)
+    encode_block = functools.partial(_signed if bits == 6 else _with_least, bits=bits)
 
     def encode(blocks: jax.Array) -> jax.Array:
         return lax.platform_dependent(
-            blocks, cpu=lambda blocks: lax.map(one, blocks, batch_size=_IN_CACHE), default=jax.vmap(one)
+            blocks,
+            cpu=lambda blocks: lax.map(encode_block, blocks, batch_size=_IN_CACHE),
+            default=jax.vmap(encode_block),
         )
 
     return encode
@@ -90,10 +92,10 @@ def _with_least(block: jax.Array, *, bits: int) -> jax.Array:
     """float32[256] -> uint8[144] (Q4_K) or uint8[176] (Q5_K)."""
     parts, top = block.reshape(-1, _PART), 2**bits - 1
     scales, least = _best_with_least(parts, top)
-    block_scale, block_least = (_in_f16(each.max() / _SIX_BITS) for each in (scales, least))
+    block_scale, block_least = (_in_f16(values.max() / _SIX_BITS) for values in (scales, least))
     scales, least = (
-        jnp.clip(jnp.round(_quotient(each, whole)), 0, _SIX_BITS)
-        for each, whole in ((scales, block_scale), (least, block_least))
+        jnp.clip(jnp.round(_quotient(values, unit)), 0, _SIX_BITS)
+        for values, unit in ((scales, block_scale), (least, block_least))
     )
     steps = (block_scale * scales)[:, None]
     codes = jnp.clip(jnp.round(_quotient(parts + (block_least * least)[:, None], steps)), 0, top).astype(jnp.uint8)
@@ -133,22 +135,22 @@ def _best_with_least(parts: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
     smallest = jnp.minimum(parts.min(-1), 0)
     span = parts.max(-1) - smallest
     weighted = weights * parts
-    one, x, xx = weights.sum(-1), weighted.sum(-1), (weighted * parts).sum(-1)
+    w, x, xx = weights.sum(-1), weighted.sum(-1), (weighted * parts).sum(-1)
 
     def candidate(index: jax.Array, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         steps = _quotient(top - 1 + 0.1 * index, span)[:, None]
         codes = jnp.clip(jnp.round((parts - best[2][:, None]) * steps), 0, top)
         c, cc, cx = (weights * codes).sum(-1), (weights * codes * codes).sum(-1), (weighted * codes).sum(-1)
-        determinant = one * cc - c * c
-        determinant = jnp.where(determinant > 1e-5 * one * cc, determinant, 0)  # below this, all codes are equal
+        determinant = w * cc - c * c
+        determinant = jnp.where(determinant > 1e-5 * w * cc, determinant, 0)  # below this, all codes are equal
         least = jnp.minimum(_quotient(cc * x - c * cx, determinant), 0)
-        scale = jnp.where(least < 0, _quotient(one * cx - c * x, determinant), _quotient(cx, cc))
-        error = xx + scale * (scale * cc + 2 * least * c - 2 * cx) + least * (least * one - 2 * x)
+        scale = jnp.where(least < 0, _quotient(w * cx - c * x, determinant), _quotient(cx, cc))
+        error = xx + scale * (scale * cc + 2 * least * c - 2 * cx) + least * (least * w - 2 * x)
         better = (error < best[0]) & (scale > 0)
         return tuple(jnp.where(better, new, old) for new, old in zip((error, scale, least), best))
 
     # A part without a range has zeros or equal negative numbers: these are its least value.
-    none = jnp.full_like(one, jnp.inf), span / top, smallest
+    none = jnp.full_like(w, jnp.inf), span / top, smallest
     _, scales, least = lax.fori_loop(0, 21, candidate, none)
     return scales, -least
 
@@ -178,8 +180,8 @@ def _best_signed(parts: jax.Array, middle: int) -> jax.Array:
     follows from the codes by least squares.
     """
     weighted = parts * parts * parts
-    at = jnp.abs(parts).argmax(-1, keepdims=True)
-    largest = jnp.take_along_axis(parts, at, -1)
+    largest_index = jnp.abs(parts).argmax(-1, keepdims=True)
+    largest = jnp.take_along_axis(parts, largest_index, -1)
 
     def candidate(index: jax.Array, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         codes = jnp.clip(jnp.round(parts * _quotient(0.9 - 0.1 * index - middle, largest)), -middle, middle - 1)
@@ -206,8 +208,8 @@ def _decoded_with_least(coded: jax.Array, *, bits: int) -> jax.Array:
     low = coded[:, -128:].reshape(count, 4, 1, _PART)
     codes = jnp.concatenate([low & 15, low >> 4], 2).reshape(count, 8, _PART)
     if bits == 5:
-        places = jnp.arange(8, dtype=jnp.uint8)[:, None]
-        codes |= (coded[:, None, 16:48] >> places & 1) << 4
+        shifts = jnp.arange(8, dtype=jnp.uint8)[:, None]
+        codes |= (coded[:, None, 16:48] >> shifts & 1) << 4
     steps = (_f16_of(coded[:, :2]) * scales)[..., None]
     return (steps * codes - (_f16_of(coded[:, 2:4]) * least)[..., None]).reshape(count, NUMBERS)
 
@@ -216,8 +218,8 @@ def _decoded_signed(coded: jax.Array) -> jax.Array:
     """uint8[n, 210] (Q6_K) -> float32[n, 256]."""
     count = len(coded)
     low, high = coded[:, :128].reshape(count, 2, 2, 32), coded[:, 128:192].reshape(count, 2, 1, 32)
-    places = 2 * jnp.arange(4, dtype=jnp.uint8)[:, None]
-    codes = jnp.concatenate([low & 15, low >> 4], 2) | ((high >> places & 3) << 4)
+    shifts = 2 * jnp.arange(4, dtype=jnp.uint8)[:, None]
+    codes = jnp.concatenate([low & 15, low >> 4], 2) | ((high >> shifts & 3) << 4)
     scales = lax.bitcast_convert_type(coded[:, 192:208], jnp.int8).astype(jnp.float32)
     steps = (_f16_of(coded[:, 208:]) * scales)[..., None]
     return (steps * (codes.reshape(count, 16, 16).astype(jnp.float32) - 32)).reshape(count, NUMBERS)

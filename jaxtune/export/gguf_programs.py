@@ -43,11 +43,11 @@ class Compiling:
 
     def _traced(self, source: Source, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct) -> list[Future[object]]:
         """Futures of a tensor's programs, done when they are compiled."""
-        found = _programs(source, tensor, kind, like)
-        for key, lower in found.items():
+        lowerings = _programs(source, tensor, kind, like)
+        for key, lower in lowerings.items():
             if key not in self._programs:
                 self._programs[key] = self._compilers.submit(lower().compile)
-        return [self._programs[key] for key in found]
+        return [self._programs[key] for key in lowerings]
 
     def __enter__(self) -> Compiling:
         return self
@@ -74,15 +74,15 @@ def _programs(
     source: Source, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct
 ) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
     """{what tells a program from others: a function that traces it}, in the order of their calls."""
-    found: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
+    lowerings: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
     form = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=like.sharding)
     if source.stored is not None:
         stored: Stored = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding), source.stored
         )
         if (program := stored.decoding) is not None:
-            found["decode", *_described(stored)] = functools.partial(program.lower, stored, like.dtype.name)
+            lowerings["decode", *_described(stored)] = functools.partial(program.lower, stored, like.dtype.name)
     if tensor.heads is not None:
         interleaved = functools.partial(gguf_tensors.interleaved_on_device.lower, form, tensor.heads)
-        found["interleaved", form.shape, tensor.heads] = interleaved
-    return found | gguf_blocks.programs(form, kind, gguf_blocks.grid_of(tensor.grid, kind))
+        lowerings["interleaved", form.shape, tensor.heads] = interleaved
+    return lowerings | gguf_blocks.programs(form, kind, gguf_blocks.grid_of(tensor.grid, kind))

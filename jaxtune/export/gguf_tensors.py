@@ -83,7 +83,7 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
     """
     model = weights.model
     config, names = model.config, Names(arch, model.config.num_layers)
-    found = [
+    sources = [
         Source(lambda: None, (Tensor(name, factors.shape, lambda _, factors=factors: factors, True),))
         for name, factors in rope_factors(config).items()
     ]
@@ -97,13 +97,13 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
             tensors = [_dense_tensor(name, shape, config, arch, names)]
         tensors = [dataclasses.replace(tensor, grid=rounded.get(name), weight=name) for tensor in tensors]
         value = variable.get_value()
-        found.append(Source(make, tuple(tensors), value if isinstance(value, Stored) else None))
+        sources.append(Source(make, tuple(tensors), value if isinstance(value, Stored) else None))
     if arch.own_output and config.tie_embeddings:
         name = "model.embed_tokens.weight"
         make = functools.partial(_dense, weights.maker(name, variables[name]), model.dtype)
         head = Tensor("output.weight", tuple(variables[name].get_value().shape), lambda embedding: embedding, False)
-        found.append(Source(make, (head,)))
-    return found
+        sources.append(Source(make, (head,)))
+    return sources
 
 
 def _rounded(model: Decoder) -> dict[str, str]:
@@ -145,8 +145,8 @@ def _expert_tensors(
     bias = name.endswith("_bias")
     module = name.removesuffix("_bias")
     turned = moe.transposed and not bias
-    count, *rest = shape
-    out_size, *columns = rest[::-1] if turned else rest
+    count, *matrix_shape = shape
+    out_size, *columns = matrix_shape[::-1] if turned else matrix_shape
 
     def tensor(module: str, rows: slice, size: int) -> Tensor:
         def of(weight: jax.Array) -> jax.Array:
@@ -178,22 +178,24 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
             raise ValueError(f"gguf-adapter: {name} is adapted, and llama.cpp ignores that adapter; export gguf")
         if lora.magnitude is not None:
             raise ValueError(f"gguf-adapter: {name} has use_dora, which llama.cpp does not support; export gguf")
-    for what, module in (("embed_tokens", model.embedding), ("lm_head", model.head)):
+    for module_name, module in (("embed_tokens", model.embedding), ("lm_head", model.head)):
         if module is not None and module.original is not None:
-            raise ValueError(f"gguf-adapter: modules_to_save has {what}, which llama.cpp's adapters cannot contain")
+            raise ValueError(
+                f"gguf-adapter: modules_to_save has {module_name}, which llama.cpp's adapters cannot contain"
+            )
     alpha = float(adapted[0][2].scale * adapted[0][2].rank)
-    found = []
+    sources = []
     for name, _, lora in adapted:
         factor = np.float32(lora.scale * lora.rank / alpha)
         if arch.fused_experts or not name.endswith(GATE_UP):
-            found.append(_lora_tensors(names(f"{name}.weight"), lora, factor, heads_of(config, arch, name)))
+            sources.append(_lora_tensors(names(f"{name}.weight"), lora, factor, heads_of(config, arch, name)))
             continue
         assert config.moe is not None
         gate, up = gate_and_up(config.moe.interleaved, lora.b.shape[1] // 2)
-        for part, rows in (("gate_proj", gate), ("up_proj", up)):
-            part_name = names(f"{name.replace('gate_up_proj', part)}.weight")
-            found.append(_lora_tensors(part_name, lora, factor, rows=rows))
-    return found, alpha
+        for projection, rows in (("gate_proj", gate), ("up_proj", up)):
+            projection_name = names(f"{name.replace('gate_up_proj', projection)}.weight")
+            sources.append(_lora_tensors(projection_name, lora, factor, rows=rows))
+    return sources, alpha
 
 
 def _lora_tensors(

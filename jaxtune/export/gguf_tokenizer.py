@@ -52,14 +52,14 @@ def tokenizer_fields(
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"gguf: {type(tokenizer).__name__} has no tokenizer.json: save it as a fast tokenizer")
-    parts = json.loads(backend.to_str())
-    model = parts["model"]
+    content = json.loads(backend.to_str())
+    model = content["model"]
     if model["type"] != "BPE":
         raise ValueError(f"gguf: a tokenizer of type {model['type']} cannot be written; only BPE can")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     if not merges:
         raise ValueError("gguf: the tokenizer has no merges, and llama.cpp loads no BPE tokenizer without any")
-    tokens, types = _tokens(parts, vocab_size)
+    tokens, types = _tokens(content, vocab_size)
     for number in (tokens.index(text) for text in shown if text in tokens):
         types[number] = USER_DEFINED
     if model.get("byte_fallback"):
@@ -67,12 +67,12 @@ def tokenizer_fields(
             "tokenizer.ggml.model": "llama",
             "tokenizer.ggml.pre": "default",
             "tokenizer.ggml.scores": _scores(tokens, merges),
-            "tokenizer.ggml.add_space_prefix": _space_prefix(parts),
+            "tokenizer.ggml.add_space_prefix": _space_prefix(content),
         }
     else:
         fields = {
             "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": _words(parts),
+            "tokenizer.ggml.pre": _words(content),
             "tokenizer.ggml.merges": merges,
         }
     fields |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
@@ -87,13 +87,13 @@ def tokenizer_fields(
     return fields | _templates(tokenizer.chat_template)
 
 
-def _tokens(parts: Fields, vocab_size: int) -> tuple[list[str], list[int]]:
+def _tokens(content: Fields, vocab_size: int) -> tuple[list[str], list[int]]:
     """(texts, types), `vocab_size` each; unused tokens are called [PAD7]. Raises ValueError for a token beyond the
     embedding.
     """
-    model = parts["model"]
+    model = content["model"]
     texts = {number: text for text, number in model["vocab"].items()}
-    added = {token["id"]: token for token in parts["added_tokens"]}
+    added = {token["id"]: token for token in content["added_tokens"]}
     texts |= {number: token["content"] for number, token in added.items()}
     if max(texts) >= vocab_size:
         raise ValueError(f"gguf: the tokenizer has token {max(texts)}, and the model's vocabulary is {vocab_size}")
@@ -110,19 +110,19 @@ def _tokens(parts: Fields, vocab_size: int) -> tuple[list[str], list[int]]:
     return [texts.get(i, f"[PAD{i}]") for i in range(vocab_size)], [kind(i) for i in range(vocab_size)]
 
 
-def _sequence(part: Fields | None, kinds: str) -> list[Fields]:
+def _sequence(section: Fields | None, kinds: str) -> list[Fields]:
     """The steps of a normalizer or pre-tokenizer. kinds: a sequence's key for them."""
-    if part is None:
+    if section is None:
         return []
-    return part[kinds] if part["type"] == "Sequence" else [part]
+    return section[kinds] if section["type"] == "Sequence" else [section]
 
 
-def _words(parts: Fields) -> str:
+def _words(content: Fields) -> str:
     """tokenizer.ggml.pre: llama.cpp's name of the pattern of words and ignore_merges. Raises ValueError if it has none,
     or for a normalizer besides NFC.
     """
     steps = []
-    for step in _sequence(parts["pre_tokenizer"], "pretokenizers"):
+    for step in _sequence(content["pre_tokenizer"], "pretokenizers"):
         if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
             steps += ["split", step["pattern"].get("Regex")]
         elif step["type"] == "Digits" and step["individual_digits"]:
@@ -131,23 +131,23 @@ def _words(parts: Fields) -> str:
             steps += ["gpt2"] * step["use_regex"]
         else:
             steps.append(step["type"])
-    normalizers = {step["type"] for step in _sequence(parts["normalizer"], "normalizers")} - {"NFC"}
-    way = (tuple(steps), bool(parts["model"].get("ignore_merges")))
-    if normalizers or way not in WORDS:
+    normalizers = {step["type"] for step in _sequence(content["normalizer"], "normalizers")} - {"NFC"}
+    splitting = (tuple(steps), bool(content["model"].get("ignore_merges")))
+    if normalizers or splitting not in WORDS:
         raise ValueError(
             f"gguf: llama.cpp has no tokenizer that divides text into words as this one does (pre_tokenizer "
-            f"{json.dumps(parts['pre_tokenizer'])[:200]}, normalizer {json.dumps(parts['normalizer'])[:100]}); "
+            f"{json.dumps(content['pre_tokenizer'])[:200]}, normalizer {json.dumps(content['normalizer'])[:100]}); "
             f"it has {', '.join(WORDS.values())}. Other formats, such as --to merged, can have any tokenizer"
         )
-    return WORDS[way]
+    return WORDS[splitting]
 
 
-def _space_prefix(parts: Fields) -> bool:
+def _space_prefix(content: Fields) -> bool:
     """Whether ▁ (U+2581) is put before the first word. Raises ValueError for a step that llama.cpp lacks, or spaces
     that ▁ does not replace.
     """
     prefixed, replaced = False, False
-    steps = _sequence(parts["normalizer"], "normalizers") + _sequence(parts["pre_tokenizer"], "pretokenizers")
+    steps = _sequence(content["normalizer"], "normalizers") + _sequence(content["pre_tokenizer"], "pretokenizers")
     for step in steps:
         if step["type"] == "Prepend" and step["prepend"] == SPACE:
             prefixed = True

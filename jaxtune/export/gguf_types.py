@@ -38,11 +38,11 @@ def stored_types(
     """
     kind = OUTTYPES[outtype][0]
     by_name = _k_type(tensors, kind, architecture, fields) if outtype in ("q4_k_m", "q6_k") else lambda _: kind
-    found = {}
+    types = {}
     for tensor in tensors:
-        wanted = "Q8_0" if outtype == "q4_0" and tensor.name in HEADS else by_name(tensor.name)
-        found[tensor.name] = "F32" if tensor.plain else _of_rows(wanted, tensor.shape[-1])
-    return found
+        preferred = "Q8_0" if outtype == "q4_0" and tensor.name in HEADS else by_name(tensor.name)
+        types[tensor.name] = "F32" if tensor.plain else _of_rows(preferred, tensor.shape[-1])
+    return types
 
 
 def is_short(tensor: Tensor, outtype: str) -> bool:
@@ -55,7 +55,11 @@ def not_trained(tensors: Sequence[Tensor], kinds: Mapping[str, str]) -> list[str
     """Tensors that a file rounds although QAT, which rounded others to its type, did not."""
     if not any(tensor.grid for tensor in tensors):
         return []
-    return [each.name for each in tensors if each.grid is None and kinds[each.name] in gguf_blocks.BLOCK_TYPES]
+    return [
+        candidate.name
+        for candidate in tensors
+        if candidate.grid is None and kinds[candidate.name] in gguf_blocks.BLOCK_TYPES
+    ]
 
 
 def _of_rows(kind: str, columns: int) -> str:
@@ -76,13 +80,13 @@ def _k_type(
     """
 
     def number(key: str) -> int:
-        found = fields.get(f"{architecture}.{key}")
-        return found if isinstance(found, int) else 0
+        value = fields.get(f"{architecture}.{key}")
+        return value if isinstance(value, int) else 0
 
     layers, eight = number("block_count"), number("expert_count") == 8
     # Layers that share values, or take the keys for them, have no v: llama.cpp counts those that have one.
-    parts = [layer for tensor in tensors if (layer := _LAYER.fullmatch(tensor.name))]
-    with_v = sorted(int(layer[1]) for layer in parts if layer[2] in _VALUES)
+    layer_matches = [layer for tensor in tensors if (layer := _LAYER.fullmatch(tensor.name))]
+    with_v = sorted(int(layer[1]) for layer in layer_matches if layer[2] in _VALUES)
     grouped = number("attention.head_count") != number("attention.head_count_kv")
     large = layers == 80 and not eight and (architecture == "qwen2" or (architecture == "llama" and grouped))
     head = HEADS[1] if any(tensor.name == HEADS[1] for tensor in tensors) else HEADS[0]
@@ -91,16 +95,16 @@ def _k_type(
         layer = _LAYER.fullmatch(name)
         if layer is None:
             return "Q6_K" if name == head else kind
-        at, part = int(layer[1]), layer[2]
-        place, count = (with_v.index(at), len(with_v)) if part in _VALUES else (at, layers)
-        sensitive = place < count // 8 or place >= 7 * count // 8 or (place - count // 8) % 3 == 2
-        more = "Q6_K" if sensitive else kind
-        if part in _VALUES:
-            return "Q8_0" if eight else "Q5_K" if large and more == "Q4_K" else more
-        if part == "attn_k.weight" and eight:
+        index, suffix = int(layer[1]), layer[2]
+        rank, count = (with_v.index(index), len(with_v)) if suffix in _VALUES else (index, layers)
+        sensitive = rank < count // 8 or rank >= 7 * count // 8 or (rank - count // 8) % 3 == 2
+        preferred = "Q6_K" if sensitive else kind
+        if suffix in _VALUES:
+            return "Q8_0" if eight else "Q5_K" if large and preferred == "Q4_K" else preferred
+        if suffix == "attn_k.weight" and eight:
             return "Q8_0"
-        if part == "attn_output.weight" and eight and kind == "Q4_K":
+        if suffix == "attn_output.weight" and eight and kind == "Q4_K":
             return "Q5_K"
-        return more if part.startswith("ffn_down") else kind
+        return preferred if suffix.startswith("ffn_down") else kind
 
     return of

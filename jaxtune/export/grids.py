@@ -33,7 +33,7 @@ def require_representable(model: Decoder, to: str, outtype: str | None) -> None:
     grid = grid_of_export(model)
     if grid is None or to in ("adapter", "gguf-adapter"):
         return
-    what, exact = f"{to} in {outtype}" if outtype else to, grid.exports
+    title, exact = f"{to} in {outtype}" if outtype else to, grid.exports
     plain = outtype in _GGUF_DTYPES
     quantised = outtype is not None and not plain
     if quantised and outtype == grid.outtype:
@@ -42,14 +42,14 @@ def require_representable(model: Decoder, to: str, outtype: str | None) -> None:
     elif to not in exact and (to not in ("merged", "gguf") or quantised):
         takes = "".join(f"{name}, which stores that grid, or " for name in _storing(grid))
         raise ValueError(
-            f"export: to = {what!r} rounds weights to a grid of its own, and quantisation-aware training rounded this "
+            f"export: to = {title!r} rounds weights to a grid of its own, and quantisation-aware training rounded this "
             f"model's to another ({grid}): take {takes}merged, or gguf in bf16 or f32"
         )
     dtype = _GGUF_DTYPES[outtype] if plain else model.dtype
     # Readers of quantised formats multiply codes and scales in the model's dtype.
     if dtype != grid.dtype and (to in exact or not grid.represented_by(dtype)):
         raise ValueError(
-            f"export: to = {what!r} in {dtype} cannot represent weights that quantisation-aware training rounded to "
+            f"export: to = {title!r} in {dtype} cannot represent weights that quantisation-aware training rounded to "
             f"{grid}: take {grid.dtype} ({'outtype, --outtype' if plain else 'dtype, --dtype'})"
         )
 
@@ -83,16 +83,16 @@ def quantized(weights: Weights, format: str) -> Weights:
     """
     if weights.model.qat is None:
         return weights.quantized(format)
-    plain, left = weights.dequantized(), not_whole(weights, format)
-    found = plain.changed(
+    plain, skipped = weights.dequantized(), not_whole(weights, format)
+    result = plain.changed(
         {
             name: functools.partial(exactly, name, format)
             for name, matrix in matrices(plain.model)
-            if matrix.quantizable and name not in left
+            if matrix.quantizable and name not in skipped
         }
     )
-    found.model.qat = None  # the format itself says what its numbers are
-    return found
+    result.model.qat = None  # the format itself says what its numbers are
+    return result
 
 
 def exactly(name: str, format: str, weight: jax.Array) -> Stored:
@@ -108,15 +108,15 @@ def exactly(name: str, format: str, weight: jax.Array) -> Stored:
     stored = FORMATS[format].encode(weight)
     if isinstance(weight, core.Tracer):
         return stored
-    wanted = partition.on_host(weight)
+    numbers = partition.on_host(weight)
     if stored.scale_axes is not None:
-        low, high = _between(wanted)
+        low, high = _between(numbers)
         wide = np.abs(np.float64(partition.on_host(stored.decode("float32"))))
         with np.errstate(divide="ignore", invalid="ignore"):
             least = np.where(wide > 0, low / wide, 0).max(stored.scale_axes, keepdims=True)
             most = np.where(wide > 0, high / wide, np.inf).min(stored.scale_axes, keepdims=True)
-        stored = stored.rescaled(_fitting(stored, np.where(np.isfinite(most), (least + most) / 2, 1.0), wanted))
-    off = int((partition.on_host(stored.decode(weight.dtype)) != wanted).sum())
+        stored = stored.rescaled(_fitting(stored, np.where(np.isfinite(most), (least + most) / 2, 1.0), numbers))
+    off = int((partition.on_host(stored.decode(weight.dtype)) != numbers).sum())
     if off:
         raise ValueError(
             f"export: {off} numbers of {name} are not on the grid of {format} to which the model says its weights were "
@@ -125,15 +125,15 @@ def exactly(name: str, format: str, weight: jax.Array) -> Stored:
     return stored
 
 
-def _fitting(stored: Stored, middle: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Factors for the scales with which a weight decodes to `wanted`: `middle` (float64, 1 along `scale_axes`), or for
+def _fitting(stored: Stored, middle: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Factors for the scales with which a weight decodes to `numbers`: `middle` (float64, 1 along `scale_axes`), or for
     each the neighbour within 12 * 2^-24 with the fewest wrong numbers. Training may have rounded a product that float32
     had rounded to the middle between two 16-bit numbers; then very few scales give all numbers.
     """
 
     def wrong(factors: np.ndarray) -> np.ndarray:
-        decoded = partition.on_host(stored.rescaled(factors).decode(wanted.dtype))
-        return (decoded != wanted).sum(stored.scale_axes, keepdims=True)
+        decoded = partition.on_host(stored.rescaled(factors).decode(numbers.dtype))
+        return (decoded != numbers).sum(stored.scale_axes, keepdims=True)
 
     best, off = middle, wrong(middle)
     for step in range(1, 13):

@@ -63,14 +63,14 @@ class Turns:
     def text(self, system: str | None, turns: Sequence[str]) -> str:
         """A conversation; turns: questions and answers in turn, the last a question."""
         late = self.late is not None and len(turns) > 1
-        around = self.system if system is not None and not late else None
-        text = self.begin if around is None else f"{around[0]}{system}{around[1]}"
-        for place, turn in enumerate(turns):
-            if place and place % 2:
+        system_pair = self.system if system is not None and not late else None
+        text = self.begin if system_pair is None else f"{system_pair[0]}{system}{system_pair[1]}"
+        for index, turn in enumerate(turns):
+            if index and index % 2:
                 text += self.answered
-            elif place and place == len(turns) - 1 and self.late is not None and system is not None:
+            elif index and index == len(turns) - 1 and self.late is not None and system is not None:
                 text += f"{self.late[0]}{system}{self.late[1]}"
-            elif place:
+            elif index:
                 text += self.asked
             text += turn
         return text + self.prompt
@@ -78,15 +78,15 @@ class Turns:
     def to_go(self) -> str:
         """The Go template for Ollama's .System and .Messages."""
 
-        def around(pair: Pair) -> str:
+        def with_system(pair: Pair) -> str:
             return f"{_literal(pair[0])}{{{{ $.System }}}}{_literal(pair[1])}"
 
         first, next_ = _literal(self.begin), _literal(self.asked)
         if self.system is not None and self.late is None:
-            first = f"{{{{ if $.System }}}}{around(self.system)}{{{{ else }}}}{first}{{{{ end }}}}"
+            first = f"{{{{ if $.System }}}}{with_system(self.system)}{{{{ else }}}}{first}{{{{ end }}}}"
         elif self.system is not None and self.late is not None:
-            first = f"{{{{ if and $last $.System }}}}{around(self.system)}{{{{ else }}}}{first}{{{{ end }}}}"
-            next_ = f"{{{{ if and $last $.System }}}}{around(self.late)}{{{{ else }}}}{next_}{{{{ end }}}}"
+            first = f"{{{{ if and $last $.System }}}}{with_system(self.system)}{{{{ else }}}}{first}{{{{ end }}}}"
+            next_ = f"{{{{ if and $last $.System }}}}{with_system(self.late)}{{{{ else }}}}{next_}{{{{ end }}}}"
         return (
             "{{ $first := true }}{{ range $i, $_ := .Messages }}{{ $last := eq (len (slice $.Messages $i)) 1 }}"
             f'{{{{ if eq .Role "user" }}}}{{{{ if $first }}}}{first}{{{{ else }}}}{next_}{{{{ end }}}}'
@@ -152,7 +152,7 @@ def turns_of(tokenizer: Tokenizer) -> tuple[Turns | None, str]:
 def _conversation(system: str | None, turns: Sequence[str]) -> list[Message]:
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     return messages + [
-        {"role": ("user", "assistant")[place % 2], "content": content} for place, content in enumerate(turns)
+        {"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(turns)
     ]
 
 
@@ -160,10 +160,10 @@ def _read(write: Callable[[Sequence[Message]], str]) -> Turns | None:
     """Turns of three conversations; None if a mark is missing or in another order."""
     short, long = _USERS[:1], (_USERS[0], _ANSWER, _USERS[1])
     alone = _split(write(_conversation(None, short)), short)
-    whole = _split(write(_conversation(None, long)), long)
-    if alone is None or whole is None:
+    dialogue = _split(write(_conversation(None, long)), long)
+    if alone is None or dialogue is None:
         return None
-    (begin, prompt), (_, answered, asked, _) = alone, whole
+    (begin, prompt), (_, answered, asked, _) = alone, dialogue
     try:
         texts = [write(_conversation(_SYSTEM, turns)) for turns in (short, long)]
     except TemplateError:  # it refuses a system message
@@ -174,8 +174,8 @@ def _read(write: Callable[[Sequence[Message]], str]) -> Turns | None:
     early, late = _split(texts[1], (_SYSTEM, *long)), _split(texts[1], (*long[:2], _SYSTEM, long[2]))
     if early is None and late is None:
         return None
-    around = None if late is None else (late[2], late[3])
-    return Turns(begin, (first[0], first[1]), answered, asked, prompt, around)
+    late_pair = None if late is None else (late[2], late[3])
+    return Turns(begin, (first[0], first[1]), answered, asked, prompt, late_pair)
 
 
 def _split(text: str, marks: Sequence[str]) -> list[str] | None:

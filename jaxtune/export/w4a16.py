@@ -42,18 +42,18 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, 
     weights = weights.dequantized()
     model = weights.model
     exact, group = model.qat is not None, (model.qat.group_size if model.qat else None) or GROUP
-    to, planned = "w4a8" if activations else "w4a16", hf.checkpoint_tensors(weights)
+    kind, planned = "w4a8" if activations else "w4a16", hf.checkpoint_tensors(weights)
     dense = [
         name
         for name, linear in linears(model)
-        if linear.quantizable and not any(name_matches(name, kept) for kept in SERVED_IN_16_BITS)
+        if linear.quantizable and not any(name_matches(name, pattern) for pattern in SERVED_IN_16_BITS)
     ]
     names = [f"{name}.weight" for name in dense] + [name for name, _ in experts(model)]
-    packed, left = [], []
+    packed, unpacked = [], []
     for name in names:
         if any(len(tensor.shape) != 2 for tensor in planned[name].tensors.values()):
             raise ValueError(
-                f"{to}: the experts of {model.config.family!r} are stored as one tensor, which compressed-tensors "
+                f"{kind}: the experts of {model.config.family!r} are stored as one tensor, which compressed-tensors "
                 "does not pack; take fp8 or mxfp4"
             )
         pieces = []
@@ -61,21 +61,26 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, 
             ((key, tensor),) = piece.tensors.items()  # one linear, or one expert's
             linear = key.removesuffix(".weight")
             if tensor.shape[1] % group:
-                left.append(linear)
+                unpacked.append(linear)
                 pieces.append(piece)
             else:
                 packed.append(linear)
-                pieces.append(_piece(linear, tensor, group, model.dtype, exact, to))
+                pieces.append(_piece(linear, tensor, group, model.dtype, exact, kind))
         planned[name] = Group(planned[name].make, tuple(pieces))
     if not packed:
-        raise ValueError(f"{to}: no linear has whole groups of {group} columns; take fp8")
+        raise ValueError(f"{kind}: no linear has whole groups of {group} columns; take fp8")
     tensors = {key: tensor for group in planned.values() for key, tensor in group.tensors.items()}
-    others = {key for key, tensor in tensors.items() if len(tensor.shape) == 2}
-    plain = {key.removesuffix(".weight") for key in others if key.endswith(".weight")} - {"model.embed_tokens", *packed}
+    matrix_keys = {key for key, tensor in tensors.items() if len(tensor.shape) == 2}
+    plain = {key.removesuffix(".weight") for key in matrix_keys if key.endswith(".weight")} - {
+        "model.embed_tokens",
+        *packed,
+    }
     ignored = sorted({model.config.head.name, *plain})
-    says = {"quantization_config": quantization_config(group, ignored, activations)}
-    folders.write_planned(weights, folder, tokenizer, max_shard_bytes, planned, says, loads=False)
-    return [f"{len(left)} linears are kept in 16 bits: their rows are not whole groups of {group}"] if left else []
+    extra = {"quantization_config": quantization_config(group, ignored, activations)}
+    folders.write_planned(weights, folder, tokenizer, max_shard_bytes, planned, extra, loads=False)
+    return (
+        [f"{len(unpacked)} linears are kept in 16 bits: their rows are not whole groups of {group}"] if unpacked else []
+    )
 
 
 def quantization_config(group: int, ignored: list[str], activations: bool) -> dict[str, Any]:
@@ -110,38 +115,38 @@ def quantization_config(group: int, ignored: list[str], activations: bool) -> di
     }
 
 
-def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, to: str) -> Piece:
+def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, kind: str) -> Piece:
     """The tensors in place of a linear's weight [out, in], `in` a multiple of group; encoded and checked when they are
     written.
 
       exact: QAT rounded the weight to this grid; a number off it raises ValueError.
-      to: "w4a16" or "w4a8".
+      kind: "w4a16" or "w4a8".
     """
 
-    def cut(whole: Any) -> tuple[np.ndarray, np.ndarray]:
-        weight = jnp.asarray(tensor.of(whole))
+    def cut(value: Any) -> tuple[np.ndarray, np.ndarray]:
+        weight = jnp.asarray(tensor.of(value))
         codes, scales, off = _encode(weight, group, dtype)
         if exact and off:
             raise ValueError(
-                f"{to}: {off} groups of {name} are not on the grid (int4 in groups of {group}, {dtype}) to which the "
+                f"{kind}: {off} groups of {name} are not on the grid (int4 in groups of {group}, {dtype}) to which the "
                 'model says its weights were rounded ("qat" in config.json): they were changed since; remove "qat" to '
                 "have them rounded"
             )
         packed = _pack(np.asarray(codes))
-        _check(f"{to}: {name}", packed, np.asarray(scales), weight, group, exact)
-        return packed if to == "w4a16" else np.asarray(codes), np.asarray(scales)
+        _check(f"{kind}: {name}", packed, np.asarray(scales), weight, group, exact)
+        return packed if kind == "w4a16" else np.asarray(codes), np.asarray(scales)
 
     (out_size, in_size), shape = tensor.shape, np.asarray(tensor.shape, np.int64)
     packed, scales = (out_size, in_size // _PACKED), (out_size, in_size // group)
-    if to == "w4a8":
+    if kind == "w4a8":
         tensors = {
-            f"{name}.weight": FileTensor((out_size, in_size), np.dtype(np.int8), lambda found: found[0]),
-            f"{name}.weight_scale": FileTensor(scales, jnp.dtype(dtype), lambda found: found[1]),
+            f"{name}.weight": FileTensor((out_size, in_size), np.dtype(np.int8), lambda encoded: encoded[0]),
+            f"{name}.weight_scale": FileTensor(scales, jnp.dtype(dtype), lambda encoded: encoded[1]),
         }
         return Piece(tensors, cut)
     tensors = {
-        f"{name}.weight_packed": FileTensor(packed, np.dtype(np.int32), lambda found: found[0]),
-        f"{name}.weight_scale": FileTensor(scales, jnp.dtype(dtype), lambda found: found[1]),
+        f"{name}.weight_packed": FileTensor(packed, np.dtype(np.int32), lambda encoded: encoded[0]),
+        f"{name}.weight_scale": FileTensor(scales, jnp.dtype(dtype), lambda encoded: encoded[1]),
         f"{name}.weight_shape": FileTensor((2,), shape.dtype, lambda _: shape),
     }
     return Piece(tensors, cut)
@@ -156,27 +161,27 @@ def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.A
     groups = weight.astype(jnp.float32).reshape(len(weight), -1, group)
     first = int4_scales(groups, dtype)
     bits = {2: jnp.int16, 4: jnp.int32}[first.dtype.itemsize]
-    chosen = None
+    best = None
     for step in (0, 1, -1):
         scale = lax.bitcast_convert_type(lax.bitcast_convert_type(first, bits) + bits(step), first.dtype)
         scale = jnp.where(first == 0, first, scale)
         wide = scale.astype(jnp.float32)
         codes = int4_codes(groups, wide)
         error = jnp.square((codes * wide).astype(dtype).astype(jnp.float32) - groups).sum(-1, keepdims=True)
-        if chosen is None:
-            chosen = codes, scale, error
+        if best is None:
+            best = codes, scale, error
         else:
-            better = (error == 0) & (chosen[2] > 0)
-            chosen = tuple(jnp.where(better, new, old) for new, old in zip((codes, scale, error), chosen, strict=True))
-    assert chosen is not None
-    codes, scale, error = chosen
+            better = (error == 0) & (best[2] > 0)
+            best = tuple(jnp.where(better, new, old) for new, old in zip((codes, scale, error), best, strict=True))
+    assert best is not None
+    codes, scale, error = best
     return codes.astype(jnp.int8).reshape(weight.shape), scale[..., 0], int((error > 0).sum())
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:
     """int8[out, in] of -8..7 -> int32[out, in / 8]."""
-    places = (codes.astype(np.int32) + 8).astype(np.uint32).reshape(len(codes), -1, _PACKED)
-    return (places << (4 * np.arange(_PACKED, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
+    digits = (codes.astype(np.int32) + 8).astype(np.uint32).reshape(len(codes), -1, _PACKED)
+    return (digits << (4 * np.arange(_PACKED, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndarray:
@@ -190,10 +195,10 @@ def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array,
     """Raises ArithmeticError unless a linear unpacks to the weight within half a step of its group plus the scale's
     rounding; with `exact`, to the same numbers in the model's dtype.
     """
-    found = unpack(packed, scales, np.asarray(weight.shape))
+    unpacked = unpack(packed, scales, np.asarray(weight.shape))
     steps = np.repeat(scales.astype(np.float32), group, axis=1)
     # The extreme numbers of a group can be off by 8 times the rounding error of the scale.
     allowed = 0.0 if exact else (0.5 + 8 * float(jnp.finfo(scales.dtype).eps)) * steps + 1e-12
-    found = found.astype(scales.dtype).astype(np.float32) if exact else found
-    if not (np.abs(found - partition.on_host(weight).astype(np.float32)) <= allowed).all():  # also for NaN
+    unpacked = unpacked.astype(scales.dtype).astype(np.float32) if exact else unpacked
+    if not (np.abs(unpacked - partition.on_host(weight).astype(np.float32)) <= allowed).all():  # also for NaN
         raise ArithmeticError(f"{name} is not the model's weight in steps of its groups")

@@ -47,10 +47,10 @@ class Arguments:
                 raise ValueError(f"{self.op}: {name} is damaged: {value.problem()}")
         else:
             allowed = dtypes if isinstance(dtypes, tuple) else (str(jnp.dtype(dtypes)),)
-            wanted = f"an array of {_either(allowed)} [{', '.join(shape.split())}]"
+            expected = f"an array of {_either(allowed)} [{', '.join(shape.split())}]"
             if not _is_array(value):
                 also = "".join(f" or {kind.__name__}" for kind in stored)
-                raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {wanted}{also}")
+                raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {expected}{also}")
             if str(value.dtype) not in allowed:
                 raise TypeError(f"{self.op}: {name} is {describe(value)}; its dtype must be {_either(allowed)}")
         self._fit(name, value, shape.split())
@@ -60,15 +60,15 @@ class Arguments:
         sizes = tuple(value.shape)
         if words[:1] == ["..."]:
             words, sizes = words[1:], sizes[max(0, len(sizes) - len(words) + 1) :]
-        fits = len(sizes) == len(words)
+        matches = len(sizes) == len(words)
         for word, size in zip(words, sizes, strict=False):
-            known = int(word) if word.isdigit() else self.sizes.get(word, (size, ""))[0]
-            fits = fits and size == known
-        if not fits:
+            bound = int(word) if word.isdigit() else self.sizes.get(word, (size, ""))[0]
+            matches = matches and size == bound
+        if not matches:
             open_ = ["..."] if len(value.shape) != len(sizes) else []
             text = f"{self.op}: {name} is {describe(value)}; its shape must be [{', '.join(open_ + words)}]"
-            known = [f"{word} = {self.sizes[word][0]}{self.sizes[word][1]}" for word in words if word in self.sizes]
-            raise ValueError(text + (f" with {', '.join(dict.fromkeys(known))}" if known else ""))
+            bound = [f"{word} = {self.sizes[word][0]}{self.sizes[word][1]}" for word in words if word in self.sizes]
+            raise ValueError(text + (f" with {', '.join(dict.fromkeys(bound))}" if bound else ""))
         for word, size in zip(words, sizes, strict=True):
             if not word.isdigit():
                 self.sizes.setdefault(word, (size, f" (as {name} has)"))
@@ -83,8 +83,8 @@ class Arguments:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be a list or tuple of {of}")
         if len(value) != count if count is not None else not value:
-            wanted = "one or more" if count is None else count
-            raise ValueError(f"{self.op}: {name} has {len(value)} entries; it must have {wanted}: {of}")
+            expected = "one or more" if count is None else count
+            raise ValueError(f"{self.op}: {name} has {len(value)} entries; it must have {expected}: {of}")
 
     def number(
         self,
@@ -100,15 +100,15 @@ class Arguments:
         """Checks a finite number, at least `least`, above `above`, below `below`, known while tracing; no bool."""
         if optional and value is None:
             return
-        what = ("a whole number" if whole else "a number") + (" or None" if optional else "")
+        kind = ("a whole number" if whole else "a number") + (" or None" if optional else "")
         if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
-            raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {what}, known when the call is traced")
+            raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {kind}, known when the call is traced")
         ranges = [("at least", least), ("above", above), ("below", below)]
-        wanted = " and ".join(f"{word} {bound:g}" for word, bound in ranges if bound is not None)
+        limits = " and ".join(f"{word} {bound:g}" for word, bound in ranges if bound is not None)
         plain = float(value)
         good = math.isfinite(plain) and (least is None or plain >= least)
         if not (good and (above is None or plain > above) and (below is None or plain < below)):
-            raise ValueError(f"{self.op}: {name} = {value}: must be {wanted or 'finite'}")
+            raise ValueError(f"{self.op}: {name} = {value}: must be {limits or 'finite'}")
 
     def choice(self, name: str, value: Any, choices: Sequence[str]) -> None:
         """Checks one of several strings."""

@@ -86,11 +86,11 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
             first_uses[op, name, call] = check = Future()
             _pending.append(functools.partial(_check, check, op, name, call, compare))
         check = first_uses[op, name, call]
-    beside = _beside.get()
-    if beside is None or check.done():
+    queued = _beside.get()
+    if queued is None or check.done():
         begin_checks()
         return check.result()
-    beside.append(check)
+    queued.append(check)
     return None
 
 
@@ -131,15 +131,15 @@ def built[Built](build: Callable[[], Built]) -> Built:
     `begin_checks`, or at the end, where all are waited for. If one fails, JAX's caches are cleared and `build` runs
     again, with that kernel refused.
     """
-    asked: list[Future[str | None]] = []
-    token = _beside.set(asked)
+    queued: list[Future[str | None]] = []
+    token = _beside.set(queued)
     try:
         programs = build()
     except Exception:  # a kernel that fails its check may not even lower or compile
-        if not _failed(asked):
+        if not _failed(queued):
             raise
     else:
-        if not _failed(asked):
+        if not _failed(queued):
             return programs
     finally:
         _beside.reset(token)
@@ -162,14 +162,14 @@ def _check(check: Future[str | None], op: str, name: str, call: str, compare: Ca
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
     """The reason against a kernel, which is logged, or None. A pass is written to the user's cache."""
-    passed = _pass(op, name, call)
-    if os.path.isfile(passed):  # False if its folder may not be searched
+    pass_file = _pass(op, name, call)
+    if os.path.isfile(pass_file):  # False if its folder may not be searched
         return None
     reason = _difference(compare)
     if reason is None:
         with contextlib.suppress(OSError):  # if the cache cannot be written, the next start repeats the check
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.touch()
+            pass_file.parent.mkdir(parents=True, exist_ok=True)
+            pass_file.touch()
     else:
         logger.error("%s: implementation %s is disabled for %s: it %s", op, name, call, reason)
     return reason
@@ -269,7 +269,7 @@ def unsaid():
 @functools.cache
 def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
     """refused: (faster implementation, why it refuses)."""
-    reasons = "; ".join(f"{other}: {reason}" for other, reason in refused)
+    reasons = "; ".join(f"{faster}: {reason}" for faster, reason in refused)
     logger.warning("%s runs on %s (%s)", op, name, reasons)
 
 

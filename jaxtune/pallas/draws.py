@@ -18,8 +18,8 @@ def uniform(key: jax.Array, shape: tuple[int, int], part: jax.Array | int = 0) -
 
       part: 0 or more, such as the device's number.
     """
-    one, other = _hashes(key, shape, part)
-    digits = ((one ^ other) >> 9) | jnp.uint32(0x3F800000)  # as jax.random.uniform: 1 to 2
+    hash_a, hash_b = _hashes(key, shape, part)
+    digits = ((hash_a ^ hash_b) >> 9) | jnp.uint32(0x3F800000)  # as jax.random.uniform: 1 to 2
     return jax.lax.bitcast_convert_type(digits, jnp.float32) - 1.0
 
 
@@ -29,19 +29,19 @@ def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | 
 
       rate: rounded to a multiple of 2^-16.
     """
-    one, other = _hashes(key, (shape[0], -(-shape[1] // 4)), part)
-    numbers = (one & 0xFFFF, one >> 16, other & 0xFFFF, other >> 16)
+    hash_a, hash_b = _hashes(key, (shape[0], -(-shape[1] // 4)), part)
+    numbers = (hash_a & 0xFFFF, hash_a >> 16, hash_b & 0xFFFF, hash_b >> 16)
     least = jnp.uint32(round(rate * _CHOICES))
     # The barrier computes hashes once: fused with the mask's reader, a hash would be computed for each of its numbers.
-    parts = jax.lax.optimization_barrier([number >= least for number in numbers])
-    return jnp.concatenate(parts, 1)[:, : shape[1]]
+    columns = jax.lax.optimization_barrier([number >= least for number in numbers])
+    return jnp.concatenate(columns, 1)[:, : shape[1]]
 
 
-def _hashes(key: jax.Array, shape: tuple[int, int], part: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+def _hashes(key: jax.Array, shape: tuple[int, int], block: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """Two uint32[shape], the threefry2x32 hash of each element's number, row * columns + column; jax.random.bits(key,
     shape) is their xor for part 0.
     """
-    rows = jnp.asarray(part, jnp.uint32) * jnp.uint32(shape[0]) + jnp.arange(shape[0], dtype=jnp.uint32)
+    rows = jnp.asarray(block, jnp.uint32) * jnp.uint32(shape[0]) + jnp.arange(shape[0], dtype=jnp.uint32)
     return hashes_of_rows(key, rows, shape[1])
 
 
@@ -62,5 +62,5 @@ def hashes_of_rows(key: jax.Array, rows: jax.Array, width: int) -> tuple[jax.Arr
     first = (lower + (upper << 16))[:, None]
     high = ((upper >> 16) + (first[:, 0] < lower).astype(jnp.uint32))[:, None]
     low = first + jnp.arange(width, dtype=jnp.uint32)
-    one, other = threefry2x32_p.bind(key[0], key[1], high + (low < first).astype(jnp.uint32), low)
-    return one, other
+    hash_a, hash_b = threefry2x32_p.bind(key[0], key[1], high + (low < first).astype(jnp.uint32), low)
+    return hash_a, hash_b

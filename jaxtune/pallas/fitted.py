@@ -45,7 +45,9 @@ class Fitted[Numbers]:
 
     def of(self, implementation: str, device: str) -> Numbers:
         """The numbers of an implementation, such as "cudnn", on a device, such as "NVIDIA H200"."""
-        same = {known: numbers for (known, name), (numbers, _) in self.rows.items() if name == implementation}
-        if not same:
+        by_device = {label: numbers for (label, name), (numbers, _) in self.rows.items() if name == implementation}
+        if not by_device:
             return next(iter(self.rows.values()))[0]
-        return next((numbers for known, numbers in same.items() if known in device), next(iter(same.values())))
+        return next(
+            (numbers for label, numbers in by_device.items() if label in device), next(iter(by_device.values()))
+        )

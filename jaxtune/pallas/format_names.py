@@ -36,9 +36,9 @@ def qat_group_size(format: str, group_size: int | None) -> str | None:
     if group_size in sizes:
         return None
     numbers = [str(size) for size in sizes if size is not None]
-    wanted = " or ".join(filter(None, (", ".join(numbers[:-1]), *numbers[-1:])))
+    choices = " or ".join(filter(None, (", ".join(numbers[:-1]), *numbers[-1:])))
     if not numbers:
         return f"{format} has blocks of its own size: leave group_size out"
-    return f"{format} has groups of {wanted}" + (
+    return f"{format} has groups of {choices}" + (
         ", or a scale for each row without group_size" if None in sizes else ""
     )

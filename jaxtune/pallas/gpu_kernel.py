@@ -64,8 +64,10 @@ def kernel(body, name: str, interpret=None, **options):
     _name_modules_alike()
     if interpret is not None:  # not jitted, because in a separate program the interpreter's callbacks hung
         return meshes.on_each_device(plgpu.kernel(body, kernel_name=name, interpret=interpret, **options))
-    function, *given = (body.func, body.args, body.keywords) if isinstance(body, functools.partial) else (body,)
-    values, structure = jax.tree.flatten((given, options))
+    function, *bound_arguments = (
+        (body.func, body.args, body.keywords) if isinstance(body, functools.partial) else (body,)
+    )
+    values, structure = jax.tree.flatten((bound_arguments, options))
     key = (function, name, structure, tuple((type(value), value) for value in values))
     if key not in _traced_once:
         _traced_once[key] = _jitted(plgpu.kernel(body, kernel_name=name, **options), name)
@@ -101,7 +103,7 @@ def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> 
 
     def keep(operation):
         if operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == _TARGET:
-            settings = {each.name: each.attr for each in operation.attributes["mhlo.backend_config"]}
+            settings = {attribute.name: attribute.attr for attribute in operation.attributes["mhlo.backend_config"]}
             kernel = {name: _value(setting) for name, setting in settings.items()}
             kernels.setdefault(kernel["kernel_hash"], kernel)
         return ir.WalkResult.ADVANCE
@@ -118,8 +120,8 @@ def _value(setting) -> Any:
 def _compile(kernel: dict[str, Any], device: Any) -> None:
     """Compiles a small program that calls the kernel and never runs. kernel: the settings of its custom call."""
     call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)
-    given = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
-    jax.jit(lambda given: call(given, **kernel)).lower(given).compile()
+    operand = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
+    jax.jit(lambda operand: call(operand, **kernel)).lower(operand).compile()
 
 
 @functools.cache

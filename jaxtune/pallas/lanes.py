@@ -66,8 +66,8 @@ def ir_vector(values):
 
 def ir_words(value, count: int):
     """The `count` 32-bit integers of a vector register, lowest first."""
-    both = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
-    return [ir_item(both, index) for index in range(count)]
+    words = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
+    return [ir_item(words, index) for index in range(count)]
 
 
 def ir_thread():
@@ -126,20 +126,20 @@ def _entries(table: bytes, word):
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
     index, upper = arith.andi(word, ir_const(0x77777777)), arith.andi(ir_shift_right(word, 3), ir_const(0x11111111))
-    found = []
+    entries = []
     for shift in (0, 16):
-        at, mask = ir_shift_right(index, shift), ir_permute(0x0000FF00, 0, ir_shift_right(upper, shift))
+        shifted, mask = ir_shift_right(index, shift), ir_permute(0x0000FF00, 0, ir_shift_right(upper, shift))
         by_byte = []
         for a, b, c, d in planes:
             if a == b == c == d == 0:
                 by_byte.append(ir_const(0))
                 continue
-            below, above = ir_permute(a, b, at), ir_permute(c, d, at)
+            below, above = ir_permute(a, b, shifted), ir_permute(c, d, shifted)
             by_byte.append(arith.xori(below, arith.andi(arith.xori(below, above), mask)))
         # Transposes four words of four bytes.
         pairs = [(ir_permute(by_byte[i], by_byte[i + 1], s)) for i in (0, 2) for s in (0x5140, 0x7362)]
-        found += [ir_permute(pairs[n >> 1], pairs[2 + (n >> 1)], (0x5410, 0x7632)[n & 1]) for n in range(4)]
-    return [arith.bitcast(ir.F32Type.get(), entry) for entry in found]
+        entries += [ir_permute(pairs[n >> 1], pairs[2 + (n >> 1)], (0x5410, 0x7632)[n & 1]) for n in range(4)]
+    return [arith.bitcast(ir.F32Type.get(), entry) for entry in entries]
 
 
 def _shuffled_entries(lane_entry, word):
@@ -183,19 +183,19 @@ def table_values(
         return_type=plgpu.ShapeDtypeStruct((2 * codes.shape[0],), dtype, out_layout),
     )
     def values(_, codes, scales, table_ref):
-        found = np.empty_like(codes.registers)
+        registers = np.empty_like(codes.registers)
         narrow = ir.VectorType.get((8,), utils.dtype_to_ir_type(dtype))
         lane_entry = None
         if not beside_products:
             lane_entry = ir_load(table_ref, arith.andi(ir_thread(), ir_const(15)), ir.F32Type.get())
-        for place, scale in zip(np.ndindex(codes.registers.shape), scales.registers.flat, strict=True):
-            (word,) = ir_words(codes.registers[place], 1)
+        for index, scale in zip(np.ndindex(codes.registers.shape), scales.registers.flat, strict=True):
+            (word,) = ir_words(codes.registers[index], 1)
             entries = _entries(table, word) if beside_products else _shuffled_entries(lane_entry, word)
             scaled = [ir_product(entry, ir_item(scale, 0)) for entry in entries]
             pairs = [(scaled[2 * byte], scaled[2 * byte + 1]) for byte in range(4)]
             words = [ir_narrow(a, b, dtype) if low_first else ir_narrow(b, a, dtype) for a, b in pairs]
-            found[place] = vector.bitcast(narrow, ir_vector(words))
-        return mgpu.FragmentedArray(_registers=found, _layout=out_layout.to_mgpu(), _is_signed=None)
+            registers[index] = vector.bitcast(narrow, ir_vector(words))
+        return mgpu.FragmentedArray(_registers=registers, _layout=out_layout.to_mgpu(), _is_signed=None)
 
     return values(codes, scales, table_ref)
 
@@ -210,11 +210,11 @@ def fill_banks(table_ref, table_smem, warpgroups: int):
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         four = ir.VectorType.get((4,), ir_i32())
         for start in range(0, 256 * 8, 128 * warpgroups):
-            place = ir_add(thread, ir_const(start))
+            element = ir_add(thread, ir_const(start))
             if start + 128 * warpgroups > 256 * 8:  # threads past the end write the last element again
-                place = arith.minui(place, ir_const(256 * 8 - 1))
-            value = ir_load(table_ref, ir_shift_right(place, 3), ir_i32())
-            llvm.store(ir_vector([value] * 4), ir_address(table_smem, place, four))
+                element = arith.minui(element, ir_const(256 * 8 - 1))
+            value = ir_load(table_ref, ir_shift_right(element, 3), ir_i32())
+            llvm.store(ir_vector([value] * 4), ir_address(table_smem, element, four))
 
     fill(table_ref, table_smem)
 
@@ -233,12 +233,12 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
     blocks = absmax_ref.shape[1]
     groups = rows * blocks // 4
     count = -(-groups // (128 * warpgroups))
-    fours = plgpu.Layout.WG_STRIDED((128 * 4 * count,), 4)
-    ones = plgpu.Layout.WG_STRIDED((128 * count,), 1)
+    absmax_layout = plgpu.Layout.WG_STRIDED((128 * 4 * count,), 4)
+    nested_layout = plgpu.Layout.WG_STRIDED((128 * count,), 1)
     refs = [absmax_ref, *([] if nested_ref is None else [nested_ref])]
     results = [
-        plgpu.ShapeDtypeStruct((128 * 4 * count,), absmax_ref.dtype, fours),
-        *([] if nested_ref is None else [plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, ones)]),
+        plgpu.ShapeDtypeStruct((128 * 4 * count,), absmax_ref.dtype, absmax_layout),
+        *([] if nested_ref is None else [plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, nested_layout)]),
     ]
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
@@ -247,22 +247,24 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
         absmax_type = ir.MemRefType(absmax_ref.type).element_type
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         first = ir_mul(ir_scalar(first_row), blocks)
-        kept, factors = [], []
+        absmax, factors = [], []
         for number in range(count):
             group = arith.minui(ir_add(thread, ir_const(number * 128 * warpgroups)), ir_const(groups - 1))
             source = ir_add(first, ir_mul(group, 4))
-            kept.append(llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type)))
+            absmax.append(llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type)))
             factors += [ir_vector([ir_load(ref, ir_shift_right(source, 8), f32)]) for ref in nested_ref]
-        found = []
-        for values, result in zip((kept, factors), results, strict=False):
+        arrays = []
+        for values, result in zip((absmax, factors), results, strict=False):
             registers = np.empty((count,), object)
             registers[:] = values
             signed = False if result.dtype == jnp.uint8 else None
-            found.append(mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed))
-        return found
+            arrays.append(
+                mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed)
+            )
+        return arrays
 
-    found = load(first_row, *refs)
-    return found if nested_ref is not None else (*found, None)
+    loaded = load(first_row, *refs)
+    return loaded if nested_ref is not None else (*loaded, None)
 
 
 def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
@@ -274,19 +276,19 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
       scales_smem: float32[rows of a tile, at least `blocks`].
       blocks: of a row, a multiple of 4.
     """
-    arrays = [part for part in share if part is not None]
-    layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
+    arrays = [array for array in share if array is not None]
+    layouts = [plgpu.Layout.WG_STRIDED(array.shape, vector) for array, vector in zip(arrays, (4, 1), strict=False)]
     refs = [scales_smem, *nested_refs]
 
     @mosaic_types.inline_mgpu(arg_types=(*layouts, *(plgpu.RefType() for _ in refs)))
-    def keep(_, kept, *rest):
+    def keep(_, absmax, *operands):
         f32 = ir.F32Type.get()
-        *factors, scales_smem = rest[: len(arrays)]
-        nested_refs = rest[len(arrays) :]
+        *factors, scales_smem = operands[: len(arrays)]
+        nested_refs = operands[len(arrays) :]
         rows, stride = ir.MemRefType(scales_smem.type).shape
         groups = rows * blocks // 4
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
-        for number, four in enumerate(kept.registers.flat):
+        for number, four in enumerate(absmax.registers.flat):
             start = number * 128 * warpgroups
             group = ir_add(thread, ir_const(start))
             if nested_refs:
@@ -297,12 +299,12 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
                 four = ir_vector([arith.addf(ir_product(ir_load(map_ref, c, f32), factor), offset) for c in codes])
             row = arith.divui(group, ir_const(blocks // 4))
             column = ir_mul(arith.subi(group, ir_mul(row, blocks // 4)), 4)
-            place = ir_address(scales_smem, ir_add(ir_mul(row, stride), column), f32)
+            target = ir_address(scales_smem, ir_add(ir_mul(row, stride), column), f32)
             if start + 128 * warpgroups <= groups:
-                llvm.store(four, place)
+                llvm.store(four, target)
             else:
                 with utils.when(arith.cmpi(arith.CmpIPredicate.ult, group, ir_const(groups))):
-                    llvm.store(four, place)
+                    llvm.store(four, target)
 
     keep(*arrays, *refs)
 
@@ -319,7 +321,7 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
     Of a right operand's eight columns, the first 8 / parts are tokens over the first run of a warp's columns; with two
     parts the other four are the same tokens over the second run. Spare columns repeat the last token.
     """
-    each = 8 // parts
+    tokens_per_part = 8 // parts
     shape = (128 * 2 * width,)
     layout = plgpu.Layout.WG_STRIDED(shape, 4)
 
@@ -330,21 +332,23 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
         tokens, columns = ir.MemRefType(x_ref.type).shape
         lane = arith.andi(ir_thread(), ir_const(31))
         quad, group = arith.andi(lane, ir_const(3)), ir_shift_right(lane, 2)
-        within = ir_add(ir_mul(arith.andi(quad, ir_const(1)), 32), ir_mul(ir_shift_right(quad, 1), 16))
-        at = ir_add(ir_mul(ir_scalar(chunk), 512 * parts), ir_mul(ir_shift_right(ir_thread(), 5), 128 * parts), within)
-        at = ir_add(at, ir_mul(arith.divui(group, ir_const(each)), 128))
+        column = ir_add(ir_mul(arith.andi(quad, ir_const(1)), 32), ir_mul(ir_shift_right(quad, 1), 16))
+        position = ir_add(
+            ir_mul(ir_scalar(chunk), 512 * parts), ir_mul(ir_shift_right(ir_thread(), 5), 128 * parts), column
+        )
+        position = ir_add(position, ir_mul(arith.divui(group, ir_const(tokens_per_part)), 128))
         four = ir.VectorType.get((4,), ir_i32())
-        found = []
+        fragments = []
         for block in range(2):
             for eight in range(width // 8):
-                token = ir_add(arith.andi(group, ir_const(each - 1)), ir_const(each * eight))
-                if tokens < each * (eight + 1):
+                token = ir_add(arith.andi(group, ir_const(tokens_per_part - 1)), ir_const(tokens_per_part * eight))
+                if tokens < tokens_per_part * (eight + 1):
                     token = arith.minui(token, ir_const(tokens - 1))
-                source = ir_add(ir_mul(token, columns), at, ir_const(64 * block))
+                source = ir_add(ir_mul(token, columns), position, ir_const(64 * block))
                 pointer = ir_address(x_ref, source, ir.IntegerType.get_signless(16))
-                found += [llvm.load(four, utils.getelementptr(pointer, [part], four)) for part in range(2)]
-        registers = np.empty((len(found),), object)
-        registers[:] = found
+                fragments += [llvm.load(four, utils.getelementptr(pointer, [half], four)) for half in range(2)]
+        registers = np.empty((len(fragments),), object)
+        registers[:] = fragments
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=False)
 
     return load(chunk, x_ref)
@@ -430,12 +434,18 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
         own_words = []
         for register in codes.registers.flat:
             words = ir_words(register, 4)
-            given = [arith.select(first_block, high, low) for low, high in zip(words[:2], words[2:], strict=True)]
-            taken = [utils.shfl_bfly(word, 2) for word in given]
+            sent = [arith.select(first_block, high, low) for low, high in zip(words[:2], words[2:], strict=True)]
+            received = [utils.shfl_bfly(word, 2) for word in sent]
             own_words.append(
                 (
-                    [arith.select(first_block, own, other) for own, other in zip(words[:2], taken, strict=True)],
-                    [arith.select(first_block, other, own) for own, other in zip(words[2:], taken, strict=True)],
+                    [
+                        arith.select(first_block, lane_word, peer_word)
+                        for lane_word, peer_word in zip(words[:2], received, strict=True)
+                    ],
+                    [
+                        arith.select(first_block, peer_word, lane_word)
+                        for lane_word, peer_word in zip(words[2:], received, strict=True)
+                    ],
                 )
             )
         stride = ir.MemRefType(scales_smem.type).shape[1]
@@ -444,8 +454,8 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
         scales = []
         for rows in range(2 * parts):
             row = ir_add(arith.divui(group, ir_const(parts)), ir_const(8 // parts * rows))
-            both = ir_load(scales_smem, ir_add(ir_mul(row, stride), block), f32, ir.VectorType.get((2,), f32))
-            scales.append([ir_item(both, index) for index in range(2)])
+            scale_pair = ir_load(scales_smem, ir_add(ir_mul(row, stride), block), f32, ir.VectorType.get((2,), f32))
+            scales.append([ir_item(scale_pair, index) for index in range(2)])
         # By 16 rows of products, 8 columns, half of the rows.
         sums = [[ir_item(r, 0), ir_item(r, 1)] for r in acc.registers.flat]
         widths = acc.shape[1] // 8
@@ -457,19 +467,19 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
                 products = ir_products(words, rights, pair, name)
                 for width in range(widths):
                     for half in range(2):
-                        kept = sums[(eight * widths + width) * 2 + half]
+                        row_sums = sums[(eight * widths + width) * 2 + half]
                         for index in range(2):
-                            kept[index] = utils.inline_ptx(
+                            row_sums[index] = utils.inline_ptx(
                                 "fma.rn.f32 $0, $1, $2, $3;",
                                 products[width][2 * half + index],
                                 scales[2 * eight + half][block],
-                                kept[index],
+                                row_sums[index],
                                 result_types=f32,
                             )
-        found = np.empty_like(acc.registers)
-        for index, place in enumerate(np.ndindex(found.shape)):
-            found[place] = ir_vector(sums[index])
-        return mgpu.FragmentedArray(_registers=found, _layout=acc.layout, _is_signed=None)
+        registers = np.empty_like(acc.registers)
+        for index, position in enumerate(np.ndindex(registers.shape)):
+            registers[position] = ir_vector(sums[index])
+        return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
 
     return multiply(acc, codes, x, chunk, pairs_smem, scales_smem)
 
@@ -486,25 +496,30 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
         tokens, rows = ir.MemRefType(out_ref.type).shape
         narrow = utils.dtype_to_ir_type(dtype)
         parts = partial_rows // 64
-        each, of_a_product = 8 // parts, 16 // parts
+        tokens_per_part, rows_per_part = 8 // parts, 16 // parts
         row, eighth = arith.andi(ir_thread(), ir_const(15)), ir_shift_right(ir_thread(), 4)
         # Row (s, i, a) stands at s 64 + (i 8 / p + a) p.
-        place = ir_mul(arith.divui(row, ir_const(of_a_product)), 64)
-        place = ir_add(place, ir_mul(arith.andi(row, ir_const(of_a_product - 1)), parts))
+        sum_row = ir_mul(arith.divui(row, ir_const(rows_per_part)), 64)
+        sum_row = ir_add(sum_row, ir_mul(arith.andi(row, ir_const(rows_per_part - 1)), parts))
         for first_token in range(0, tokens, 8):
             token = ir_add(eighth, ir_const(first_token))
-            column = ir_add(ir_mul(arith.divui(token, ir_const(each)), 8), arith.andi(token, ir_const(each - 1)))
+            column = ir_add(
+                ir_mul(arith.divui(token, ir_const(tokens_per_part)), 8),
+                arith.andi(token, ir_const(tokens_per_part - 1)),
+            )
             with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, ir_const(tokens))):
                 total = None
                 for warpgroup in range(warpgroups):
                     for warp in range(_WARPS):
                         for part in range(parts):
                             above = warpgroup * partial_rows + warp * 16 + part
-                            index = ir_add(ir_mul(place, width), column, ir_const(above * width + each * part))
+                            index = ir_add(
+                                ir_mul(sum_row, width), column, ir_const(above * width + tokens_per_part * part)
+                            )
                             term = ir_load(partial_smem, index, f32)
                             total = term if total is None else arith.addf(total, term)
-                place_out = ir_add(ir_mul(token, rows), ir_scalar(first_row), row)
-                llvm.store(arith.truncf(narrow, total), ir_address(out_ref, place_out, narrow))
+                out_index = ir_add(ir_mul(token, rows), ir_scalar(first_row), row)
+                llvm.store(arith.truncf(narrow, total), ir_address(out_ref, out_index, narrow))
 
     store(partial_smem, out_ref, first_row)
 
@@ -521,10 +536,10 @@ def fill_table(table_ref, table_smem):
     def fill(_, table_ref, table_smem):
         (count,) = ir.MemRefType(table_smem.type).shape
         for start in range(0, count, 128):
-            place = ir_add(ir_thread(), ir_const(start))
+            element = ir_add(ir_thread(), ir_const(start))
             if start + 128 > count:
-                place = arith.minui(place, ir_const(count - 1))
-            llvm.store(ir_load(table_ref, place, ir_i32()), ir_address(table_smem, place, ir_i32()))
+                element = arith.minui(element, ir_const(count - 1))
+            llvm.store(ir_load(table_ref, element, ir_i32()), ir_address(table_smem, element, ir_i32()))
 
     fill(table_ref, table_smem)
 
@@ -549,8 +564,8 @@ def store_chunk(values, out_ref, chunk, layout):
         registers = list(values.registers.flat)
         first = ir_add(ir_mul(ir_scalar(chunk), 128 * len(registers)), ir_thread())
         for number, register in enumerate(registers):
-            place = ir_add(first, ir_const(128 * number))
-            llvm.store(register, ir_address(out_ref, place, register.type))
+            element = ir_add(first, ir_const(128 * number))
+            llvm.store(register, ir_address(out_ref, element, register.type))
 
     store(values, chunk, out_ref)
 
@@ -593,8 +608,8 @@ def begin_barriers(full_smem):
         (words,) = ir.MemRefType(full_smem.type).shape
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, ir_const(0))):
             for number in range(words // 2):
-                at = _shared(full_smem, ir_const(number), 8)
-                utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", at, has_side_effects=True)
+                address = _shared(full_smem, ir_const(number), 8)
+                utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", address, has_side_effects=True)
             utils.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
 
     begin(full_smem)

@@ -26,18 +26,18 @@ def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) ->
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-        mesh = _mesh([leaves[index] for index in places])
+        array_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        mesh = _mesh([leaves[index] for index in array_indices])
         in_force = jax.sharding.get_abstract_mesh()
         if mesh is None or (mesh == in_force and not mesh.explicit_axes):
             return function(*args, **kwargs)
         automatic = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
-        first = [jax.typeof(leaves[index]) for index in places[:1]]
+        first = [jax.typeof(leaves[index]) for index in array_indices[:1]]
         with jax.sharding.use_abstract_mesh(automatic):
-            for index in places:
+            for index in array_indices:
                 if mesh.explicit_axes:
-                    whole = NamedSharding(automatic, PartitionSpec())
-                    leaves[index] = jax.sharding.reshard(leaves[index], whole)
+                    replicated = NamedSharding(automatic, PartitionSpec())
+                    leaves[index] = jax.sharding.reshard(leaves[index], replicated)
             args, kwargs = jax.tree.unflatten(tree, leaves)
             results = function(*args, **kwargs)
         if not mesh.explicit_axes:
@@ -57,8 +57,8 @@ def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
     """The spec of the first array (its type, or []) up to the first axis whose sizes differ."""
     spec = []
     for array in first:
-        for axis, size, other in zip(array.sharding.spec, array.shape, shape, strict=False):
-            if size != other:
+        for axis, size, result_size in zip(array.sharding.spec, array.shape, shape, strict=False):
+            if size != result_size:
                 break
             spec.append(axis)
     return PartitionSpec(*spec)
@@ -83,31 +83,31 @@ def on_each_device[**Parameters, Result](
         if all(mesh.shape[name] == 1 for name in axes):
             return function(*args, **kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+        array_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
         in_rows = len(jax.tree.leaves(args[:rows]))
-        by_axis = rows > 0 and axis in axes and leaves[places[0]].shape[0] % mesh.shape[axis] == 0
-        divided, whole = PartitionSpec(axis) if by_axis else PartitionSpec(), PartitionSpec()
+        by_axis = rows > 0 and axis in axes and leaves[array_indices[0]].shape[0] % mesh.shape[axis] == 0
+        divided, replicated = PartitionSpec(axis) if by_axis else PartitionSpec(), PartitionSpec()
 
         computed: Callable = function
 
         def local(arrays):
-            given = list(leaves)
-            for index, array in zip(places, arrays, strict=True):
-                given[index] = array
-            args, kwargs = jax.tree.unflatten(tree, given)
-            found = computed(*args, **kwargs)
+            inputs = list(leaves)
+            for index, array in zip(array_indices, arrays, strict=True):
+                inputs[index] = array
+            args, kwargs = jax.tree.unflatten(tree, inputs)
+            outputs = computed(*args, **kwargs)
             if results is None:
-                return found, ()
-            sums = found[results:]
-            return found[:results], jax.lax.psum(sums, axis) if by_axis else sums
+                return outputs, ()
+            sums = outputs[results:]
+            return outputs[:results], jax.lax.psum(sums, axis) if by_axis else sums
 
         by_rows, sums = jax.shard_map(
             local,
-            in_specs=([divided if index < in_rows else whole for index in places],),
-            out_specs=(divided, whole),
+            in_specs=([divided if index < in_rows else replicated for index in array_indices],),
+            out_specs=(divided, replicated),
             axis_names=axes,
             check_vma=False,
-        )([leaves[index] for index in places])
+        )([leaves[index] for index in array_indices])
         return by_rows if results is None else (*by_rows, *sums)  # type: ignore[return-value]
 
     return run

@@ -24,7 +24,7 @@ def place(item: jax.Array, row_tiles: int, column_tiles: int, band: int) -> tupl
     The last band may be lower.
     """
     number = lax.div(item, jnp.int32(band * column_tiles))
-    within = item - number * (band * column_tiles)
+    index_in_band = item - number * (band * column_tiles)
     height = jnp.minimum(band, row_tiles - number * band)
-    column = lax.div(within, height)
-    return number * band + within - column * height, column
+    column = lax.div(index_in_band, height)
+    return number * band + index_in_band - column * height, column

@@ -55,7 +55,7 @@ def kernel_choices() -> list[KernelChoice]:
     query = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _HEAD_DIM), jnp.bfloat16)
     wide = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _WIDE_HEAD_DIM), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
-    whole = jax.eval_shape(lambda: packed_layout(ids.shape))
+    unpacked = jax.eval_shape(lambda: packed_layout(ids.shape))
     packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
     array: Any = jax.ShapeDtypeStruct((_HIDDEN, _HIDDEN), jnp.bfloat16)
     nf4 = jax.eval_shape(NF4.encode, array)
@@ -68,7 +68,9 @@ def kernel_choices() -> list[KernelChoice]:
     groups = jax.eval_shape(lambda sizes: groups_of(sizes, _ROWS * _LENGTH), sizes)
     call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
     return [
-        _choice("attention", f"{call} one document a row", attention.implementations(query, whole, kv_heads=_KV_HEADS)),
+        _choice(
+            "attention", f"{call} one document a row", attention.implementations(query, unpacked, kv_heads=_KV_HEADS)
+        ),
         _choice(
             "attention",
             f"{call} packed, up to {_DOCUMENTS} documents a row",
@@ -113,5 +115,5 @@ def kernel_choices() -> list[KernelChoice]:
 
 
 def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:
-    chosen = dispatch.choose(op, table, None)
-    return KernelChoice(op, call, chosen, {name: refuse() for name, refuse in table.items()})
+    implementation = dispatch.choose(op, table, None)
+    return KernelChoice(op, call, implementation, {name: refuse() for name, refuse in table.items()})

@@ -35,11 +35,11 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array, stream: int) -> jax.Arr
     """
     if math.prod(shape) > 1 << 32:
         raise ValueError(f"stochastic_round: {shape} has more than 2^32 elements")
-    place, stride = jnp.zeros(shape, jnp.uint32), 1
+    position, stride = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(len(shape))):
-        place += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
+        position += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
         stride *= shape[axis]
-    hashed = _mixed(place ^ seed[0]) + jnp.uint32(stream * 0x9E3779B9 & 0xFFFFFFFF)
+    hashed = _mixed(position ^ seed[0]) + jnp.uint32(stream * 0x9E3779B9 & 0xFFFFFFFF)
     return _mixed(hashed ^ seed[1]) >> 16
 
 

@@ -102,12 +102,15 @@ def measure(
         with forced(op, blocks):
             return prepare()
 
-    tried: list[list] = []
+    attempts: list[list] = []
     running: dict[int, Callable] = {}  # {index of the candidate: its program}
     with ThreadPoolExecutor(_COMPILERS) as pool:
         waiting = [pool.submit(compiled, blocks) for blocks in candidates]
         wait(waiting)  # nothing compiles while another one is timed
-    named = [f"{op}, {bucket}: " + ", ".join(f"{name} {value}" for name, value in each.items()) for each in candidates]
+    named = [
+        f"{op}, {bucket}: " + ", ".join(f"{name} {value}" for name, value in candidate.items())
+        for candidate in candidates
+    ]
     for index, (blocks, program) in enumerate(zip(candidates, waiting, strict=True)):
         say(f"{named[index]}: ")  # printed first, so that a kernel that hangs is known
         try:
@@ -117,15 +120,15 @@ def measure(
                 running[index] = run
         except Exception as error:  # a candidate that does not fit this GPU is skipped
             problem = f"{type(error).__name__}: {str(error)[:120]}"
-        tried.append([dict(blocks), problem])
+        attempts.append([dict(blocks), problem])
         say(f"{problem or 'runs'}\n")
     if not running:
-        raise RuntimeError(f"{op}, {bucket}: no candidate runs on {kind}: {tried}")
+        raise RuntimeError(f"{op}, {bucket}: no candidate runs on {kind}: {attempts}")
     for index, milliseconds in zip(running, _milliseconds(list(running.values())), strict=True):
-        tried[index][1] = round(milliseconds, 4)
+        attempts[index][1] = round(milliseconds, 4)
         say(f"{named[index]}: {milliseconds:.4f} ms\n")
-    best, best_ms = min((tried[index] for index in running), key=lambda each: each[1])
-    entry = {"blocks": dict(best), "milliseconds": best_ms, "tried": tried}
+    best, best_ms = min((attempts[index] for index in running), key=lambda candidate: candidate[1])
+    entry = {"blocks": dict(best), "milliseconds": best_ms, "tried": attempts}
     try:
         _store(path or cache_file(kind), kind, _key(op, bucket, dtype), entry)
     except OSError as error:
@@ -142,8 +145,8 @@ def as_the_first() -> Callable[[Any], str | None]:
     right: list[Any] = []
 
     @jax.jit
-    def errors(got, want):
-        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    def errors(actual, expected):
+        pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
         pairs = [(g.astype(jnp.float32), w.astype(jnp.float32)) for g, w in pairs]
         tiny = jnp.finfo(jnp.float32).tiny  # of an array of zeros
         return jnp.stack([jnp.linalg.norm(g - w) / jnp.maximum(jnp.linalg.norm(w), tiny) for g, w in pairs])
@@ -230,11 +233,11 @@ def _milliseconds(programs: Sequence[Callable[[], Any]], rounds: int = 6, runs: 
     """Medians over rounds. Programs take turns, every second round backwards, because a GPU's clock falls while it
     works: one after another, the first would seem the fastest. A round is the mean of `runs` launches.
     """
-    found: list[list[float]] = [[] for _ in programs]
+    samples: list[list[float]] = [[] for _ in programs]
     for number in range(rounds + 1):
         for index in range(len(programs))[:: 1 if number % 2 else -1]:
-            started = time.perf_counter()
+            start = time.perf_counter()
             results = [programs[index]() for _ in range(runs)]
             jax.block_until_ready(results[-1])
-            found[index].append((time.perf_counter() - started) / runs * 1e3)
-    return [statistics.median(times[1:]) for times in found]
+            samples[index].append((time.perf_counter() - start) / runs * 1e3)
+    return [statistics.median(times[1:]) for times in samples]

@@ -22,9 +22,12 @@ def of_kernels() -> tuple[str, ...]:
     """Versions of installed packages, of loaded NVIDIA libraries, which may come from elsewhere, and of the driver;
     cached.
     """
-    named = {(each.metadata["Name"] or "").lower().replace("_", "-"): each.version for each in metadata.distributions()}
-    found = [f"{name} {version}" for name, version in sorted(named.items()) if name.startswith(_PACKAGES)]
-    return (*found, *_loaded(), _driver())
+    named = {
+        (package.metadata["Name"] or "").lower().replace("_", "-"): package.version
+        for package in metadata.distributions()
+    }
+    packages = [f"{name} {version}" for name, version in sorted(named.items()) if name.startswith(_PACKAGES)]
+    return (*packages, *_loaded(), _driver())
 
 
 def _loaded() -> list[str]:

@@ -77,20 +77,20 @@ class Writer:
         """Writes uint8[n] at the end of the file in the background, and returns its checksums. `data` must not change
         until then. Waits while more than 256 MiB are in flight; raises the OSError of an earlier write.
         """
-        whole = np.frombuffer(data, np.uint8)
-        self._make_room(len(whole))
-        parts = [whole[start : start + CHUNK_BYTES] for start in range(0, len(whole), CHUNK_BYTES)]
-        return self._submit([(len(part), functools.partial(_itself, part)) for part in parts], None)
+        array = np.frombuffer(data, np.uint8)
+        self._make_room(len(array))
+        chunks = [array[start : start + CHUNK_BYTES] for start in range(0, len(array), CHUNK_BYTES)]
+        return self._submit([(len(chunk), functools.partial(_itself, chunk)) for chunk in chunks], None)
 
     def append_pieces(self, pieces: Sequence[Piece]) -> Sums:
         """Writes pieces of a tensor (pieces_of), each a chunk, at the end of the file. Threads make them, so that
         several copy from the device at a time; returns when all are made, and the tensor can be freed. Errors are
         raised as by `append`.
         """
-        made = threading.Semaphore(0)
-        sums = self._submit(pieces, made)
+        ready = threading.Semaphore(0)
+        sums = self._submit(pieces, ready)
         for _ in pieces:
-            made.acquire()
+            ready.acquire()
         return sums
 
     def _make_room(self, size: int) -> None:
@@ -98,13 +98,13 @@ class Writer:
         while self._waiting and sum(self._sizes) + size > IN_FLIGHT_BYTES:
             self._collect()
 
-    def _submit(self, pieces: Sequence[Piece], made: threading.Semaphore | None) -> Sums:
-        """made: released for each piece that is made or could not be; None: nobody waits."""
+    def _submit(self, pieces: Sequence[Piece], ready: threading.Semaphore | None) -> Sums:
+        """ready: released for each piece that is made or could not be; None: nobody waits."""
         futures = []
         for size, make in pieces:
-            if made is not None:
+            if ready is not None:
                 self._make_room(size)
-            futures.append(self._pool.submit(self._write, [make], self.size_bytes, made))
+            futures.append(self._pool.submit(self._write, [make], self.size_bytes, ready))
             self._waiting.append(futures[-1])
             self._sizes.append(size)
             self.size_bytes += size
@@ -119,59 +119,61 @@ class Writer:
         else:
             future.exception()
 
-    def _write(self, make: list[Callable[[], np.ndarray]], at: int, made: threading.Semaphore | None) -> int:
-        """Makes a chunk, writes it at the byte `at`, and returns its XXH3-64; 0 without writing after any failure,
+    def _write(self, make: list[Callable[[], np.ndarray]], offset: int, ready: threading.Semaphore | None) -> int:
+        """Makes a chunk, writes it at the byte `offset`, and returns its XXH3-64; 0 without writing after any failure,
         because the file is useless then. make: the function is taken out of it, so that it holds no tensor during the
         write.
         """
         try:
             if self._failed.is_set():
                 return 0
-            part = memoryview(make.pop()())
+            chunk = memoryview(make.pop()())
         except BaseException:
             self._failed.set()
             raise
         finally:
-            if made is not None:
-                made.release()
+            if ready is not None:
+                ready.release()
         try:
-            done = 0
-            while done < len(part):
-                done += os.pwrite(self._descriptor, part[done:], at + done)
+            written = 0
+            while written < len(chunk):
+                written += os.pwrite(self._descriptor, chunk[written:], offset + written)
         except OSError:
             self._failed.set()
             raise
-        self._flusher.submit(start_flush, self._descriptor, at, len(part))  # it waits while the disk has much to do
-        self._advanced(len(part))
-        return xxhash.xxh3_64_intdigest(part)
+        self._flusher.submit(
+            start_flush, self._descriptor, offset, len(chunk)
+        )  # it waits while the disk has much to do
+        self._advanced(len(chunk))
+        return xxhash.xxh3_64_intdigest(chunk)
 
 
-def _itself(part: np.ndarray) -> np.ndarray:
-    return part
+def _itself(chunk: np.ndarray) -> np.ndarray:
+    return chunk
 
 
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
     """Whether the file has the written bytes from `offset` on; False if it ends early. Waits for `sums` and raises
     their OSError. advanced: called with numbers of read bytes.
     """
-    at, found = offset, []
+    position, digests = offset, []
     data = _buffer(max(sums.sizes, default=0))
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for size in sums.sizes:
             view = memoryview(data)[:size]
-            done = 0
-            while done < size:
-                count = os.preadv(descriptor, [view[done:]], at + done)
+            bytes_read = 0
+            while bytes_read < size:
+                count = os.preadv(descriptor, [view[bytes_read:]], position + bytes_read)
                 if count == 0:
                     return False
-                done += count
-            at += size
-            found.append(xxhash.xxh3_64_intdigest(view))
+                bytes_read += count
+            position += size
+            digests.append(xxhash.xxh3_64_intdigest(view))
             advanced(len(view))
     finally:
         os.close(descriptor)
-    return found == sums.values()
+    return digests == sums.values()
 
 
 _own = threading.local()
@@ -179,9 +181,9 @@ _own = threading.local()
 
 def _buffer(size_bytes: int) -> np.ndarray:
     """This thread's memory of at least `size_bytes`, reused because touching new memory takes as long as reading."""
-    if len(found := getattr(_own, "buffer", np.empty(0, np.uint8))) < size_bytes:
-        found = _own.buffer = np.empty(size_bytes, np.uint8)
-    return found
+    if len(buffer := getattr(_own, "buffer", np.empty(0, np.uint8))) < size_bytes:
+        buffer = _own.buffer = np.empty(size_bytes, np.uint8)
+    return buffer
 
 
 def all_of[Item, Result](check: Callable[[Item], Result], items: list[Item]) -> list[Result]:

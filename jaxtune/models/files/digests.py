@@ -50,10 +50,10 @@ class Digest:
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:
         """Of a tensor in host memory. name: the model's, or in a quantised weight the layout's label."""
-        what, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
-        whole = xxhash.xxh3_128(what.encode())
-        whole.update(data)
-        return cls(_sampled(what, data.size, lambda start, stop: data[start:stop]), whole.digest())
+        label, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
+        hasher = xxhash.xxh3_128(label.encode())
+        hasher.update(data)
+        return cls(_sampled(label, data.size, lambda start, stop: data[start:stop]), hasher.digest())
 
     @classmethod
     def read(
@@ -71,29 +71,29 @@ class Digest:
         read: (start, stop) -> these bytes, uint8.
         known: its `whole` digest, if cached; then only the sampled blocks are read.
         """
-        what = f"{name} {dtype.name} {shape}"
+        label = f"{name} {dtype.name} {shape}"
         if known is None:
-            whole = xxhash.xxh3_128(what.encode())
+            hasher = xxhash.xxh3_128(label.encode())
             for start in range(0, size, _READ_BYTES):
-                whole.update(read(start, min(start + _READ_BYTES, size)))
-            known = whole.digest()
-        return cls(_sampled(what, size, read), known)
+                hasher.update(read(start, min(start + _READ_BYTES, size)))
+            known = hasher.digest()
+        return cls(_sampled(label, size, read), known)
 
     @classmethod
     def joined(cls, parts: Iterable[Digest]) -> Digest:
         """Of several tensors, SHA-256 over their digests in this order, which the result depends on."""
         parts = list(parts)
-        sampled, whole = (b"".join(getattr(part, key) for part in parts) for key in ("sampled", "whole"))
+        sampled, whole = (b"".join(getattr(digest, key) for digest in parts) for key in ("sampled", "whole"))
         return cls(hashlib.sha256(sampled).digest(), hashlib.sha256(whole).digest())
 
 
-def _sampled(what: str, size: int, read: Callable[[int, int], np.ndarray]) -> bytes:
-    """SHA-256 of `what` (name, dtype, shape) and up to 64 evenly spaced blocks of 4 KiB."""
+def _sampled(label: str, size: int, read: Callable[[int, int], np.ndarray]) -> bytes:
+    """SHA-256 of `label` (name, dtype, shape) and up to 64 evenly spaced blocks of 4 KiB."""
     last = max(0, size - _SAMPLE_BYTES)
     starts = sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
     # All blocks in one call: hashlib releases Python's lock for each larger piece, and taking it again can be slow.
     blocks = b"".join([read(start, min(start + _SAMPLE_BYTES, size)).tobytes() for start in starts])
-    return hashlib.sha256(what.encode() + blocks).digest()
+    return hashlib.sha256(label.encode() + blocks).digest()
 
 
 def base_digest(config: DecoderConfig, weights: bytes) -> str:
@@ -105,8 +105,8 @@ def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | No
     """The identity of a base model with random weights, from their key and dtype; None if the key is traced."""
     if isinstance(key, Tracer):
         return None
-    drawn = np.asarray(jax.random.key_data(key)).tolist()
-    return base_digest(config, f"random {drawn} {dtype}".encode())
+    key_data = np.asarray(jax.random.key_data(key)).tolist()
+    return base_digest(config, f"random {key_data} {dtype}".encode())
 
 
 def _said(config: DecoderConfig) -> bytes:
@@ -118,10 +118,10 @@ def _said(config: DecoderConfig) -> bytes:
         """A dataclass becomes [class's name, {field: value}], a tuple a list."""
         if dataclasses.is_dataclass(value):
             fields = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
-            said = {_FIRST_NAMES.get(name, name): plain(v) for name, (v, default) in fields.items() if v != default}
-            return [type(value).__name__, said]
+            values = {_FIRST_NAMES.get(name, name): plain(v) for name, (v, default) in fields.items() if v != default}
+            return [type(value).__name__, values]
         if isinstance(value, tuple | list):
-            return [plain(each) for each in value]
+            return [plain(element) for element in value]
         return value
 
     return json.dumps(plain(config), sort_keys=True, default=repr).encode()
@@ -144,13 +144,15 @@ class DigestCache:
         self._files = sorted(set(files))
         self._began = time.time()
         self._states = self._look()
-        place = hashlib.sha256("\n".join(os.path.abspath(file) for file in self._files).encode()).hexdigest()
-        self._path = cache_folder() / f"{place[:32]}.json"
+        path_hash = hashlib.sha256("\n".join(os.path.abspath(file) for file in self._files).encode()).hexdigest()
+        self._path = cache_folder() / f"{path_hash[:32]}.json"
         self._known: dict[str, str] = {}
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            if found["format"] == _FORMAT and found["files"] == self._states:
-                self._known = {str(name): str(bytes.fromhex(digest).hex()) for name, digest in found["digests"].items()}
+            record = json.loads(self._path.read_text(encoding="utf-8"))
+            if record["format"] == _FORMAT and record["files"] == self._states:
+                self._known = {
+                    str(name): str(bytes.fromhex(digest).hex()) for name, digest in record["digests"].items()
+                }
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             pass  # without a usable cache the digests are computed
         self._before = dict(self._known)
@@ -159,13 +161,13 @@ class DigestCache:
         """[path, bytes, modification and change time in ns, inode, device] of each file. Writing sets the change time,
         which no program can set back. Raises OSError if a file is missing.
         """
-        found = [(os.path.abspath(file), os.stat(file)) for file in self._files]
-        return [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for path, s in found]
+        stats = [(os.path.abspath(file), os.stat(file)) for file in self._files]
+        return [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for path, s in stats]
 
     def get(self, name: str) -> bytes | None:
         """A tensor's cached `Digest.whole`, or None."""
-        known = self._known.get(name)
-        return None if known is None else bytes.fromhex(known)
+        digest = self._known.get(name)
+        return None if digest is None else bytes.fromhex(digest)
 
     def put(self, name: str, whole: bytes) -> None:
         """Adds a tensor's `Digest.whole` for `save`."""

@@ -50,11 +50,11 @@ def gather_experts(
     renamed = {name.replace(module, ".mlp."): entry for name, entry in entries.items()}
     pattern = re.compile(rf"(.+\.experts)\.(\d+)\.({files.gate}|{files.up}|{files.down})\.weight")
     groups: dict[str, dict[tuple[int, str], headers.TensorEntry]] = {}
-    whole = dict(renamed)
+    result = dict(renamed)
     for name in renamed:
         if match := pattern.fullmatch(name):
             kind = "down_proj" if match[3] == files.down else "gate_up_proj"
-            groups.setdefault(f"{match[1]}.{kind}", {})[int(match[2]), match[3]] = whole.pop(name)
+            groups.setdefault(f"{match[1]}.{kind}", {})[int(match[2]), match[3]] = result.pop(name)
     for name, pieces in groups.items():
         matrices = (files.down,) if name.endswith("down_proj") else (files.gate, files.up)
         first = next(iter(pieces.values()))
@@ -62,35 +62,37 @@ def gather_experts(
             raise ValueError(
                 f"{first.file}: {name}: config.json says {num_experts} experts, and there are {len(pieces)} pieces"
             )
-        wanted = [(expert, matrix) for expert in range(num_experts) for matrix in matrices]
-        if set(pieces) != set(wanted):
-            odd = sorted(set(pieces) ^ set(wanted))
+        expected_keys = [(expert, matrix) for expert in range(num_experts) for matrix in matrices]
+        if set(pieces) != set(expected_keys):
+            odd = sorted(set(pieces) ^ set(expected_keys))
             raise ValueError(
                 f"{first.file}: {name} of {num_experts} experts: pieces missing or too many: "
                 + ", ".join(f"{expert}.{matrix}" for expert, matrix in odd[:8])
             )
-        parts = tuple(pieces[key] for key in wanted)
-        rows, columns = parts[0].shape[0], parts[0].shape[-1]
+        matrix_entries = tuple(pieces[key] for key in expected_keys)
+        rows, columns = matrix_entries[0].shape[0], matrix_entries[0].shape[-1]
         shape = (num_experts, len(matrices) * rows, columns)
-        if any(isinstance(part, StoredEntry) for part in parts):
-            whole[name] = stored_weights.stacked(name, parts, shape, len(matrices))
+        if any(isinstance(matrix_entry, StoredEntry) for matrix_entry in matrix_entries):
+            result[name] = stored_weights.stacked(name, matrix_entries, shape, len(matrices))
             continue
-        for part in parts:
-            headers.check_entry(part)
-        stored_weights.require_alike(parts)
-        size = sum(part.size_bytes for part in parts)
-        whole[name] = StackedEntry(name, first.dtype, shape, parts[0].file, parts[0].offset, size, parts)
-    return whole
+        for matrix_entry in matrix_entries:
+            headers.check_entry(matrix_entry)
+        stored_weights.require_alike(matrix_entries)
+        size = sum(matrix_entry.size_bytes for matrix_entry in matrix_entries)
+        result[name] = StackedEntry(
+            name, first.dtype, shape, matrix_entries[0].file, matrix_entries[0].offset, size, matrix_entries
+        )
+    return result
 
 
 def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
     """The bytes from `start` to before `stop`, over all parts, uint8. Raises ValueError if a file ends early."""
-    data, at = np.empty(stop - start, np.uint8), 0
-    for part in entry.parts:
-        first, last = max(start, at), min(stop, at + part.size_bytes)
+    data, offset = np.empty(stop - start, np.uint8), 0
+    for tensor in entry.parts:
+        first, last = max(start, offset), min(stop, offset + tensor.size_bytes)
         if first < last:
-            data[first - start : last - start] = shards.read_bytes(part, first - at, last - at)
-        at += part.size_bytes
+            data[first - start : last - start] = shards.read_bytes(tensor, first - offset, last - offset)
+        offset += tensor.size_bytes
     return data
 
 
@@ -125,8 +127,8 @@ def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tup
     rows, pieces = pieces_of(name, value.shape, files)
     shape = (rows, value.shape[2])
 
-    def tensor(expert: int, at: int) -> FileTensor:
-        """One expert's rows from `at` on, cast."""
-        return FileTensor(shape, np.dtype(dtype), lambda whole: whole[expert, at : at + rows].astype(dtype))
+    def tensor(expert: int, start: int) -> FileTensor:
+        """One expert's rows from `start` on, cast."""
+        return FileTensor(shape, np.dtype(dtype), lambda matrix: matrix[expert, start : start + rows].astype(dtype))
 
     return tuple(Piece({piece.name: tensor(piece.expert, piece.start)}) for piece in pieces)

@@ -44,7 +44,9 @@ class Group:
 
     def renamed(self, rename: Callable[[str], str]) -> Group:
         """A new group with `rename` (old name -> new) applied to the names in files."""
-        pieces = [Piece({rename(key): part for key, part in each.tensors.items()}, each.cut) for each in self.pieces]
+        pieces = [
+            Piece({rename(key): tensor for key, tensor in piece.tensors.items()}, piece.cut) for piece in self.pieces
+        ]
         return Group(self.make, tuple(pieces))
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
@@ -53,13 +55,13 @@ class Group:
         """
         value = self.make()
         for number, piece in enumerate(self.pieces):
-            part = piece.cut(value)
+            section = piece.cut(value)
             if number == len(self.pieces) - 1:
                 value = None
             for count, (name, tensor) in enumerate(piece.tensors.items(), 1):
-                array = tensor.of(part)
+                array = tensor.of(section)
                 if count == len(piece.tensors):
-                    part = None
+                    section = None
                 yield name, array
                 del array
 

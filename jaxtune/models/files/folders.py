@@ -76,6 +76,6 @@ def _make_locked(path: Path) -> tuple[Path, int]:
 
 def _remove_left(path: Path) -> None:
     """Removes temporary folders of `path` that killed processes left; those in use are locked."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        if left.is_dir() and not left.is_symlink():
-            remove_left(left)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            remove_left(leftover)

@@ -32,7 +32,7 @@ class Metadata:
     def get(self, key: str, default: object = None) -> Any:
         value = self.fields.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list):
-            return [shortest(each) if isinstance(each, float) else each for each in value]
+            return [shortest(element) if isinstance(element, float) else element for element in value]
         return shortest(value) if isinstance(value, float) else value
 
     def need(self, key: str) -> Any:
@@ -98,8 +98,8 @@ def _scaling(data: Metadata, head_dim: int) -> Fields:
         original = data.need("rope.scaling.original_context_length")
         scaling: Fields = {
             "type": "longrope",
-            "short_factor": [shortest(each) for each in data.values(ROPE_SHORT)],
-            "long_factor": [shortest(each) for each in data.values(ROPE_LONG)],
+            "short_factor": [shortest(factor) for factor in data.values(ROPE_SHORT)],
+            "long_factor": [shortest(factor) for factor in data.values(ROPE_LONG)],
         }
         if (attention := data.get("rope.scaling.attn_factor")) is not None:
             scaling |= {"factor": data.need("context_length") / original, "attention_factor": attention}
@@ -140,8 +140,8 @@ def _llama3(data: Metadata, head_dim: int) -> Fields:
                 high_freq_factor=high,
                 original_max_position_embeddings=2**power,
             )
-            made = base / rotary_frequencies(rope, dim, positions).short
-            if made.shape == divisors.shape and np.allclose(made, divisors, rtol=1e-5):
+            candidate = base / rotary_frequencies(rope, dim, positions).short
+            if candidate.shape == divisors.shape and np.allclose(candidate, divisors, rtol=1e-5):
                 scaling = {
                     "rope_type": "llama3",
                     "factor": factor,
@@ -254,10 +254,10 @@ def _gemma4(data: Metadata, config: Config) -> Fields:
     full["partial_rotary_factor"] = turning / len(divisors)
     local = {"rope_type": "default", "rope_theta": data.need("rope.freq_base_swa")}
     shared = data.get("attention.shared_kv_layers", 0)
-    own = len(slides) - shared
-    equal = any(f"blk.{index}.attn_v.weight" not in data.shapes for index in range(own))
+    unshared_layers = len(slides) - shared
+    equal = any(f"blk.{index}.attn_v.weight" not in data.shapes for index in range(unshared_layers))
     per_layer = data.get("embedding_length_per_layer_input", 0)
-    found = {
+    fields = {
         "model_type": "gemma4_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "head_dim": head_dim,
@@ -268,7 +268,7 @@ def _gemma4(data: Metadata, config: Config) -> Fields:
         "attention_k_eq_v": equal,
         "final_logit_softcapping": data.get("final_logit_softcapping") or None,
         "sliding_window": data.need("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides],
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
         "rope_theta": None,
         "hidden_size_per_layer_input": per_layer,
@@ -277,13 +277,13 @@ def _gemma4(data: Metadata, config: Config) -> Fields:
         "use_double_wide_mlp": shared > 0 and widths[-1] == 2 * widths[0],
     }
     if data.get("expert_count"):
-        found |= {
+        fields |= {
             "enable_moe_block": True,
             "num_experts": data.need("expert_count"),
             "top_k_experts": data.need("expert_used_count"),
             "moe_intermediate_size": data.need("expert_feed_forward_length"),
         }
-    return found
+    return fields
 
 
 def _phi3(data: Metadata, config: Config) -> Fields:

@@ -113,8 +113,8 @@ class Names:
     def __init__(self, arch: Architecture, layers: int):
         import gguf
 
-        known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-        self._map = gguf.get_tensor_name_map(known[arch.name], layers)
+        architecture_ids = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        self._map = gguf.get_tensor_name_map(architecture_ids[arch.name], layers)
 
     def find(self, name: str) -> str | None:
         """llama.cpp's name or None; without .weight or .bias, of a weight or factor."""
@@ -123,15 +123,15 @@ class Names:
         for factor, matrix in _FACTORS.items():
             if module.endswith(f".{factor}"):
                 module, suffix = module.removesuffix(factor) + matrix, ".scale"
-        known = self._map.get_name(module)
-        return None if known is None else known + (suffix or ".weight")
+        gguf_name = self._map.get_name(module)
+        return None if gguf_name is None else gguf_name + (suffix or ".weight")
 
     def __call__(self, name: str) -> str:
         """llama.cpp's name; raises ValueError if it has none."""
-        known = self.find(name)
-        if known is None:
+        gguf_name = self.find(name)
+        if gguf_name is None:
             raise ValueError(f"gguf: {name} has no name in llama.cpp's files")
-        return known
+        return gguf_name
 
 
 def interleaved[Rows: (np.ndarray, jax.Array)](array: Rows, heads: int) -> Rows:

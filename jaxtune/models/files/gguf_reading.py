@@ -59,8 +59,8 @@ def opened(file: Path) -> _Opened:
     """Parses a GGUF file, cached while it is the same. Raises ValueError for a damaged file, one of several parts, or
     without the gguf package.
     """
-    there = os.stat(file)
-    return _parsed(file, there.st_size, there.st_mtime_ns)
+    stat = os.stat(file)
+    return _parsed(file, stat.st_size, stat.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=2)
@@ -73,8 +73,8 @@ def _parsed(file: Path, size: int, changed: int) -> _Opened:
         parsed = gguf.GGUFReader(file)
         fields = {key: field.contents() for key, field in parsed.fields.items()}
     except Exception as error:  # numpy's and struct's, by where the file ends
-        said = " ".join(str(error).split())[:200]
-        raise ValueError(f"{file}: not a whole GGUF file: {type(error).__name__}: {said}; fetch it again") from None
+        message = " ".join(str(error).split())[:200]
+        raise ValueError(f"{file}: not a whole GGUF file: {type(error).__name__}: {message}; fetch it again") from None
     if int(fields.get("split.count") or 1) > 1:
         raise ValueError(f"{file}: one part of {fields['split.count']}: join them with llama-gguf-split --merge")
     tensors = {tensor.name: tensor for tensor in parsed.tensors}
@@ -87,9 +87,11 @@ def _parsed(file: Path, size: int, changed: int) -> _Opened:
 
 
 def metadata(file: Path) -> Metadata:
-    whole = opened(file)
-    shapes = {name: tuple(int(size) for size in tensor.shape[::-1]) for name, tensor in whole.tensors.items()}
-    return Metadata(str(file), whole.fields, shapes, lambda name: _decoded(whole.tensors[name]), _tied(whole.tensors))
+    parsed = opened(file)
+    shapes = {name: tuple(int(size) for size in tensor.shape[::-1]) for name, tensor in parsed.tensors.items()}
+    return Metadata(
+        str(file), parsed.fields, shapes, lambda name: _decoded(parsed.tensors[name]), _tied(parsed.tensors)
+    )
 
 
 def read_gguf_config(file: Path) -> Fields:
@@ -129,24 +131,24 @@ def gguf_entries(
     """{Hugging Face's name: entry} of the model's tensors. Raises ValueError for tensors that are missing, not the
     model's, of another shape, or in a type that gguf does not decode.
     """
-    whole, arch = opened(file), ARCHITECTURES[config.family]
-    names, used, missing = Names(arch, config.num_layers), {ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT}, []
-    used |= {names.find(f"{prefix}weight") or "" for prefix in family(config.family).unused_tensors(config)}
+    parsed, arch = opened(file), ARCHITECTURES[config.family]
+    names, used_names, missing = Names(arch, config.num_layers), {ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT}, []
+    used_names |= {names.find(f"{prefix}weight") or "" for prefix in family(config.family).unused_tensors(config)}
     if config.tie_embeddings:
-        used.add(HEADS[1])
-    found: dict[str, headers.TensorEntry] = {}
+        used_names.add(HEADS[1])
+    entries: dict[str, headers.TensorEntry] = {}
     for name, shape in wanted.items():
         sources, combine = _sources(name, shape, config, arch, names)
-        used |= set(sources)
-        if absent := [source for source in sources if source not in whole.tensors]:
+        used_names |= set(sources)
+        if absent := [source for source in sources if source not in parsed.tensors]:
             missing += absent
             continue
-        found[name] = _entry(whole, name, shape, sources, combine)
-    unexpected = whole.tensors.keys() - used
-    for what, tensors in (("lacks", missing), ("has, and this family does not,", unexpected)):
+        entries[name] = _entry(parsed, name, shape, sources, combine)
+    unexpected = parsed.tensors.keys() - used_names
+    for problem, tensors in (("lacks", missing), ("has, and this family does not,", unexpected)):
         if tensors:
-            raise ValueError(f"{file}: {what} {listed(tensors)}; take the model's safetensors folder")
-    return found
+            raise ValueError(f"{file}: {problem} {listed(tensors)}; take the model's safetensors folder")
+    return entries
 
 
 def _sources(
@@ -163,7 +165,7 @@ def _sources(
         stem, half = module.removesuffix("gate_up_proj"), (shape[-1] if turned or bias else shape[1]) // 2
         rows = gate_and_up(moe.interleaved, half)
         combine = functools.partial(_joined, rows=rows, turned=turned)
-        return [names(f"{stem}{part}_proj{ending}") for part in ("gate", "up")], combine
+        return [names(f"{stem}{projection}_proj{ending}") for projection in ("gate", "up")], combine
     heads = heads_of(config, arch, name)
     if heads is not None:
         return [names(name)], lambda arrays: in_halves(arrays[0], heads)
@@ -180,16 +182,18 @@ def _turned(arrays: list[np.ndarray]) -> np.ndarray:
 def _joined(arrays: list[np.ndarray], rows: tuple[slice, slice], turned: bool) -> np.ndarray:
     """gate_up_proj of all experts from gate and up, each [E, half, ...]."""
     gate, up = arrays
-    whole = np.empty((gate.shape[0], 2 * gate.shape[1], *gate.shape[2:]), np.result_type(gate, up))
-    whole[:, rows[0]], whole[:, rows[1]] = gate, up
-    return whole.swapaxes(1, 2) if turned else whole
+    gate_up = np.empty((gate.shape[0], 2 * gate.shape[1], *gate.shape[2:]), np.result_type(gate, up))
+    gate_up[:, rows[0]], gate_up[:, rows[1]] = gate, up
+    return gate_up.swapaxes(1, 2) if turned else gate_up
 
 
-def _entry(whole: _Opened, name: str, shape: tuple[int, ...], sources: list[str], combine: Combine | None) -> GgufEntry:
-    tensors = [whole.tensors[source] for source in sources]
+def _entry(
+    parsed: _Opened, name: str, shape: tuple[int, ...], sources: list[str], combine: Combine | None
+) -> GgufEntry:
+    tensors = [parsed.tensors[source] for source in sources]
     kinds = {tensor.tensor_type.name for tensor in tensors}
     for tensor in tensors:
-        _require_decodable(whole.file, tensor)
+        _require_decodable(parsed.file, tensor)
     changed = combine is not None and name.endswith("norm.weight")
     dtype = kinds.pop() if len(kinds) == 1 and kinds <= headers.DTYPES.keys() and not changed else "F32"
 
@@ -197,11 +201,11 @@ def _entry(whole: _Opened, name: str, shape: tuple[int, ...], sources: list[str]
         arrays = [_decoded(tensor).astype(headers.DTYPES[dtype], copy=False) for tensor in tensors]
         array = arrays[0] if combine is None else combine(arrays)
         if array.shape != shape:
-            raise ValueError(f"{whole.file}: {name} is {list(array.shape)}, and the model's is {list(shape)}")
+            raise ValueError(f"{parsed.file}: {name} is {list(array.shape)}, and the model's is {list(shape)}")
         return np.ascontiguousarray(array)
 
     size = int(np.prod(shape)) * headers.DTYPES[dtype].itemsize
-    return GgufEntry(name, dtype, shape, whole.file, int(tensors[0].data_offset), size, assemble)
+    return GgufEntry(name, dtype, shape, parsed.file, int(tensors[0].data_offset), size, assemble)
 
 
 def _require_decodable(file: Path, tensor: ReaderTensor) -> None:

@@ -68,7 +68,7 @@ def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None)
     limit, free = _memory(device)
     if limit is None or need_bytes <= free:
         return
-    used = f", of which {free / _GB:.1f} are free" if limit - free > 0.01 * limit else ""
+    free_text = f", of which {free / _GB:.1f} are free" if limit - free > 0.01 * limit else ""
     remedy = "a smaller model or a larger card is needed"
     if nf4_bytes is not None and nf4_bytes <= free:
         remedy = (
@@ -77,10 +77,10 @@ def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None)
         )
     elif nf4_bytes is not None:
         remedy = f"in four bits, too, they take {nf4_bytes / _GB:.1f} GB; {remedy}"
-    said = FORMATS[how].title if how in FORMATS else f"in {how}"
+    format_text = FORMATS[how].title if how in FORMATS else f"in {how}"
     raise ValueError(
-        f"{folder}: its weights take {need_bytes / _GB:.1f} GB {said}, and the device "
-        f"({device.device_kind}) has {limit / _GB:.1f} GB{used}; {remedy}"
+        f"{folder}: its weights take {need_bytes / _GB:.1f} GB {format_text}, and the device "
+        f"({device.device_kind}) has {limit / _GB:.1f} GB{free_text}; {remedy}"
     )
 
 

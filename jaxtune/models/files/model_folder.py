@@ -129,12 +129,12 @@ def resolve_folder(path: str | os.PathLike) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, XetDownloadError
 
-    whole = None
+    complete = None
     with contextlib.suppress(LocalEntryNotFoundError):
         cached = Path(snapshot_download(name, local_files_only=True))
-        whole = cached if _complete(cached) else None
-    if whole is not None and _has_tokenizer(whole):
-        return whole
+        complete = cached if _complete(cached) else None
+    if complete is not None and _has_tokenizer(complete):
+        return complete
     try:  # also for a complete model without a tokenizer: transformers caches the model's files alone
         snapshot = Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
         if _complete(snapshot) or not constants.HF_HUB_OFFLINE:  # offline it returns an incomplete snapshot
@@ -142,20 +142,20 @@ def resolve_folder(path: str | os.PathLike) -> Path:
     except LocalEntryNotFoundError:
         pass
     except HfHubHTTPError as error:
-        if whole is None:
+        if complete is None:
             status = getattr(error.response, "status_code", "nothing")
             raise ValueError(
                 f"{name}: the hub answered {status}; check the name; of a gated model, accept "
                 "the licence on its page and log in (hf auth login)"
             ) from None
     except (HTTPError, XetDownloadError, ConnectionError, TimeoutError) as error:
-        if whole is None:
+        if complete is None:
             raise ValueError(
                 f"{name}: the hub cannot be reached, or the download broke off ({type(error).__name__}: {error}); try "
                 "again: what has arrived is kept"
             ) from None
-    if whole is not None:
-        return whole
+    if complete is not None:
+        return complete
     raise ValueError(
         f"{name}: no folder of that name, not complete in the local Hugging Face cache, and the hub cannot be reached; "
         "download it once while online, or give a folder"
@@ -216,11 +216,11 @@ def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
         for name in sorted(set(weight_map.values())):
             if not (folder / name).exists():
                 raise ValueError(f"{folder / name}: missing, though {INDEX} names it; fetch it again")
-            found = headers.read_header(folder / name)
-            twice = sorted(set(found) & set(entries))
+            shard_entries = headers.read_header(folder / name)
+            twice = sorted(set(shard_entries) & set(entries))
             if twice:
                 raise ValueError(f"{twice[0]} is in two shards: {entries[twice[0]].file.name} and {name}")
-            entries |= found
+            entries |= shard_entries
         for tensor, name in weight_map.items():
             if tensor not in entries or entries[tensor].file.name != name:
                 raise ValueError(f"{index}: says that {tensor} is in {name}, but it is not")
@@ -264,8 +264,8 @@ def _templates(key: str, value: Any) -> None:
         return
     values.items(key, value, values.mapping)
     for index, named in enumerate(value):
-        for part in ("name", "template"):
-            values.text(f"{key}[{index}].{part}", named.get(part))
+        for field in ("name", "template"):
+            values.text(f"{key}[{index}].{field}", named.get(field))
 
 
 _TOKENIZER_CHECKS: dict[str, Callable[[str, Any], None]] = {
@@ -321,10 +321,10 @@ def load_tokenizer(folder: Path):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer("a")  # some faults appear only in use
     except Exception as error:  # the tokenizers library raises bare Exceptions
-        said = " ".join(str(error).split())[:300]
+        message = " ".join(str(error).split())[:300]
         files = ", ".join(name for name in _TOKENIZER_FILES if (folder / name).exists())
         raise ValueError(
-            f"{folder}: its tokenizer files ({files}) make no tokenizer: {type(error).__name__}: {said}; "
+            f"{folder}: its tokenizer files ({files}) make no tokenizer: {type(error).__name__}: {message}; "
             "fetch them again, or name another folder (model.tokenizer)"
         ) from error
     return tokenizer

@@ -34,18 +34,18 @@ def divide(
     Raises ValueError for a passthrough tensor that cannot be copied: another dtype than 16- or 32-bit floats in no
     known format, a size that does not fit, missing codes or scales.
     """
-    beside = tuple(entry for name, entry in entries.items() if is_passthrough(name, config.family))
-    if not beside:
+    passthrough_entries = tuple(entry for name, entry in entries.items() if is_passthrough(name, config.family))
+    if not passthrough_entries:
         return dict(entries), None
-    for entry in _gathered(beside):
+    for entry in _gathered(passthrough_entries):
         if not isinstance(entry, StoredEntry):
             headers.check_entry(entry)
-    rest = {name: entry for name, entry in entries.items() if not is_passthrough(name, config.family)}
+    text_entries = {name: entry for name, entry in entries.items() if not is_passthrough(name, config.family)}
     if hf is whole:
-        return rest, Passthrough(beside, None)
-    files = [beside[0].file.parent / name for name in _PROCESSORS]
+        return text_entries, Passthrough(passthrough_entries, None)
+    files = [passthrough_entries[0].file.parent / name for name in _PROCESSORS]
     processors = tuple((file.name, file.read_bytes()) for file in files if file.exists())
-    return rest, Passthrough(beside, json.dumps(whole), processors)
+    return text_entries, Passthrough(passthrough_entries, json.dumps(whole), processors)
 
 
 def stored_in(beside: Passthrough | None) -> set[str]:
@@ -78,23 +78,23 @@ def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Plann
     if passthrough is None:
         return dict(planned)
     rename = whole_tensor_name if passthrough.config is not None else str
-    found = {}
+    current_entries = {}
     for file in {entry.file for entry in passthrough.tensors}:
         with contextlib.suppress(OSError):
-            found |= {(file, name): entry for name, entry in headers.read_header(file).items()}
-    whole = {name: group.renamed(rename) for name, group in planned.items()}
+            current_entries |= {(file, name): entry for name, entry in headers.read_header(file).items()}
+    extended = {name: group.renamed(rename) for name, group in planned.items()}
     for entry in passthrough.tensors:
-        if found.get((entry.file, entry.name)) != entry:
+        if current_entries.get((entry.file, entry.name)) != entry:
             raise ValueError(
                 f"save_pretrained: {entry.name} is copied from {entry.file}, from which the model was loaded, but it "
                 "is not there any more; put the folder back"
             )
     for entry in _gathered(passthrough.tensors):
-        packed = isinstance(entry, StoredEntry)
-        make = functools.partial(_in_16_bits if packed else shards.read_tensor, entry)
-        dtype = headers.DTYPES["BF16" if packed else entry.dtype]
-        whole[entry.name] = file_plan.one(entry.name, entry.shape, dtype, make, lambda tensor: tensor)
-    return whole
+        is_quantised = isinstance(entry, StoredEntry)
+        make = functools.partial(_in_16_bits if is_quantised else shards.read_tensor, entry)
+        dtype = headers.DTYPES["BF16" if is_quantised else entry.dtype]
+        extended[entry.name] = file_plan.one(entry.name, entry.shape, dtype, make, lambda tensor: tensor)
+    return extended
 
 
 def whole_config(
@@ -112,27 +112,27 @@ def whole_config(
         return dict(hf)
     if passthrough.config is None:
         return _with_skipped(dict(hf), passthrough, str)
-    whole = json.loads(passthrough.config)
-    text = dict(whole["text_config"])
-    if config_from_hf(whole) != config:
+    folder_config = json.loads(passthrough.config)
+    text = dict(folder_config["text_config"])
+    if config_from_hf(folder_config) != config:
         for name in ("rope_parameters", "per_layer_config"):  # what `own` says in another spelling
             text.pop(name, None)
         text |= {key: value for key, value in own.items() if key != "architectures" and not key.endswith("_token_id")}
     dtypes = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
-    whole |= {key: value for key, value in dtypes.items() if key in whole or key not in text}
+    folder_config |= {key: value for key, value in dtypes.items() if key in folder_config or key not in text}
     text |= {key: value for key, value in dtypes.items() if key in text}
     for name in ("auto_map", "quantization_config", "qat"):
-        whole.pop(name, None)
+        folder_config.pop(name, None)
         if name in hf:
-            whole[name] = hf[name]
-    whole |= {"text_config": text, "tie_word_embeddings": config.tie_embeddings}
-    return _with_skipped(whole, passthrough, whole_tensor_name)
+            folder_config[name] = hf[name]
+    folder_config |= {"text_config": text, "tie_word_embeddings": config.tie_embeddings}
+    return _with_skipped(folder_config, passthrough, whole_tensor_name)
 
 
 def _module(name: str) -> str:
     """The module of the whole model that contains a passthrough tensor: mtp, model.visual, ..."""
-    first, _, rest = name.partition(".")
-    return first if first == "mtp" else f"model.{rest.partition('.')[0] if first == 'model' else first}"
+    first, _, tail = name.partition(".")
+    return first if first == "mtp" else f"model.{tail.partition('.')[0] if first == 'model' else first}"
 
 
 def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Callable[[str], str]) -> dict[str, Any]:
@@ -147,9 +147,9 @@ def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Cal
     quantization = dict(config.get("quantization_config", {}))
     linears = [entry for entry in passthrough.tensors if entry.name.endswith(".weight") and len(entry.shape) == 2]
     plain = sorted(entry.name.removesuffix(".weight") for entry in linears)
-    whole = sorted({_module(entry.name) for entry in passthrough.tensors})
+    modules = sorted({_module(entry.name) for entry in passthrough.tensors})
     for key in set(SKIPPED) & set(quantization):
-        begins = [rf"re:.*\b{part.removeprefix('model.')}\..*" for part in whole] if key == "ignore" else whole
+        begins = [rf"re:.*\b{module.removeprefix('model.')}\..*" for module in modules] if key == "ignore" else modules
         quantization[key] = [*map(name_of, quantization[key]), *begins, *plain]
         config["quantization_config"] = quantization
     return config

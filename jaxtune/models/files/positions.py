@@ -28,11 +28,11 @@ def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fiel
         return dict(hf)
     text = text_config(dict(hf))
     changed = _text(text, scaling, positions)
-    whole = dict(hf)
+    result = dict(hf)
     if isinstance(hf.get("text_config"), Mapping) and text is not hf:
         keys = (_POSITIONS, "rope_scaling", "rope_parameters", ORIGINAL_POSITIONS)
         inner = {key: value for key, value in hf["text_config"].items() if key not in keys}
-        return whole | {"text_config": inner | {key: changed[key] for key in keys if key in changed}}
+        return result | {"text_config": inner | {key: changed[key] for key in keys if key in changed}}
     return changed
 
 

@@ -77,8 +77,8 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
     modules = {name: matrix for name, matrix in matrices(model) if matrix.quantizable}
     for skipped in skip_modules:
         if not any(name_matches(name, skipped) for name in modules):
-            there = f"such as {next(iter(modules))}" if modules else "of which the model has none in its layers"
-            raise ValueError(f"quantize: skip_modules: {skipped!r} matches no linear, {there}")
+            example = f"such as {next(iter(modules))}" if modules else "of which the model has none in its layers"
+            raise ValueError(f"quantize: skip_modules: {skipped!r} matches no linear, {example}")
     for name, linear in modules.items():
         weight = linear.stored_weight
         if not isinstance(weight, Stored) and not any(name_matches(name, skipped) for skipped in skip_modules):
@@ -93,7 +93,7 @@ def dequantize(model: Decoder, modules: Sequence[str] | None = None) -> Decoder:
     model = copy_structure(model)
     for name, linear in matrices(model):
         weight = linear.stored_weight
-        if isinstance(weight, Stored) and (modules is None or any(name_matches(name, each) for each in modules)):
+        if isinstance(weight, Stored) and (modules is None or any(name_matches(name, pattern) for pattern in modules)):
             linear.weight = linear.weight.replace(dense(weight, model.dtype))
             linear.fp8 = False
     return model
@@ -297,16 +297,16 @@ def check_stored(
     layout = stated_layout(hf)
     if layout is None:
         return
-    said = format_of(layout).name
-    where = f"{folder}: config.json: quantization_config says that the weights are stored in {said}"
-    if stored and said not in {*beside, *formats.values()}:
+    stated = format_of(layout).name
+    where = f"{folder}: config.json: quantization_config says that the weights are stored in {stated}"
+    if stored and stated not in {*beside, *formats.values()}:
         raise ValueError(
             f"{where}, but they are stored in {' and '.join(sorted(stored))}: fetch config.json again, or take "
             "quantization_config out of it to load the weights as they are"
         )
-    if not stored and not layout.decoded_on_load and load_in != said and said not in beside:
+    if not stored and not layout.decoded_on_load and load_in != stated and stated not in beside:
         raise ValueError(
-            f"{where}, but none is: set load_in = {said!r} to quantise them, or take quantization_config out of "
+            f"{where}, but none is: set load_in = {stated!r} to quantise them, or take quantization_config out of "
             "config.json to load them as they are"
         )
 

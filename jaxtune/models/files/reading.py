@@ -38,8 +38,10 @@ def _all_finite(tensor: jax.Array | Stored, dtype: str | None) -> jax.Array:
     """
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     if dtype is not None and not isinstance(tensor, Stored):
-        to = jnp.finfo(dtype)
-        leaves = [lax.reduce_precision(leaf, to.nexp, to.nmant) for leaf in leaves]  # XLA would leave out a cast
+        target = jnp.finfo(dtype)
+        leaves = [
+            lax.reduce_precision(leaf, target.nexp, target.nmant) for leaf in leaves
+        ]  # XLA would leave out a cast
     return jnp.stack([jnp.bool_(True), *(jnp.isfinite(leaf).all() for leaf in leaves)]).all()
 
 
@@ -50,9 +52,11 @@ def are_finite(tensor: jax.Array | np.ndarray | Stored, dtype: str | None = None
       dtype: in which a plain tensor's numbers must be finite; None: its own.
     """
     if not isinstance(tensor, np.ndarray):
-        return [_all_finite(part, dtype) for part in partition.addressable(tensor)]
+        return [_all_finite(section, dtype) for section in partition.addressable(tensor)]
     rows = max(1, _PIECE_BYTES * len(tensor) // max(tensor.nbytes, 1))
-    return [bool(_all_finite(jnp.asarray(tensor[at : at + rows]), dtype)) for at in range(0, len(tensor), rows)]
+    return [
+        bool(_all_finite(jnp.asarray(tensor[start : start + rows]), dtype)) for start in range(0, len(tensor), rows)
+    ]
 
 
 def compile_are_finite(tensor: object, dtype: str | None = None) -> None:
@@ -64,20 +68,20 @@ def _computed(
     entries: Mapping[str, headers.TensorEntry], dtype: str, encoded: Mapping[str, str], dtypes: Mapping[str, str]
 ) -> dict[str, jax.ShapeDtypeStruct | Stored]:
     """{name: shapes} of tensors that are quantised, cast or decoded on devices; others are placed as stored."""
-    found = {}
+    shapes = {}
     for name, entry in entries.items():
-        own = dtypes.get(name, dtype)
+        tensor_dtype = dtypes.get(name, dtype)
         if name in encoded:
-            found[name] = load_memory.encoded_shapes(entry.shape, dtype, encoded[name])
-        elif isinstance(entry, StoredEntry) or headers.DTYPES[entry.dtype].name != own:
-            found[name] = jax.ShapeDtypeStruct(entry.shape, own)
-    return found
+            shapes[name] = load_memory.encoded_shapes(entry.shape, dtype, encoded[name])
+        elif isinstance(entry, StoredEntry) or headers.DTYPES[entry.dtype].name != tensor_dtype:
+            shapes[name] = jax.ShapeDtypeStruct(entry.shape, tensor_dtype)
+    return shapes
 
 
 @functools.cache
-def _zeros_on(place: jax.sharding.Sharding | None) -> Callable[..., jax.Array]:
+def _zeros_on(sharding: jax.sharding.Sharding | None) -> Callable[..., jax.Array]:
     """Cached, because a new jitted function for each array takes ten times as long to call."""
-    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=place)
+    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
 
 
 def _zeros(shapes: jax.ShapeDtypeStruct | Stored, where: object) -> jax.Array | Stored:
@@ -85,16 +89,16 @@ def _zeros(shapes: jax.ShapeDtypeStruct | Stored, where: object) -> jax.Array | 
     16-bit originals left, the allocator, which cuts no block less than twice as large, lost 13 to 19 % of NF4's bytes.
     """
     leaves, structure = jax.tree.flatten(shapes)
-    places = [None] * len(leaves) if where is None else jax.tree.leaves(jax.tree.broadcast(where, shapes))
+    shardings = [None] * len(leaves) if where is None else jax.tree.leaves(jax.tree.broadcast(where, shapes))
     return structure.unflatten(
-        [_zeros_on(place)(leaf.shape, leaf.dtype) for leaf, place in zip(leaves, places, strict=True)]
+        [_zeros_on(sharding)(leaf.shape, leaf.dtype) for leaf, sharding in zip(leaves, shardings, strict=True)]
     )
 
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def _moved_into(zeros: jax.Array | Stored, tensor: jax.Array | Stored) -> jax.Array | Stored:
     """`tensor` in the dtypes and the memory of `zeros`, which are donated."""
-    return jax.tree.map(lambda own, leaf: leaf.astype(own.dtype), zeros, tensor)
+    return jax.tree.map(lambda target, leaf: leaf.astype(target.dtype), zeros, tensor)
 
 
 def _read_plain(
@@ -128,7 +132,7 @@ def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
 
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
     """Waits for `finite`, and raises ValueError that names tensors and files with values that are not finite."""
-    if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
+    if broken := [name for name, flags in jax.device_get(finite).items() if not all(flags)]:
         files = sorted({entries[name].file.name for name in broken})
         raise ValueError(
             f"{entries[broken[0]].file.parent}: values that are not finite in {dtype}: {listed(broken)} "
@@ -166,20 +170,20 @@ def read_tensors(
     zeros = {name: _zeros(shapes, where(name, shapes)) for name, shapes in computed.items()}
 
     def load(name, entry):
-        own = dtypes.get(name, dtype)
+        tensor_dtype = dtypes.get(name, dtype)
         if isinstance(entry, StoredEntry):
             tensor, digest = stored_weights.read(entry, dtype)
         else:
-            sharding = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, own))
+            sharding = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, tensor_dtype))
             tensor, digest = _read_plain(name, entry, sharding, digest_cache)
         if name in stay:
             assert isinstance(tensor, np.ndarray)
-            return tensor.astype(own, copy=False), digest
+            return tensor.astype(tensor_dtype, copy=False), digest
         if name not in computed:
             return jax.block_until_ready(partition.put(tensor, where(name, tensor))), digest
         with one_at_a_time if name in encoded or isinstance(tensor, Stored) else contextlib.nullcontext():
             if isinstance(tensor, Stored):
-                tensor = entry.layout.decoded(tensor, own)
+                tensor = entry.layout.decoded(tensor, tensor_dtype)
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
             if name in encoded:
                 tensor = quant.encode(jax.device_put(tensor).astype(dtype), encoded[name])
@@ -192,8 +196,8 @@ def read_tensors(
         """Takes the oldest read's results."""
         nonlocal in_flight
         name, entry, future = waiting.popleft()
-        arrays[name], digests[name], found = future.result()
-        finite[name] = are_finite(arrays[name]) if found is None else found
+        arrays[name], digests[name], flags = future.result()
+        finite[name] = are_finite(arrays[name]) if flags is None else flags
         in_flight -= entry.size_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:

@@ -29,14 +29,16 @@ def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> n
     """A tensor's bytes from `start` to before `stop`, uint8[n]. Raises ValueError if the file ends early."""
     size = (entry.size_bytes if stop is None else stop) - start
     data = np.empty(size, np.uint8)
-    view, done = memoryview(data), 0
+    view, bytes_read = memoryview(data), 0
     descriptor = os.open(entry.file, os.O_RDONLY)
     try:
-        while done < size:
-            count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], entry.offset + start + done)
+        while bytes_read < size:
+            count = os.preadv(
+                descriptor, [view[bytes_read : bytes_read + _READ_BYTES]], entry.offset + start + bytes_read
+            )
             if count == 0:
-                raise ValueError(f"{entry.file}: ended {size - done} bytes early while reading {entry.name}")
-            done += count
+                raise ValueError(f"{entry.file}: ended {size - bytes_read} bytes early while reading {entry.name}")
+            bytes_read += count
     finally:
         os.close(descriptor)
     return data
@@ -67,18 +69,18 @@ def over_devices(
     """The tensor in its stored dtype, divided over devices. This process reads only its own parts along the first axis,
     each once, and cuts rows along other axes. read: (start, stop) -> these bytes, uint8.
     """
-    parts: dict[tuple[int, int], np.ndarray] = {}
+    sections: dict[tuple[int, int], np.ndarray] = {}
     row = entry.size_bytes // entry.shape[0]
 
-    def part(index):
+    def section(index):
         """index: a slice for each axis."""
         first, last, _ = index[0].indices(entry.shape[0])
-        if (first, last) not in parts:
+        if (first, last) not in sections:
             bytes_ = read(first * row, last * row)
-            parts[first, last] = bytes_.view(STORED[entry.dtype]).reshape(last - first, *entry.shape[1:])
-        return parts[first, last][(slice(None), *index[1:])]
+            sections[first, last] = bytes_.view(STORED[entry.dtype]).reshape(last - first, *entry.shape[1:])
+        return sections[first, last][(slice(None), *index[1:])]
 
-    return jax.make_array_from_callback(entry.shape, sharding, part)
+    return jax.make_array_from_callback(entry.shape, sharding, section)
 
 
 def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:
@@ -112,16 +114,16 @@ def write_file(
     Raises ValueError for another shape or dtype than planned, OSError for a failed write.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}  # transformers requires the format
-    at = 0
+    offset = 0
     for name, shape, dtype in tensors:
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype.name], "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
+        header[name] = {"dtype": DTYPE_NAMES[dtype.name], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    written, whole = {}, 8 + len(raw) + at
+    written, total_bytes = {}, 8 + len(raw) + offset
     with (
-        writing(file, whole),
+        writing(file, total_bytes),
         byte_files.Writer(file if processes.first() else Path(os.devnull), advanced) as out,
     ):
         out.append(len(raw).to_bytes(8, "little") + raw)

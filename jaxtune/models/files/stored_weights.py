@@ -42,42 +42,46 @@ def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.Tens
     missing or do not fit, or scales without codes.
     """
     left_out = tuple(key for layout in layouts() for key in layout.left_out)
-    whole = {name: entry for name, entry in entries.items() if not name.endswith(left_out)}
+    result = {name: entry for name, entry in entries.items() if not name.endswith(left_out)}
     for layout in layouts():
         modules: dict[str, dict[str, str]] = {}
-        for name, entry in whole.items():
-            found = None if isinstance(entry, StoredEntry) else layout.key_of(name)
-            if found is not None:
-                modules.setdefault(found[0], {})[found[1]] = name
+        for name, entry in result.items():
+            module_and_key = None if isinstance(entry, StoredEntry) else layout.key_of(name)
+            if module_and_key is not None:
+                modules.setdefault(module_and_key[0], {})[module_and_key[1]] = name
         for module, names in modules.items():
-            tensors = {key: whole[name] for key, name in names.items()}
+            tensors = {key: result[name] for key, name in names.items()}
             if layout.claims(tensors):
                 for name in names.values():
-                    del whole[name]
-                whole[module + layout.weight] = _entry(layout, module + layout.weight, tensors)
-    for name, entry in whole.items():
+                    del result[name]
+                result[module + layout.weight] = _entry(layout, module + layout.weight, tensors)
+    for name, entry in result.items():
         if not isinstance(entry, StoredEntry):
             _require_owned(name, entry)
-    return whole
+    return result
 
 
 def _require_owned(name: str, entry: headers.TensorEntry) -> None:
     """Raises ValueError for a tensor that only accompanies codes, which are missing."""
-    kinds = [each for each in layouts() if (found := each.key_of(name)) is not None and found[1] in each.others]
+    kinds = [
+        layout
+        for layout in layouts()
+        if (module_and_key := layout.key_of(name)) is not None and module_and_key[1] in layout.others
+    ]
     if kinds:
-        codes = " or ".join(dict.fromkeys(each.codes_dtype for each in kinds))
+        codes = " or ".join(dict.fromkeys(layout.codes_dtype for layout in kinds))
         raise ValueError(f"{entry.file}: {name} is there, but no weight in {codes} beside it")
 
 
 def _entry(layout: Layout, name: str, tensors: Mapping[str, headers.TensorEntry]) -> StoredEntry:
     """tensors: {the layout's key, such as ".weight_scale": entry}."""
-    found = layout.describe(name, tensors, lambda key: shards.read_bytes(tensors[key]))
-    for key, part in tensors.items():
+    description = layout.describe(name, tensors, lambda key: shards.read_bytes(tensors[key]))
+    for key, tensor in tensors.items():
         if key not in layout.raw:
-            headers.check_size(part)
+            headers.check_size(tensor)
     first = tensors[layout.codes]
-    total = sum(part.size_bytes for part in tensors.values())
-    return StoredEntry(name, first.dtype, found.shape, first.file, first.offset, total, layout, (found,))
+    total = sum(tensor.size_bytes for tensor in tensors.values())
+    return StoredEntry(name, first.dtype, description.shape, first.file, first.offset, total, layout, (description,))
 
 
 def stacked(name: str, parts: Sequence[headers.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
@@ -88,26 +92,26 @@ def stacked(name: str, parts: Sequence[headers.TensorEntry], shape: tuple[int, .
 
     Raises ValueError for different formats or shapes, or blocks that cannot form one tensor.
     """
-    packed = [part for part in parts if isinstance(part, StoredEntry)]
+    packed = [entry for entry in parts if isinstance(entry, StoredEntry)]
     first = parts[0]
-    if len(packed) < len(parts) or len({part.layout for part in packed}) > 1:
-        kinds = sorted({part.format_name if isinstance(part, StoredEntry) else part.dtype for part in parts})
+    if len(packed) < len(parts) or len({entry.layout for entry in packed}) > 1:
+        kinds = sorted({entry.format_name if isinstance(entry, StoredEntry) else entry.dtype for entry in parts})
         raise ValueError(f"{first.file}: {name}: its experts' matrices are stored in different formats: {kinds}")
     require_alike(parts)
-    layout, pieces = packed[0].layout, tuple(piece for part in packed for piece in part.pieces)
+    layout, pieces = packed[0].layout, tuple(piece for entry in packed for piece in entry.pieces)
     if (problem := layout.joining(pieces, per_expert)) is not None:
         raise ValueError(f"{first.file}: {name}: {problem}")
-    total = sum(part.size_bytes for part in parts)
+    total = sum(entry.size_bytes for entry in parts)
     return StoredEntry(name, first.dtype, shape, first.file, first.offset, total, layout, pieces)
 
 
 def require_alike(parts: Sequence[headers.TensorEntry]) -> None:
     """Raises ValueError unless all are matrices of one shape and dtype."""
     first = parts[0]
-    for part in parts:
-        if (part.shape, part.dtype) != (first.shape, first.dtype) or len(part.shape) != 2:
+    for entry in parts:
+        if (entry.shape, entry.dtype) != (first.shape, first.dtype) or len(entry.shape) != 2:
             raise ValueError(
-                f"{part.file}: {part.name} is {part.dtype}{list(part.shape)}, "
+                f"{entry.file}: {entry.name} is {entry.dtype}{list(entry.shape)}, "
                 f"{first.name} {first.dtype}{list(first.shape)}"
             )
 
@@ -118,17 +122,17 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
     file that ends early.
     """
     layout, weights, digests = entry.layout, [], []
-    for found in entry.pieces:
-        headers: Mapping = found.tensors
+    for piece in entry.pieces:
+        headers: Mapping = piece.tensors
         arrays = {k: shards.read_bytes(h) if k in layout.raw else shards.read_tensor(h) for k, h in headers.items()}
-        digests.append([Digest.of(label, arrays[key]) for label, key in layout.digested(found)])
-        weights.append(layout.read(found, arrays, dtype_name))
+        digests.append([Digest.of(label, arrays[key]) for label, key in layout.digested(piece)])
+        weights.append(layout.read(piece, arrays, dtype_name))
     if len(entry.pieces[0].shape) == len(entry.shape):  # one matrix, or all experts in one piece
         return weights[0], Digest.joined(digests[0])
     if layout.digests_pieces:
         digest = Digest.joined(map(Digest.joined, digests))
     else:
-        digest = Digest.joined(part for parts in digests for part in parts)
+        digest = Digest.joined(tensor_digest for piece_digests in digests for tensor_digest in piece_digests)
     return type(weights[0]).joined(weights, entry.shape), digest
 
 
@@ -146,22 +150,22 @@ def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[i
     layout = format_of(weight).layout(weight)
     if pieces is None:
         return Group(make, (Piece(_named(layout, name, weight, layout.header_number(weight, make))),))
-    rows, places = pieces
+    rows, cuts = pieces
     if (problem := layout.splitting(weight, rows)) is not None:
         raise ValueError(f"save_pretrained: {name} {problem}: use dequantize first (jaxtune.models.files.quant)")
     if layout.expert_note is not None:
         warnings.warn(layout.expert_note, stacklevel=4)
-    found, header_number = [], None
-    for number, (piece, expert, start) in enumerate(places):
-        cut = functools.partial(_piece, expert=expert, start=start, rows=rows)
-        shapes = jax.eval_shape(cut, weight)
+    file_pieces, header_number = [], None
+    for number, (piece, expert, start) in enumerate(cuts):
+        cut_piece = functools.partial(_piece, expert=expert, start=start, rows=rows)
+        shapes = jax.eval_shape(cut_piece, weight)
         header_number = layout.header_number(shapes, make) if number == 0 else header_number
-        found.append(Piece(_named(layout, piece, shapes, header_number), cut))
-    return Group(make, tuple(found))
+        file_pieces.append(Piece(_named(layout, piece, shapes, header_number), cut_piece))
+    return Group(make, tuple(file_pieces))
 
 
-def _piece(whole: Stored, expert: int, start: int, rows: int) -> Stored:
-    return whole.piece(expert, start, rows)
+def _piece(experts: Stored, expert: int, start: int, rows: int) -> Stored:
+    return experts.piece(expert, start, rows)
 
 
 def _named(layout: Layout, name: str, weight: Stored, number: float | None) -> dict[str, FileTensor]:

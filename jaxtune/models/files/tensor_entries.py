@@ -37,8 +37,8 @@ def is_kept_packed(entry: headers.TensorEntry, load_in: str | None) -> bool:
     """
     if not isinstance(entry, StoredEntry):
         return False
-    asked = entry.layout.kept_on_request and load_in == entry.format_name
-    return asked or not entry.layout.decoded_on_load
+    requested = entry.layout.kept_on_request and load_in == entry.format_name
+    return requested or not entry.layout.decoded_on_load
 
 
 def listed(names: Iterable[str]) -> str:

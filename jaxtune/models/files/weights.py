@@ -64,26 +64,26 @@ class Weights:
         """Replaces matrices. changes: {name, as in lora.matrices: old weight -> new}; traced now for shapes, called
         when needed; unknown names are ignored. Raises ValueError as tensors_of does.
         """
-        model, made = copy_structure(self.model), dict(self.made)
+        model, makers = copy_structure(self.model), dict(self.made)
         names = {id(variable): name for name, variable in tensors_of(model).items()}
         for name, matrix in matrices(model):
             if name in changes:
                 tensor = names[id(matrix.weight)]
-                made[tensor] = functools.partial(_then, self.maker(tensor, matrix.weight), changes[name])
+                makers[tensor] = functools.partial(_then, self.maker(tensor, matrix.weight), changes[name])
                 matrix.weight = matrix.weight.replace(jax.eval_shape(changes[name], matrix.stored_weight))
-        return Weights(model, made)
+        return Weights(model, makers)
 
     def dequantized(self, modules: Sequence[str] | None = None) -> Weights:
         """Decodes quantised weights to model.dtype. modules: names, or their last parts; None: all. Raises ValueError
         as tensors_of does.
         """
 
-        def chosen(name: str) -> bool:
-            return modules is None or any(name_matches(name, each) for each in modules)
+        def is_selected(name: str) -> bool:
+            return modules is None or any(name_matches(name, pattern) for pattern in modules)
 
         decode = functools.partial(dense, dtype=self.model.dtype)
-        found = [name for name, matrix in matrices(self.model) if isinstance(matrix.stored_weight, Stored)]
-        return self.changed({name: decode for name in found if chosen(name)})
+        quantised_names = [name for name, matrix in matrices(self.model) if isinstance(matrix.stored_weight, Stored)]
+        return self.changed({name: decode for name in quantised_names if is_selected(name)})
 
     def quantized(self, load_in: str) -> Weights:
         """Quantises linears and experts to `load_in`, but not routers and matrices whose rows are not whole blocks;
@@ -93,11 +93,11 @@ class Weights:
         if quant.stored_in(self.model) == load_in:
             return self
         plain = self.dequantized()
-        encode, left = functools.partial(quant.encode, load_in=load_in), not_whole(plain, load_in)
-        chosen = [name for name, matrix in matrices(plain.model) if matrix.quantizable and name not in left]
-        found = plain.changed(dict.fromkeys(chosen, encode))
-        found.model.qat = None  # its weights are no longer rounded to that grid
-        return found
+        encode, skipped = functools.partial(quant.encode, load_in=load_in), not_whole(plain, load_in)
+        names = [name for name, matrix in matrices(plain.model) if matrix.quantizable and name not in skipped]
+        result = plain.changed(dict.fromkeys(names, encode))
+        result.model.qat = None  # its weights are no longer rounded to that grid
+        return result
 
 
 def not_whole(weights: Weights, format: str) -> list[str]:

@@ -135,7 +135,7 @@ def _decoded(weight: Stored, dtype: str) -> jax.Array:
 
 
 class _Form(NamedTuple):
-    """How a converted model's arrays follow from the model's. A place: an index in jax.tree.leaves(nnx.state(model))."""
+    """How a converted model's arrays follow from the model's. A place is an index in its jax.tree.leaves."""
 
     structure: Structure  # of the model with converted weights
     dtype: str  # in which weights are decoded
